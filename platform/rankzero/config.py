@@ -1,0 +1,286 @@
+"""Frozen configs: flatten them, override them, write them to YAML and back. Pure.
+
+A config is a frozen dataclass whose fields all have defaults. A field that is itself a
+config is a *group*; its fields get dotted keys, ``train.batch_size``. Those keys are the
+command line's, the MLflow params' and the search space's alike. A trailing underscore in
+a field's name is not part of its key: ``data_`` has the key ``data``, so that a field
+may share its name with a method.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar, Union
+
+import yaml
+
+Config = TypeVar("Config")
+NONE_WORDS = {"none", "null", "~"}
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+class ConfigError(ValueError):
+    """A config that cannot be: the message names the key and says what to change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One setting: its dotted key, its declared type, its value."""
+
+    key: str
+    annotation: Any
+    value: Any
+
+
+def leaves(config: object, prefix: str = "") -> Iterator[Leaf]:
+    """Yield every setting of `config`, in the order of declaration."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        key, value = prefix + field.name.rstrip("_"), getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, key + ".")
+        else:
+            yield Leaf(key, hints[field.name], value)
+
+
+def flatten(config: object) -> dict[str, Any]:
+    """Return {dotted key: value} of every setting."""
+    return {leaf.key: leaf.value for leaf in leaves(config)}
+
+
+def override(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return a copy of `config` with `changes` ({dotted key: value or its text}) applied.
+
+    This is the only way a value changes. Text is read as the field's type.
+    Raises ConfigError for an unknown key, a value of the wrong type or out of range.
+    """
+    _reject_unknown(changes, flatten(config))
+    return _override(config, changes, "")
+
+
+def render(value: object) -> str:
+    """Return `value` as the text that `override` reads back to the same value."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return json.dumps(value, ensure_ascii=False)
+        case _:
+            return str(value)
+
+
+def to_yaml(config: object) -> str:
+    """Return `config` as YAML, nested by group."""
+    return yaml.safe_dump(_nested(config), sort_keys=False, allow_unicode=True)
+
+
+def from_yaml(cls: type[Config], text: str) -> Config:
+    """Read what `to_yaml` wrote; keys that are missing keep their defaults."""
+    try:
+        loaded = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"expected a mapping of settings, got {type(loaded).__name__}")
+    return override(cls(), dict(_flat_mapping(loaded)))
+
+
+def parse_assignments(words: Iterable[str]) -> dict[str, str]:
+    """Read the command line's ``key=value`` words; a later one wins."""
+    pairs = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{word!r} is not of the form key=value")
+        pairs[key.strip()] = value
+    return pairs
+
+
+def describe_type(annotation: Any) -> str:
+    """Return a type as the user would say it: ``int``, ``fp32 | bf16``, ``int | none``."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " | ".join(render(arg) for arg in args)
+    if origin in (Union, types.UnionType):
+        return " | ".join(describe_type(arg) for arg in args)
+    if origin is tuple:
+        return f"list of {describe_type(args[0])}"
+    return "none" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
+
+
+def coerce(value: Any, annotation: Any) -> Any:
+    """Return `value`, or what its text says, as the type `annotation`.
+
+    Raises ValueError when it is not one; never rounds, truncates or guesses.
+    """
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _coerce_union(value, args)
+    if origin is Literal:
+        return _coerce_literal(value, args)
+    if origin is tuple:
+        return tuple(coerce(item, args[0]) for item in _items(value))
+    try:
+        return _COERCE_SCALAR[annotation](value)
+    except KeyError:
+        raise TypeError(f"a setting cannot have the type {annotation}; use int, float, bool, str, a Literal, "
+                        "a tuple or a group") from None
+
+
+def _reject_unknown(changes: Iterable[str], known: Mapping[str, Any]) -> None:
+    for key in changes:
+        if key not in known:
+            raise ConfigError(f"unknown key {key!r}{_suggestion(key, known)}")
+
+
+def _suggestion(key: str, known: Iterable[str]) -> str:
+    group = [name for name in known if name.startswith(key + ".")]
+    if group:
+        return f": it is a group; set one of {', '.join(group)}"
+    known = list(known)
+    near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.6) or _nearest_last_part(key, known)
+    return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(known)}"
+
+
+def _nearest_last_part(key: str, known: list[str]) -> list[str]:
+    last_parts = {name.rpartition(".")[2]: name for name in known}
+    near = difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1, cutoff=0.6)
+    return [last_parts[name] for name in near]
+
+
+def _override(config: Config, changes: Mapping[str, Any], prefix: str) -> Config:
+    hints = typing.get_type_hints(type(config))
+    new: dict[str, Any] = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        key, value = prefix + field.name.rstrip("_"), getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            new[field.name] = _override(value, changes, key + ".")
+        elif key in changes:
+            new[field.name] = _coerce_setting(key, changes[key], hints[field.name])
+    try:
+        return dataclasses.replace(config, **new)  # type: ignore[type-var]
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from error
+
+
+def _coerce_setting(key: str, value: Any, annotation: Any) -> Any:
+    try:
+        return coerce(value, annotation)
+    except ValueError as error:
+        raise ConfigError(f"{key}: expected {describe_type(annotation)}, got {render(value)!r}") from error
+
+
+def _coerce_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    try:
+        return BOOLEANS[value.strip().lower()]
+    except (KeyError, AttributeError):
+        raise ValueError("not a boolean") from None
+
+
+def _coerce_int(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError("not a whole number")
+    try:
+        return int(value)
+    except ValueError:
+        return _coerce_int(float(value))  # 1e5
+    except (OverflowError, TypeError) as error:
+        raise ValueError("not a whole number") from error
+
+
+def _coerce_float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError("not a number")
+    try:
+        number = float(value)
+    except (OverflowError, TypeError) as error:
+        raise ValueError("not a number") from error
+    if number != number:
+        raise ValueError("not a number")
+    return number
+
+
+def _coerce_str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("not text")
+    return value
+
+
+def _coerce_none(value: Any) -> None:
+    if value is not None and not (isinstance(value, str) and value.strip().lower() in NONE_WORDS):
+        raise ValueError("not none")
+
+
+_COERCE_SCALAR: dict[Any, Any] = {
+    bool: _coerce_bool,
+    int: _coerce_int,
+    float: _coerce_float,
+    str: _coerce_str,
+    type(None): _coerce_none,
+}
+
+
+def _coerce_union(value: Any, options: tuple[Any, ...]) -> Any:
+    if value is None and type(None) in options:
+        return None
+    exact = [option for option in options if type(value) is option and option is not str]
+    for option in (*exact, *sorted(options, key=lambda option: option is not type(None))):
+        try:
+            return coerce(value, option)
+        except ValueError:
+            continue
+    raise ValueError("none of the types fits")
+
+
+def _coerce_literal(value: Any, options: tuple[Any, ...]) -> Any:
+    for option in options:
+        if (type(option) is type(value) and option == value) or (isinstance(value, str) and render(option) == value):
+            return option
+    raise ValueError("not one of the choices")
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return _items_of_text(value.strip())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    raise ValueError("not a list")
+
+
+def _items_of_text(text: str) -> list[Any]:
+    if not text.startswith("["):
+        return [item.strip() for item in text.split(",")] if text else []
+    try:
+        return list(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ValueError("not a list") from error
+
+
+def _nested(config: object) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = _nested(value)
+        nested[field.name.rstrip("_")] = list(value) if isinstance(value, tuple) else value
+    return nested
+
+
+def _flat_mapping(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            yield from _flat_mapping(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

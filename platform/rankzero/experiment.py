@@ -1,0 +1,205 @@
+"""What a user writes: an `Experiment`, whose fields are hyperparameters and whose methods are pure factories. Pure.
+
+    class Digits(Experiment):
+        train: Train = Train(epochs=10, batch_size=256)
+        goal = Goal("val/accuracy", "max", target=0.97)
+        width: int = 32
+
+        def data(self): return training_set, validation_set
+        def model(self): return convnet(self.width)
+        def measure(self, model, batch): return {"loss": …, "accuracy": …}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, dataclass_transform
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Schedule = Literal["constant", "linear", "cosine", "one_cycle"]
+
+
+def _require(name: str, value: float | None, *, at_least: float | None = None, above: float | None = None) -> None:
+    if value is None:
+        return
+    if at_least is not None and value < at_least:
+        raise ValueError(f"{name}: must be at least {at_least}, got {value}")
+    if above is not None and not value > above:
+        raise ValueError(f"{name}: must be above {above}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """What the run is for: a validation metric, its direction and, where known, the bar to reach."""
+
+    metric: str = "val/loss"
+    mode: Literal["min", "max"] = "min"
+    target: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.metric.startswith("val/"):
+            raise ValueError(f"metric: the goal is a validation metric such as 'val/loss', got {self.metric!r}")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode: expected 'min' or 'max', got {self.mode!r}")
+
+    def better(self, value: float, than: float | None) -> bool:
+        """Tell whether `value` beats `than`; anything finite beats None, nothing beats with NaN."""
+        if math.isnan(value):
+            return False
+        if than is None:
+            return True
+        return value > than if self.mode == "max" else value < than
+
+    def reached(self, value: float | None) -> bool:
+        """Tell whether `value` meets the target; False without one."""
+        if value is None or self.target is None:
+            return False
+        return value >= self.target if self.mode == "max" else value <= self.target
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """How to train. The defaults are what an expert would pick first."""
+
+    epochs: int | None = 10
+    """Passes over the training set; ignored where `steps` is set."""
+    steps: int | None = None
+    """Optimizer steps in all."""
+    batch_size: int = 256
+    """Samples per optimizer step, over all ranks."""
+    micro_batch: int | None = None
+    """Samples per forward on one rank; none: as many as the batch leaves for each rank."""
+    precision: Precision = "fp32"
+    strategy: Literal["ddp"] = "ddp"
+    compile: bool = False
+    clip: float | None = None
+    """Largest norm of the gradient; none: no clipping."""
+    warmup_steps: int = 0
+    schedule: Schedule = "constant"
+    """How the learning rate goes after the warm-up; see `rankzero.schedule`."""
+    seed: int = 0
+    deterministic: bool = False
+    """Refuse operations whose result depends on the run; costs speed."""
+    log_every: int | None = None
+    """Steps between reports; none: about one a second."""
+    eval_every: int | None = None
+    """Steps between evaluations; none: after each epoch."""
+    save_every: int | None = None
+    """Steps between checkpoints; none: with each evaluation."""
+    keep: int = 1
+    """Best checkpoints kept, besides the last."""
+    workers: int | None = None
+    """Data-loading processes per rank; none: as many as the cores allow, 0 for tensors in memory."""
+    max_minutes: float | None = None
+    """Stop, with a checkpoint, after this many minutes; none: no limit."""
+
+    def __post_init__(self) -> None:
+        if self.epochs is None and self.steps is None:
+            raise ValueError("epochs: set train.epochs or train.steps")
+        for name in ("epochs", "steps", "batch_size", "micro_batch", "log_every", "eval_every", "save_every"):
+            _require(name, getattr(self, name), at_least=1)
+        for name in ("warmup_steps", "keep", "workers", "seed"):
+            _require(name, getattr(self, name), at_least=0)
+        for name in ("clip", "max_minutes"):
+            _require(name, getattr(self, name), above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One of the options, in no order."""
+
+    options: tuple[Any, ...]
+
+    def __init__(self, *options: Any) -> None:
+        object.__setattr__(self, "options", options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """A real number between `low` and `high`."""
+
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LogUniform:
+    """A positive number between `low` and `high`, uniform in its logarithm."""
+
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Integer:
+    """A whole number from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+
+Range = Choice | Uniform | LogUniform | Integer
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One experiment: subclass it, add hyperparameters as annotated fields, write the factories.
+
+    Every subclass becomes a frozen dataclass. Each field needs a default. `data`, `model` and
+    `measure` must be written; `optimizer` and `schedule` may be.
+    """
+
+    train: Train = Train()
+    goal: Goal = Goal()
+    lr: float = 1e-3
+    search: ClassVar[Mapping[str, Range]] = {}
+
+    def __init_subclass__(cls) -> None:
+        _annotate_inherited(cls)
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise TypeError(f"{cls.__name__}.{field.name} needs a default value")
+
+    def data(self) -> tuple[Any, Any]:
+        """Return the map-style training and validation data sets. Called on every rank."""
+        raise NotImplementedError(f"{type(self).__name__} must define data(self) -> (training set, validation set)")
+
+    def model(self) -> Any:
+        """Return a new `torch.nn.Module` on the CPU, under the run's seed. Called on every rank."""
+        raise NotImplementedError(f"{type(self).__name__} must define model(self) -> torch.nn.Module")
+
+    def measure(self, model: Any, batch: Any) -> Mapping[str, Any]:
+        """Return {"loss": mean over the batch, other metrics: likewise}, for training and validation alike.
+
+        `model` may be wrapped (DDP, compiled); call it. Values are 0-d tensors; do not call `.item()`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define measure(self, model, batch) -> {{'loss': …}}")
+
+    def optimizer(self, model: Any) -> Any:
+        """Return the `torch.optim.Optimizer`; AdamW at `lr` unless overridden."""
+        from torch import optim
+
+        return optim.AdamW(model.parameters(), lr=self.lr)
+
+    def schedule(self, step: int, total_steps: int) -> float:
+        """Return what the optimizer's learning rates are multiplied by at `step` (0-based): a pure function."""
+        from rankzero.schedule import factor
+
+        return factor(self.train.schedule, step, total_steps, self.train.warmup_steps)
+
+
+def _annotate_inherited(cls: type[Experiment]) -> None:
+    """Let a subclass write ``goal = Goal(…)`` without repeating the base's annotation."""
+    annotations = cls.__dict__.get("__annotations__", {})
+    inherited = {
+        field.name: field.type
+        for base in cls.__mro__[1:]
+        if dataclasses.is_dataclass(base)
+        for field in dataclasses.fields(base)
+    }
+    missing = {name: inherited[name] for name in inherited if name in cls.__dict__ and name not in annotations}
+    cls.__annotations__ = {**annotations, **missing}

@@ -1,0 +1,178 @@
+"""The run folder and its journals: append events, read them, follow them.
+
+The journal on disk is the truth about a run. Each file has one writer, which appends whole
+lines; what a killed writer leaves of a last line is skipped by readers and closed off by
+the next writer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rankzero.events import CheckpointSaved, Event, RunEnded, RunStarted, StepsLogged, decode, encode
+
+EVENTS = "events.jsonl"
+READ_BYTES = 1 << 20  # what a reader holds in memory at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What a run is called and where it goes; written once, before anything happens."""
+
+    name: str
+    uuid: str
+    experiment: str
+    """The MLflow experiment."""
+    tracking_uri: str
+    artifact_root: str | None = None
+    """Where a new MLflow experiment keeps its artifacts; none: the server decides."""
+    experiment_file: str | None = None
+    """The user's file, ``path.py`` or ``path.py:Class``, absolute."""
+    project_dir: str | None = None
+    """The folder that the run was started in."""
+    parent_run_id: str | None = None
+    mlflow_run_id: str | None = None
+    """The MLflow run to go on with, where it is known from elsewhere (a resume on a new machine)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """One run's folder, ``mlruns/runs/<name>``, and the names of what lies in it."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, runs: Path, identity: Identity) -> RunFolder:
+        """Make the folder and write the identity. Raises FileExistsError, PermissionError."""
+        folder = cls((runs / identity.name).absolute())
+        folder.path.mkdir(parents=True)
+        write_atomically(folder.path / "run.json", json.dumps(dataclasses.asdict(identity), indent=2))
+        return folder
+
+    @property
+    def identity(self) -> Identity:
+        fields = json.loads((self.path / "run.json").read_text())
+        return Identity(**fields)
+
+    @property
+    def events(self) -> Path:
+        return self.path / EVENTS
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def failures(self) -> Path:
+        """Where a failing rank says why: ``rank_<r>.json`` with time, reason and error."""
+        return self.path / "failures"
+
+    @property
+    def artifacts(self) -> Path:
+        """Files that the recorder uploads to the run as they are (the dirty diff, logs)."""
+        return self.path / "artifacts"
+
+    def system(self, node: int) -> Path:
+        return self.path / f"system-node_{node}.jsonl"
+
+
+class Journal:
+    """Appends events to a file; a `Hook`.
+
+    StepsLogged lines wait in memory for the next other event or `flush`; everything else is
+    handed to the operating system at once, so it survives the death of the process.
+    RunStarted, CheckpointSaved and RunEnded are also synced to the disk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        torn = path.exists() and not _ends_with_newline(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1 << 16)
+        if torn:
+            self._file.write("\n")
+
+    def __call__(self, event: Event) -> None:
+        self._file.write(encode(event) + "\n")
+        if not isinstance(event, StepsLogged):
+            self.flush()
+        if isinstance(event, (RunStarted, CheckpointSaved, RunEnded)):
+            os.fsync(self._file.fileno())
+
+    def flush(self) -> None:
+        """Hand what waits in memory to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> tuple[list[Event], int]:
+    """Return the events after `offset` and the offset behind them; ([], offset) when there is nothing new.
+
+    Reads about `limit_bytes` at most, but always a whole line. Lines that are no events are skipped.
+    """
+    lines, offset = _lines(path, offset, limit_bytes)
+    events = []
+    for line in lines:
+        try:
+            events.append(decode(line))
+        except ValueError:
+            continue  # the torn last line of a killed writer
+    return events, offset
+
+
+def read_all(path: Path) -> Iterator[Event]:
+    """Yield every event that the file holds now."""
+    offset = 0
+    while True:
+        events, behind = read(path, offset)
+        yield from events
+        if behind == offset:
+            return
+        offset = behind
+
+
+def new_name(stem: str) -> str:
+    """Return a run name that sorts by time: ``digits-20261121-093005-3fa``."""
+    return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)[:3]}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text` in one step: readers see the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[str], int]:
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return [], offset
+    with file:
+        file.seek(offset)
+        chunk = file.read(limit_bytes)
+        if b"\n" not in chunk and len(chunk) == limit_bytes:
+            chunk += file.readline()
+        whole = chunk[: chunk.rfind(b"\n") + 1]
+    return whole.decode("utf-8", errors="replace").splitlines(), offset + len(whole)
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
