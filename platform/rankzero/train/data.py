@@ -1,0 +1,99 @@
+"""Which samples, in which order, on which rank: pure arithmetic. And how they get to the device.
+
+The global batch of a step depends on the seed and the step alone. Ranks and micro-batches cut
+it up, so one process and eight see the same batches, and resuming is arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rankzero.errors import UserError
+from rankzero.experiment import Train
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive integers (Knuth; splitmix64)
+MASK = (1 << 64) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a data set is cut into steps. All counts are samples; `batch_size` is over all ranks."""
+
+    samples: int
+    batch_size: int
+    micro_batch: int
+    world_size: int
+    seed: int
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per step and rank."""
+        return self.batch_size // (self.micro_batch * self.world_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches in the data set; what is left over changes with each epoch's order."""
+        return self.samples // self.batch_size
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch that `step` (0-based) belongs to."""
+        return step // self.steps_per_epoch
+
+    def batch(self, step: int) -> Tensor:
+        """Return the indices of the whole batch of `step`, over all ranks: [batch size]."""
+        start = step % self.steps_per_epoch * self.batch_size
+        return order(self.seed, self.epoch(step), self.samples)[start : start + self.batch_size]
+
+    def micro_batches(self, step: int, rank: int) -> Tensor:
+        """Return `rank`'s indices for `step`: [accumulation, micro-batch]."""
+        return self.batch(step).view(self.accumulation, self.world_size, self.micro_batch)[:, rank]
+
+
+def make_plan(train: Train, samples: int, world_size: int) -> Plan:
+    """Cut `samples` as `train` asks. Raises UserError, naming the nearest sizes, where it does not come out even."""
+    micro_batch = train.micro_batch or train.batch_size // world_size
+    whole = max(1, micro_batch) * world_size
+    if train.batch_size % whole:
+        raise UserError(_uneven(train, world_size, whole))
+    if samples < train.batch_size:
+        raise UserError(
+            f"the training set has {samples} samples, fewer than one batch: set train.batch_size to at most {samples}"
+        )
+    return Plan(samples, train.batch_size, micro_batch, world_size, train.seed)
+
+
+@functools.lru_cache(maxsize=2)
+def order(seed: int, epoch: int, samples: int) -> Tensor:
+    """Return the order of `epoch`: a permutation of range(samples) that depends on nothing else."""
+    generator = torch.Generator().manual_seed(mix(seed, epoch))
+    return torch.randperm(samples, generator=generator)
+
+
+def shard(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[Tensor]:
+    """Yield `rank`'s share of range(samples) in batches, the last one ragged: each sample once, on one rank."""
+    yield from torch.arange(rank, samples, world_size).split(batch_size)
+
+
+def mix(*numbers: int) -> int:
+    """Return a 63-bit seed that differs wherever any of `numbers` does (splitmix64)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + GOLDEN & MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def _uneven(train: Train, world_size: int, whole: int) -> str:
+    below = train.batch_size // whole * whole
+    near = " or ".join(str(size) for size in (below, below + whole) if size)
+    asked = f"{world_size} processes"
+    if train.micro_batch:
+        asked += f" x train.micro_batch={train.micro_batch}"
+    return f"train.batch_size={train.batch_size} cannot be cut evenly for {asked}: use {near}"

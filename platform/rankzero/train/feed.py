@@ -1,0 +1,173 @@
+"""From data set to device: whole batches out of tensors in memory, or a `DataLoader`.
+
+A sample's random augmentation depends on the seed, the epoch and the sample's index alone: the
+same on one rank or many, with or without loader processes, before and after a resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from rankzero.train.data import Plan, mix, shard
+
+RESIDENT_BYTES = 1 << 30  # a tensor data set up to this size is copied to the GPU once, and gathered there
+MOST_WORKERS = 8
+EVALUATION_WORKERS = 2
+Collate = Callable[[list[Any]], Any]
+Key = tuple[int, int]  # (epoch, index)
+
+
+class Feed:
+    """A data set on its way to `device`, for one rank.
+
+    `workers`: loading processes; None: as many as the cores allow, none for a TensorDataset.
+    """
+
+    def __init__(self, dataset: Any, device: torch.device, *, seed: int, workers: int | None, collate: Collate,
+                 local_world_size: int = 1) -> None:
+        self.device = device
+        self.samples = len(dataset)
+        self._tensors = _tensors(dataset, device)
+        self._dataset = Augmented(dataset, seed)
+        self._collate = collate
+        self._workers = loader_workers(workers, local_world_size)
+        self._evaluation: DataLoader[Any] | None = None
+
+    def train(self, plan: Plan, rank: int, first_step: int, total_steps: int) -> Iterator[Any]:
+        """Yield `rank`'s micro-batches of all steps from `first_step` on, on the device."""
+        keys = (
+            (plan.epoch(step), indices)
+            for step in range(first_step, total_steps)
+            for indices in plan.micro_batches(step, rank)
+        )
+        if self._tensors is not None:
+            return self._gather(keys, self._tensors)
+        return self._load(self._loader(keys, self._workers))
+
+    def evaluate(self, batch_size: int, rank: int, world_size: int) -> Iterator[Any]:
+        """Yield `rank`'s share of the data set once, on the device; the last batch may be smaller."""
+        keys = [(0, indices) for indices in shard(self.samples, batch_size, rank, world_size)]
+        if self._tensors is not None:
+            return self._gather(keys, self._tensors)
+        if self._evaluation is None:  # kept, so that its processes start once
+            self._evaluation = self._loader(keys, min(self._workers, EVALUATION_WORKERS), persistent=True)
+        return self._load(self._evaluation)
+
+    def _gather(self, keys: Iterable[tuple[int, Tensor]], tensors: Sequence[Tensor]) -> Iterator[Any]:
+        home = tensors[0].device
+        for _, indices in keys:
+            here = indices.to(home, non_blocking=True)
+            batch = [tensor.index_select(0, here) for tensor in tensors]
+            yield batch if home == self.device else to_device(batch, self.device)
+
+    def _loader(self, keys: Iterable[tuple[int, Tensor]], workers: int, *, persistent: bool = False
+                ) -> DataLoader[Any]:
+        return DataLoader(
+            self._dataset,
+            batch_sampler=_KeyBatches(keys),
+            num_workers=workers,
+            collate_fn=self._collate,
+            pin_memory=self.device.type == "cuda",
+            prefetch_factor=4 if workers else None,
+            persistent_workers=persistent and workers > 0,
+        )
+
+    def _load(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        for batch in loader:
+            yield to_device(batch, self.device)
+
+
+class Augmented:
+    """A map-style data set keyed by (epoch, index), each item drawn under a seed of its own."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
+        with _own_randomness():
+            if hasattr(self._dataset, "__getitems__"):
+                _seed_all(mix(self._seed, *keys[0]))
+                return list(self._dataset.__getitems__([index for _, index in keys]))
+            return [self._item(*key) for key in keys]
+
+    def _item(self, epoch: int, index: int) -> Any:
+        _seed_all(mix(self._seed, epoch, index))
+        return self._dataset[index]
+
+
+def loader_workers(asked: int | None, local_world_size: int) -> int:
+    """Return how many loading processes each rank gets: the cores that training leaves, at most 8."""
+    if asked is not None:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(0, min(MOST_WORKERS, cores // local_world_size - 1))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with every tensor in it (lists, tuples, mappings) on `device`."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def samples_in(batch: Any) -> int:
+    """Return the length of the first tensor found in `batch`, which is its number of samples."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 0
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((count for count in map(samples_in, values) if count), 0)
+
+
+class _KeyBatches:
+    """The batch sampler: turns (epoch, indices) into the keys of `Augmented`."""
+
+    def __init__(self, keys: Iterable[tuple[int, Tensor]]) -> None:
+        self._keys = keys
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        for epoch, indices in self._keys:
+            yield [(epoch, index) for index in indices.tolist()]
+
+
+def _tensors(dataset: Any, device: torch.device) -> list[Tensor] | None:
+    if type(dataset) is not TensorDataset:
+        return None
+    size = sum(tensor.nbytes for tensor in dataset.tensors)
+    home = device if size <= RESIDENT_BYTES else torch.device("cpu")
+    return [tensor.to(home) for tensor in dataset.tensors]
+
+
+def _seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextlib.contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Leave this process's generators as they were: the model's dropout draws from them too."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

@@ -1,0 +1,174 @@
+"""Running values on the device, one fused reduction per report, and throughput with its confidence interval."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rankzero.errors import UserError
+from rankzero.train.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What every rank knows after a window of steps: the same bits on each."""
+
+    values: Mapping[str, list[float]]
+    """Per metric, each step's mean over all ranks' samples."""
+    stop_codes: list[int]
+    """Per rank, why it wants to stop; 0: it does not."""
+    seconds: float
+    """The slowest rank's wall-clock time for the window."""
+    data_wait_seconds: float
+    """The slowest rank's time spent waiting for data."""
+    steps: int
+
+    @property
+    def stop_code(self) -> int:
+        return max(self.stop_codes)
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds / self.steps
+
+    @property
+    def finite(self) -> bool:
+        """Tell whether the last step's loss is a number."""
+        return math.isfinite(self.values["loss"][-1])
+
+
+class Window:
+    """The steps since the last report. Values stay on the device until `reduce`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._names: list[str] | None = None
+        self._rows: list[list[Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Keep one step's metrics: 0-d tensors, detached, means over this rank's samples of the step."""
+        if self._names is None:
+            self._names = check_metrics(metrics)
+        try:
+            self._rows.append([metrics[name] for name in self._names])
+        except KeyError as error:
+            raise UserError(f"measure() left out {error} that it returned before: return the same keys "
+                            "every time") from None
+
+    def reduce(self, stop_code: int, seconds: float, data_wait_seconds: float) -> Report:
+        """Add up the window over all ranks and start a new one. The platform's only collective and host sync."""
+        names, rows, world = self._names or [], self._rows, self._world
+        self._rows = []
+        mine = torch.zeros(world.size, 3, dtype=torch.float64)
+        mine[world.ranks.rank] = torch.tensor([stop_code, seconds, data_wait_seconds], dtype=torch.float64)
+        values = torch.stack([value for row in rows for value in row]).double()
+        fused = world.sum(torch.cat([values / world.size, mine.flatten().to(values.device)])).tolist()
+        width, cut = len(names), len(values)
+        return Report(
+            values={name: fused[column:cut:width] for column, name in enumerate(names)},
+            stop_codes=[int(code) for code in fused[cut::3]],
+            seconds=max(fused[cut + 1 :: 3]),
+            data_wait_seconds=max(fused[cut + 2 :: 3]),
+            steps=len(rows),
+        )
+
+
+class Means:
+    """Means over every sample that any rank saw, however ragged the batches: sums and counts."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._names: list[str] | None = None
+        self._sums: Tensor | None = None
+        self._samples = 0
+
+    def add(self, metrics: Mapping[str, Tensor], samples: int) -> None:
+        """Add a batch's means over its `samples`."""
+        if self._names is None:
+            self._names = check_metrics(metrics)
+        row = torch.stack([metrics[name].detach().double() for name in self._names]) * samples
+        self._sums = row if self._sums is None else self._sums + row
+        self._samples += samples
+
+    def reduce(self, names: Sequence[str]) -> dict[str, float]:
+        """Return the means over all ranks' samples. A collective: a rank without samples must call it too."""
+        sums = self._sums if self._sums is not None else torch.zeros(len(names), dtype=torch.float64,
+                                                                    device=self._world.device)
+        count = torch.tensor([self._samples], dtype=torch.float64, device=sums.device)
+        *totals, samples = self._world.sum(torch.cat([sums, count])).tolist()
+        return {name: total / samples for name, total in zip(self._names or names, totals, strict=True)}
+
+
+class Throughput:
+    """Samples per second in the steady state, with a 95 % confidence interval, by the method of batch means.
+
+    Each window is one batch mean; windows are long enough (about a second) to be nearly
+    independent. Evaluations, checkpoints and the warm-up windows never enter.
+    """
+
+    def __init__(self, warmup_windows: int = 2) -> None:
+        self._skip = warmup_windows
+        self._windows: list[tuple[int, float]] = []
+
+    def add(self, samples: int, seconds: float) -> None:
+        """Add a window."""
+        if self._skip:
+            self._skip -= 1
+        elif seconds > 0:
+            self._windows.append((samples, seconds))
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """All samples over all seconds; None before the first window after the warm-up."""
+        if not self._windows:
+            return None
+        return sum(samples for samples, _ in self._windows) / sum(seconds for _, seconds in self._windows)
+
+    @property
+    def half_width(self) -> float | None:
+        """Half the 95 % interval, in samples per second; None with fewer than two windows."""
+        count = len(self._windows)
+        if count < 2:
+            return None
+        rates = [samples / seconds for samples, seconds in self._windows]
+        return student_t_975(count - 1) * statistics.stdev(rates) / math.sqrt(count)
+
+
+def student_t_975(freedom: int) -> float:
+    """Return Student's t quantile at 0.975: exact for 1 and 2 degrees of freedom, else within 0.5 %.
+
+    Cornish-Fisher expansion about the normal quantile, Abramowitz & Stegun 26.7.5.
+    """
+    if freedom == 1:
+        return math.tan(math.pi * 0.475)
+    if freedom == 2:
+        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    z = statistics.NormalDist().inv_cdf(0.975)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+
+
+def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:
+    """Return the metrics' names, loss first. Raises UserError where `measure` broke its contract."""
+    if not isinstance(metrics, Mapping):
+        raise UserError(f"measure() must return a mapping like {{'loss': loss}}, got {type(metrics).__name__}")
+    if "loss" not in metrics:
+        raise UserError(f"measure() returned no 'loss', only {sorted(metrics)}: add the key 'loss'")
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(f"measure()[{name!r}] must be a 0-d tensor (a mean over the batch), got {shape}")
+    return ["loss", *(name for name in metrics if name != "loss")]

@@ -1,0 +1,33 @@
+"""Number formats: fp32, tf32, bf16, fp16 with its loss scaler."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """How one run computes: enter `autocast` around every forward; `scaler` is None but for fp16."""
+
+    name: str
+    autocast: contextlib.AbstractContextManager[Any]
+    scaler: torch.amp.GradScaler | None
+
+
+def set_up(name: str, device: torch.device) -> Precision:
+    """Return the precision `name` on `device`, and set this process's float32 arithmetic to match.
+
+    fp32 means IEEE float32 throughout: PyTorch's default lets convolutions use tf32 on recent
+    GPUs, which would make fp32 and tf32 runs alike and comparisons between them void.
+    """
+    torch.backends.fp32_precision = "ieee" if name == "fp32" else "tf32"  # type: ignore[attr-defined]
+    if name not in AUTOCAST:
+        return Precision(name, contextlib.nullcontext(), None)
+    scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+    return Precision(name, torch.autocast(device.type, dtype=AUTOCAST[name]), scaler)

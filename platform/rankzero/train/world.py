@@ -1,0 +1,141 @@
+"""The processes that train together. The only file that imports torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rankzero.tracking.ranks import Ranks
+
+FAILURE_KEY = "rankzero/failure"
+STORE_WAIT = datetime.timedelta(seconds=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """This process, its device and its way to the others. A world of one has no process group."""
+
+    ranks: Ranks
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        return self.ranks.world_size
+
+    @property
+    def together(self) -> bool:
+        """Tell whether there is anybody to talk to."""
+        return self.size > 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add `values` over all ranks, in place; every rank gets the same bits. A collective."""
+        if self.together:
+            dist.all_reduce(values)
+        return values
+
+    def same(self, values: Tensor) -> bool:
+        """Tell whether `values` (1-d) are bit-identical on every rank. A collective."""
+        if not self.together:
+            return True
+        return bool((self.gather(values) == values).all())
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return every rank's `values` (1-d, equally long) as [world size, length]. A collective."""
+        if not self.together:
+            return values.unsqueeze(0)
+        mine = values.to(self.device)
+        gathered = mine.new_empty(self.size * len(mine))
+        dist.all_gather_into_tensor(gathered, mine)
+        return gathered.view(self.size, -1).to(values.device)
+
+    def broadcast_text(self, text: str) -> str:
+        """Return rank 0's `text` on every rank. A collective, for start-up only."""
+        if not self.together:
+            return text
+        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        length = torch.tensor([len(encoded) if self.ranks.first else 0], device=self.device)
+        dist.broadcast(length, 0)
+        buffer = encoded if self.ranks.first else encoded.new_empty(int(length))
+        dist.broadcast(buffer, 0)
+        return bytes(buffer.tolist()).decode()
+
+    def broadcast_buffers(self, module: nn.Module) -> None:
+        """Give every rank rank 0's buffers (running statistics). A collective."""
+        if self.together:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
+
+    def replicate(self, module: nn.Module) -> nn.Module:
+        """Return `module` wrapped so that its gradients are averaged over all ranks."""
+        if not self.together or not any(p.requires_grad for p in module.parameters()):
+            return module
+        on_gpu = self.device.type == "cuda"
+        return DistributedDataParallel(
+            module,
+            device_ids=[self.device.index] if on_gpu else None,
+            gradient_as_bucket_view=True,
+        )
+
+    def report_failure(self, failure: dict[str, object]) -> None:
+        """Leave word of this rank's failure where the other ranks can find it; the first word stays."""
+        with contextlib.suppress(Exception):  # the store may be gone with the node that held it
+            store = _store()
+            if store is not None:
+                store.compare_set(FAILURE_KEY, "", json.dumps(failure))
+
+    def first_failure(self) -> dict[str, object] | None:
+        """Return the failure that another rank reported, waiting a moment for it; None if none did."""
+        with contextlib.suppress(Exception):
+            store = _store()
+            if store is not None:
+                store.wait([FAILURE_KEY], STORE_WAIT)
+                found: dict[str, object] = json.loads(store.get(FAILURE_KEY))
+                return found
+        return None
+
+
+@contextlib.contextmanager
+def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
+    """Join the job's other processes for the duration of the block. All ranks must enter it."""
+    world = World(ranks, device)
+    if not world.together:
+        yield world
+        return
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device_id=device if on_gpu else None,
+    )
+    try:
+        yield world
+    finally:
+        _leave()
+
+
+def unsynchronised(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Keep gradients local inside the block: all but the last micro-batch of a step."""
+    if isinstance(module, DistributedDataParallel):
+        return module.no_sync()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
+
+
+def _store() -> dist.Store | None:
+    if not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def _leave() -> None:
+    # After a failure elsewhere the group may be broken; leaving must not hide the first error.
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
