@@ -56,6 +56,8 @@ class HostSampler:
 
     def _network(self) -> dict[str, float]:
         now, start = psutil.net_io_counters(), self._network_start
+        if now is None or start is None:  # no network card
+            return {}
         return {
             "network_receive_megabytes": (now.bytes_recv - start.bytes_recv) / MEGABYTE,
             "network_transmit_megabytes": (now.bytes_sent - start.bytes_sent) / MEGABYTE,
@@ -96,5 +98,5 @@ def _memory() -> dict[str, float]:
 def _or_nothing(read: Callable[[], dict[str, float]]) -> dict[str, float]:
     try:
         return read()
-    except Exception:  # a reading that fails must cost neither the others nor the run
+    except (psutil.Error, OSError, RuntimeError):
         return {}

@@ -35,11 +35,8 @@ class SystemSampler:
         self._prefix = f"system/node_{node}/" if node_count > 1 else "system/"
         self._gpus = GpuSampler(gpus, os.environ)
         self._host = HostSampler(folder, process)
-
-    @property
-    def notices(self) -> Sequence[str]:
-        """What a person should hear once; grows when something changes (a GPU is lost)."""
-        return self._gpus.notices
+        self.notices = self._gpus.notices
+        """What a person should hear once, in order; grows when something changes (a GPU is lost)."""
 
     def describe(self) -> dict[str, str]:
         """Return what each ordinal is, ``{"gpu_0": "NVIDIA H200, GPU-…, index 3"}``, for the run's tags."""
@@ -47,7 +44,16 @@ class SystemSampler:
 
     def sample(self) -> dict[str, float]:
         """Return this moment's readings by full metric name; never raises."""
-        return {self._prefix + name: value for name, value in (self._host.sample() | self._gpus.sample()).items()}
+        try:
+            readings = self._host.sample() | self._gpus.sample()
+        except Exception as error:  # telemetry cannot kill a run; what went wrong is said once
+            self._say(f"no system metrics: {error!r}")
+            return {}
+        return {self._prefix + name: value for name, value in readings.items()}
+
+    def _say(self, notice: str) -> None:
+        if notice not in self.notices:
+            self.notices.append(notice)
 
     def close(self) -> None:
         """Let go of the driver; never raises, and may be called twice."""
