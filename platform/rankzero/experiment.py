@@ -179,6 +179,12 @@ class Experiment:
         """
         raise NotImplementedError(f"{type(self).__name__} must define measure(self, model, batch) -> {{'loss': …}}")
 
+    def collate(self, samples: list[Any]) -> Any:
+        """Return the batch made of a list of the data set's items; PyTorch's own way unless overridden."""
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
+
     def optimizer(self, model: Any) -> Any:
         """Return the `torch.optim.Optimizer`; AdamW at `lr` unless overridden."""
         from torch import optim

@@ -55,6 +55,15 @@ class RunFolder:
         write_atomically(folder.path / "run.json", json.dumps(dataclasses.asdict(identity), indent=2))
         return folder
 
+    @classmethod
+    def open_or_create(cls, runs: Path, identity: Identity) -> RunFolder:
+        """Open the run's folder, or make it. Raises PermissionError."""
+        folder = cls((runs / identity.name).absolute())
+        if not (folder.path / "run.json").exists():
+            folder.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder.path / "run.json", json.dumps(dataclasses.asdict(identity), indent=2))
+        return folder
+
     @property
     def identity(self) -> Identity:
         fields = json.loads((self.path / "run.json").read_text())

@@ -56,16 +56,21 @@ class World:
         dist.all_gather_into_tensor(gathered, mine)
         return gathered.view(self.size, -1).to(values.device)
 
-    def broadcast_text(self, text: str) -> str:
-        """Return rank 0's `text` on every rank. A collective, for start-up only."""
+    def broadcast(self, content: bytes) -> bytes:
+        """Return rank 0's `content` on every rank. A collective, for start-up only."""
         if not self.together:
-            return text
-        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
-        length = torch.tensor([len(encoded) if self.ranks.first else 0], device=self.device)
+            return content
+        length = torch.tensor([len(content)], device=self.device)
         dist.broadcast(length, 0)
-        buffer = encoded if self.ranks.first else encoded.new_empty(int(length))
+        mine = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8)
+        buffer = mine.to(self.device) if self.ranks.first else torch.empty(int(length), dtype=torch.uint8,
+                                                                           device=self.device)
         dist.broadcast(buffer, 0)
-        return bytes(buffer.tolist()).decode()
+        return bytes(buffer.cpu().numpy())
+
+    def all(self, answer: bool) -> bool:
+        """Tell whether every rank says yes. A collective, for start-up only."""
+        return int(self.sum(torch.tensor([answer], dtype=torch.int64, device=self.device))) == self.size
 
     def broadcast_buffers(self, module: nn.Module) -> None:
         """Give every rank rank 0's buffers (running statistics). A collective."""

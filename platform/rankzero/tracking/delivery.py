@@ -1,0 +1,186 @@
+"""From events to what MLflow is told: points, checkpoints, beginnings and ends. Pure: no file, no clock, no network."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from rankzero.events import (
+    CheckpointDeleted,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    RunEnded,
+    RunStarted,
+    StepsLogged,
+    SystemSampled,
+    encode,
+)
+from rankzero.tracking import legal
+from rankzero.tracking.progress import Progress
+
+ARTIFACTS = "artifacts"
+
+
+class Point(NamedTuple):
+    """One value of one metric."""
+
+    key: str
+    value: float
+    milliseconds: int
+    step: int
+    model_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Points:
+    """At most a thousand points: what MLflow takes at once."""
+
+    points: list[Point]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tags:
+    """Tags to set on the run."""
+
+    tags: dict[str, str]
+
+
+Item = RunStarted | Points | Tags
+
+
+def translate(events: Iterable[Event], progress: Progress) -> Iterator[Item]:
+    """Yield what MLflow is to be told, in order, in few large batches.
+
+    Uploads and the end of the run go to `progress.waiting` and `progress.ending` instead: they
+    come after the points. `progress` is brought to where it is once all items are delivered.
+    """
+    before = (progress.best, len(progress.infinite))
+    batch: list[Point] = []
+    for event in events:
+        if isinstance(event, RunStarted):
+            yield from _batches(batch)
+            batch = []
+            yield _start(event, progress)
+        else:
+            batch += _points(event, progress)
+            _queue(event, progress)
+        while len(batch) >= legal.METRICS_PER_BATCH:
+            yield Points(batch[: legal.METRICS_PER_BATCH])
+            batch = batch[legal.METRICS_PER_BATCH :]
+    yield from _batches(batch)
+    if (progress.best, len(progress.infinite)) != before:
+        yield Tags(tags_of(progress))
+
+
+def tags_of(progress: Progress) -> dict[str, str]:
+    """Return the tags that say what the points cannot."""
+    tags = {}
+    if progress.best is not None:
+        tags["rankzero.best"] = repr(progress.best)
+    if progress.infinite:
+        words = (f"{key} from step {step}" for key, step in progress.infinite.items())
+        tags["rankzero.infinite"] = legal.head(", ".join(words), legal.TAG_LENGTH)
+    return tags
+
+
+def linked(event: CheckpointSaved, progress: Progress, model_id: str) -> list[Point]:
+    """Return the checkpoint's metrics linked to its model: the same points as its evaluation's, so no second ones."""
+    at = progress.evaluated.get(str(event.step), legal.milliseconds(event.time) or 0)
+    found = []
+    for key, raw in event.metrics.items():
+        value = legal.number(raw)
+        if value is not None and value == value:  # a model's metric has no way to say NaN: it would read 0
+            found.append(Point(legal.name(key), value, at, event.step, model_id))
+    return found
+
+
+def summary(event: RunEnded, progress: Progress) -> list[Point]:
+    """Return the run's final numbers as points at its last step; those known at that step already are left out."""
+    last = max((mark for key, mark in progress.marks.items() if not key.startswith("system/")), default=0)
+    rows = ((key, last, event.time, value) for key, value in event.metrics.items()
+            if progress.marks.get(legal.name(key), -1) < last)
+    return _keep(rows, progress)
+
+
+def _start(event: RunStarted, progress: Progress) -> RunStarted:
+    if event.attempt > progress.attempt:
+        progress.floor = dict(progress.marks)
+        progress.attempt = event.attempt
+    progress.goal = event.params.get("goal.metric")
+    progress.ending, progress.done = None, False
+    if ARTIFACTS not in progress.waiting:
+        progress.waiting.append(ARTIFACTS)
+    return event
+
+
+def _points(event: Event, progress: Progress) -> list[Point]:
+    match event:
+        case StepsLogged():
+            return _keep(_column_rows(event), progress)
+        case Evaluated():
+            return _evaluation(event, progress)
+        case SystemSampled():
+            number = event.sample + progress.sample_offset
+            return _keep(_rows(event.metrics, number, event.time), progress)
+        case _:
+            return []
+
+
+def _evaluation(event: Evaluated, progress: Progress) -> list[Point]:
+    milliseconds = legal.milliseconds(event.time)
+    if milliseconds is not None:
+        progress.remember_evaluation(event.step, milliseconds)
+    if event.best and progress.goal is not None:
+        progress.best = legal.number(event.metrics.get(progress.goal))
+    return _keep(_rows(event.metrics, event.step, event.time), progress)
+
+
+def _queue(event: Event, progress: Progress) -> None:
+    match event:
+        case CheckpointSaved() | CheckpointDeleted():
+            progress.waiting.append(encode(event))
+        case RunEnded():
+            progress.ending = encode(event)
+            progress.waiting.append(ARTIFACTS)
+        case _:
+            pass
+
+
+Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
+
+
+def _rows(metrics: Mapping[str, object], step: object, time: object) -> Iterator[Row]:
+    return ((key, step, time, value) for key, value in metrics.items())
+
+
+def _column_rows(event: StepsLogged) -> Iterator[Row]:
+    for key, values in event.metrics.items():
+        for step, time, value in zip(event.steps, event.times, values, strict=False):
+            if value is not None:  # not reported at that step
+                yield key, step, time, value
+
+
+def _keep(rows: Iterable[Row], progress: Progress) -> list[Point]:
+    """Return the rows as legal points, less those that MLflow has from an earlier attempt; count what is dropped."""
+    kept = []
+    for raw_key, raw_step, time, raw_value in rows:
+        key, step = legal.name(str(raw_key)), legal.step(raw_step)
+        milliseconds, value = legal.milliseconds(time), legal.number(raw_value)
+        if step is None or milliseconds is None or value is None:
+            progress.reject(f"metric {key}", f"not a number at a step and a time: {raw_value!r} at {raw_step!r}")
+            continue
+        if step <= progress.floor.get(key, step - 1):
+            progress.skipped += 1
+            continue
+        if legal.is_infinite(raw_value):
+            progress.infinite.setdefault(key, step)
+        progress.marks[key] = max(step, progress.marks.get(key, step))
+        kept.append(Point(key, value, milliseconds, step))
+    return kept
+
+
+def _batches(points: list[Point]) -> Iterator[Points]:
+    if points:
+        yield Points(points)

@@ -1,0 +1,83 @@
+"""What MLflow accepts: names, values and lengths made legal, the same way every time. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import posixpath
+import re
+
+KEY_LENGTH = 250
+PARAM_LENGTH = 6000
+TAG_LENGTH = 8000
+METRICS_PER_BATCH = 1000
+ITEMS_PER_BATCH = 100  # params or tags
+
+_ILLEGAL = re.compile(r"[^/\w.\- ]")  # MLflow also takes a colon, but not on Windows
+_LARGEST_INTEGER = 2**63 - 1
+
+
+def name(key: str) -> str:
+    """Return `key` as MLflow takes it for a metric, a param or a tag: ``tps(GPU)`` becomes ``tps_GPU_``.
+
+    Two keys that differ only in illegal characters become one.
+    """
+    legal = posixpath.normpath(_ILLEGAL.sub("_", key).replace("..", "_")).lstrip("/")
+    if legal in ("", "."):
+        return "unnamed"
+    if len(legal) > KEY_LENGTH:
+        return f"{legal[: KEY_LENGTH - 9]}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    return legal
+
+
+def number(value: object) -> float | None:
+    """Return the value as MLflow's charts take it; None for what is no number.
+
+    An infinity becomes NaN: MLflow would store ±1.8e308, and one such point flattens the whole curve.
+    """
+    try:
+        real = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    except OverflowError:
+        return math.nan  # an integer beyond what a float holds
+    return math.nan if math.isinf(real) else real
+
+
+def is_infinite(value: object) -> bool:
+    """Tell whether `number` hides an infinity of this value."""
+    return isinstance(value, float) and math.isinf(value)
+
+
+def step(value: object) -> int | None:
+    """Return the step as a database's integer; None for what is none."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int):
+        return None
+    return int(value) if abs(value) <= _LARGEST_INTEGER else None
+
+
+def milliseconds(seconds: object) -> int | None:
+    """Return a time as MLflow's timestamp; None for what is no time."""
+    real = number(seconds)
+    if real is None or math.isnan(real) or not 0 <= real < _LARGEST_INTEGER / 1000:
+        return None
+    return int(real * 1000)
+
+
+def head(value: object, length: int) -> str:
+    """Return the value's text, its end cut off where it is too long."""
+    text = _printable(value)
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def tail(value: object, length: int) -> str:
+    """Return the value's text, its beginning cut off where it is too long: a traceback says most at its end."""
+    text = _printable(value)
+    return text if len(text) <= length else "…" + text[-(length - 1) :]
+
+
+def _printable(value: object) -> str:
+    # PostgreSQL refuses the zero byte; UTF-8, half of a surrogate pair.
+    return str(value).replace("\x00", "").encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,106 @@
+"""How far a run's delivery to MLflow has come: ``delivery.json``, replaced after each delivered batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+from rankzero.tracking.journal import RunFolder, write_atomically
+
+REASONS_KEPT = 20
+STEPS_REMEMBERED = 1000
+
+
+@dataclasses.dataclass
+class Progress:
+    """What one recorder has delivered, and what it must remember to go on after a crash."""
+
+    run_id: str | None = None
+    experiment_id: str | None = None
+    attempt: int = 0
+    offsets: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Journal file -> bytes of it that are delivered."""
+    marks: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Metric -> highest step delivered."""
+    floor: dict[str, int] = dataclasses.field(default_factory=dict)
+    """`marks` as earlier attempts left them: points at or below are in MLflow already and stay as they are."""
+    sample_offset: int = 0
+    """What to add to a sample's number: the samples of earlier attempts on other machines."""
+    evaluated: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Step -> when its evaluation was, in milliseconds: a checkpoint's metrics are linked as the same points."""
+    waiting: list[str] = dataclasses.field(default_factory=list)
+    """Uploads not yet done: events about checkpoints, as in the journal, and names of other things."""
+    ending: str | None = None
+    """The attempt's RunEnded while MLflow has not heard of it."""
+    uploaded: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Artifact -> size and time of the file that was uploaded."""
+    infinite: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Metric -> first step at which it was infinite."""
+    goal: str | None = None
+    """The metric that the run is for."""
+    best: float | None = None
+    """Its best value."""
+    delivered: int = 0
+    """Points sent."""
+    skipped: int = 0
+    """Points not sent, since an earlier attempt sent that step."""
+    rejected: int = 0
+    """Things that MLflow will never take: set aside so as not to hold up the rest."""
+    reasons: list[str] = dataclasses.field(default_factory=list)
+    """Why, for the latest of them."""
+    error: str | None = None
+    """What the latest try failed with; none after a success."""
+    pending_bytes: int = 0
+    """Bytes of journal not yet delivered, when this was written."""
+    done: bool = False
+    """The attempt has ended and MLflow has all of it."""
+    updated: float = 0.0
+
+    @property
+    def pending(self) -> int:
+        """Return how much is left to do; 0 when all is delivered."""
+        return self.pending_bytes + len(self.waiting) + (self.ending is not None)
+
+    def reject(self, what: str, reason: str) -> None:
+        """Count something that is set aside, and remember why."""
+        self.rejected += 1
+        self.reasons = [*self.reasons, f"{what}: {reason}"[:500]][-REASONS_KEPT:]
+
+    def remember_evaluation(self, step: int, milliseconds: int) -> None:
+        """Keep when `step` was evaluated, for the latest thousand steps."""
+        self.evaluated.setdefault(str(step), milliseconds)
+        while len(self.evaluated) > STEPS_REMEMBERED:
+            del self.evaluated[next(iter(self.evaluated))]
+
+
+def path_of(folder: RunFolder, node: int) -> Path:
+    """Return where the progress of node `node`'s recorder is kept."""
+    return folder.path / ("delivery.json" if node == 0 else f"delivery-node_{node}.json")
+
+
+def load(path: Path) -> Progress:
+    """Read the progress; a new one where there is none. One that is damaged is begun anew: a replay does no harm."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name for field in dataclasses.fields(Progress)}
+        return Progress(**{name: value for name, value in fields.items() if name in known})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return Progress()
+
+
+def save(path: Path, progress: Progress) -> None:
+    """Replace the file."""
+    progress.updated = time.time()
+    write_atomically(path, json.dumps(dataclasses.asdict(progress), indent=1))
+
+
+def unread_bytes(folder: RunFolder, offsets: dict[str, int]) -> int:
+    """Return how many bytes of the journals named in `offsets` are not yet delivered."""
+    total = 0
+    for name, offset in offsets.items():
+        with contextlib.suppress(FileNotFoundError):
+            total += max(0, (folder.path / name).stat().st_size - offset)
+    return total

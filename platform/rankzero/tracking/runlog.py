@@ -1,0 +1,57 @@
+"""A run as its processes write it: rank 0 appends to the journal, one process a node starts the recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rankzero.events import Event, Hook, RunStarted
+from rankzero.tracking import recorder
+from rankzero.tracking.emitter import Emitter
+from rankzero.tracking.journal import Identity, Journal, RunFolder, read_all
+from rankzero.tracking.ranks import Ranks
+
+
+class RunLog:
+    """Rank 0's way to write a run; on other ranks every call does nothing. A `Hook`."""
+
+    def __init__(self, folder: RunFolder, journal: Journal | None, attempt: int, recording: Any,
+                 hooks: Sequence[Hook] = ()) -> None:
+        self.folder, self.attempt = folder, attempt
+        self._journal, self._recording = journal, recording
+        self._emit = Emitter([journal, *hooks] if journal is not None else ())
+
+    @classmethod
+    def open(cls, runs: Path, identity: Identity, ranks: Ranks, gpu_uuids: Sequence[str]) -> RunLog:
+        """Open the run's folder, made where it is missing, and start this node's recorder (local rank 0)."""
+        folder = RunFolder.open_or_create(runs, identity) if ranks.local_rank == 0 else RunFolder(runs / identity.name)
+        attempt = 1 + sum(isinstance(event, RunStarted) for event in read_all(folder.events)) if ranks.first else 0
+        journal = Journal(folder.events) if ranks.first else None
+        recording = recorder.start(folder, gpu_uuids, ranks.node_rank) if ranks.local_rank == 0 else None
+        return cls(folder, journal, attempt, recording)
+
+    def __call__(self, event: Event) -> None:
+        self._emit(event)
+
+    def write_artifacts(self, config: str, artifacts: Mapping[str, str]) -> None:
+        """Write the config, and text files to upload. Rank 0 only, before RunStarted."""
+        self.folder.config.write_text(config)
+        for name, text in artifacts.items():
+            path = self.folder.artifacts / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    def notice(self, text: str) -> None:
+        """Say something about the run that people should see."""
+        if self._journal is not None:
+            print(f"note: {text}", flush=True)
+
+    def close(self) -> None:
+        """Say what failed on the way, close the journal, and let the recorder finish by itself."""
+        for problem in self._emit.problems:
+            self.notice(problem)
+        if self._journal is not None:
+            self._journal.close()
+        if self._recording is not None:
+            self._recording.close()

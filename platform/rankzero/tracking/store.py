@@ -1,0 +1,147 @@
+"""Where MLflow keeps things: the tracking URI, the embedded store, its server. Imports no mlflow, so it costs nothing.
+
+The embedded store is a folder, ``mlruns`` unless told otherwise: ``mlflow.db``, ``artifacts/``, ``runs/<name>/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import sys
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+
+DATABASE = "mlflow.db"
+ARTIFACTS = "artifacts"
+
+# Write-ahead logging needs memory shared between processes, which file systems of other machines cannot give.
+_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse")
+
+
+class TrackingError(RuntimeError):
+    """Something about the tracking store that a person must fix; the message says what to do."""
+
+
+def default_tracking_uri(root: Path) -> str:
+    """Return the URI of the embedded store in `root`."""
+    return f"sqlite:///{root.absolute() / DATABASE}"
+
+
+def resolve_tracking_uri(flag: str | None, environ: Mapping[str, str], root: Path) -> str:
+    """Return the one absolute URI that every process of a job uses: the flag's, else the environment's, else ours.
+
+    Raises TrackingError for MLflow's old store of files, which MLflow itself now refuses.
+    """
+    given = flag or environ.get("MLFLOW_TRACKING_URI")
+    if not given:
+        _refuse_file_store(root)
+        return default_tracking_uri(root)
+    scheme = urllib.parse.urlsplit(given).scheme
+    if scheme == "sqlite":
+        return _absolute_sqlite(given)
+    if scheme in ("", "file"):
+        raise TrackingError(
+            f"the tracking URI {given!r} is a folder, MLflow's old file store, which it no longer writes to: use a "
+            f"database such as {default_tracking_uri(root)} or a server's http:// address"
+            + _migration_hint(Path(urllib.parse.urlsplit(given).path), root)
+        )
+    return given.rstrip("/") if scheme in ("http", "https") else given
+
+
+def prepare_store(tracking_uri: str) -> None:
+    """Make the folder and the file of a local database; do nothing for any other store.
+
+    Raises TrackingError when that is not possible.
+    """
+    path = sqlite_path(tracking_uri)
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _create_database(path)
+    except (OSError, sqlite3.Error) as error:
+        raise TrackingError(f"cannot write the tracking store {path}: {error}; choose another folder or set "
+                            "MLFLOW_TRACKING_URI to a server's address") from error
+
+
+def sqlite_path(tracking_uri: str) -> Path | None:
+    """Return the file of a sqlite URI; None for any other store."""
+    prefix = "sqlite:///"
+    return Path(tracking_uri.removeprefix(prefix)) if tracking_uri.startswith(prefix) else None
+
+
+def artifact_root(tracking_uri: str) -> str | None:
+    """Return the folder for the artifacts of a local database, beside it; None: the server decides.
+
+    Left alone, MLflow would put them into the current directory of whichever process writes first.
+    """
+    path = sqlite_path(tracking_uri)
+    return None if path is None else str(path.parent / ARTIFACTS)
+
+
+def server_command(root: Path, port: int) -> list[str]:
+    """Return the command that serves the embedded store of `root`, artifacts included, to this machine only."""
+    artifacts = str(root.absolute() / ARTIFACTS)
+    return [
+        *(sys.executable, "-P", "-m", "mlflow", "server"),
+        *("--backend-store-uri", default_tracking_uri(root)),
+        *("--default-artifact-root", artifacts, "--artifacts-destination", artifacts),
+        *("--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
+    ]
+
+
+def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for `server_command`: no usage telemetry, no processes for jobs that nobody submits."""
+    return {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **environ}
+
+
+def deep_link(base_url: str, experiment_id: str, run_id: str) -> str:
+    """Return the address of a run's page."""
+    return f"{base_url.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
+
+
+def _absolute_sqlite(uri: str) -> str:
+    path = sqlite_path(uri)
+    if path is None or not path.name or ":memory:" in uri:
+        raise TrackingError(f"the tracking URI {uri!r} names no file: processes could not share it; "
+                            "use sqlite:////absolute/path/mlflow.db")
+    return f"sqlite:///{path.absolute()}"
+
+
+def _refuse_file_store(root: Path) -> None:
+    if (root / DATABASE).exists() or not any(meta.parent.name.isdigit() for meta in root.glob("*/meta.yaml")):
+        return
+    raise TrackingError(f"{root} holds runs of MLflow's old file store, which it no longer writes to"
+                        + _migration_hint(root, root))
+
+
+def _migration_hint(source: Path, root: Path) -> str:
+    return (f". To keep its runs: mlflow migrate-filestore --source {source} --target {default_tracking_uri(root)}"
+            ". To start afresh: move the folder away")
+
+
+def _create_database(path: Path) -> None:
+    """Create the file with write-ahead logging; leave one that exists as it is.
+
+    In sqlite's default mode whoever reads (the UI, a search) blocks the recorder's commits; with a write-ahead log
+    readers and the writer do not wait for each other. The mode is a property of the file, so setting it once is enough.
+    """
+    new = not path.exists()
+    with contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
+        if new and not _on_network(path):
+            database.execute("PRAGMA journal_mode=WAL")
+        database.execute("BEGIN IMMEDIATE")  # fails here, and not after an hour of training, where it is read-only
+        database.rollback()
+
+
+def _on_network(path: Path) -> bool:
+    """Tell whether the file lies on another machine, by the longest mount point above it."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    above = [fields for fields in mounts if path.absolute().is_relative_to(fields[1])]
+    kind = max(above, key=lambda fields: len(fields[1]), default=["", "", ""])[2]
+    return kind.startswith(_NETWORK_FILE_SYSTEMS)

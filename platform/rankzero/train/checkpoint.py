@@ -1,0 +1,239 @@
+"""Checkpoints: copied to the host at once, written by a thread, atomic, checksummed; retention; restore.
+
+    checkpoints/step_00000120/state.pt        tensors and plain values, loaded with weights_only=True
+                              manifest.json   sizes and SHA-256 of the files, step, metrics
+
+A folder under its final name is complete: it is written under a temporary name, synced and
+renamed. Loading verifies the checksums and never executes code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
+from rankzero.experiment import Goal
+from rankzero.train.staging import Staging, Staged
+
+STATE, MANIFEST = "state.pt", "manifest.json"
+FORMAT = 1
+TEMPORARY = ".tmp-"
+LOWEST_PRIORITY = 19
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint's folder holds, and what is known of it."""
+
+    step: int
+    metrics: Mapping[str, float]
+    best: bool
+    files: Mapping[str, Mapping[str, Any]]
+    format: int = FORMAT
+    torch: str = torch.__version__
+
+
+class BrokenCheckpoint(Exception):
+    """A folder that is no intact checkpoint; the message says what is wrong with it."""
+
+
+class Checkpoints:
+    """Rank 0's checkpoints of one run: save, keep the best `keep` and the last, delete the rest.
+
+    `save` returns as soon as the state is copied; one thread writes. At most one checkpoint is
+    in flight: a second `save` waits for it, and what it waited counts into `blocked_seconds`.
+    """
+
+    def __init__(self, run_folder: Path, keep: int, goal: Goal) -> None:
+        self._root, self._keep, self._goal = run_folder, keep, goal
+        self._folder = run_folder / "checkpoints"
+        self._staging = Staging()
+        self._writer = ThreadPoolExecutor(1, "checkpoint", _lowest_priority)
+        self._pending: Future[list[Event]] | None = None
+        self.blocked_seconds = 0.0
+        self.problems: list[str] = []
+        _remove_leftovers(self._folder)
+
+    def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], best: bool) -> list[Event]:
+        """Copy `state` and have it written; return the events of the checkpoint before."""
+        start = time.perf_counter()
+        events = self.finish()
+        staged = self._staging.copy(dict(state))
+        self._pending = self._writer.submit(self._write, staged, step, dict(metrics), best)
+        self.blocked_seconds += time.perf_counter() - start
+        return events
+
+    def poll(self) -> list[Event]:
+        """Return the events of a write that has ended since the last call; never waits."""
+        return self.finish() if self._pending is not None and self._pending.done() else []
+
+    def finish(self) -> list[Event]:
+        """Wait for the write in flight, if any, and return its events."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return []
+        try:
+            return pending.result()
+        except Exception as error:  # a full disk must not end the training: say so, keep the older ones
+            self.problems.append(f"a checkpoint could not be written: {error}")
+            return []
+
+    def close(self) -> list[Event]:
+        """Wait for the write in flight and end the thread."""
+        events = self.finish()
+        self._writer.shutdown()
+        return events
+
+    def _write(self, staged: Staged, step: int, metrics: dict[str, float], best: bool) -> list[Event]:
+        target = folder_of(self._folder, step)
+        write(target, lambda path: torch.save(staged.wait(), path), step, metrics, best)
+        saved = CheckpointSaved(time.time(), step, str(target.relative_to(self._root)), best, metrics)
+        return [saved, *self._prune()]
+
+    def _prune(self) -> Iterator[Event]:
+        manifests = {path: read_manifest(path) for path in _complete(self._folder)}
+        for path in superseded(manifests, self._keep, self._goal):
+            _delete(path)
+            yield CheckpointDeleted(time.time(), manifests[path].step, str(path.relative_to(self._root)))
+
+
+def superseded(manifests: Mapping[Path, Manifest], keep: int, goal: Goal) -> list[Path]:
+    """Return the checkpoints that are neither the last nor among the best `keep` by the goal metric. Pure."""
+    last = max(manifests, key=lambda path: manifests[path].step, default=None)
+    judged = [path for path in manifests if _judged(manifests[path], goal)]
+    sign = -1 if goal.mode == "max" else 1
+    judged.sort(key=lambda path: (sign * manifests[path].metrics[goal.metric], manifests[path].step))
+    kept = {last, *judged[:keep]}
+    return [path for path in manifests if path not in kept]
+
+
+def write(target: Path, save_state: Callable[[Path], None], step: int, metrics: Mapping[str, float],
+          best: bool) -> None:
+    """Write a checkpoint's folder in one step: a reader sees all of it or nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(TEMPORARY + target.name)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    save_state(temporary / STATE)
+    _sync(temporary / STATE)
+    manifest = Manifest(step, metrics, best, {STATE: _fingerprint(temporary / STATE)})
+    (temporary / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2))
+    _sync(temporary / MANIFEST)
+    _sync(temporary)
+    _replace(temporary, target)
+    _sync(target.parent)
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's state, on the CPU. Raises BrokenCheckpoint where it is not intact."""
+    manifest = read_manifest(folder)
+    for name, expected in manifest.files.items():
+        if _fingerprint(folder / name) != dict(expected):
+            raise BrokenCheckpoint(f"{folder / name} is truncated or altered: its checksum does not match")
+    state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    return state
+
+
+def newest_intact(checkpoints: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint whose checksums hold, and what is wrong with newer ones."""
+    problems = []
+    for path in reversed(_complete(checkpoints)):
+        try:
+            verify(path)
+        except BrokenCheckpoint as error:
+            problems.append(str(error))
+        else:
+            return path, problems
+    return None, problems
+
+
+def best(checkpoints: Path, goal: Goal) -> Path | None:
+    """Return the checkpoint with the best goal metric; the last one where none was evaluated."""
+    manifests = {path: read_manifest(path) for path in _complete(checkpoints)}
+    judged = [path for path in manifests if _judged(manifests[path], goal)]
+    if not judged:
+        return max(manifests, key=lambda path: manifests[path].step, default=None)
+    choose = max if goal.mode == "max" else min
+    return choose(judged, key=lambda path: manifests[path].metrics[goal.metric])
+
+
+def verify(folder: Path) -> Manifest:
+    """Return the manifest of an intact checkpoint. Raises BrokenCheckpoint."""
+    manifest = read_manifest(folder)
+    for name, expected in manifest.files.items():
+        if _fingerprint(folder / name) != dict(expected):
+            raise BrokenCheckpoint(f"{folder / name} is truncated or altered: its checksum does not match")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest. Raises BrokenCheckpoint."""
+    try:
+        return Manifest(**json.loads((folder / MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise BrokenCheckpoint(f"{folder} has no readable manifest: {error}") from error
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    """Return where the checkpoint of `step` lies; the names sort by step."""
+    return checkpoints / f"step_{step:08d}"
+
+
+def _complete(checkpoints: Path) -> list[Path]:
+    return sorted(path for path in checkpoints.glob("step_*") if (path / MANIFEST).exists())
+
+
+def _judged(manifest: Manifest, goal: Goal) -> bool:
+    value = manifest.metrics.get(goal.metric)
+    return value is not None and value == value
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
+    return {"sha256": digest, "bytes": path.stat().st_size}
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    if target.exists():  # a resumed run saves a step again
+        _delete(target)
+    os.rename(temporary, target)
+
+
+def _delete(path: Path) -> None:
+    doomed = path.with_name(TEMPORARY + "deleted-" + path.name)  # gone in one step for readers
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def _remove_leftovers(checkpoints: Path) -> None:
+    for path in checkpoints.glob(TEMPORARY + "*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lowest_priority() -> None:
+    """Lower this thread's priority (on Linux, threads have their own): the training comes first."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

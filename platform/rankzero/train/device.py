@@ -1,0 +1,69 @@
+"""Which device a rank computes on, and what it is made of."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from rankzero.errors import UserError
+from rankzero.tracking.ranks import Ranks
+from rankzero.train.world import World
+
+
+def choose(ranks: Ranks) -> torch.device:
+    """Return this rank's device, made current: the GPU of its local rank, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    check_gpus(ranks.local_world_size)
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_gpus(processes: int) -> None:
+    """Raise UserError where a node has GPUs, but fewer than `processes`."""
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < processes:
+        raise UserError(f"{processes} processes need {processes} GPUs, but this machine shows {gpus}: "
+                        f"use --nproc {gpus}, or CUDA_VISIBLE_DEVICES= to train on the CPU")
+
+
+def set_threads(ranks: Ranks) -> None:
+    """Share the cores among the node's ranks, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(max(1, int(os.environ["OMP_NUM_THREADS"])))
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // ranks.local_world_size))
+
+
+def gpu_uuids(ranks: Ranks) -> list[str]:
+    """Return the UUIDs of the GPUs that this node's ranks use, by local rank; empty without GPUs."""
+    if not torch.cuda.is_available():
+        return []
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(ranks.local_world_size)]
+
+
+def describe(world: World) -> dict[str, str]:
+    """Return what the run computes with, as tags."""
+    facts = {"rankzero.torch": torch.__version__, "rankzero.world_size": str(world.size),
+             "rankzero.device": world.device.type}
+    if world.device.type != "cuda":
+        return facts
+    names = [torch.cuda.get_device_name(index) for index in range(world.ranks.local_world_size)]
+    return {
+        **facts,
+        "rankzero.gpu": ", ".join(sorted(set(names))),
+        "rankzero.cuda": str(torch.version.cuda),
+        "rankzero.nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "rankzero.driver": _driver_version(),
+    }
+
+
+def _driver_version() -> str:
+    try:  # without NVML: the training process never talks to it
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return "unknown"

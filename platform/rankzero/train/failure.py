@@ -1,0 +1,68 @@
+"""What went wrong, and whose fault it is: a failing rank says so before it dies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from rankzero.config import ConfigError
+from rankzero.errors import UserError
+from rankzero.tracking.journal import write_atomically
+
+OURS = str(Path(__file__).parents[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a rank failed. `reason` is one line for people, `error` the whole traceback."""
+
+    time: float
+    rank: int
+    reason: str
+    error: str
+
+
+def describe(error: BaseException, rank: int) -> Failure:
+    """Return the failure behind an exception."""
+    trace = "".join(traceback.format_exception(error))
+    return Failure(time.time(), rank, reason(error), trace)
+
+
+def reason(error: BaseException) -> str:
+    """Say in a line what happened, and where in the user's code."""
+    if isinstance(error, (UserError, ConfigError)):
+        return str(error)
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    place = _users_frame(error.__traceback__)
+    return f"{text} ({place})" if place else text
+
+
+def write(failure: Failure, folder: Path) -> None:
+    """Leave word in ``<folder>/rank_<r>.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(failure)))
+
+
+def first(folder: Path) -> Failure | None:
+    """Return the earliest failure that a rank left in `folder`: the others follow from it."""
+    found = []
+    for path in folder.glob("rank_*.json"):
+        try:
+            found.append(Failure(**json.loads(path.read_text())))
+        except (OSError, ValueError, TypeError):
+            continue
+    return min(found, key=lambda failure: failure.time, default=None)
+
+
+def _users_frame(trace: TracebackType | None) -> str | None:
+    """Return ``file.py, line 31, in measure`` of the innermost frame that is the user's."""
+    frames = [frame for frame in traceback.extract_tb(trace)
+              if not frame.filename.startswith((OURS, "<")) and "site-packages" not in frame.filename
+              and "/lib/python" not in frame.filename]
+    if not frames:
+        return None
+    return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}"

@@ -1,0 +1,140 @@
+"""Workers through torchrun's own elastic agent, forked from a server that has PyTorch loaded.
+
+The server (Python's forkserver) imports PyTorch while the launcher does; workers are forks of
+it and import nothing again. It never touches CUDA, so a fork of it may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+START_METHOD = "forkserver"
+# Making the first optimizer imports torch._dynamo, which takes about as long as PyTorch itself.
+PRELOAD = ["torch", "torch._dynamo", "torch.utils.data", "numpy", "rankzero.train.worker"]
+SHUTDOWN_SECONDS = 30  # what a rank gets to leave once another has failed, before SIGKILL
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """Where the processes run. The defaults are this machine alone."""
+
+    processes: int
+    """Per node."""
+    nodes: int = 1
+    endpoint: str = "localhost:0"
+    """The rendezvous, ``host:port``; needed with several nodes."""
+    job: str = "rankzero"
+    """What the nodes of one job agree to call it."""
+    max_restarts: int = 0
+
+
+class WorkersFailed(Exception):
+    """The workers failed, and no restart was left."""
+
+
+def warm_up(modules: Sequence[str] = ()) -> None:
+    """Start the server, which imports PyTorch and `modules` in the background. Returns at once."""
+    multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
+    forkserver.ensure_running()
+
+
+def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path) -> str:
+    """Run `entry(request)` in every process of this node; return what the first of them returned.
+
+    SIGTERM and SIGINT to this process reach the workers, which stop at the same step; a second
+    one ends them at once. Raises WorkersFailed.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    agent = LocalElasticAgent(
+        _spec(nodes, entry, request),
+        logs_specs=_log_specs(logs),
+        start_method=START_METHOD,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+    with _signals_passed_on(agent), contextlib.closing(_Rendezvous(agent)):
+        result = agent.run()
+    if result.is_failed():
+        raise WorkersFailed(", ".join(f"rank {rank} ended with {failed.exitcode}"
+                                      for rank, failed in result.failures.items()))
+    return str(result.return_values[min(result.return_values)])
+
+
+def log_files(logs: Path, local_rank: int) -> list[Path]:
+    """Return the files that a local rank's output goes to, of all attempts, oldest first."""
+    return sorted(logs.glob(f"*/attempt_*/{local_rank}/std*.log"))
+
+
+def _spec(nodes: Nodes, entry: Callable[[Any], str], request: Any) -> Any:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=nodes.endpoint,
+        run_id=nodes.job,
+        min_nodes=nodes.nodes,
+        max_nodes=nodes.nodes,
+        local_addr="localhost" if nodes.nodes == 1 else None,
+        **({"is_host": True} if nodes.nodes == 1 else {}),
+    )
+    return WorkerSpec(
+        role="rank",
+        local_world_size=nodes.processes,
+        entrypoint=entry,
+        args=(request,),
+        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        max_restarts=nodes.max_restarts,
+        monitor_interval=0.1,
+        local_addr="localhost" if nodes.nodes == 1 else None,
+    )
+
+
+def _log_specs(logs: Path) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+    logs.mkdir(parents=True, exist_ok=True)
+    return DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL)
+
+
+class _Rendezvous:
+    """Ends the agent's rendezvous, whatever happened."""
+
+    def __init__(self, agent: Any) -> None:
+        self._handler = agent.get_worker_group().spec.rdzv_handler
+
+    def close(self) -> None:
+        self._handler.shutdown()
+
+
+@contextlib.contextmanager
+def _signals_passed_on(agent: Any) -> Iterator[None]:
+    """Pass SIGTERM and SIGINT on to the workers; the agent's own way would give them 30 seconds, then SIGKILL."""
+    received: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        _signal_workers(agent, signal.SIGTERM if len(received) == 1 else signal.SIGQUIT)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal_workers(agent: Any, number: signal.Signals) -> None:
+    for worker in agent.get_worker_group().workers:
+        if isinstance(worker.id, int):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.id, number)

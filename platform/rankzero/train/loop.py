@@ -1,0 +1,294 @@
+"""THE loop.
+
+    while step < total:
+        micro-batches: forward under autocast, backward; gradients meet on the last one
+        clip, step, zero
+        window full?  ONE fused reduction: metrics, stop, times of every rank    -> StepsLogged
+        evaluation due?  means over every sample, replicas compared              -> Evaluated
+        checkpoint due?  copy to host; a thread writes                           -> CheckpointSaved
+        stop asked for?  checkpoint, leave
+
+Nothing else happens between two steps: no `.item()`, no host sync, no other collective. The order
+of evaluation before checkpoint matters: a checkpoint carries its step's validation metrics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankzero.errors import UserError
+from rankzero.events import Evaluated, Event, Hook, StepsLogged
+from rankzero.experiment import Experiment
+from rankzero.train import randomness
+from rankzero.train.checkpoint import Checkpoints
+from rankzero.train.data import Plan
+from rankzero.train.feed import Feed, samples_in
+from rankzero.train.meters import Means, Report, Throughput, Window
+from rankzero.train.precision import Precision
+from rankzero.train.stop import REASONS, Stop
+from rankzero.train.world import World, unsynchronised
+
+REPORT_SECONDS = 1.0
+LONGEST_WINDOW = 1000  # steps: bounds what a SIGKILL can take, and the host's list of tensors
+
+
+@dataclasses.dataclass
+class State:
+    """What changes during a run, and what a checkpoint holds."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    base_lrs: list[float]
+    step: int = 0
+    best: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What does not change during a run."""
+
+    experiment: Experiment
+    world: World
+    plan: Plan
+    total_steps: int
+    precision: Precision
+    replica: nn.Module
+    """`State.model`, wrapped so that gradients are averaged."""
+    train_feed: Feed
+    val_feed: Feed
+
+
+@dataclasses.dataclass
+class Tally:
+    """What the run's summary is made of."""
+
+    throughput: Throughput = dataclasses.field(default_factory=Throughput)
+    steps: int = 0
+    train_seconds: float = 0.0
+    data_wait_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    best: float | None = None
+    last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def add(self, report: Report, batch_size: int) -> None:
+        self.throughput.add(report.steps * batch_size, report.seconds)
+        self.steps += report.steps
+        self.train_seconds += report.seconds
+        self.data_wait_seconds += report.data_wait_seconds
+
+    def summary(self) -> dict[str, float]:
+        """Return the run's figures; one that was not measured is left out."""
+        figures = {
+            "best": self.best,
+            "samples_per_second": self.throughput.samples_per_second,
+            "samples_per_second_half_width": self.throughput.half_width,
+            "steps": float(self.steps),
+            "train_seconds": self.train_seconds,
+            "data_wait_fraction": self.data_wait_seconds / self.train_seconds if self.train_seconds else None,
+            "checkpoint_blocked_seconds": self.blocked_seconds,
+        }
+        return {**self.last_metrics, **{name: value for name, value in figures.items() if value is not None}}
+
+
+class NotFinite(Exception):
+    """The training diverged."""
+
+
+def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints | None, tally: Tally) -> str | None:
+    """Train from `state.step` to the end; return why it stopped early, None when it did not.
+
+    Every rank calls it. `checkpoints` is rank 0's; `emit` does nothing on other ranks.
+    """
+    train, plan, total = job.experiment.train, job.plan, job.total_steps
+    evaluate_every = train.eval_every or plan.steps_per_epoch
+    save_every = train.save_every or evaluate_every
+    batches = job.train_feed.train(plan, job.world.ranks.rank, state.step, total)
+    window, length = Window(job.world), train.log_every or 1
+    job.replica.train()
+    gc.freeze()  # what exists now stays: later collections need not walk it (a walk costs tens of milliseconds)
+    times: list[float] = []
+    waited, better, start = 0.0, False, time.perf_counter()
+    while state.step < total:
+        metrics, wait = train_step(job, state, batches)
+        window.add(metrics)
+        state.step += 1
+        waited += wait
+        times.append(time.time())
+        evaluation_due = state.step % evaluate_every == 0 or state.step == total
+        save_due = state.step % save_every == 0 or state.step == total
+        if len(window) < length and not evaluation_due and not save_due:
+            continue
+        report = window.reduce(stop.code, time.perf_counter() - start, waited)
+        tally.add(report, plan.batch_size)
+        for event in window_events(job, state, report, times):
+            emit(event)
+        if not report.finite:
+            raise NotFinite(f"train/loss is not finite at step {state.step}: lower lr, set train.clip, or use bf16")
+        length = train.log_every or next_length(length, report.step_seconds)
+        if evaluation_due:
+            tally.last_metrics, better = evaluation(job, state, report)
+            emit(Evaluated(time.time(), state.step, tally.last_metrics, better))
+        if save_due or report.stop_code:
+            fresh = evaluation_due and bool(tally.last_metrics)
+            save(job, state, checkpoints, emit, tally.last_metrics if fresh else {}, fresh and better)
+        for event in checkpoints.poll() if checkpoints else ():
+            emit(event)
+        if report.stop_code and state.step < total:
+            return REASONS[report.stop_code]
+        times, waited, start = [], 0.0, time.perf_counter()
+    return None
+
+
+def train_step(job: Job, state: State, batches: Iterator[Any]) -> tuple[dict[str, Tensor], float]:
+    """Take one optimizer step; return its metrics, still on the device, and the seconds waited for data."""
+    set_lr(state, job.experiment.schedule(state.step, job.total_steps))
+    accumulation, last = job.plan.accumulation, job.plan.accumulation - 1
+    scaler, autocast = job.precision.scaler, job.precision.autocast
+    metrics: dict[str, Tensor] = {}
+    waited = 0.0
+    for index in range(accumulation):
+        asked = time.perf_counter()
+        batch = next(batches)
+        waited += time.perf_counter() - asked
+        if index < last:
+            with unsynchronised(job.replica):
+                values = forward_backward(job, batch, autocast, scaler, accumulation)
+        else:
+            values = forward_backward(job, batch, autocast, scaler, accumulation)
+        metrics = values if accumulation == 1 else _accumulate(metrics, values, accumulation)
+    update(job, state)
+    return metrics, waited
+
+
+def forward_backward(job: Job, batch: Any, autocast: Any, scaler: Any, accumulation: int) -> dict[str, Tensor]:
+    """Measure one micro-batch and add its share of the gradients; return its metrics, detached."""
+    with autocast:
+        values = job.experiment.measure(job.replica, batch)
+    if not isinstance(values, Mapping) or "loss" not in values:
+        raise UserError(f"measure() must return a mapping with the key 'loss', got {_shown(values)}")
+    loss = values["loss"] if accumulation == 1 else values["loss"] / accumulation
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    return {name: value.detach() for name, value in values.items()}
+
+
+def update(job: Job, state: State) -> None:
+    """Clip, step, zero."""
+    scaler, clip = job.precision.scaler, job.experiment.train.clip
+    if clip is not None:
+        if scaler is not None:
+            scaler.unscale_(state.optimizer)
+        nn.utils.clip_grad_norm_(state.model.parameters(), clip)
+    if scaler is None:
+        state.optimizer.step()
+    else:
+        scaler.step(state.optimizer)
+        scaler.update()
+    state.optimizer.zero_grad(set_to_none=True)
+
+
+def set_lr(state: State, factor: float) -> None:
+    """Set every group's learning rate to its base times `factor`."""
+    for group, base in zip(state.optimizer.param_groups, state.base_lrs, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(base * factor)
+        else:
+            group["lr"] = base * factor
+
+
+def evaluate(job: Job, state: State, names: Sequence[str]) -> dict[str, float]:
+    """Return ``val/<metric>`` means over every validation sample of all ranks. A collective."""
+    world = job.world
+    world.broadcast_buffers(state.model)  # running statistics differ by rank; rank 0's are the checkpoint's
+    means = Means(world)
+    state.model.eval()
+    with torch.no_grad(), job.precision.autocast:
+        for batch in job.val_feed.evaluate(job.plan.micro_batch, world.ranks.rank, world.size):
+            means.add(job.experiment.measure(state.model, batch), samples_in(batch))
+    state.model.train()
+    return {f"val/{name}": value for name, value in means.reduce(names).items()}
+
+
+def evaluation(job: Job, state: State, report: Report) -> tuple[dict[str, float], bool]:
+    """Evaluate, compare the replicas, and tell whether the goal metric is the best so far."""
+    if not job.world.same(checksum(state.model)):
+        raise UserError(f"the ranks' parameters differ after step {state.step}: something changes the model on "
+                        "one rank only, such as a write to a parameter outside the optimizer")
+    metrics, goal = evaluate(job, state, list(report.values)), job.experiment.goal
+    if goal.metric not in metrics:
+        raise UserError(f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric")
+    better = goal.better(metrics[goal.metric], state.best)
+    if better:
+        state.best = metrics[goal.metric]
+    return metrics, better
+
+
+def save(job: Job, state: State, checkpoints: Checkpoints | None, emit: Hook, metrics: Mapping[str, float],
+         best: bool) -> None:
+    """Have a checkpoint written. A collective: every rank hands over its random state."""
+    randoms = job.world.gather(randomness.state(job.world.device))
+    if checkpoints is not None:
+        for event in checkpoints.save(state_dict(job, state, randoms), state.step, metrics, best):
+            emit(event)
+
+
+def state_dict(job: Job, state: State, randoms: Tensor) -> dict[str, Any]:
+    """Return all that resuming needs; `randoms` is [world size, bytes]."""
+    scaler = job.precision.scaler
+    return {
+        "model": state.model.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "randoms": randoms,
+        "step": state.step,
+        "best": state.best,
+        "batch_size": job.plan.batch_size,
+        "seed": job.plan.seed,
+        "samples": job.plan.samples,
+    }
+
+
+def checksum(model: nn.Module) -> Tensor:
+    """Return one 64-bit number per parameter, from its bits: equal replicas give equal numbers."""
+    return torch.stack([_bits(p.detach()).sum(dtype=torch.int64) for p in model.parameters()])
+
+
+def next_length(length: int, step_seconds: float) -> int:
+    """Return the next window's steps: about a second's worth, at most twice the last. The same on every rank."""
+    fitting = int(REPORT_SECONDS / max(step_seconds, 1e-9))
+    return max(1, min(2 * length, fitting, LONGEST_WINDOW))
+
+
+def window_events(job: Job, state: State, report: Report, times: list[float]) -> list[Event]:
+    """Return what a window tells: each step's values, and the window's speed."""
+    steps = range(state.step - report.steps + 1, state.step + 1)
+    speed = {
+        "lr": [float(state.optimizer.param_groups[0]["lr"])],
+        "throughput/samples_per_second": [job.plan.batch_size / report.step_seconds],
+        "throughput/step_seconds": [report.step_seconds],
+        "throughput/data_wait_fraction": [report.data_wait_seconds / report.seconds],
+    }
+    values = {f"train/{name}": column for name, column in report.values.items()}
+    return [StepsLogged(list(steps), times, values), StepsLogged([state.step], [times[-1]], speed)]
+
+
+def _accumulate(sums: dict[str, Tensor], values: dict[str, Tensor], accumulation: int) -> dict[str, Tensor]:
+    return {name: value / accumulation + sums.get(name, 0.0) for name, value in values.items()}
+
+
+def _shown(values: object) -> str:
+    return f"the keys {sorted(values)}" if isinstance(values, Mapping) else type(values).__name__
+
+
+_INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_INTEGERS[real.element_size()])

@@ -1,0 +1,61 @@
+"""Going on from a checkpoint: every rank, bit for bit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rankzero.errors import UserError
+from rankzero.train import checkpoint, randomness
+from rankzero.train.loop import Job, State
+
+
+def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], None]) -> None:
+    """Set `state` to the newest intact checkpoint; leave it fresh where there is none. All ranks call it.
+
+    Ranks that see the folder read it; where any rank does not, rank 0 sends the bytes.
+    """
+    path, problems = checkpoint.newest_intact(checkpoints)
+    for problem in problems:
+        notice(f"skipped a broken checkpoint: {problem}")
+    saved = _agreed(path, job)
+    if saved is not None:
+        apply(saved, job, state)
+
+
+def apply(saved: dict[str, Any], job: Job, state: State) -> None:
+    """Set the model, optimizer, scaler, random states and position to `saved`. Raises UserError where they differ."""
+    for name, mine in (("batch_size", job.plan.batch_size), ("samples", job.plan.samples)):
+        if saved[name] != mine:
+            raise UserError(f"the checkpoint was trained with {name} {saved[name]}, now it is {mine}: the data order "
+                            "would change; start a new run instead")
+    try:
+        state.model.load_state_dict(saved["model"])
+        state.optimizer.load_state_dict(saved["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"the checkpoint does not fit the experiment's model or optimizer any more: {error}") from error
+    if job.precision.scaler is not None and saved["scaler"] is not None:
+        job.precision.scaler.load_state_dict(saved["scaler"])
+    state.step, state.best = saved["step"], saved["best"]
+    rank, randoms = job.world.ranks.rank, saved["randoms"]
+    if len(randoms) == job.world.size:
+        randomness.restore(randoms[rank], job.world.device)
+    else:  # another number of ranks: no saved stream is this rank's
+        randomness.seed_all(job.plan.seed, 1 + rank, state.step)
+
+
+def _agreed(path: Path | None, job: Job) -> dict[str, Any] | None:
+    world = job.world
+    name = world.broadcast((path.name if path else "").encode()).decode()
+    if not name:
+        return None
+    if world.all(path is not None and path.name == name):
+        assert path is not None
+        return checkpoint.load(path)
+    content = world.broadcast((path / checkpoint.STATE).read_bytes() if path and world.ranks.first else b"")
+    saved: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return saved

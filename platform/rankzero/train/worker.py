@@ -1,0 +1,212 @@
+"""One training process: joins the others, builds what the experiment describes, trains, tells how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rankzero import config, experiment_file
+from rankzero.errors import UserError
+from rankzero.events import RunEnded, RunStarted, Status
+from rankzero.experiment import Experiment
+from rankzero.tracking import ranks as launcher
+from rankzero.tracking.journal import Identity
+from rankzero.tracking.ranks import Ranks
+from rankzero.tracking.runlog import RunLog
+from rankzero.train import checkpoint, device, failure, precision, randomness, restore
+from rankzero.train.checkpoint import Checkpoints
+from rankzero.train.data import make_plan
+from rankzero.train.feed import Feed
+from rankzero.train.loop import Job, State, Tally, fit
+from rankzero.train.optimizers import fused
+from rankzero.train.stop import Stop, listen
+from rankzero.train.world import World, join
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a launcher asks of every worker of a node. Plain values: it crosses process boundaries."""
+
+    experiment_file: str
+    config: str
+    """The experiment's settings, as YAML."""
+    runs: str
+    """The folder of all runs."""
+    identity: Identity
+    """What this node calls the run; rank 0's counts."""
+    environment: Mapping[str, str]
+    artifacts: Mapping[str, str]
+    """Text files for the run, by name: the provenance."""
+    announcement: str
+    """A file that local rank 0 writes the run's folder into, for the launcher's console."""
+    failures: str
+    """The folder in which a failing rank leaves word."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended."""
+
+    status: Status
+    reason: str
+
+
+def main(request: Request) -> str:
+    """Train; return the status of the attempt on this rank. The entry point of every worker."""
+    ranks = launcher.detect()
+    stop = Stop()
+    listen(stop)
+    try:
+        with join(ranks, device.choose(ranks)) as world:
+            return _attempt(request, world, stop).status
+    except BaseException as error:
+        failure.write(failure.describe(error, ranks.rank), Path(request.failures))
+        raise
+
+
+def _attempt(request: Request, world: World, stop: Stop) -> Outcome:
+    experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
+    identity = Identity(**json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode())))
+    log = RunLog.open(Path(request.runs), identity, world.ranks, device.gpu_uuids(world.ranks))
+    if world.ranks.local_rank == 0:
+        Path(request.announcement).write_text(str(log.folder.path))
+    if world.ranks.first:
+        log.write_artifacts(config.to_yaml(experiment), request.artifacts)
+    tally = Tally()
+    with _told(log, experiment, request, world, tally) as told:
+        job, state = build(experiment, world)
+        restore.newest(log.folder.checkpoints, job, state, log.notice)
+        told.started(state.step, job.total_steps)
+        told.outcome = _train(job, state, log, stop, tally)
+    return told.outcome
+
+
+class _Telling:
+    """Sees to it that a run's beginning and end are each told once."""
+
+    def __init__(self, log: RunLog, params: Mapping[str, str], environment: Mapping[str, str]) -> None:
+        self._log, self._params, self._environment = log, params, environment
+        self._begun = False
+        self.outcome = Outcome("FAILED", "ended without saying why")
+
+    def started(self, step: int = 0, total_steps: int | None = None) -> None:
+        if not self._begun:
+            self._begun = True
+            now = time.time()
+            self._log(RunStarted(now, self._params, self._environment, self._log.attempt, step, total_steps))
+
+    def ended(self, error: str | None, summary: Mapping[str, float]) -> None:
+        self.started()
+        self._log(RunEnded(time.time(), self.outcome.status, self.outcome.reason, error, summary))
+
+
+@contextlib.contextmanager
+def _told(log: RunLog, experiment: Experiment, request: Request, world: World, tally: Tally) -> Iterator[_Telling]:
+    """Tell the run's end however the block is left: return, exception, Ctrl-C, SystemExit."""
+    telling = _Telling(log, _params(experiment, world), {**request.environment, **device.describe(world)})
+    error: str | None = None
+    try:
+        yield telling
+    except BaseException as raised:
+        cause = _root_cause(raised, world)
+        error = cause.error
+        telling.outcome = Outcome("KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED", cause.reason)
+        raise
+    finally:
+        telling.ended(error, tally.summary())
+        log.close()
+
+
+def _root_cause(error: BaseException, world: World) -> failure.Failure:
+    """Return what failed first: a rank whose peers are gone only sees a broken connection."""
+    mine = failure.describe(error, world.ranks.rank)
+    if not world.together:
+        return mine
+    if not isinstance(error, RuntimeError):  # collectives raise RuntimeErrors when a peer is gone
+        world.report_failure(dataclasses.asdict(mine))
+        return mine
+    found = world.first_failure()
+    return mine if found is None else failure.Failure(**found)  # type: ignore[arg-type]
+
+
+def build(experiment: Experiment, world: World) -> tuple[Job, State]:
+    """Make what the experiment describes, on this rank's device, replicated. All ranks call it."""
+    train = experiment.train
+    if train.deterministic:
+        randomness.be_deterministic()
+    device.set_threads(world.ranks)
+    arithmetic = precision.set_up(train.precision, world.device)
+    randomness.seed_all(train.seed)
+    train_set, val_set = _data(experiment)
+    plan = make_plan(train, len(train_set), world.size)
+    model = experiment.model().to(world.device)
+    if train.compile:
+        model.compile()
+    optimizer = fused(experiment.optimizer(model))
+    replica = world.replicate(model)
+    randomness.seed_all(train.seed, 1 + world.ranks.rank)
+    feeds = [
+        Feed(dataset, world.device, seed=train.seed, workers=train.workers, collate=experiment.collate,
+             local_world_size=world.ranks.local_world_size)
+        for dataset in (train_set, val_set)
+    ]
+    total = train.steps or (train.epochs or 0) * plan.steps_per_epoch
+    base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+    return Job(experiment, world, plan, total, arithmetic, replica, *feeds), State(model, optimizer, base_lrs)
+
+
+def _data(experiment: Experiment) -> tuple[Any, Any]:
+    data = experiment.data()
+    try:
+        train_set, val_set = data
+        sizes = len(train_set), len(val_set)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"data() must return two map-style data sets (training, validation): {error}") from error
+    if not all(sizes):
+        raise UserError("data() returned an empty data set: the training set has {} samples, the validation set "
+                        "{}".format(*sizes))
+    return train_set, val_set
+
+
+def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Outcome:
+    train, world = job.experiment.train, job.world
+    stop.limit(train.max_minutes)
+    checkpoints = Checkpoints(log.folder.path, train.keep, job.experiment.goal) if world.ranks.first else None
+    tally.best = state.best
+    try:
+        reason = fit(job, state, log, stop, checkpoints, tally)
+    finally:
+        if checkpoints is not None:
+            _finish(checkpoints, log, tally)
+        tally.best = state.best
+    if reason is not None:
+        return Outcome("KILLED", f"{reason} at step {state.step}")
+    return Outcome("FINISHED", _success(job, state))
+
+
+def _finish(checkpoints: Checkpoints, emit: RunLog, tally: Tally) -> None:
+    for event in checkpoints.close():
+        emit(event)
+    tally.blocked_seconds = checkpoints.blocked_seconds
+    for problem in checkpoints.problems:
+        emit.notice(problem)
+
+
+def _success(job: Job, state: State) -> str:
+    goal = job.experiment.goal
+    if state.best is None:
+        return f"trained {state.step} steps"
+    reached = "" if goal.target is None else " (target reached)" if goal.reached(state.best) else " (target missed)"
+    return f"best {goal.metric} {state.best:.4g}{reached}"
+
+
+def _params(experiment: Experiment, world: World) -> dict[str, str]:
+    settings = {key: config.render(value) for key, value in config.flatten(experiment).items()}
+    return {**settings, "world_size": str(world.size), "device": world.device.type}
