@@ -8,6 +8,7 @@ Each probe is a process of its own, because a process loads one NVML for good.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pynvml
+import pynvml  # type: ignore[import-untyped]
 import pytest
 
 HERE = Path(__file__).parent
@@ -42,18 +43,6 @@ sampler.close()
 print(json.dumps([samples, sampler.notices, sampler.describe()]))
 """
 
-# MLflow's monitors without the five seconds that importing mlflow takes: empty packages lead to the modules.
-MLFLOW_PROBE = """
-import importlib, importlib.util, json, os, sys, types
-folder = importlib.util.find_spec("mlflow").submodule_search_locations[0]
-for name in ("mlflow", "mlflow.system_metrics", "mlflow.system_metrics.metrics"):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [os.path.join(folder, *name.split(".")[1:])]
-monitor = importlib.import_module("mlflow.system_metrics.metrics.gpu_monitor").GPUMonitor()
-monitor.collect_metrics()
-print(json.dumps(monitor.aggregate_metrics()))
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
@@ -62,9 +51,11 @@ class Seen:
     devices: dict[str, str]
 
 
-def run(script: str, environment: Mapping[str, str], argument: object = None) -> Any:
-    command = [sys.executable, "-W", "error", "-c", script, json.dumps(argument)]
-    result = subprocess.run(command, env={**INHERITED, **environment}, capture_output=True, text=True, timeout=60)
+def run(environment: Mapping[str, str], *arguments: str | Path) -> Any:
+    command = [sys.executable, "-W", "error", *arguments]
+    result = subprocess.run(
+        command, env={**INHERITED, **environment}, capture_output=True, text=True, timeout=60, check=False
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -72,7 +63,7 @@ def run(script: str, environment: Mapping[str, str], argument: object = None) ->
 def probe(
     environment: Mapping[str, str], uuids: Sequence[str] | None = None, samples: int = 1, pause_seconds: float = 0.0
 ) -> Seen:
-    return Seen(*run(PROBE, environment, [uuids, samples, pause_seconds]))
+    return Seen(*run(environment, "-c", PROBE, json.dumps([uuids, samples, pause_seconds])))
 
 
 def uuid(card: int) -> str:
@@ -166,12 +157,12 @@ class TestEveryDriver:
 
     def test_energy_never_falls(self, driver: dict[str, str]) -> None:
         samples = probe(driver, samples=4, pause_seconds=0.05).samples
-        for before, after in zip(samples, samples[1:], strict=False):
+        for before, after in itertools.pairwise(samples):
             joules = [name for name in before if name.endswith("_energy_joules")]
             assert joules and all(before[name] <= after[name] for name in joules)
 
     def test_agrees_with_mlflows_own_monitor(self, driver: dict[str, str]) -> None:
-        theirs, ours = run(MLFLOW_PROBE, driver), probe(driver).samples[0]
+        theirs, ours = run(driver, HERE / "mlflow_monitors.py", "GPU"), probe(driver).samples[0]
         assert theirs
         for name, value in theirs.items():
             assert name in ours
@@ -378,7 +369,7 @@ class TestWithoutADriver:
 
     def test_no_binding(self, stub: dict[str, str]) -> None:
         hidden = "import sys; sys.modules['pynvml'] = None\n" + PROBE
-        samples, notices, _ = run(hidden, {**stub, **card(0)}, [None, 1, 0])
+        samples, notices, _ = run({**stub, **card(0)}, "-c", hidden, "[null, 1, 0]")
         assert samples == [{}] and notices == ["no GPU metrics: the package nvidia-ml-py is not installed"]
 
 
