@@ -1,1 +1,49 @@
-"""x"""
+"""RankZero: tracked PyTorch training that tracking cannot slow down.
+
+The public names; each is imported when it is first used, so `import rankzero` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rankzero.config import ConfigError as ConfigError
+    from rankzero.config import flatten as flatten
+    from rankzero.config import from_yaml as from_yaml
+    from rankzero.config import override as override
+    from rankzero.config import to_yaml as to_yaml
+    from rankzero.errors import UserError as UserError
+    from rankzero.experiment import Choice as Choice
+    from rankzero.experiment import Experiment as Experiment
+    from rankzero.experiment import Goal as Goal
+    from rankzero.experiment import Integer as Integer
+    from rankzero.experiment import LogUniform as LogUniform
+    from rankzero.experiment import Train as Train
+    from rankzero.experiment import Uniform as Uniform
+    from rankzero.train.own_loop import track as track
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "rankzero.config": ("ConfigError", "flatten", "from_yaml", "override", "to_yaml"),
+    "rankzero.errors": ("UserError",),
+    "rankzero.experiment": ("Choice", "Experiment", "Goal", "Integer", "LogUniform", "Train", "Uniform"),
+    "rankzero.train.own_loop": ("track",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = [  # noqa: PLE0604 - the names above, kept in one place
+    "__version__",
+    *sorted(_HOME_OF),
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'rankzero' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -55,16 +55,22 @@ class Plan:
 
 
 def make_plan(train: Train, samples: int, world_size: int) -> Plan:
-    """Cut `samples` as `train` asks. Raises UserError, naming the nearest sizes, where it does not come out even."""
-    micro_batch = train.micro_batch or train.batch_size // world_size
-    whole = max(1, micro_batch) * world_size
-    if train.batch_size % whole:
-        raise UserError(_uneven(train, world_size, whole))
+    """Cut `samples` as `train` asks. Raises UserError where that cannot be."""
+    micro_batch = check_even(train, world_size)
     if samples < train.batch_size:
         raise UserError(
             f"the training set has {samples} samples, fewer than one batch: set train.batch_size to at most {samples}"
         )
     return Plan(samples, train.batch_size, micro_batch, world_size, train.seed)
+
+
+def check_even(train: Train, world_size: int) -> int:
+    """Return the micro-batch. Raises UserError, naming the nearest sizes, where the batch does not come out even."""
+    micro_batch = max(1, train.micro_batch or train.batch_size // world_size)
+    whole = micro_batch * world_size if train.micro_batch else world_size
+    if train.batch_size % whole:
+        raise UserError(_uneven(train, world_size, whole))
+    return micro_batch
 
 
 @functools.lru_cache(maxsize=2)

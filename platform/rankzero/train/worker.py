@@ -42,10 +42,6 @@ class Request:
     identity: Identity
     """What this node calls the run; rank 0's counts."""
     environment: Mapping[str, str]
-    artifacts: Mapping[str, str]
-    """Text files for the run, by name: the provenance."""
-    announcement: str
-    """A file that local rank 0 writes the run's folder into, for the launcher's console."""
     failures: str
     """The folder in which a failing rank leaves word."""
 
@@ -75,10 +71,6 @@ def _attempt(request: Request, world: World, stop: Stop) -> Outcome:
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     identity = Identity(**json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode())))
     log = RunLog.open(Path(request.runs), identity, world.ranks, device.gpu_uuids(world.ranks))
-    if world.ranks.local_rank == 0:
-        Path(request.announcement).write_text(str(log.folder.path))
-    if world.ranks.first:
-        log.write_artifacts(config.to_yaml(experiment), request.artifacts)
     tally = Tally()
     with _told(log, experiment, request, world, tally) as told:
         job, state = build(experiment, world)

@@ -1,0 +1,152 @@
+"""One attempt at a run, as the launching command sees it: launch, show, wait for the tracking, report."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rankzero import config
+from rankzero.cli.console import Console
+from rankzero.cli.main import FAILED, FINISHED, RESUMABLE
+from rankzero.errors import RunFailed, UserError
+from rankzero.events import RunEnded
+from rankzero.experiment import Experiment, Train
+from rankzero.tracking import provenance, recorder
+from rankzero.tracking.journal import Identity, RunFolder, read_all
+from rankzero.train import launch
+
+# Libraries whose import is slow and harmless in the server that workers are forked from: no threads, no CUDA.
+SLOW_LIBRARIES = {"torchvision", "torchvision.datasets", "torchvision.models", "torchvision.transforms",
+                  "torchvision.transforms.v2", "sklearn", "sklearn.datasets", "scipy", "pandas", "PIL"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What to launch."""
+
+    folder: RunFolder
+    experiment: Experiment
+    nodes: launch.Nodes
+    root: Path
+    argv: Sequence[str]
+
+
+def run(attempt: Attempt) -> int:
+    """Launch, follow and report; return the exit code. Raises RunFailed with the reason."""
+    from rankzero.train import worker
+
+    folder = attempt.folder
+    environment = _provenance(attempt)
+    request = worker.Request(
+        experiment_file=folder.identity.experiment_file or "",
+        config=config.to_yaml(attempt.experiment),
+        runs=str(folder.path.parent),
+        identity=folder.identity,
+        environment=environment,
+        failures=str(folder.failures),
+    )
+    _forget(folder.failures)
+    console = Console(folder, attempt.experiment, attempt.root)
+    with console:
+        try:
+            launch.run(attempt.nodes, worker.main, request, folder.path / "logs")
+        except launch.WorkersFailed as error:
+            console.failed = str(error)
+    if not console.first_node:
+        return FAILED if console.failed else FINISHED
+    _finish_tracking(attempt, console)
+    return _report(attempt, console)
+
+
+def nodes_of(arguments: argparse.Namespace, train: Train) -> launch.Nodes:
+    """Return the processes that the command line asks for. Raises UserError where they cannot be."""
+    import torch
+
+    from rankzero.train.data import check_even
+    from rankzero.train.device import check_gpus
+
+    processes = arguments.nproc if arguments.nproc is not None else max(1, torch.cuda.device_count())
+    if processes < 1 or arguments.nnodes < 1:
+        raise UserError("--nproc and --nnodes must be at least 1")
+    if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
+        raise UserError("--nnodes needs --rdzv-endpoint HOST:PORT, the first machine's, on every machine")
+    check_gpus(processes)
+    check_even(train, processes * arguments.nnodes)
+    endpoint = arguments.rdzv_endpoint or "localhost:0"
+    return launch.Nodes(processes, arguments.nnodes, endpoint, arguments.rdzv_id, arguments.max_restarts)
+
+
+def make_folder(runs: Path, identity: Identity) -> RunFolder:
+    """Make a new run's folder. Raises UserError where that cannot be."""
+    try:
+        return RunFolder.create(runs, identity)
+    except FileExistsError:
+        raise UserError(f"there is a run {identity.name!r} already: choose another --run-name, or go on with it: "
+                        f"rankzero resume {identity.name}") from None
+    except OSError as error:
+        raise UserError(f"cannot write to {runs}: {error.strerror}; choose another folder with --dir") from error
+
+
+def check_name(name: str) -> None:
+    """Raise UserError for a run name that is no plain folder name."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
+        raise UserError(f"a run's name may have letters, digits, '.', '_' and '-', and starts with a letter or a "
+                        f"digit: got {name!r}")
+
+
+def libraries_of(path: Path) -> list[str]:
+    """Return the slow libraries that a file imports at its top, for the server to load beforehand."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return []
+    named = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            named += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name for name in named if name in SLOW_LIBRARIES]
+
+
+def _provenance(attempt: Attempt) -> Mapping[str, str]:
+    found = provenance.collect(Path.cwd(), attempt.argv, os.environ)
+    provenance.write_artifacts(found, attempt.folder.artifacts)
+    return provenance.environment(found)
+
+
+def _forget(failures: Path) -> None:
+    """Remove what an earlier attempt's ranks said."""
+    for path in failures.glob("rank_*.json"):
+        path.unlink()
+
+
+def _finish_tracking(attempt: Attempt, console: Console) -> None:
+    """Wait while the recorder gets on; log the final model of a finished run."""
+    from rankzero.train import export
+
+    with console.status("delivering to MLflow"):
+        recorder.wait(attempt.folder)
+    if console.ended is not None and console.ended.status == "FINISHED":
+        with console.status("logging the best model to MLflow"):
+            export.in_new_process(attempt.folder, console.notice)
+
+
+def _report(attempt: Attempt, console: Console) -> int:
+    ended = last_end(attempt.folder)
+    if ended is None:
+        raise RunFailed(f"the workers ended without starting a run ({console.failed}); see {attempt.folder.path}/logs")
+    console.result(ended)
+    if ended.status == "FAILED":
+        raise RunFailed(ended.reason)
+    if ended.status == "KILLED":
+        return RESUMABLE if any(attempt.folder.checkpoints.glob("step_*")) else FAILED
+    return FINISHED
+
+
+def last_end(folder: RunFolder) -> RunEnded | None:
+    """Return how the newest attempt ended; None where it did not say."""
+    return next((event for event in reversed(list(read_all(folder.events))) if isinstance(event, RunEnded)), None)

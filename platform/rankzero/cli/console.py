@@ -1,0 +1,143 @@
+"""What a person sees of a run: a reader of its journal, in the launching process, so that training pays nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console as Terminal
+from rich.live import Live
+from rich.table import Table
+
+from rankzero.cli.view import View, progress_line, progress_panel
+from rankzero.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, SystemSampled
+from rankzero.experiment import Experiment
+from rankzero.tracking.journal import RunFolder, read
+from rankzero.train.launch import log_files
+
+POLL_SECONDS = 0.2
+PLAIN_SECONDS = 5.0  # between progress lines where there is no terminal
+
+
+class Console:
+    """Follows a run's journals from a thread, for the duration of a with block.
+
+    On a terminal it keeps one live block of progress; into a pipe it writes plain lines.
+    What rank 0 prints appears above.
+    """
+
+    def __init__(self, folder: RunFolder, experiment: Experiment, root: Path) -> None:
+        self._folder, self._root = folder, root
+        self._terminal = Terminal(highlight=False, soft_wrap=True)
+        self._view = View(experiment.goal)
+        self._logs_before = {path: path.stat().st_size for path in log_files(folder.path / "logs", 0)}
+        self._offsets = {path: path.stat().st_size for path in (folder.events, folder.system(0)) if path.exists()}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._live: Live | None = None
+        self._next_plain = 0.0
+        self.failed = ""
+        self.ended: RunEnded | None = None
+
+    @property
+    def first_node(self) -> bool:
+        """Tell whether rank 0 ran here: its journal lies in the folder that this node proposed."""
+        return self._folder.events.exists() or bool(self.failed)
+
+    def __enter__(self) -> Console:
+        identity = self._folder.identity
+        self._terminal.print(f"run    [bold]{identity.name}[/]  (MLflow experiment {identity.experiment})")
+        self._terminal.print(f"store  {identity.tracking_uri}   look: {self._ui_command()}")
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+                 ) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def notice(self, text: str) -> None:
+        """Say something once."""
+        self._terminal.print(f"[yellow]note:[/] {text}")
+
+    @contextlib.contextmanager
+    def status(self, text: str) -> Iterator[None]:
+        """Show that something goes on for the duration of the block."""
+        if self._terminal.is_terminal:
+            with self._terminal.status(text):
+                yield
+        else:
+            yield
+
+    def result(self, ended: RunEnded) -> None:
+        """Print how the run ended and what to do next."""
+        name = self._folder.identity.name
+        table = Table(title=f"{name}: {ended.status}", title_justify="left", show_header=False, min_width=48)
+        for label, value in self._view.results(ended):
+            table.add_row(label, value)
+        self._terminal.print(table)
+        self._terminal.print(f"look:   {self._ui_command()}")
+        if ended.status != "FINISHED":
+            self._terminal.print(f"resume: rankzero resume {name}{self._dir_option()}")
+
+    def _follow(self) -> None:
+        with self._display():
+            while not self._stopping.wait(POLL_SECONDS):
+                self._update()
+            self._update()
+
+    @contextlib.contextmanager
+    def _display(self) -> Iterator[None]:
+        if not self._terminal.is_terminal:
+            yield
+            return
+        with Live(console=self._terminal, refresh_per_second=4, transient=True) as self._live:
+            yield
+
+    def _update(self) -> None:
+        self._pass_output_on()
+        for path in (self._folder.system(0), self._folder.events):
+            for event in self._news(path):
+                self._view(event)
+                self._show(event)
+        if self._live is not None:
+            self._live.update(progress_panel(self._view))
+        elif self._view.step and time.monotonic() >= self._next_plain:
+            self._next_plain = time.monotonic() + PLAIN_SECONDS
+            self._terminal.print(progress_line(self._view))
+
+    def _news(self, path: Path) -> list[Event]:
+        events, self._offsets[path] = read(path, self._offsets.get(path, 0))
+        return events
+
+    def _show(self, event: Event) -> None:
+        match event:
+            case RunStarted(attempt=attempt, step=step) if attempt > 1:
+                self._terminal.print(f"attempt {attempt}, from step {step}")
+            case Evaluated():
+                self._terminal.print(self._view.evaluation_line(event))
+            case RunEnded():
+                self.ended = event
+            case CheckpointSaved() | SystemSampled() | _:
+                pass
+
+    def _pass_output_on(self) -> None:
+        for path in log_files(self._folder.path / "logs", 0):
+            start = self._logs_before.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(start)
+                text = file.read(1 << 16)
+            whole = text[: text.rfind(b"\n") + 1]
+            self._logs_before[path] = start + len(whole)
+            if whole:
+                self._terminal.print(whole.decode(errors="replace"), end="", markup=False)
+
+    def _ui_command(self) -> str:
+        return f"rankzero ui{self._dir_option()}"
+
+    def _dir_option(self) -> str:
+        return "" if self._root.absolute() == Path("mlruns").absolute() else f" --dir {self._root}"

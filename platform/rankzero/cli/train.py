@@ -1,0 +1,65 @@
+"""``rankzero train EXP [--nproc N] [key=value…]``: run an experiment, tracked."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from rankzero import config, experiment_file
+from rankzero.cli import attempt
+from rankzero.tracking import store
+from rankzero.tracking.journal import Identity, new_name
+from rankzero.train import launch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class")
+    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change; see `rankzero config`")
+    add_launch_arguments(parser)
+    parser.add_argument("--run-name", help="what to call the run (default: the file's name and the time)")
+    parser.add_argument("--experiment-name", help="the MLflow experiment (default: $MLFLOW_EXPERIMENT_NAME or the "
+                        "file's name)")
+    parser.add_argument("--tracking-uri", help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or the "
+                        "embedded store)")
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("processes (torchrun's options)")
+    group.add_argument("--nproc", "--nproc-per-node", type=int, dest="nproc",
+                       help="processes on this machine (default: one per GPU, or 1)")
+    group.add_argument("--nnodes", type=int, default=1, help="machines; run the same command on each")
+    group.add_argument("--rdzv-endpoint", help="host:port of the first machine, the same on each")
+    group.add_argument("--rdzv-id", default="rankzero", help="what the machines of one job agree to call it")
+    group.add_argument("--max-restarts", type=int, default=0, help="how often failed processes start again, from the "
+                       "newest checkpoint (default: 0)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    path, cls = experiment_file.split(arguments.experiment)
+    launch.warm_up(attempt.libraries_of(path))
+    settings = config.parse_assignments(arguments.settings)
+    experiment = config.override(experiment_file.load(arguments.experiment)(), settings)
+    nodes = attempt.nodes_of(arguments, experiment.train)
+    identity = _identity(arguments, path, cls)
+    store.prepare_store(identity.tracking_uri)
+    folder = attempt.make_folder(arguments.dir / "runs", identity)
+    folder.config.write_text(config.to_yaml(experiment))
+    return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv))
+
+
+def _identity(arguments: argparse.Namespace, path: Path, cls: str | None) -> Identity:
+    uri = store.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
+    name = arguments.run_name or new_name(path.stem)
+    attempt.check_name(name)
+    return Identity(
+        name=name,
+        uuid=secrets.token_hex(16),
+        experiment=arguments.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or path.stem,
+        tracking_uri=uri,
+        artifact_root=store.artifact_root(uri),
+        experiment_file=f"{path}:{cls}" if cls else str(path),
+        project_dir=str(Path.cwd()),
+    )
