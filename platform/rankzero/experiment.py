@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, dataclass_transform
@@ -200,7 +201,7 @@ class Experiment:
 
 def _annotate_inherited(cls: type[Experiment]) -> None:
     """Let a subclass write ``goal = Goal(…)`` without repeating the base's annotation."""
-    annotations = cls.__dict__.get("__annotations__", {})
+    annotations = inspect.get_annotations(cls)
     inherited = {
         field.name: field.type
         for base in cls.__mro__[1:]

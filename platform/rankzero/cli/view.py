@@ -60,7 +60,8 @@ class View:
         if "throughput/samples_per_second" in self.values:
             facts.append(f"{self.values['throughput/samples_per_second']:,.0f} samples/s")
             facts.append(f"data wait {self.values['throughput/data_wait_fraction']:.0%}")
-        gpus = [value for name, value in self.system.items() if "gpu" in name and name.endswith("utilization_percentage")]
+        gpus = [value for name, value in self.system.items()
+                if "/gpu_" in name and name.endswith("_utilization_percentage")]
         if gpus:
             facts.append(f"GPU {sum(gpus) / len(gpus):.0f}%")
         if self.eta_seconds is not None:

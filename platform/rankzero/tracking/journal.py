@@ -19,6 +19,7 @@ from rankzero.events import CheckpointSaved, Event, RunEnded, RunStarted, StepsL
 
 EVENTS = "events.jsonl"
 READ_BYTES = 1 << 20  # what a reader holds in memory at a time
+MOST_WAITING_BYTES = 64 << 20  # what a writer holds while it cannot write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,28 +101,43 @@ class Journal:
 
     StepsLogged lines wait in memory for the next other event or `flush`; everything else is
     handed to the operating system at once, so it survives the death of the process.
-    RunStarted, CheckpointSaved and RunEnded are also synced to the disk.
+    RunStarted, CheckpointSaved and RunEnded are also synced to the disk. While the disk is
+    full, lines wait in memory, and the next event tries again; past `MOST_WAITING_BYTES` it raises OSError.
     """
 
     def __init__(self, path: Path) -> None:
-        torn = path.exists() and not _ends_with_newline(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1 << 16)
-        if torn:
-            self._file.write("\n")
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._waiting = bytearray() if _ends_with_newline(path) else bytearray(b"\n")
 
     def __call__(self, event: Event) -> None:
-        self._file.write(encode(event) + "\n")
+        self._waiting += (encode(event) + "\n").encode()
         if not isinstance(event, StepsLogged):
-            self.flush()
+            self._write()
         if isinstance(event, (RunStarted, CheckpointSaved, RunEnded)):
-            os.fsync(self._file.fileno())
+            os.fsync(self._descriptor)
 
     def flush(self) -> None:
         """Hand what waits in memory to the operating system."""
-        self._file.flush()
+        self._write()
 
     def close(self) -> None:
-        self._file.close()
+        """Write what waits, and close the file. Raises OSError where something stays unwritten."""
+        try:
+            self._drain()
+        finally:
+            os.close(self._descriptor)
+
+    def _write(self) -> None:
+        try:
+            self._drain()
+        except OSError:
+            if len(self._waiting) > MOST_WAITING_BYTES:
+                raise
+
+    def _drain(self) -> None:
+        while self._waiting:
+            written = os.write(self._descriptor, self._waiting)
+            del self._waiting[:written]
 
 
 def read(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> tuple[list[Event], int]:

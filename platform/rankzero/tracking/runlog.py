@@ -34,13 +34,10 @@ class RunLog:
     def __call__(self, event: Event) -> None:
         self._emit(event)
 
-    def write_artifacts(self, config: str, artifacts: Mapping[str, str]) -> None:
-        """Write the config, and text files to upload. Rank 0 only, before RunStarted."""
-        self.folder.config.write_text(config)
-        for name, text in artifacts.items():
-            path = self.folder.artifacts / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+    def flush(self) -> None:
+        """Hand what was logged to the operating system, where readers find it."""
+        if self._journal is not None:
+            self._journal.flush()
 
     def notice(self, text: str) -> None:
         """Say something about the run that people should see."""
@@ -51,7 +48,10 @@ class RunLog:
         """Say what failed on the way, close the journal, and let the recorder finish by itself."""
         for problem in self._emit.problems:
             self.notice(problem)
-        if self._journal is not None:
-            self._journal.close()
+        try:
+            if self._journal is not None:
+                self._journal.close()
+        except OSError as error:
+            self.notice(f"the end of the journal could not be written: {error}")
         if self._recording is not None:
             self._recording.close()

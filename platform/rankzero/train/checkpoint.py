@@ -25,7 +25,7 @@ import torch
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
 from rankzero.experiment import Goal
-from rankzero.train.staging import Staging, Staged
+from rankzero.train.staging import Staged, Staging
 
 STATE, MANIFEST = "state.pt", "manifest.json"
 FORMAT = 1
@@ -212,12 +212,12 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 def _replace(temporary: Path, target: Path) -> None:
     if target.exists():  # a resumed run saves a step again
         _delete(target)
-    os.rename(temporary, target)
+    temporary.rename(target)
 
 
 def _delete(path: Path) -> None:
     doomed = path.with_name(TEMPORARY + "deleted-" + path.name)  # gone in one step for readers
-    os.rename(path, doomed)
+    path.rename(doomed)
     shutil.rmtree(doomed)
 
 

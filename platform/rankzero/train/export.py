@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rankzero import config, experiment_file
 from rankzero.experiment import Experiment
 from rankzero.tracking.journal import RunFolder
-from rankzero.train import checkpoint, launch
+from rankzero.train import checkpoint
 from rankzero.train.feed import Feed
 
 NAME = "best_model"
@@ -23,7 +23,7 @@ EXAMPLE_SAMPLES = 2  # more than one, so that the exporter does not take the bat
 
 def in_new_process(folder: RunFolder, notice: Callable[[str], None]) -> None:
     """Log the run's best model from a process of its own; a failure is a notice, never the run's failure."""
-    context = multiprocessing.get_context(launch.START_METHOD)
+    context = multiprocessing.get_context("forkserver")
     problems = context.SimpleQueue()
     process = context.Process(target=_child, args=(str(folder.path), problems))
     process.start()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from rankzero.train.data import Plan, mix, shard
 
@@ -86,7 +86,7 @@ class Feed:
             yield to_device(batch, self.device)
 
 
-class Augmented:
+class Augmented(Dataset[Any]):
     """A map-style data set keyed by (epoch, index), each item drawn under a seed of its own."""
 
     def __init__(self, dataset: Any, seed: int) -> None:

@@ -150,7 +150,7 @@ def student_t_975(freedom: int) -> float:
     if freedom == 1:
         return math.tan(math.pi * 0.475)
     if freedom == 2:
-        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
+        return float(0.95 * math.sqrt(2 / (1 - 0.95**2)))
     z = statistics.NormalDist().inv_cdf(0.975)
     terms = (
         (z**3 + z) / 4,
@@ -158,7 +158,7 @@ def student_t_975(freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
 def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:

@@ -62,5 +62,6 @@ def _python_state() -> bytes:
 
 
 def _numpy_state() -> bytes:
-    _, keys, position, waiting, gauss = np.random.get_state()
+    _, keys, position, waiting, gauss = np.random.get_state(legacy=True)
+    assert isinstance(keys, np.ndarray)
     return NUMPY.pack(*keys.tolist(), position, waiting, gauss)

@@ -10,17 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rankzero import config, experiment_file
 from rankzero.errors import UserError
 from rankzero.events import RunEnded, RunStarted, Status
 from rankzero.experiment import Experiment
 from rankzero.tracking import ranks as launcher
 from rankzero.tracking.journal import Identity
-from rankzero.tracking.ranks import Ranks
 from rankzero.tracking.runlog import RunLog
-from rankzero.train import checkpoint, device, failure, precision, randomness, restore
+from rankzero.train import device, failure, precision, randomness, restore
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import make_plan
 from rankzero.train.feed import Feed

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,11 +131,11 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
 def unsynchronised(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Keep gradients local inside the block: all but the last micro-batch of a step."""
     if isinstance(module, DistributedDataParallel):
-        return module.no_sync()  # type: ignore[no-any-return]
+        return module.no_sync()
     return contextlib.nullcontext()
 
 
-def _store() -> dist.Store | None:
+def _store() -> Any:
     if not dist.is_initialized():
         return None
     return dist.distributed_c10d._get_default_store()

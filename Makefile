@@ -1,0 +1,42 @@
+# make demo: set up, train, look.   make test: set up, test.   make check: what CI runs.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
+
+.PHONY: setup demo test check lint format lock clean
+
+setup: $(STAMP)
+
+# uv installs exactly what the lock says, whatever wheels or settings this machine has lying about.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep -oE '^uv==[0-9.]+' requirements.lock)"
+	$(BIN)/uv --quiet pip sync --require-hashes requirements.lock
+	$(BIN)/uv --quiet pip install --no-deps --editable .
+	@touch $@
+
+demo: setup
+	@$(BIN)/rankzero train experiments/digits.py --nproc 2
+
+test: setup
+	$(BIN)/pytest
+
+check: lint test
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+lock:
+	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --python-version 3.11 --group dev \
+	    --custom-compile-command "make lock" pyproject.toml --output-file requirements.lock
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,210 @@
+"""The same tracking for people who keep their own loop: plain DDP, Lightning, Accelerate, DeepSpeed, Horovod, Keras.
+
+    with rankzero.track("my-experiment", config) as run:      # safe on every rank: only rank 0 writes
+        run.log({"loss": loss}, step=i)                        # tensors are fine; no sync until the report
+        run.checkpoint(state_dict, step=i, metrics={"val/loss": v})
+
+Imports no torch: `checkpoint` does, when it is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rankzero import config as configs
+from rankzero.events import Evaluated, RunEnded, RunStarted, Status, StepsLogged
+from rankzero.experiment import Goal
+from rankzero.tracking import provenance, ranks, store
+from rankzero.tracking.journal import Identity, RunFolder, new_name
+from rankzero.tracking.runlog import RunLog
+
+FLUSH_SECONDS = 2.0
+FLUSH_ROWS = 500
+Row = tuple[int, float, Mapping[str, Any]]
+
+
+def track(
+    experiment: str,
+    config: object = None,
+    *,
+    name: str | None = None,
+    goal: Goal | None = None,
+    keep: int = 1,
+    tracking_uri: str | None = None,
+    folder: str | Path | None = None,
+) -> TrackedRun:
+    """Return a run to enter with ``with``; inside it, log from wherever you like.
+
+    `config` is a mapping (may be nested) or a dataclass; it becomes the run's params. Call it on
+    every rank: rank 0 writes, on other ranks nothing happens. An existing `name` is gone on with.
+    Raises TrackingError where the store cannot be used; once the block is entered, tracking cannot raise.
+    """
+    mine = ranks.detect()
+    if not mine.first:
+        return TrackedRun(None, goal or Goal(), keep)
+    root = Path(folder or os.environ.get("RANKZERO_DIR", "mlruns")).absolute()
+    uri = store.resolve_tracking_uri(tracking_uri, os.environ, root)
+    store.prepare_store(uri)
+    identity = Identity(name or new_name(experiment.replace("/", "-").replace(" ", "-")), secrets.token_hex(16),
+                        experiment, uri, store.artifact_root(uri), project_dir=str(Path.cwd()))
+    RunFolder.open_or_create(root / "runs", identity)
+    log = RunLog.open(root / "runs", identity, mine, ())
+    return TrackedRun(log, goal or Goal(), keep, params_of(config))
+
+
+class TrackedRun:
+    """A run that is being tracked. Every method is safe on every rank."""
+
+    def __init__(self, log: RunLog | None, goal: Goal, keep: int, params: Mapping[str, str] | None = None) -> None:
+        self._log, self._goal, self._keep, self._params = log, goal, keep, dict(params or {})
+        self._rows: list[Row] = []
+        self._flushed = time.monotonic()
+        self._best: float | None = None
+        self._last: dict[str, float] = {}
+        self._checkpoints: Any = None
+
+    @property
+    def name(self) -> str | None:
+        """The run's name; None on other ranks than 0."""
+        return self._log.folder.path.name if self._log else None
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder; None on other ranks than 0."""
+        return self._log.folder.path if self._log else None
+
+    def __enter__(self) -> TrackedRun:
+        if self._log is not None:
+            found = provenance.collect(Path.cwd(), sys.argv, os.environ)
+            provenance.write_artifacts(found, self._log.folder.artifacts)
+            environment = provenance.environment(found)
+            self._log(RunStarted(time.time(), self._params, environment, self._log.attempt))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+                 ) -> None:
+        if self._log is None:
+            return
+        self._flush()
+        if self._checkpoints is not None:
+            for event in self._checkpoints.close():
+                self._log(event)
+        status, reason = _status(error)
+        text = None if error is None else "".join(traceback.format_exception(error))
+        best = {} if self._best is None else {"best": self._best}
+        self._log(RunEnded(time.time(), status, reason, text, {**self._last, **best}))
+        self._log.close()
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log 0-d tensors or numbers at `step`. Tensors are copied on their device; no sync until the report."""
+        if self._log is None:
+            return
+        self._rows.append((step, time.time(), {name: _kept(value) for name, value in metrics.items()}))
+        if len(self._rows) >= FLUSH_ROWS or time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self._flush()
+
+    def checkpoint(self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Keep `state_dict` (tensors and plain values) as the checkpoint of `step`; returns once it is copied.
+
+        `metrics` are validation metrics; the goal's metric among them decides which checkpoints are kept.
+        """
+        if self._log is None:
+            return
+        self._flush()
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        better = self._evaluated(numbers, step)
+        for event in self._store().save(state_dict, step, numbers, better):
+            self._log(event)
+
+    def _store(self) -> Any:
+        from rankzero.train.checkpoint import Checkpoints
+
+        if self._checkpoints is None:
+            assert self._log is not None
+            self._checkpoints = Checkpoints(self._log.folder.path, self._keep, self._goal)
+        return self._checkpoints
+
+    def _evaluated(self, metrics: Mapping[str, float], step: int) -> bool:
+        assert self._log is not None
+        value = metrics.get(self._goal.metric)
+        better = value is not None and self._goal.better(value, self._best)
+        if better:
+            self._best = value
+        if metrics:
+            self._last = dict(metrics)
+            self._log(Evaluated(time.time(), step, dict(metrics), better))
+        return better
+
+    def _flush(self) -> None:
+        rows, self._rows, self._flushed = self._rows, [], time.monotonic()
+        assert self._log is not None
+        numbers = iter(_numbers([value for _, _, metrics in rows for value in metrics.values()]))
+        for step, moment, metrics in rows:
+            columns = {name: [next(numbers)] for name in metrics}
+            self._log(StepsLogged([step], [moment], columns))
+        self._log.flush()
+
+
+def params_of(config: object) -> dict[str, str]:
+    """Return a config's settings as text: of a mapping (nested or not), a dataclass, or None."""
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return {key: configs.render(value) for key, value in _dotted(config, "")}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {key: configs.render(value) for key, value in _dotted(dataclasses.asdict(config), "")}
+    raise configs.ConfigError(f"a config must be a mapping or a dataclass, got {type(config).__name__}")
+
+
+def _dotted(nested: Mapping[Any, Any], prefix: str) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in nested.items():
+        pairs += _dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return pairs
+
+
+def _kept(value: Any) -> Any:
+    """Return a tensor's own copy (the loop may overwrite it), anything else as it is."""
+    return value.detach().clone() if hasattr(value, "detach") else value
+
+
+def _numbers(values: list[Any]) -> list[float]:
+    """Return the values as floats, with one host sync for all PyTorch tensors of a device."""
+    torch = sys.modules.get("torch")
+    found: list[float] = [0.0] * len(values)
+    groups: dict[Any, list[int]] = {}
+    for index, value in enumerate(values):
+        if torch is not None and isinstance(value, torch.Tensor):
+            groups.setdefault(value.device, []).append(index)
+        else:
+            found[index] = _number(value)
+    for indices in groups.values():
+        column = torch.stack([values[index].reshape(()).double() for index in indices]).tolist()
+        for index, number in zip(indices, column, strict=True):
+            found[index] = number
+    return found
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return float("nan")  # telemetry cannot kill a run
+
+
+def _status(error: BaseException | None) -> tuple[Status, str]:
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "FINISHED", "finished"
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return ("KILLED", "stopped by Ctrl-C") if isinstance(error, KeyboardInterrupt) else (
+            "FAILED", f"exited with {error.code}")
+    return "FAILED", f"{type(error).__name__}: {error}"
