@@ -47,7 +47,17 @@ class Tags:
     tags: dict[str, str]
 
 
-Item = RunStarted | Points | Tags
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The last thing MLflow hears of an attempt."""
+
+    event: RunEnded
+
+
+Item = RunStarted | Points | Tags | End
+
+
+Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
 
 
 def translate(events: Iterable[Event], progress: Progress) -> Iterator[Item]:
@@ -96,12 +106,23 @@ def linked(event: CheckpointSaved, progress: Progress, model_id: str) -> list[Po
     return found
 
 
-def summary(event: RunEnded, progress: Progress) -> list[Point]:
-    """Return the run's final numbers as points at its last step; those known at that step already are left out."""
+def ending(event: RunEnded, description: str, progress: Progress) -> list[Item]:
+    """Return what closes the run: its final numbers, then why it ended and its description, then its status."""
+    tags = {"rankzero.reason": event.reason, "mlflow.note.content": description}
+    if event.error:
+        tags["rankzero.error"] = legal.tail(event.error, legal.TAG_LENGTH)
+    if progress.rejected:
+        tags["rankzero.rejected"] = "; ".join([f"{progress.rejected} things set aside", *progress.reasons])
+    points = _keep(_summary_rows(event, progress), progress)
+    return [*_batches(points), Tags(tags), End(event)]
+
+
+def _summary_rows(event: RunEnded, progress: Progress) -> Iterator[Row]:
+    """Yield ``summary/<name>`` at the last step; metrics that have curves of their own need no second last point."""
     last = max((mark for key, mark in progress.marks.items() if not key.startswith("system/")), default=0)
-    rows = ((key, last, event.time, value) for key, value in event.metrics.items()
-            if progress.marks.get(legal.name(key), -1) < last)
-    return _keep(rows, progress)
+    for key, value in event.metrics.items():
+        if legal.name(key) not in progress.marks:
+            yield key if "/" in key else f"summary/{key}", last, event.time, value
 
 
 def _start(event: RunStarted, progress: Progress) -> RunStarted:
@@ -109,7 +130,7 @@ def _start(event: RunStarted, progress: Progress) -> RunStarted:
         progress.floor = dict(progress.marks)
         progress.attempt = event.attempt
     progress.goal = event.params.get("goal.metric")
-    progress.ending, progress.done = None, False
+    progress.ending, progress.ended = None, False
     if ARTIFACTS not in progress.waiting:
         progress.waiting.append(ARTIFACTS)
     return event
@@ -146,9 +167,6 @@ def _queue(event: Event, progress: Progress) -> None:
             progress.waiting.append(ARTIFACTS)
         case _:
             pass
-
-
-Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
 
 
 def _rows(metrics: Mapping[str, object], step: object, time: object) -> Iterator[Row]:

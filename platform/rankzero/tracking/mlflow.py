@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# MLflow reads these when it is imported or at each call. Its own patience (4 minutes a call) would hold up the recorder.
+# MLflow reads these when imported or at each call. Its own patience, 4 minutes a call, would hold up the recorder.
 for _name, _value in {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -26,7 +26,6 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-import requests  # noqa: E402
 from mlflow import MlflowClient  # noqa: E402
 from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
@@ -36,15 +35,9 @@ from rankzero.events import CheckpointSaved, RunEnded, RunStarted  # noqa: E402
 from rankzero.tracking import legal  # noqa: E402
 from rankzero.tracking.delivery import Point  # noqa: E402
 from rankzero.tracking.journal import Identity  # noqa: E402
-from rankzero.tracking.store import TrackingError, artifact_root, prepare_store  # noqa: E402
+from rankzero.tracking.store import RunGone, TrackingError, artifact_root, prepare_store  # noqa: E402
 
 UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
-NEVER = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
-RETRYABLE_STATUS = {401, 403, 404, 408, 409, 425, 429}
-
-
-class RunGone(TrackingError):
-    """Someone deleted the run in MLflow; it takes nothing any more."""
 
 
 class OpenRun(NamedTuple):
@@ -79,16 +72,6 @@ class RunRecord(NamedTuple):
     metrics: Mapping[str, float]
     params: Mapping[str, str]
     tags: Mapping[str, str]
-
-
-def refusal(error: BaseException) -> str | None:
-    """Return why MLflow will never take this; None where another try may help."""
-    if isinstance(error, MlflowException):
-        return str(error) if error.error_code in NEVER else None
-    if isinstance(error, requests.HTTPError) and error.response is not None:
-        status = error.response.status_code
-        return str(error) if 400 <= status < 500 and status not in RETRYABLE_STATUS else None
-    return None
 
 
 class Tracker:
@@ -162,13 +145,9 @@ class Tracker:
         for chunk in _chunks(legal_tags, legal.ITEMS_PER_BATCH):
             self._client.log_batch(run_id, tags=chunk, synchronous=True)
 
-    def close_run(self, run_id: str, event: RunEnded, description: str) -> None:
-        """Give the run its end: status, reason, the end of the traceback, a description in Markdown."""
-        tags = {"rankzero.reason": event.reason, "mlflow.note.content": description}
-        if event.error:
-            tags["rankzero.error"] = legal.tail(event.error, legal.TAG_LENGTH)
-        self.set_tags(run_id, tags)
-        self._client.set_terminated(run_id, event.status, end_time=int(event.time * 1000))
+    def close_run(self, run_id: str, event: RunEnded) -> None:
+        """Set the run's status and when it ended."""
+        self._client.set_terminated(run_id, event.status, end_time=legal.milliseconds(event.time))
 
     def require_run(self, run_id: str) -> None:
         """Raise RunGone when the run was deleted, and whatever MLflow raises when it cannot be asked."""
@@ -228,7 +207,7 @@ class Tracker:
         """Delete the logged model, bytes included. MLflow alone would only hide it and keep the bytes."""
         location = self._client.get_logged_model(model_id).artifact_location
         with _patience():
-            get_artifact_repository(location, tracking_uri=self._uri).delete_artifacts()
+            self._repository(location).delete_artifacts()
         self._client.delete_logged_model(model_id)
 
     def download_checkpoint(self, model_id: str, destination: Path) -> Path:
@@ -236,5 +215,182 @@ class Tracker:
         destination.mkdir(parents=True, exist_ok=True)
         location = self._client.get_logged_model(model_id).artifact_location
         with _patience():
-            get_artifact_repository(location, tracking_uri=self._uri).download_artifacts("", str(destination))
+            self._repository(location).download_artifacts("", str(destination))
         return destination
+
+    def log_model(self, run: OpenRun, folder: Path, name: str, step: int, tags: Mapping[str, str]) -> str:
+        """Upload a model saved with `save_pytorch` for ``mlflow.pytorch.load_model("models:/<id>")``; return its id."""
+        model = self._client.create_logged_model(
+            run.experiment_id, name=name, source_run_id=run.run_id, tags=dict(tags), model_type="pytorch"
+        )
+        self._upload(model, folder)
+        self._client.finalize_logged_model(model.model_id, "READY")
+        self._link_output(run, model.model_id, step)
+        return model.model_id
+
+    def list_runs(self, experiment: str | None = None, limit: int = 50) -> list[RunRecord]:
+        """Return the newest runs first, of one experiment or of all."""
+        runs = self._client.search_runs(
+            self._experiment_ids(experiment), max_results=limit, order_by=["attributes.start_time DESC"]
+        )
+        return [_record(run) for run in runs]
+
+    def find_run(self, name_or_id: str) -> RunRecord:
+        """Return the run of this id, or else the newest of this name. Raises TrackingError when there is none."""
+        with contextlib.suppress(MlflowException):  # no legal id, or nobody's
+            return _record(self._client.get_run(name_or_id))
+        name = name_or_id.replace("'", "")
+        runs = self._client.search_runs(
+            self._experiment_ids(None), f"attributes.run_name = '{name}'", max_results=1,
+            order_by=["attributes.start_time DESC"],
+        )
+        if not runs:
+            raise TrackingError(f"no run is called {name_or_id!r} in {self._uri}")
+        return _record(runs[0])
+
+    def history(self, run_id: str, key: str) -> list[Point]:
+        """Return every point of a metric, by step."""
+        metrics = self._client.get_metric_history(run_id, key)
+        return sorted(Point(m.key, m.value, m.timestamp, m.step) for m in metrics if m.value == m.value)
+
+    def _repository(self, location: str) -> Any:
+        return get_artifact_repository(location, tracking_uri=self._uri)
+
+    def _experiment_id(self, identity: Identity) -> str:
+        """Return the experiment's id, made if it is not there, by us or by whoever is faster."""
+        for _ in range(2):
+            experiment = self._client.get_experiment_by_name(identity.experiment)
+            if experiment is not None:
+                if experiment.lifecycle_stage == "deleted":
+                    raise TrackingError(f"the MLflow experiment {identity.experiment!r} was deleted; use another name, "
+                                        f"or: mlflow experiments restore -x {experiment.experiment_id}")
+                return str(experiment.experiment_id)
+            with contextlib.suppress(MlflowException):
+                return self._client.create_experiment(identity.experiment, self._artifact_location(identity))
+        return self._client.create_experiment(identity.experiment, self._artifact_location(identity))
+
+    def _artifact_location(self, identity: Identity) -> str | None:
+        base = identity.artifact_root or artifact_root(self._uri)
+        return None if base is None else f"{base.rstrip('/')}/{urllib.parse.quote(identity.experiment, safe='')}"
+
+    def _experiment_ids(self, name: str | None) -> list[str]:
+        if name is None:
+            return [experiment.experiment_id for experiment in self._client.search_experiments()]
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            raise TrackingError(f"no experiment is called {name!r} in {self._uri}")
+        return [experiment.experiment_id]
+
+    def _checkpoint_models(self, run: OpenRun, step: int | None = None) -> list[LoggedModel]:
+        condition = f"source_run_id = '{run.run_id}'"
+        if step is not None:
+            condition += f" AND tags.`rankzero.step` = '{step}'"
+        found: list[LoggedModel] = []
+        token: str | None = None
+        while True:
+            page = self._client.search_logged_models([run.experiment_id], condition, page_token=token)
+            found += (model for model in page if model.model_type == "checkpoint")
+            token = page.token
+            if not token:
+                return found
+
+    def _upload_checkpoint(self, run: OpenRun, event: CheckpointSaved, folder: Path,
+                           points: Callable[[str], Sequence[Point]]) -> str:
+        model = self._client.create_logged_model(
+            run.experiment_id, name=f"checkpoint-step-{event.step}", source_run_id=run.run_id,
+            params={"step": str(event.step)}, model_type="checkpoint",
+            tags={"rankzero.step": str(event.step), "rankzero.best": str(event.best).lower(),
+                  "rankzero.saved_at": repr(event.time)},
+        )
+        names = _names(folder)
+        self._upload(model, folder)
+        if not names or _names(folder) != names:  # retention was faster than the upload
+            self.delete_checkpoint(model.model_id)
+            raise FileNotFoundError(folder)
+        self.log_metrics(run.run_id, points(model.model_id))
+        self._client.finalize_logged_model(model.model_id, "READY")
+        return str(model.model_id)
+
+    def _upload(self, model: LoggedModel, folder: Path) -> None:
+        target = model.artifact_location.removeprefix("file://")
+        if target.startswith("/"):
+            shutil.copytree(folder, target, copy_function=_link_or_copy, dirs_exist_ok=True)
+        else:
+            with _patience():
+                self._client.log_model_artifacts(model.model_id, str(folder))
+
+    def _link_output(self, run: OpenRun, model_id: str, step: int) -> None:
+        outputs = self._client.get_run(run.run_id).outputs
+        if not any(output.model_id == model_id for output in (outputs.model_outputs if outputs else ())):
+            self._client.log_outputs(run.run_id, [LoggedModelOutput(model_id, step)])
+
+    def _unmark_best(self, run: OpenRun, but: str) -> None:
+        for model in self._checkpoint_models(run):
+            if model.model_id != but and model.tags.get("rankzero.best") == "true":
+                self._client.set_logged_model_tags(model.model_id, {"rankzero.best": "false"})
+
+
+def _birth_tags(identity: Identity) -> dict[str, str]:
+    tags = {
+        "rankzero.uuid": identity.uuid,
+        "mlflow.source.name": identity.experiment_file or "rankzero",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.parentRunId": identity.parent_run_id,
+    }
+    with contextlib.suppress(OSError, KeyError, ImportError):  # a user id without a name, as containers have
+        tags["mlflow.user"] = getpass.getuser()
+    return {key: legal.head(value, legal.TAG_LENGTH) for key, value in tags.items() if value}
+
+
+def _opened(run: Run) -> OpenRun:
+    metrics: Iterable[Any] = run.data._metric_objs  # the public dictionary has the values without their steps
+    return OpenRun(run.info.run_id, run.info.experiment_id, {metric.key: metric.step for metric in metrics})
+
+
+def _record(run: Run) -> RunRecord:
+    tags, metrics = run.data.tags, run.data.metrics
+    goal = tags.get("rankzero.goal")
+    best = legal.number(tags.get("rankzero.best"))
+    return RunRecord(
+        name=run.info.run_name, run_id=run.info.run_id, experiment_id=run.info.experiment_id, status=run.info.status,
+        start_time=run.info.start_time / 1000, goal=goal,
+        best=best if best is not None or goal is None else metrics.get(goal),
+        samples_per_second=metrics.get("summary/samples_per_second", metrics.get("throughput/samples_per_second")),
+        metrics=metrics, params=run.data.params, tags=tags,
+    )
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """Let MLflow wait long for an answer: a big file takes longer than a metric."""
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    before = os.environ.get(name)
+    os.environ[name] = str(max(UPLOAD_SECONDS, int(before or 0)))
+    try:
+        yield
+    finally:
+        os.environ[name] = before or "10"
+
+
+def _names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Give the file a second name where the file system can: at once, and without its bytes a second time.
+
+    A checkpoint's files are never written to again, so what retention removes of the run's folder stays here.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(target)
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])

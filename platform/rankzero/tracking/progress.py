@@ -55,14 +55,19 @@ class Progress:
     """What the latest try failed with; none after a success."""
     pending_bytes: int = 0
     """Bytes of journal not yet delivered, when this was written."""
-    done: bool = False
-    """The attempt has ended and MLflow has all of it."""
+    ended: bool = False
+    """MLflow knows how the latest attempt ended."""
     updated: float = 0.0
 
     @property
     def pending(self) -> int:
         """Return how much is left to do; 0 when all is delivered."""
         return self.pending_bytes + len(self.waiting) + (self.ending is not None)
+
+    @property
+    def done(self) -> bool:
+        """Tell whether MLflow had everything, the end included, when this was written."""
+        return self.ended and not self.pending
 
     def reject(self, what: str, reason: str) -> None:
         """Count something that is set aside, and remember why."""

@@ -6,12 +6,13 @@ The embedded store is a folder, ``mlruns`` unless told otherwise: ``mlflow.db``,
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import sys
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
+
+from rankzero.errors import UserError
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "artifacts"
@@ -20,8 +21,12 @@ ARTIFACTS = "artifacts"
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse")
 
 
-class TrackingError(RuntimeError):
+class TrackingError(UserError):
     """Something about the tracking store that a person must fix; the message says what to do."""
+
+
+class RunGone(TrackingError):
+    """Someone deleted the run in MLflow; it takes nothing any more."""
 
 
 def default_tracking_uri(root: Path) -> str:

@@ -1,0 +1,291 @@
+"""Brings a run's journals to MLflow: one writer, in order, at least once.
+
+    take     the next MiB of each journal -> points, tags, beginnings of attempts
+    send     them one by one; what fails is tried again later, what is refused is set aside
+    commit   delivery.json; a crash before it replays the MiB, which changes nothing in MLflow
+    then     uploads of artifacts and checkpoints, and last the run's end
+
+Points go before uploads, so that files that are big or cannot be stored never hold up the curves.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankzero.events import Event, RunEnded, RunStarted, decode
+from rankzero.tracking import progress as state
+from rankzero.tracking import report
+from rankzero.tracking.delivery import End, Item, Points, Tags, ending, translate
+from rankzero.tracking.journal import EVENTS, READ_BYTES, RunFolder, read, read_all
+from rankzero.tracking.retry import Backoff, refusal
+from rankzero.tracking.store import RunGone
+from rankzero.tracking.uploads import upload
+
+if TYPE_CHECKING:
+    from rankzero.tracking.mlflow import OpenRun, Tracker
+
+TAKE_SECONDS = 2.5  # few large batches: each costs the server as much as a thousand points do
+SUSPICIOUS_FAILURES = 8  # of one item, while MLflow answers otherwise: the item is at fault
+
+log = logging.getLogger("rankzero.recorder")
+
+
+class Deliverer:
+    """Delivers what one node is responsible for: node 0 the run and its own samples, the others their samples.
+
+    One at a time may work on a run's node: hold `incumbent.lock` around it. Call `work` until it returns False,
+    wait a little, and again.
+    """
+
+    def __init__(self, folder: RunFolder, node: int = 0) -> None:
+        self._folder, self._node = folder, node
+        self._path = state.path_of(folder, node)
+        self.progress = state.load(self._path)
+        for name in self._journals():
+            self.progress.offsets.setdefault(name, 0)
+        self._committed = copy.deepcopy(self.progress)
+        self._items: deque[Item] = deque()
+        self._taken: dict[str, int] = dict(self.progress.offsets)
+        self._take_at = 0.0
+        self._tracker: Tracker | None = None
+        self._run: OpenRun | None = None
+        self._sending, self._uploading = Backoff(), Backoff()
+        self._hurry = False
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether MLflow has everything that the journals hold now."""
+        return not (self._items or self._unread() or self.progress.waiting or self.progress.ending)
+
+    def work(self) -> bool:
+        """Do one thing that is due; return whether anything was done. Raises nothing that MLflow or the data cause."""
+        if not self._sending.over:
+            return False
+        if self._run is None:
+            return bool(self._items or self.progress.pending or self._unread()) and self._try(self._open, self._sending)
+        if not self._items and self._take_due():
+            self._take()
+        if self._items:
+            return self._try(self._send, self._sending, self._set_item_aside)
+        if self.progress.waiting and self._uploading.over:
+            return self._try(self._upload, self._uploading, self._set_upload_aside)
+        if self.progress.ending is not None and (self._uploading.failures or not self.progress.waiting):
+            self._items.extend(self._ending(self.progress.ending))
+            return True
+        return False
+
+    def hasten(self) -> None:
+        """Take from now on what there is at once: nothing more comes, and somebody waits."""
+        self._hurry = True
+        self._sending.reset()
+        self._uploading.reset()
+
+    def commit(self) -> None:
+        """Write down how far it is; only between items, since `progress` is ahead of what is sent while some wait."""
+        if not self._items:
+            self._committed = copy.deepcopy(self.progress)
+        self._committed.error = self.progress.error
+        self._committed.pending_bytes = state.unread_bytes(self._folder, self._committed.offsets)
+        state.save(self._path, self._committed)
+
+    def snapshot(self) -> state.Progress:
+        """Return the progress as it is on the disk."""
+        return self._committed
+
+    def _journals(self) -> list[str]:
+        system = self._folder.system(self._node).name
+        return [EVENTS, system] if self._node == 0 else [system]
+
+    def _unread(self) -> int:
+        return state.unread_bytes(self._folder, self._taken)
+
+    def _try(self, action: Callable[[], bool], backoff: Backoff,
+             set_aside: Callable[[str], None] | None = None) -> bool:
+        try:
+            did = action()
+        except Exception as error:  # a hostile value, a full disk, a server on fire: none of them may end the delivery
+            return self._failed(error, backoff, set_aside)
+        backoff.reset()
+        self.progress.error = None
+        return did
+
+    def _failed(self, error: Exception, backoff: Backoff, set_aside: Callable[[str], None] | None) -> bool:
+        reason = refusal(error)
+        if reason is None and backoff is self._sending and backoff.failures >= SUSPICIOUS_FAILURES:
+            reason = f"fails while MLflow answers otherwise: {error!r}" if self._answers() else None
+        if isinstance(error, RunGone):
+            self._abandon(str(error))
+            return True
+        if reason is not None and set_aside is not None:
+            return self._try(lambda: self._aside(set_aside, reason, backoff), backoff)
+        backoff.fail()
+        self.progress.error = f"{type(error).__name__}: {error}"[:500]
+        log.warning("try %d failed: %s", backoff.failures, self.progress.error)
+        self.commit()
+        return False
+
+    def _aside(self, set_aside: Callable[[str], None], reason: str, backoff: Backoff) -> bool:
+        self._known_tracker().require_run(self._open_run().run_id)  # is it the item, or is the whole run gone?
+        log.warning("set aside: %s", reason)
+        set_aside(reason)
+        return True
+
+    def _answers(self) -> bool:
+        try:
+            self._known_tracker().require_run(self._open_run().run_id)
+        except Exception:
+            return False
+        return True
+
+    def _open(self) -> bool:
+        """Find or make the MLflow run; a node other than 0 waits for node 0 to make it."""
+        from rankzero.tracking.mlflow import Tracker
+
+        identity = self._folder.identity
+        self._tracker = self._tracker or Tracker(identity.tracking_uri)
+        if self._node == 0:
+            run = self._tracker.open_run(identity, self._began())
+        else:
+            found = self._tracker.find_open_run(identity)
+            if found is None:
+                self._sending.fail()
+                return False
+            run = found
+        if self.progress.run_id is None:
+            self._adopt(run, from_elsewhere=identity.mlflow_run_id is not None)
+        self._run = run
+        self.commit()
+        return True
+
+    def _adopt(self, run: OpenRun, from_elsewhere: bool) -> None:
+        """Begin with what MLflow has of the run already, sent by a process whose progress is not here."""
+        self.progress.run_id, self.progress.experiment_id = run.run_id, run.experiment_id
+        self.progress.marks, self.progress.floor = dict(run.marks), dict(run.marks)
+        samples = [mark for key, mark in run.marks.items() if key.startswith("system/")]
+        self.progress.sample_offset = max(samples, default=-1) + 1 if from_elsewhere else 0
+
+    def _began(self) -> float:
+        events, _ = read(self._folder.events, 0, 1)
+        return next((event.time for event in events if isinstance(event, RunStarted)), time.time())
+
+    def _take_due(self) -> bool:
+        unread = self._unread()
+        return unread > 0 and (self._hurry or unread >= READ_BYTES or time.monotonic() >= self._take_at)
+
+    def _take(self) -> None:
+        self._take_at = time.monotonic() + TAKE_SECONDS
+        events: list[Event] = []
+        for name in self._journals():
+            found, self._taken[name] = read(self._folder.path / name, self._taken[name])
+            events += found
+        self._items.extend(translate(events, self.progress))
+        self.progress.offsets = dict(self._taken)
+        if not self._items:
+            self.commit()
+
+    def _send(self) -> bool:
+        item, tracker, run_id = self._items[0], self._known_tracker(), self._open_run().run_id
+        match item:
+            case RunStarted():
+                tracker.start_attempt(run_id, item)
+            case Points():
+                tracker.log_metrics(run_id, item.points)
+                self.progress.delivered += len(item.points)
+            case Tags():
+                tracker.set_tags(run_id, item.tags)
+            case End():
+                tracker.close_run(run_id, item.event)
+                self.progress.ending, self.progress.ended = None, True
+        self._sent()
+        return True
+
+    def _sent(self) -> None:
+        self._items.popleft()
+        if not self._items:
+            self.commit()
+
+    def _set_item_aside(self, reason: str) -> None:
+        """Set the refused item aside; of a batch, find the points that are to blame and save the others."""
+        item = self._items[0]
+        match item:
+            case Points(points) if len(points) > 1:
+                half = len(points) // 2
+                self._replace(Points(points[:half]), Points(points[half:]))
+            case Tags(tags) if len(tags) > 1:
+                self._replace(*(Tags({key: value}) for key, value in tags.items()))
+            case _:
+                if isinstance(item, End):
+                    self.progress.ending = None
+                self.progress.reject(_describe(item), reason)
+                self._sent()
+
+    def _replace(self, *items: Item) -> None:
+        self._items.popleft()
+        self._items.extendleft(reversed(items))
+
+    def _upload(self) -> bool:
+        upload(self._known_tracker(), self._open_run(), self._folder, self.progress)
+        self.progress.waiting.pop(0)
+        self.commit()
+        return True
+
+    def _set_upload_aside(self, reason: str) -> None:
+        self.progress.reject(f"upload {self.progress.waiting.pop(0)[:100]}", reason)
+        self.commit()
+
+    def _ending(self, line: str) -> list[Item]:
+        event = decode(line)
+        assert isinstance(event, RunEnded)
+        try:
+            facts = report.fold(self._all_events())
+            description = report.markdown(self._folder.identity.name, facts, event)
+        except Exception as error:  # whatever a user's values do to the report, the run gets its end
+            log.exception("no report")
+            description = f"The report could not be written: {error!r}"
+        return ending(event, description, self.progress)
+
+    def _all_events(self) -> Iterator[Event]:
+        systems = sorted(self._folder.path.glob("system-node_*.jsonl"))
+        return itertools.chain.from_iterable(read_all(path) for path in (self._folder.events, *systems))
+
+    def _abandon(self, reason: str) -> None:
+        """Stop: someone deleted the run in MLflow. The journal keeps everything."""
+        log.error("%s; the rest of its journal is not delivered", reason)
+        self.progress.reject("run", reason)
+        self._items.clear()
+        self._taken = {name: _size(self._folder.path / name) for name in self._journals()}
+        self.progress.offsets = dict(self._taken)
+        self.progress.waiting, self.progress.ending, self.progress.ended = [], None, True
+        self.commit()
+
+    def _known_tracker(self) -> Tracker:
+        assert self._tracker is not None
+        return self._tracker
+
+    def _open_run(self) -> OpenRun:
+        assert self._run is not None
+        return self._run
+
+
+def _describe(item: Item) -> str:
+    match item:
+        case Points(points):
+            return f"metric {points[0].key} at step {points[0].step}"
+        case Tags(tags):
+            return f"tag {next(iter(tags))}"
+        case _:
+            return type(item).__name__
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

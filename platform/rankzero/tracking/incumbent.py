@@ -1,0 +1,121 @@
+"""Who records a run: one recorder a node at a time, the newest attempt's, or `rankzero sync`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rankzero.tracking.journal import RunFolder
+
+TURN_SECONDS = 0.2
+ABANDONED_SECONDS = 600.0  # without a word from another machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """Which attempt the run belongs to: the process that writes the journal, and when it began to."""
+
+    token: str
+    host: str
+    pid: int
+    pid_started: str
+    """When that process began, in the kernel's ticks: pids are used again."""
+    time: float
+    events_offset: int
+    """Bytes of journal that earlier attempts left."""
+
+
+def claim(folder: RunFolder, node: int) -> Claim:
+    """Make this process's attempt the run's latest; an older recorder sees it and stops."""
+    with turn(folder):
+        events = folder.events.stat().st_size if folder.events.exists() else 0
+        mine = Claim(secrets.token_hex(8), socket.gethostname(), os.getpid(), started(os.getpid()), time.time(), events)
+        temporary = folder.path / f".recorder-{mine.token}"
+        temporary.write_text(json.dumps(dataclasses.asdict(mine)))
+        os.replace(temporary, _claim_path(folder, node))  # not synced to the disk: it means nothing after a crash of it
+    return mine
+
+
+def latest(folder: RunFolder, node: int) -> Claim | None:
+    """Return the latest attempt's claim; None where there never was one."""
+    try:
+        return Claim(**json.loads(_claim_path(folder, node).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def writer_lives(folder: RunFolder) -> bool:
+    """Tell whether the process that writes the journal lives; of one on another machine, whether it wrote of late."""
+    found = latest(folder, 0)
+    if found is None:
+        return False
+    if found.host == socket.gethostname():
+        return started(found.pid) == found.pid_started != ""
+    with contextlib.suppress(OSError):
+        return time.time() - folder.events.stat().st_mtime < ABANDONED_SECONDS
+    return False
+
+
+def started(pid: int) -> str:
+    """Return when the process began, in the kernel's ticks; an empty text when it is dead."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+@contextlib.contextmanager
+def lock(folder: RunFolder, node: int) -> Iterator[bool]:
+    """Hold the right to deliver, if it is free; yield whether it is held. It ends with the process, however it dies."""
+    with _lock_path(folder, node).open("a") as file:
+        yield _try_lock(file.fileno())
+
+
+def is_recording(folder: RunFolder, node: int = 0) -> bool:
+    """Tell whether somebody holds the right to deliver."""
+    with contextlib.suppress(OSError), lock(folder, node) as free:
+        return not free
+    return False
+
+
+@contextlib.contextmanager
+def turn(folder: RunFolder) -> Iterator[None]:
+    """Keep the start of an attempt apart from the end that a recorder writes for the attempt before.
+
+    Waits a moment only: a recorder that gets no processor time must not hold up the training.
+    """
+    descriptor = os.open(folder.path, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + TURN_SECONDS
+        while not _try_lock(descriptor) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks: then nothing can be said, and delivering twice does no harm
+    return True
+
+
+def _claim_path(folder: RunFolder, node: int) -> Path:
+    return folder.path / ("recorder.json" if node == 0 else f"recorder-node_{node}.json")
+
+
+def _lock_path(folder: RunFolder, node: int) -> Path:
+    return folder.path / ("recorder.lock" if node == 0 else f"recorder-node_{node}.lock")

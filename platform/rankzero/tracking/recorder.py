@@ -1,0 +1,170 @@
+"""The process beside rank 0, one a node: samples the node, delivers the journal to MLflow, closes the run.
+
+    rank 0   start() ── pipe ──▶ python -m rankzero.tracking.recorder
+             appends events.jsonl        samples, appends system-node_<i>.jsonl
+             close() or death            sees the pipe close, delivers the rest, ends
+
+It costs the training process one spawn, runs only on processor time that nobody wants, outlives
+Ctrl-C, and keeps at it while MLflow is down. What it cannot deliver in the end, `rankzero sync` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankzero.tracking import incumbent
+from rankzero.tracking.journal import RunFolder
+
+if TYPE_CHECKING:
+    from rankzero.tracking.attempt import Attempt
+    from rankzero.tracking.deliverer import Deliverer
+
+TICK_SECONDS = 0.5
+SOURCE_ROOT = str(Path(__file__).parents[2])
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+_open_pipes: set[int] = set()
+_children: set[int] = set()
+
+
+class Recording:
+    """Rank 0's end of the pipe. The recorder ends some time after it is closed, or after this process's death."""
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self.pid, self._pipe = pid, pipe
+        _open_pipes.add(pipe)
+
+    def close(self) -> None:
+        """Tell the recorder that no more events come; may be called twice."""
+        if self._pipe in _open_pipes:
+            _open_pipes.discard(self._pipe)
+            os.close(self._pipe)
+
+
+def start(folder: RunFolder, gpu_uuids: Sequence[str], node: int, node_count: int = 1) -> Recording:
+    """Start the recorder of this node; call it before the attempt's first event. Takes milliseconds and never waits."""
+    claim = incumbent.claim(folder, node)
+    reader, writer = os.pipe()
+    command = [
+        *(sys.executable, "-P", "-m", "rankzero.tracking.recorder", str(folder.path)),
+        *("--token", claim.token, "--node", str(node), "--nodes", str(node_count)),
+        *("--job", str(_job_root(os.environ)), "--gpus", *gpu_uuids),
+    ]
+    with (folder.path / _suffixed("recorder.log", node)).open("ab") as output:
+        process = subprocess.Popen(command, stdin=reader, stdout=output, stderr=output, env=_environment(os.environ),
+                                   start_new_session=True)  # so that a Ctrl-C at the terminal passes it by
+    os.close(reader)
+    _reap()
+    _children.add(process.pid)
+    process.returncode = 0  # nobody waits for it: it ends after us
+    return Recording(process.pid, writer)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Record one attempt on one node."""
+    from rankzero.tracking.attempt import Attempt
+    from rankzero.tracking.deliverer import Deliverer
+    from rankzero.tracking.sampling import Sampling
+
+    options = _parse(arguments)
+    folder = RunFolder(options.folder)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    _go_to_the_background()
+    attempt = Attempt(folder, options.node, options.token)
+    attempt.at_end(Sampling(folder, options.gpus, options.node, options.nodes, options.job).stop)
+    while attempt.is_latest and not attempt.given_up:
+        with incumbent.lock(folder, options.node) as mine:
+            if mine:
+                record(attempt, Deliverer(folder, options.node))
+                return
+        attempt.wait(TICK_SECONDS)  # an older recorder, or `rankzero sync`, is about to let go
+
+
+def record(attempt: Attempt, deliverer: Deliverer) -> None:
+    """Deliver until the attempt has ended and all is delivered, patience is at an end, or a newer attempt begins."""
+    hastened = False
+    while attempt.is_latest:
+        attempt.wait(0)
+        if attempt.ended and not hastened:
+            deliverer.hasten()
+            hastened = True
+        if deliverer.work():
+            attempt.moved()
+        elif attempt.ended and (deliverer.complete or attempt.given_up):
+            break
+        else:
+            attempt.wait(TICK_SECONDS)
+    deliverer.commit()
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what would make a helper greedy, or fail on others' warnings."""
+    kept = {name: value for name, value in environ.items() if name != "PYTHONWARNINGS"}
+    path = [entry for entry in (environ.get("PYTHONPATH"), SOURCE_ROOT) if entry]
+    return {**kept, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _job_root(environ: Mapping[str, str]) -> int:
+    """Return the process above all of this node's ranks."""
+    return os.getppid() if int(environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else os.getpid()
+
+
+def _reap() -> None:
+    """Clear away recorders that have ended while this process lives on (a notebook that starts many runs)."""
+    for pid in tuple(_children):
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                continue
+        _children.discard(pid)
+
+
+def _close_inherited() -> None:
+    """Close the pipes in a forked child: a data-loading process that lives on must not look like rank 0."""
+    for pipe in tuple(_open_pipes):
+        with contextlib.suppress(OSError):
+            os.close(pipe)
+    _open_pipes.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _suffixed(name: str, node: int) -> str:
+    stem, _, suffix = name.partition(".")
+    return name if node == 0 else f"{stem}-node_{node}.{suffix}"
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rankzero.tracking.recorder")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--token", required=True)
+    parser.add_argument("--node", type=int, required=True)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--job", type=int, required=True)
+    parser.add_argument("--gpus", nargs="*", default=[])
+    return parser.parse_args(arguments)
+
+
+def _go_to_the_background() -> None:
+    """Take only processor time that nobody wants, and outlive what is sent to end the training."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # desktops weigh a session as a whole, whatever its processes' priorities
+        Path("/proc/self/autogroup").write_text("19")
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (OSError, AttributeError):
+        os.nice(19)
+
+
+if __name__ == "__main__":
+    main()

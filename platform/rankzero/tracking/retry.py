@@ -1,0 +1,46 @@
+"""When to try again, and when not to: waits that grow, and what a store will never take."""
+
+from __future__ import annotations
+
+import random
+import time
+
+LONGEST_WAIT_SECONDS = 30.0
+
+_REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
+_MAY_CHANGE = {401, 403, 404, 408, 409, 425, 429}  # the rights, the proxy, the load; not the thing itself
+
+
+class Backoff:
+    """When to try again: after about 1, 2, 4 … 30 seconds, at random, so that recorders do not march in step."""
+
+    def __init__(self) -> None:
+        self.failures, self._at = 0, 0.0
+
+    @property
+    def over(self) -> bool:
+        """Tell whether the wait after the latest failure is over."""
+        return time.monotonic() >= self._at
+
+    def fail(self) -> None:
+        """Wait before the next try, longer with each failure in a row."""
+        wait = min(LONGEST_WAIT_SECONDS, 2.0 ** min(self.failures, 10))
+        self.failures += 1
+        self._at = time.monotonic() + wait * random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        """Forget the failures: a try went well."""
+        self.failures, self._at = 0, 0.0
+
+
+def refusal(error: Exception) -> str | None:
+    """Return why MLflow will never take what it was given; None where another try may help.
+
+    Looks at what MLflow's and requests' exceptions carry, so that neither needs to be imported.
+    """
+    if getattr(error, "error_code", None) in _REFUSALS:
+        return str(error)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int) and 400 <= status < 500 and status not in _MAY_CHANGE:
+        return str(error)
+    return None

@@ -1,0 +1,107 @@
+"""How a run's delivery stands, waiting for it, and doing it where the recorder is dead. Reads the disk, no process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rankzero.events import RunEnded, RunStarted
+from rankzero.tracking import incumbent
+from rankzero.tracking import progress as state
+from rankzero.tracking.attempt import GRACE_SECONDS, say_end
+from rankzero.tracking.deliverer import Deliverer
+from rankzero.tracking.journal import RunFolder, read_all
+
+STARTUP_SECONDS = 20.0  # until a recorder on a busy machine can be expected to hold its lock
+
+
+class Delivery(NamedTuple):
+    """How a delivery stands: points delivered, bytes and things pending, things that MLflow refused."""
+
+    delivered: int
+    pending: int
+    rejected: int
+    done: bool
+    error: str | None
+    run_id: str | None
+    experiment_id: str | None
+    reasons: tuple[str, ...]
+
+
+def status(folder: RunFolder) -> Delivery:
+    """Return how the delivery of the run stands, from the disk alone."""
+    progress = state.load(state.path_of(folder, 0))
+    unread = state.unread_bytes(folder, {folder.events.name: 0, **progress.offsets})
+    return Delivery(
+        progress.delivered, unread + len(progress.waiting) + (progress.ending is not None), progress.rejected,
+        progress.done and not unread, progress.error, progress.run_id, progress.experiment_id, tuple(progress.reasons),
+    )
+
+
+def wait(folder: RunFolder, timeout: float = GRACE_SECONDS,
+         on_progress: Callable[[Delivery], None] | None = None) -> Delivery:
+    """Return once the recorder is done, has given up, or has made no progress for `timeout` seconds."""
+    before, moved = status(folder), time.monotonic()
+    while not before.done and time.monotonic() - moved < timeout and _recorder_lives(folder):
+        time.sleep(0.1)
+        now = status(folder)
+        if now != before:
+            before, moved = now, time.monotonic()
+            if on_progress is not None:
+                on_progress(now)
+    return status(folder)
+
+
+def deliver(folder: RunFolder, *, on_progress: Callable[[Delivery], None] | None = None,
+            patience: float = GRACE_SECONDS) -> Delivery:
+    """Deliver what a dead recorder left, of all nodes, in this process.
+
+    Gives up `patience` seconds after the last progress. A run whose writer died without a word is
+    closed as FAILED. Where a recorder is still at work, waits for it instead.
+    """
+    for node in _nodes(folder):
+        with incumbent.lock(folder, node) as mine:
+            if mine:
+                _deliver_node(folder, node, on_progress, patience)
+            elif node == 0:
+                return wait(folder, patience, on_progress)
+    return status(folder)
+
+
+def _deliver_node(folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None,
+                  patience: float) -> None:
+    if node == 0 and not incumbent.writer_lives(folder) and not _is_ended(folder):
+        claim = incumbent.latest(folder, 0)
+        say_end(folder, claim.time if claim else 0.0)
+    deliverer, moved = Deliverer(folder, node), time.monotonic()
+    deliverer.hasten()
+    while not deliverer.complete and time.monotonic() - moved < patience:
+        if deliverer.work():
+            moved = time.monotonic()
+            if on_progress is not None:
+                on_progress(status(folder))
+        else:
+            time.sleep(0.1)
+    deliverer.commit()
+
+
+def _is_ended(folder: RunFolder) -> bool:
+    """Tell whether the journal's last attempt has its end."""
+    ended = False
+    for event in read_all(folder.events):
+        if isinstance(event, (RunStarted, RunEnded)):
+            ended = isinstance(event, RunEnded)
+    return ended
+
+
+def _nodes(folder: RunFolder) -> list[int]:
+    found = (path.stem.rpartition("_")[2] for path in folder.path.glob("system-node_*.jsonl"))
+    return sorted({0, *(int(number) for number in found if number.isdigit())})
+
+
+def _recorder_lives(folder: RunFolder) -> bool:
+    if incumbent.is_recording(folder):
+        return True
+    claim = incumbent.latest(folder, 0)
+    return claim is not None and time.time() - claim.time < STARTUP_SECONDS

@@ -1,0 +1,73 @@
+"""Uploads of a run: its artifacts, its checkpoints as logged models. Each may be done twice with the same result."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankzero.events import CheckpointDeleted, CheckpointSaved, decode
+from rankzero.tracking.delivery import ARTIFACTS, linked
+from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.progress import Progress
+from rankzero.tracking.retry import refusal
+
+if TYPE_CHECKING:
+    from rankzero.tracking.mlflow import OpenRun, Tracker
+
+log = logging.getLogger("rankzero.recorder")
+
+
+def upload(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress) -> None:
+    """Do what stands first in `progress.waiting`. Raises whatever MLflow or the file system raise."""
+    word = progress.waiting[0]
+    if word == ARTIFACTS:
+        upload_artifacts(tracker, run, folder, progress)
+        return
+    event = decode(word)
+    if isinstance(event, CheckpointDeleted):
+        tracker.delete_checkpoints(run, event.step)
+    elif isinstance(event, CheckpointSaved) and not _deleted_later(event, progress):
+        _upload_checkpoint(tracker, run, folder.path / event.path, event, progress)
+
+
+def upload_artifacts(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress) -> None:
+    """Upload the config and the files of the artifacts folder that are new or changed since the last time."""
+    for path, parent in _artifacts(folder):
+        name = str(path.relative_to(folder.path))
+        stat = path.stat()
+        signature = f"{stat.st_size}:{stat.st_mtime_ns}"
+        if progress.uploaded.get(name) == signature:
+            continue
+        try:
+            tracker.log_artifact(run.run_id, path, parent)
+        except Exception as error:
+            reason = refusal(error)
+            if reason is None:
+                raise
+            progress.reject(f"artifact {name}", reason)
+        progress.uploaded[name] = signature
+
+
+def _upload_checkpoint(tracker: Tracker, run: OpenRun, path: Path, event: CheckpointSaved, progress: Progress) -> None:
+    try:
+        tracker.save_checkpoint(run, event, path, lambda model_id: linked(event, progress, model_id))
+    except FileNotFoundError:
+        log.info("checkpoint of step %d is gone already: retention removed it before its upload", event.step)
+
+
+def _deleted_later(event: CheckpointSaved, progress: Progress) -> bool:
+    later = (decode(word) for word in progress.waiting[1:] if word != ARTIFACTS)
+    return any(isinstance(other, CheckpointDeleted) and other.path == event.path for other in later)
+
+
+def _artifacts(folder: RunFolder) -> Iterator[tuple[Path, str | None]]:
+    """Yield each file and the folder that it goes to in MLflow."""
+    if folder.config.is_file():
+        yield folder.config, None
+    for base, name in ((folder.artifacts, None), (folder.failures, "failures")):
+        for path in sorted(base.rglob("*")):
+            if path.is_file() and not path.name.startswith("."):
+                parts = [part for part in (name, *path.relative_to(base).parent.parts) if part]
+                yield path, "/".join(parts) or None
