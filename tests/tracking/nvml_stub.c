@@ -96,18 +96,6 @@ nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t card, unsigned ind
     return handle_of(card_of(card), index + 1, device);
 }
 
-nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t card, unsigned *current, unsigned *pending) {
-    nvmlReturn_t result = number32("nvmlDeviceGetMigMode", card, current);
-    if (result == SUCCESS) *pending = *current;
-    return result;
-}
-
-nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t card, unsigned *count) {
-    (void)card;
-    *count = INSTANCES;
-    return SUCCESS;
-}
-
 nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned size) {
     return answer_to("nvmlDeviceGetUUID", device, uuid, size);
 }
@@ -150,6 +138,7 @@ nvmlReturn_t nvmlDeviceGetClockInfo(nvmlDevice_t device, unsigned type, unsigned
 
 ANSWER32(nvmlDeviceGetPowerUsage)
 ANSWER32(nvmlDeviceGetEnforcedPowerLimit)
+ANSWER32(nvmlDeviceGetMaxMigDeviceCount)
 ANSWER32(nvmlDeviceGetGpuInstanceId)
 ANSWER32(nvmlDeviceGetComputeInstanceId)
 ANSWER64(nvmlDeviceGetTotalEnergyConsumption)

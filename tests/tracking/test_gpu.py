@@ -81,7 +81,7 @@ def card(number: int, state: str = "whole_load", **script: str) -> dict[str, str
     answers = {
         "nvmlDeviceGetUUID": uuid(number),
         "nvmlDeviceGetName": RECORDED["name"],
-        "nvmlDeviceGetMigMode": str(int("devices" in seen)),
+        "nvmlDeviceGetMaxMigDeviceCount": "7" if "devices" in seen else "0",
         "nvmlDeviceGetUtilizationRates": NOT_SUPPORTED if busy is None else str(busy),
         "nvmlDeviceGetMemoryInfo_total": str(RECORDED["memory_total_mib"] * MIB),
         "nvmlDeviceGetMemoryInfo_free": str(seen["memory_free_mib"] * MIB),

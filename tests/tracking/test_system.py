@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -64,7 +65,7 @@ class TestRhythm:
 
 
 def mlflows_host_metrics() -> dict[str, float]:
-    script = Path(__file__).with_name("mlflow_monitors.py")
+    script = str(Path(__file__).with_name("mlflow_monitors.py"))
     command = [sys.executable, "-W", "error", script, "CPU", "Disk", "Network"]
     metrics: dict[str, float] = json.loads(subprocess.check_output(command))
     return metrics
@@ -83,6 +84,12 @@ class TestHost:
         for name in theirs:
             if name.startswith(("disk", "system_memory")):
                 assert ours[name] == pytest.approx(theirs[name], rel=0.05, abs=1)
+
+    def test_memory_in_use_is_not_what_is_unavailable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        memory = types.SimpleNamespace(total=100e6, available=30e6, used=40e6, percent=70.0)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+        sample = HostSampler().sample()
+        assert sample["system_memory_usage_megabytes"] == 40 and sample["system_memory_usage_percentage"] == 40
 
     def test_the_disk_is_the_folders(self) -> None:
         shared_memory = Path("/dev/shm")
@@ -123,9 +130,8 @@ class TestHost:
         sampler = HostSampler(process=os.getpid())
         alone = sampler.sample()["process_memory_megabytes"]
         hold = "held = b'x' * 200_000_000; print('ready', flush=True); input()"
-        with subprocess.Popen(
-            [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as child:
+        command = ["sh", "-c", f'{sys.executable} -c "{hold}"; true']  # a grandchild, as a launcher's worker is
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout and child.stdout.readline() == "ready\n"
             both = resident_bytes(os.getpid()) / 1e6
             child.communicate("\n")

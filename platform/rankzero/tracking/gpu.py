@@ -128,10 +128,7 @@ def _list_devices(nvml: Any) -> list[_Listed]:
 
 
 def _list_instances(nvml: Any, card: Any, whole: Device) -> list[_Listed]:
-    mode = or_none(nvml, nvml.nvmlDeviceGetMigMode, card)
-    if not mode or not mode[0]:
-        return []
-    count = or_none(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, card) or 0
+    count = or_none(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, card) or 0  # 0: not partitioned
     handles = [or_none(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, card, number) for number in range(count)]
     found = [(handle, or_none(nvml, _describe_instance, nvml, handle, whole)) for handle in handles if handle]
     return [_Listed(device, handle, card) for handle, device in found if device]

@@ -72,6 +72,7 @@ class GpuReader:
         }
 
     def _power(self) -> dict[str, float]:
+        # Of this moment up to the A100; later cards answer with the mean of the last second.
         self._watts = self._nvml.nvmlDeviceGetPowerUsage(self._card) / MILLIS
         return {"power_usage_watts": self._watts}
 
