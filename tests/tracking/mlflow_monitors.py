@@ -8,15 +8,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import sys
 import types
+from pathlib import Path
 
 spec = importlib.util.find_spec("mlflow")
 assert spec is not None and spec.submodule_search_locations
 for name in ("mlflow", "mlflow.system_metrics", "mlflow.system_metrics.metrics"):
     package = types.ModuleType(name)
-    package.__path__ = [os.path.join(spec.submodule_search_locations[0], *name.split(".")[1:])]
+    package.__path__ = [str(Path(spec.submodule_search_locations[0], *name.split(".")[1:]))]
     sys.modules[name] = package
 
 metrics: dict[str, float] = {}

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pynvml  # type: ignore[import-untyped]
+import pynvml
 import pytest
 
 HERE = Path(__file__).parent

@@ -42,7 +42,7 @@ class GpuSampler:
 
     def _open(self, uuids: Sequence[str] | None, environ: Mapping[str, str]) -> None:
         try:
-            import pynvml  # type: ignore[import-untyped]
+            import pynvml
 
             pynvml.nvmlInit()
         except ImportError:

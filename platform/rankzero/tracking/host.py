@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -29,7 +30,7 @@ class HostSampler:
         self._process = process
         self._samples = 0
         self._cpu_thread: int | None = None
-        self._network_start = psutil.net_io_counters()
+        self._network_start = _network_counters()
 
     def sample(self) -> dict[str, float]:
         """Return the readings of this moment; never raises."""
@@ -55,8 +56,8 @@ class HostSampler:
         }
 
     def _network(self) -> dict[str, float]:
-        now, start = psutil.net_io_counters(), self._network_start
-        if now is None or start is None:  # no network card
+        now, start = _network_counters(), self._network_start
+        if now is None or start is None:
             return {}
         return {
             "network_receive_megabytes": (now.bytes_recv - start.bytes_recv) / MEGABYTE,
@@ -84,6 +85,11 @@ def _resident_bytes(process: psutil.Process) -> int:
         return int(process.memory_info().rss)
     except psutil.Error:  # it ended since it was listed
         return 0
+
+
+def _network_counters() -> Any:
+    """Return psutil's counters, which are None without a network card, whatever their type says."""
+    return psutil.net_io_counters()
 
 
 def _memory() -> dict[str, float]:
