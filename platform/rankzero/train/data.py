@@ -82,7 +82,8 @@ def order(seed: int, epoch: int, samples: int) -> Tensor:
 
 def shard(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[Tensor]:
     """Yield `rank`'s share of range(samples) in batches, the last one ragged: each sample once, on one rank."""
-    yield from torch.arange(rank, samples, world_size).split(batch_size)
+    mine = torch.arange(samples)[rank::world_size]
+    yield from mine.split(batch_size) if len(mine) else ()
 
 
 def mix(*numbers: int) -> int:

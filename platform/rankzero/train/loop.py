@@ -14,6 +14,7 @@ of evaluation before checkpoint matters: a checkpoint carries its step's validat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import time
@@ -112,7 +113,6 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
     batches = job.train_feed.train(plan, job.world.ranks.rank, state.step, total)
     window, length = Window(job.world), train.log_every or 1
     job.replica.train()
-    gc.freeze()  # what exists now stays: later collections need not walk it (a walk costs tens of milliseconds)
     times: list[float] = []
     waited, better, start = 0.0, False, time.perf_counter()
     while state.step < total:
@@ -144,6 +144,16 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
             return REASONS[report.stop_code]
         times, waited, start = [], 0.0, time.perf_counter()
     return None
+
+
+@contextlib.contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Keep the garbage collector off what exists now: walking all of PyTorch takes tens of milliseconds."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def train_step(job: Job, state: State, batches: Iterator[Any]) -> tuple[dict[str, Tensor], float]:

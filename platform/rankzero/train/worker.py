@@ -21,7 +21,7 @@ from rankzero.train import device, failure, precision, randomness, restore
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import make_plan
 from rankzero.train.feed import Feed
-from rankzero.train.loop import Job, State, Tally, fit
+from rankzero.train.loop import Job, State, Tally, fit, frozen_heap
 from rankzero.train.optimizers import fused
 from rankzero.train.stop import Stop, listen
 from rankzero.train.world import World, join
@@ -170,7 +170,8 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Out
     checkpoints = Checkpoints(log.folder.path, train.keep, job.experiment.goal) if world.ranks.first else None
     tally.best = state.best
     try:
-        reason = fit(job, state, log, stop, checkpoints, tally)
+        with frozen_heap():
+            reason = fit(job, state, log, stop, checkpoints, tally)
     finally:
         if checkpoints is not None:
             _finish(checkpoints, log, tally)

@@ -1,0 +1,133 @@
+"""Checkpoints: atomic, checksummed, asynchronous; what is kept; nothing that is loaded executes code."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
+from rankzero.experiment import Goal
+from rankzero.train import checkpoint
+from rankzero.train.checkpoint import BrokenCheckpoint, Checkpoints, Manifest
+
+GOAL = Goal("val/loss", "min")
+
+
+def saved(folder: Path, losses: dict[int, float | None], keep: int = 1) -> list[Event]:
+    checkpoints = Checkpoints(folder, keep, GOAL)
+    events: list[Event] = []
+    for step, loss in losses.items():
+        metrics = {} if loss is None else {"val/loss": loss}
+        events += checkpoints.save({"weights": torch.full((3,), float(step))}, step, metrics, best=False)
+    return [*events, *checkpoints.close()]
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in sorted((folder / "checkpoints").iterdir())]
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"a": {"b": [torch.arange(5), 1.5, None, "x"]}, "n": 3}
+    checkpoints = Checkpoints(tmp_path, 1, GOAL)
+    checkpoints.save(state, 7, {"val/loss": 0.5}, True)
+    (event,) = checkpoints.close()
+    assert event == CheckpointSaved(event.time, 7, "checkpoints/step_00000007", True, {"val/loss": 0.5})
+    loaded = checkpoint.load(tmp_path / event.path)
+    assert torch.equal(loaded["a"]["b"][0], torch.arange(5))
+    assert loaded["a"]["b"][1:] == [1.5, None, "x"] and loaded["n"] == 3
+
+
+def test_the_state_is_the_one_at_the_time_of_saving(tmp_path: Path) -> None:
+    weights = torch.zeros(1000)
+    checkpoints = Checkpoints(tmp_path, 2, GOAL)
+    checkpoints.save({"weights": weights}, 1, {}, False)
+    weights.add_(1)
+    checkpoints.save({"weights": weights}, 2, {"val/loss": 1.0}, False)
+    weights.add_(1)
+    checkpoints.close()
+    assert checkpoint.load(tmp_path / "checkpoints/step_00000002")["weights"].unique().tolist() == [1.0]
+
+
+def test_the_best_and_the_last_are_kept(tmp_path: Path) -> None:
+    events = saved(tmp_path, {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.7, 5: None}, keep=2)
+    assert steps_in(tmp_path) == [2, 3, 5]
+    assert [event.step for event in events if isinstance(event, CheckpointDeleted)] == [1, 4]
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(allow_infinity=False)), min_size=1, max_size=12), st.integers(0, 4),
+       st.sampled_from(["min", "max"]))
+def test_retention_keeps_the_last_and_the_best(values: list[float | None], keep: int, mode: Any) -> None:
+    goal = Goal("val/loss", mode)
+    manifests = {
+        Path(str(step)): Manifest(step, {} if value is None else {"val/loss": value}, False, {})
+        for step, value in enumerate(values)
+    }
+    doomed = checkpoint.superseded(manifests, keep, goal)
+    kept = [path for path in manifests if path not in doomed]
+    numbers = [value for value in values if value is not None and value == value]
+    best = sorted(numbers, reverse=mode == "max")[:keep]
+    kept_values = [manifests[path].metrics.get("val/loss") for path in kept]
+    assert Path(str(len(values) - 1)) in kept
+    assert all(value in kept_values for value in best)
+    assert len(kept) <= keep + 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "no state", "no manifest", "torn manifest"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    saved(tmp_path, {1: 0.1, 2: 0.2})
+    newest = tmp_path / "checkpoints/step_00000002"
+    _damage(newest, damage)
+    path, problems = checkpoint.newest_intact(tmp_path / "checkpoints")
+    assert path == tmp_path / "checkpoints/step_00000001"
+    assert len(problems) == (0 if damage == "no manifest" else 1)
+    if damage != "no manifest":
+        with pytest.raises(BrokenCheckpoint):
+            checkpoint.load(newest)
+
+
+def _damage(folder: Path, how: str) -> None:
+    state, manifest = folder / checkpoint.STATE, folder / checkpoint.MANIFEST
+    content = state.read_bytes()
+    match how:
+        case "truncate":
+            state.write_bytes(content[: len(content) // 2])
+        case "flip":
+            state.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+        case "no state":
+            state.unlink()
+        case "no manifest":
+            manifest.unlink()
+        case _:
+            manifest.write_text(manifest.read_text()[:20])
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (exec, ("raise SystemExit('code was executed')",))
+
+
+def test_loading_executes_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoints/step_00000001"
+    checkpoint.write(target, lambda path: torch.save({"x": Bomb()}, path), 1, {}, False)
+    with pytest.raises(pickle.UnpicklingError, match="[Ww]eights"):
+        checkpoint.load(target)
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    leftover = tmp_path / "checkpoints/.tmp-step_00000009"
+    leftover.mkdir(parents=True)
+    (leftover / "state.pt").write_bytes(b"half")
+    saved(tmp_path, {1: None})
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_problem_and_no_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    checkpoints = Checkpoints(tmp_path, 1, GOAL)
+    checkpoints.save({"weights": torch.zeros(3)}, 1, {}, False)
+    assert checkpoints.close() == []
+    assert "could not be written" in checkpoints.problems[0]

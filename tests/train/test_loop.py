@@ -1,0 +1,140 @@
+"""THE loop: its numbers, its order, its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from rankzero.errors import UserError
+from rankzero.events import CheckpointSaved, Evaluated
+from rankzero.train import checkpoint
+from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length
+from rankzero.train.stop import TIME_LIMIT, Stop
+from train.conftest import Trainer, tiny, weights
+
+
+def test_accumulating_four_times_eight_is_a_batch_of_thirty_two(train: Trainer, tmp_path: Path) -> None:
+    whole = train(tiny(train__steps=10), tmp_path / "whole")
+    parts = train(tiny(train__steps=10, train__micro_batch=8), tmp_path / "parts")
+    assert parts.job.plan.accumulation == 4
+    for one, other in zip(weights(whole), weights(parts), strict=True):
+        torch.testing.assert_close(one, other)
+    assert parts.series("train/loss") == pytest.approx(whole.series("train/loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dropout": 0.3}, {"augment": True, "train__micro_batch": 8},
+                                      {"train__precision": "bf16"}, {"train__schedule": "one_cycle"}])
+def test_ten_and_ten_more_is_twenty_bit_for_bit(train: Trainer, tmp_path: Path, settings: dict[str, object]) -> None:
+    experiment = tiny(train__steps=20, train__log_every=1, train__eval_every=5, **settings)
+    straight = train(experiment, tmp_path / "straight")
+    first = train(experiment, tmp_path / "parts", stop_at=9)
+    second = train(experiment, tmp_path / "parts")
+    assert first.state.step == 10 and first.reason == "stopped by SIGTERM"
+    assert second.state.step == 20
+    for one, other in zip(weights(straight), weights(second), strict=True):
+        assert torch.equal(one, other)
+    assert {**first.series("train/loss"), **second.series("train/loss")} == straight.series("train/loss")
+    for one, other in zip(straight.state.optimizer.state.values(), second.state.optimizer.state.values(), strict=True):
+        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+
+
+def test_every_step_is_logged_once_whatever_the_windows(train: Trainer) -> None:
+    trained = train(tiny(train__steps=17, train__log_every=5, train__eval_every=7))
+    assert list(trained.series("train/loss")) == list(range(1, 18))
+    assert sorted(trained.series("lr")) == [5, 7, 12, 14, 17]
+
+
+def test_evaluation_is_the_mean_over_every_sample(train: Trainer) -> None:
+    trained = train(tiny(train__steps=5, train__micro_batch=8))  # 51 validation samples: six batches of 8, one of 3
+    _, validation = trained.job.experiment.data()
+    x, y = validation.tensors
+    model = trained.state.model.eval()
+    with torch.no_grad():
+        logits = model(x)
+    (event,) = [event for event in trained.events if isinstance(event, Evaluated)]
+    assert event.metrics["val/loss"] == pytest.approx(cross_entropy(logits, y).item(), rel=1e-5)
+    assert event.metrics["val/accuracy"] == pytest.approx((logits.argmax(-1) == y).double().mean().item())
+
+
+def test_a_due_action_fires_once_and_evaluation_comes_before_the_checkpoint(train: Trainer) -> None:
+    trained = train(tiny(train__steps=10, train__eval_every=5, train__save_every=5, train__keep=9))
+    saved = [event for event in trained.events if isinstance(event, CheckpointSaved)]
+    assert [event.step for event in saved] == [5, 10]
+    assert all("val/accuracy" in event.metrics for event in saved)
+    assert [event.step for event in trained.events if isinstance(event, Evaluated)] == [5, 10]
+
+
+def test_checkpoints_between_evaluations_carry_no_metrics(train: Trainer) -> None:
+    trained = train(tiny(train__steps=10, train__eval_every=10, train__save_every=4))
+    saved = [event for event in trained.events if isinstance(event, CheckpointSaved)]
+    assert [(event.step, bool(event.metrics)) for event in saved] == [(4, False), (8, False), (10, True)]
+
+
+def test_a_stop_is_obeyed_at_the_next_report_and_leaves_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
+    trained = train(tiny(train__steps=50, train__log_every=3), stop_at=3)
+    path, _ = checkpoint.newest_intact(tmp_path / "checkpoints")
+    assert path is not None and checkpoint.read_manifest(path).step == trained.state.step == 6
+
+
+def test_the_learning_rate_is_warmed_up(train: Trainer) -> None:
+    trained = train(tiny(train__steps=6, train__warmup_steps=4, train__log_every=1, lr=1.0))
+    assert list(trained.series("lr").values()) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+def test_clipping_bounds_the_step(train: Trainer, tmp_path: Path) -> None:
+    before = weights(train(tiny(train__steps=1, lr=1e-30), tmp_path / "still"))
+    trained = train(tiny(train__steps=1, train__clip=1e-3, momentum=0.0, lr=1.0), tmp_path / "clipped")
+    moved = sum(float((one - other).norm() ** 2) for one, other in zip(before, weights(trained), strict=True)) ** 0.5
+    assert 0 < moved <= 1.01e-3
+
+
+def test_a_loss_that_is_no_number_ends_the_run(train: Trainer) -> None:
+    with pytest.raises(NotFinite, match="lower lr"):
+        train(tiny(fail="nan"))
+
+
+@pytest.mark.parametrize(("fail", "error", "says"), [
+    ("no loss", UserError, "key 'loss'"), ("measure", KeyError, "no such measure"),
+    ("data", OSError, "no such data"), ("model", ZeroDivisionError, "no such model")])
+def test_the_users_mistakes_come_through(train: Trainer, fail: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        train(tiny(fail=fail))
+
+
+def test_a_goal_that_is_not_measured_is_told(train: Trainer) -> None:
+    with pytest.raises(UserError, match=r"set goal\.metric"):
+        train(tiny(goal__metric="val/f1", train__steps=2))
+
+
+def test_a_time_limit_asks_for_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("rankzero.train.stop.time.monotonic", lambda: now)
+    stop = Stop()
+    stop.limit(2.0)
+    assert stop.code == 0
+    now += 121
+    assert stop.code == TIME_LIMIT
+
+
+def test_another_batch_size_cannot_resume(train: Trainer) -> None:
+    train(tiny(train__steps=5))
+    with pytest.raises(UserError, match="start a new run"):
+        train(tiny(train__steps=9, train__batch_size=16))
+
+
+def test_another_model_cannot_resume(train: Trainer) -> None:
+    train(tiny(train__steps=5))
+    with pytest.raises(UserError, match="does not fit"):
+        train(tiny(train__steps=9, width=8))
+
+
+def test_windows_grow_to_a_second_and_stay_bounded() -> None:
+    lengths = [1]
+    for _ in range(12):
+        lengths.append(next_length(lengths[-1], 0.01))
+    assert lengths[:8] == [1, 2, 4, 8, 16, 32, 64, 100] and lengths[-1] == 100
+    assert next_length(4096, 1e-6) == LONGEST_WINDOW
+    assert next_length(50, 30.0) == 1
