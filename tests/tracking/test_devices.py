@@ -119,9 +119,10 @@ def test_without_the_variable_every_card() -> None:
     assert list(select_devices(WHOLE, {}, None).values()) == WHOLE
 
 
-@given(st.permutations(WHOLE + MIG), st.booleans())
-def test_the_trainers_uuids_win(order: list[Device], prefixed: bool) -> None:
-    uuids = [device.uuid if prefixed else device.uuid[4:] for device in order]
+@given(st.permutations(WHOLE + MIG), st.sampled_from(["NVML", "torch", "torch, taken for a GPU"]))
+def test_the_trainers_uuids_win(order: list[Device], spelling: str) -> None:
+    bare = [device.uuid[4:] for device in order]
+    uuids = {"NVML": [device.uuid for device in order], "torch": bare}.get(spelling, ["GPU-" + uuid for uuid in bare])
     assert select_devices(PARTITIONED, {"CUDA_VISIBLE_DEVICES": "1"}, uuids) == dict(enumerate(order))
 
 

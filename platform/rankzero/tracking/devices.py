@@ -117,8 +117,9 @@ def _by_uuid(listed: Sequence[Device], start: str) -> Device | None:
 
 
 def _by_whole_uuid(listed: Sequence[Device], uuid: str) -> Device | None:
-    """Find a device by its UUID, which torch says without the prefix."""
-    spellings = (uuid, "GPU-" + uuid, "MIG-" + uuid)
+    """Find a device by its UUID, whatever its prefix: torch says none, and does not tell a MIG device from a GPU."""
+    bare = uuid.removeprefix("GPU-")
+    spellings = (uuid, "GPU-" + bare, "MIG-" + bare)
     return next((device for device in listed if device.uuid in spellings or _former_uuid(device) == uuid), None)
 
 
