@@ -1,0 +1,61 @@
+"""Handwritten digits, a small convnet: 98 % in seconds, no download.     rankzero train experiments/digits.py lr=3e-3"""
+
+import gzip
+from importlib.resources import files
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from rankzero import Choice, Experiment, Goal, Train
+
+VALIDATION_SAMPLES = 360
+
+
+def load() -> tuple[Tensor, Tensor]:
+    """Return scikit-learn's 1797 digits: images [1797, 1, 8, 8] in 0..1, labels [1797].
+
+    Reads the file that scikit-learn ships; importing its loader would take a second in every process.
+    """
+    packed = files("sklearn").joinpath("datasets/data/digits.csv.gz").read_bytes()
+    table = np.array([row.split(",") for row in gzip.decompress(packed).decode().split()], dtype=np.float32)
+    return torch.from_numpy(table[:, :-1]).view(-1, 1, 8, 8) / 16, torch.from_numpy(table[:, -1]).long()
+
+
+def convnet(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.BatchNorm2d(2 * width),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(2 * width * 4 * 4, 10),
+    )
+
+
+class Digits(Experiment):
+    train: Train = Train(epochs=20, batch_size=64, schedule="one_cycle")
+    lr: float = 3e-3
+    width: int = 32
+    goal = Goal("val/accuracy", "max", target=0.97)
+    search = {"width": Choice(16, 32, 64)}
+
+    def data(self) -> tuple[TensorDataset, TensorDataset]:
+        images, labels = load()
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        train, val = order[VALIDATION_SAMPLES:], order[:VALIDATION_SAMPLES]
+        return TensorDataset(images[train], labels[train]), TensorDataset(images[val], labels[val])
+
+    def model(self) -> nn.Module:
+        return convnet(self.width)
+
+    def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        images, labels = batch
+        logits = model(images)
+        return {"loss": cross_entropy(logits, labels), "accuracy": (logits.argmax(-1) == labels).float().mean()}

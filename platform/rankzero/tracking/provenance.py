@@ -1,0 +1,164 @@
+"""Where a run comes from: commit, diff, packages, host, command line. Never a secret.
+
+Imports no torch and no pynvml: what the run computes with, the trainer says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rankzero.tracking.secrecy import command_without_secrets, is_secret_name, text_without_secrets, url_without_secrets
+
+GIT_SECONDS = 5.0
+MOST_DIFF_BYTES = 1_000_000
+MOST_UNTRACKED = 200
+PACKAGES = ("torch", "torchvision", "mlflow", "optuna", "numpy", "nvidia-ml-py", "rankzero")
+VARIABLES = {
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID", "SLURM_JOB_NAME",
+    "SLURM_NNODES", "SLURM_NTASKS",
+}  # fmt: skip
+VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Where a run comes from. Git's fields are None outside a repository, and where there is no git."""
+
+    command: str
+    host: str
+    user: str
+    system: str
+    cpu_count: int
+    python: str
+    packages: Mapping[str, str]
+    variables: Mapping[str, str]
+    commit: str | None = None
+    branch: str | None = None
+    repository: str | None = None
+    diff: str | None = None
+    """What the working tree has that the commit has not, secrets blotted out; None where it is clean."""
+
+
+def collect(project_dir: Path, argv: Sequence[str], environ: Mapping[str, str]) -> Provenance:
+    """Look around. Never raises for lack of git, a user name or a package."""
+    return Provenance(
+        command=command_without_secrets(argv),
+        host=socket.gethostname(),
+        user=_user(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu_count=os.cpu_count() or 1,
+        python=platform.python_version(),
+        packages={name: version for name in PACKAGES if (version := _version(name))},
+        variables=allowed(environ),
+        **_git_facts(project_dir),
+    )
+
+
+def environment(found: Provenance) -> dict[str, str]:
+    """Return the run's tags, under MLflow's names where it has them."""
+    tags = {
+        "mlflow.user": found.user,
+        "mlflow.source.name": found.command,
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": found.commit,
+        "mlflow.source.git.branch": found.branch,
+        "mlflow.source.git.repoURL": found.repository,
+        "rankzero.dirty": None if found.commit is None else str(found.diff is not None).lower(),
+        "rankzero.command": found.command,
+        "rankzero.host": found.host,
+        "rankzero.system": found.system,
+        "rankzero.cpu_count": str(found.cpu_count),
+        "rankzero.python": found.python,
+        **{f"rankzero.package.{name}": version for name, version in found.packages.items()},
+        **{f"rankzero.env.{name}": value for name, value in found.variables.items()},
+    }
+    return {name: value for name, value in tags.items() if value}
+
+
+def write_artifacts(found: Provenance, folder: Path) -> None:
+    """Write ``provenance/environment.json``, and ``provenance/diff.patch`` where the working tree is dirty."""
+    target = folder / "provenance"
+    target.mkdir(parents=True, exist_ok=True)
+    facts = {name: value for name, value in dataclasses.asdict(found).items() if name != "diff"}
+    (target / "environment.json").write_text(json.dumps(facts, indent=2))
+    if found.diff is not None:
+        (target / "diff.patch").write_text(found.diff)
+
+
+def write_packages(folder: Path) -> None:
+    """Write ``provenance/packages.txt``: every installed distribution, as ``name==version``. Takes a while."""
+    target = folder / "provenance"
+    target.mkdir(parents=True, exist_ok=True)
+    lines = {f"{found.name}=={found.version}" for found in importlib.metadata.distributions()}
+    (target / "packages.txt").write_text("\n".join(sorted(lines, key=str.lower)) + "\n")
+
+
+def allowed(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that may be recorded: a list of names, and no value that looks secret."""
+    return {
+        name: text_without_secrets(value)
+        for name, value in sorted(environ.items())
+        if (name in VARIABLES or name.startswith(VARIABLE_PREFIXES)) and not is_secret_name(name)
+    }
+
+
+def _git_facts(project_dir: Path) -> dict[str, str | None]:
+    found = _git(project_dir, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+    if found is None:
+        return {}
+    commit, _, branch = found.strip().partition("\n")
+    remote = _git(project_dir, "config", "--get", "remote.origin.url")
+    return {
+        "commit": commit,
+        "branch": branch,
+        "repository": url_without_secrets(remote.strip()) if remote else None,
+        "diff": _diff(project_dir),
+    }
+
+
+def _diff(project_dir: Path) -> str | None:
+    # A repository's own settings must not run programs of their choosing: no external diff, no text conversion.
+    changes = _git(project_dir, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color") or ""
+    untracked = (_git(project_dir, "ls-files", "--others", "--exclude-standard") or "").splitlines()
+    if not changes and not untracked:
+        return None
+    if len(changes.encode()) > MOST_DIFF_BYTES:
+        changes = changes.encode()[:MOST_DIFF_BYTES].decode(errors="ignore") + "\n# cut: the diff is larger\n"
+    names = "".join(f"# untracked: {name}\n" for name in untracked[:MOST_UNTRACKED])
+    more = f"# untracked: {len(untracked) - MOST_UNTRACKED} more\n" if len(untracked) > MOST_UNTRACKED else ""
+    return names + more + text_without_secrets(changes)
+
+
+def _git(project_dir: Path, *words: str) -> str | None:
+    command = ["git", "-c", "core.fsmonitor=false", "--no-pager", *words]
+    environ = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(command, cwd=project_dir, env=environ, capture_output=True, timeout=GIT_SECONDS,
+                              check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
