@@ -16,7 +16,7 @@ from rankzero.cli.main import FAILED, FINISHED, RESUMABLE
 from rankzero.errors import RunFailed, UserError
 from rankzero.events import RunEnded
 from rankzero.experiment import Experiment, Train
-from rankzero.tracking import provenance, recorder
+from rankzero.tracking import provenance, sync
 from rankzero.tracking.journal import Identity, RunFolder, read_all
 from rankzero.train import launch
 
@@ -129,7 +129,7 @@ def _finish_tracking(attempt: Attempt, console: Console) -> None:
     from rankzero.train import export
 
     with console.status("delivering to MLflow"):
-        recorder.wait(attempt.folder)
+        sync.wait(attempt.folder)
     if console.ended is not None and console.ended.status == "FINISHED":
         with console.status("logging the best model to MLflow"):
             export.in_new_process(attempt.folder, console.notice)

@@ -19,6 +19,10 @@ class Ranks:
     node_rank: int = 0
 
     @property
+    def node_count(self) -> int:
+        return max(1, self.world_size // self.local_world_size)
+
+    @property
     def first(self) -> bool:
         """Tell whether this is rank 0, the one that writes."""
         return self.rank == 0

@@ -28,7 +28,7 @@ class RunLog:
         folder = RunFolder.open_or_create(runs, identity) if ranks.local_rank == 0 else RunFolder(runs / identity.name)
         attempt = 1 + sum(isinstance(event, RunStarted) for event in read_all(folder.events)) if ranks.first else 0
         journal = Journal(folder.events) if ranks.first else None
-        recording = recorder.start(folder, gpu_uuids, ranks.node_rank) if ranks.local_rank == 0 else None
+        recording = recorder.start(folder, gpu_uuids, ranks.node_rank, ranks.node_count) if ranks.local_rank == 0 else None
         return cls(folder, journal, attempt, recording)
 
     def __call__(self, event: Event) -> None:

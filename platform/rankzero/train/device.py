@@ -17,7 +17,7 @@ def choose(ranks: Ranks) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     check_gpus(ranks.local_world_size)
-    device = torch.device("cuda", ranks.local_rank)
+    device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
@@ -43,7 +43,8 @@ def gpu_uuids(ranks: Ranks) -> list[str]:
     """Return the UUIDs of the GPUs that this node's ranks use, by local rank; empty without GPUs."""
     if not torch.cuda.is_available():
         return []
-    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(ranks.local_world_size)]
+    shown = min(ranks.local_world_size, torch.cuda.device_count())
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(shown)]
 
 
 def describe(world: World) -> dict[str, str]:
@@ -52,7 +53,7 @@ def describe(world: World) -> dict[str, str]:
              "rankzero.device": world.device.type}
     if world.device.type != "cuda":
         return facts
-    names = [torch.cuda.get_device_name(index) for index in range(world.ranks.local_world_size)]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         **facts,
         "rankzero.gpu": ", ".join(sorted(set(names))),

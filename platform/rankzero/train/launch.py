@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 START_METHOD = "forkserver"
 # Making the first optimizer imports torch._dynamo, which takes about as long as PyTorch itself.
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.data", "numpy", "rankzero.train.worker"]
+NOISY = ("torch.distributed", "torch.multiprocessing", "torch.distributed.elastic.multiprocessing.api")
 SHUTDOWN_SECONDS = 30  # what a rank gets to leave once another has failed, before SIGKILL
 
 
@@ -55,6 +57,8 @@ def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path) -> 
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+    for name in NOISY:  # what the agent logs about a failed rank, the command says in a line
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     agent = LocalElasticAgent(
         _spec(nodes, entry, request),
         logs_specs=_log_specs(logs),
@@ -64,9 +68,14 @@ def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path) -> 
     with _signals_passed_on(agent), contextlib.closing(_Rendezvous(agent)):
         result = agent.run()
     if result.is_failed():
-        raise WorkersFailed(", ".join(f"rank {rank} ended with {failed.exitcode}"
-                                      for rank, failed in result.failures.items()))
+        raise WorkersFailed(", ".join(_obituary(rank, failed.exitcode) for rank, failed in result.failures.items()))
     return str(result.return_values[min(result.return_values)])
+
+
+def _obituary(rank: int, exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"rank {rank} ended with exit code {exit_code}"
+    return f"rank {rank} was killed by {signal.Signals(-exit_code).name}"
 
 
 def log_files(logs: Path, local_rank: int) -> list[Path]:

@@ -122,7 +122,9 @@ def _root_cause(error: BaseException, world: World) -> failure.Failure:
         world.report_failure(dataclasses.asdict(mine))
         return mine
     found = world.first_failure()
-    return mine if found is None else failure.Failure(**found)  # type: ignore[arg-type]
+    if found is None:
+        return dataclasses.replace(mine, reason=f"{mine.reason} [another rank may have failed first]")
+    return failure.Failure(**found)  # type: ignore[arg-type]
 
 
 def build(experiment: Experiment, world: World) -> tuple[Job, State]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankzero.tracking.ranks import Ranks
 
 FAILURE_KEY = "rankzero/failure"
-STORE_WAIT = datetime.timedelta(seconds=2)
+FAILURE_SECONDS = 2.0  # what a failing peer gets to say why
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,11 @@ class World:
             return content
         length = torch.tensor([len(content)], device=self.device)
         dist.broadcast(length, 0)
-        mine = torch.frombuffer(bytearray(content) or bytearray(1), dtype=torch.uint8)
-        buffer = mine.to(self.device) if self.ranks.first else torch.empty(int(length), dtype=torch.uint8,
-                                                                           device=self.device)
+        if not int(length):
+            return b""
+        buffer = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        if self.ranks.first:
+            buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         dist.broadcast(buffer, 0)
         return bytes(buffer.cpu().numpy())
 
@@ -101,10 +103,12 @@ class World:
         """Return the failure that another rank reported, waiting a moment for it; None if none did."""
         with contextlib.suppress(Exception):
             store = _store()
-            if store is not None:
-                store.wait([FAILURE_KEY], STORE_WAIT)
-                found: dict[str, object] = json.loads(store.get(FAILURE_KEY))
-                return found
+            deadline = time.monotonic() + FAILURE_SECONDS
+            while store is not None and time.monotonic() < deadline:
+                if store.check([FAILURE_KEY]):
+                    found: dict[str, object] = json.loads(store.get(FAILURE_KEY))
+                    return found
+                time.sleep(0.1)
         return None
 
 
