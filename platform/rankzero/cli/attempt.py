@@ -14,10 +14,9 @@ from rankzero import config
 from rankzero.cli.console import Console
 from rankzero.cli.main import FAILED, FINISHED, RESUMABLE
 from rankzero.errors import RunFailed, UserError
-from rankzero.events import RunEnded
 from rankzero.experiment import Experiment, Train
-from rankzero.tracking import provenance, sync
-from rankzero.tracking.journal import Identity, RunFolder, read_all
+from rankzero.tracking import catalog, provenance, sync
+from rankzero.tracking.journal import Identity, RunFolder
 from rankzero.train import launch
 
 # Libraries whose import is slow and harmless in the server that workers are forked from: no threads, no CUDA.
@@ -115,7 +114,8 @@ def libraries_of(path: Path) -> list[str]:
 def _provenance(attempt: Attempt) -> Mapping[str, str]:
     found = provenance.collect(Path.cwd(), attempt.argv, os.environ)
     provenance.write_artifacts(found, attempt.folder.artifacts)
-    return provenance.environment(found)
+    reference = os.path.relpath(attempt.folder.identity.experiment_file or "", Path.cwd())
+    return {**provenance.environment(found), "rankzero.experiment_file": reference}
 
 
 def _forget(failures: Path) -> None:
@@ -136,7 +136,7 @@ def _finish_tracking(attempt: Attempt, console: Console) -> None:
 
 
 def _report(attempt: Attempt, console: Console) -> int:
-    ended = last_end(attempt.folder)
+    ended = catalog.last_end(attempt.folder)
     if ended is None:
         raise RunFailed(f"the workers ended without starting a run ({console.failed}); see {attempt.folder.path}/logs")
     console.result(ended)
@@ -146,7 +146,3 @@ def _report(attempt: Attempt, console: Console) -> int:
         return RESUMABLE if any(attempt.folder.checkpoints.glob("step_*")) else FAILED
     return FINISHED
 
-
-def last_end(folder: RunFolder) -> RunEnded | None:
-    """Return how the newest attempt ended; None where it did not say."""
-    return next((event for event in reversed(list(read_all(folder.events))) if isinstance(event, RunEnded)), None)

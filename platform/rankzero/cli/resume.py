@@ -1,0 +1,98 @@
+"""``rankzero resume RUN [key=value…]``: go on from the newest intact checkpoint, in the same MLflow run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from rankzero import config, experiment_file
+from rankzero.cli import attempt
+from rankzero.cli.train import add_launch_arguments
+from rankzero.errors import UserError
+from rankzero.experiment import Experiment
+from rankzero.tracking import catalog, incumbent, store
+from rankzero.tracking.journal import RunFolder, write_atomically
+from rankzero.train import launch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
+    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change, such as train.epochs=20")
+    parser.add_argument("--experiment", metavar="EXP", help="the experiment's file, where it has moved")
+    parser.add_argument("--tracking-uri", help="where the run is tracked, if it is not on this disk")
+    add_launch_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    launch.warm_up()
+    folder = _folder(arguments)
+    if incumbent.writer_lives(folder):
+        raise UserError(f"{folder.path.name} is training still: stop it first, or wait for its end")
+    experiment = _experiment(folder, arguments)
+    _require_checkpoint(folder)
+    nodes = attempt.nodes_of(arguments, experiment.train)
+    store.prepare_store(folder.identity.tracking_uri)
+    write_atomically(folder.config, config.to_yaml(experiment))
+    return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv))
+
+
+def _folder(arguments: argparse.Namespace) -> RunFolder:
+    """Return the run's folder, made from what MLflow has of the run where it is not on this disk."""
+    runs = arguments.dir / "runs"
+    found = catalog.find(runs, arguments.run_name)
+    if found is None:
+        uri = store.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
+        if uri == store.default_tracking_uri(arguments.dir) and not (arguments.dir / store.DATABASE).exists():
+            return catalog.require(runs, arguments.run_name)  # nowhere else to look: says which runs there are
+        found = _fetched(runs, uri, arguments.run_name)
+    if arguments.experiment:
+        path, cls = experiment_file.split(arguments.experiment)
+        moved = dataclasses.replace(found.identity, experiment_file=f"{path}:{cls}" if cls else str(path))
+        write_atomically(found.path / "run.json", json.dumps(dataclasses.asdict(moved), indent=2))
+    return found
+
+
+def _fetched(runs: Path, uri: str, name: str) -> RunFolder:
+    from rankzero.tracking import fetch
+
+    print(f"{name} is not on this disk: looking in {uri}")
+    return fetch.run_folder(runs, uri, name)
+
+
+def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
+    reference = folder.identity.experiment_file
+    if reference is None:
+        raise UserError(f"{folder.path.name} was not started by `rankzero train`: resume it in its own program")
+    try:
+        cls = experiment_file.load(reference)
+    except UserError as error:
+        raise UserError(f"{error}; if the file has moved, say where: --experiment EXP") from error
+    saved = config.from_yaml(cls, folder.config.read_text())
+    ended = catalog.last_end(folder)
+    if ended is not None and ended.status == "FINISHED" and not arguments.settings:
+        raise UserError(f"{folder.path.name} has finished: to train it further, say how far, such as train.epochs="
+                        f"{2 * (saved.train.epochs or 1)}")
+    return config.override(saved, config.parse_assignments(arguments.settings))
+
+
+def _require_checkpoint(folder: RunFolder) -> None:
+    from rankzero.train import checkpoint
+
+    path, problems = checkpoint.newest_intact(folder.checkpoints)
+    for problem in problems:
+        print(f"note: {problem}")
+    if path is not None:
+        return
+    if catalog.mlflow_id(folder):
+        from rankzero.tracking import fetch
+
+        print("no intact checkpoint on this disk: looking in MLflow")
+        fetch.newest_checkpoint(folder)
+        path, problems = checkpoint.newest_intact(folder.checkpoints)
+    if path is None:
+        raise UserError(f"{folder.path.name} has no intact checkpoint, here or in MLflow: start it anew"
+                        + "".join(f"\n  {problem}" for problem in problems))

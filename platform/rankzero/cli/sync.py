@@ -1,0 +1,41 @@
+"""``rankzero sync [RUN]``: deliver to MLflow what dead or discouraged recorders left."""
+
+from __future__ import annotations
+
+import argparse
+
+from rankzero.cli.main import FAILED, FINISHED
+from rankzero.tracking import catalog, sync
+from rankzero.tracking.journal import RunFolder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or MLflow id (default: all that wait)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    runs = arguments.dir / "runs"
+    if arguments.run:
+        waiting = [catalog.require(runs, arguments.run)]
+    else:
+        waiting = [one.folder for one in catalog.listed(runs) if one.undelivered]
+    if not waiting:
+        print("nothing waits: everything is in MLflow")
+    return max([_deliver(folder) for folder in waiting], default=FINISHED)
+
+
+def _deliver(folder: RunFolder) -> int:
+    from rankzero.train import export
+
+    name = folder.identity.name
+    result = sync.deliver(folder)
+    if result.pending:
+        print(f"{name}: {result.delivered:,} values delivered, the rest not: {result.error or 'no answer'}; "
+              f"try again later: rankzero sync {name}")
+        return FAILED
+    refused = f", {result.rejected} refused: {'; '.join(result.reasons)}" if result.rejected else ""
+    print(f"{name}: complete, {result.delivered:,} values in MLflow{refused}")
+    ended = catalog.last_end(folder)
+    if ended is not None and ended.status == "FINISHED":
+        export.in_new_process(folder, lambda text: print(f"{name}: {text}"))
+    return FINISHED
