@@ -40,7 +40,7 @@ def claim(folder: RunFolder, node: int) -> Claim:
         mine = Claim(secrets.token_hex(8), socket.gethostname(), os.getpid(), started(os.getpid()), time.time(), events)
         temporary = folder.path / f".recorder-{mine.token}"
         temporary.write_text(json.dumps(dataclasses.asdict(mine)))
-        os.replace(temporary, _claim_path(folder, node))  # not synced to the disk: it means nothing after a crash of it
+        temporary.replace(_claim_path(folder, node))  # not synced to the disk: after a crash of it nobody asks
     return mine
 
 
@@ -73,11 +73,27 @@ def started(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
+def acquire(folder: RunFolder, node: int) -> int | None:
+    """Take the right to deliver; return what holds it, None while somebody else does.
+
+    It is a file descriptor: the right ends when it is closed by every process that inherited it, however those die.
+    """
+    descriptor = os.open(_lock_path(folder, node), os.O_CREAT | os.O_RDWR, 0o666)
+    if _try_lock(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
 @contextlib.contextmanager
 def lock(folder: RunFolder, node: int) -> Iterator[bool]:
-    """Hold the right to deliver, if it is free; yield whether it is held. It ends with the process, however it dies."""
-    with _lock_path(folder, node).open("a") as file:
-        yield _try_lock(file.fileno())
+    """Hold the right to deliver, if it is free; yield whether it is held."""
+    descriptor = acquire(folder, node)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def is_recording(folder: RunFolder, node: int = 0) -> bool:

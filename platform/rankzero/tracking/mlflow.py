@@ -382,9 +382,9 @@ def _link_or_copy(source: str, target: str) -> None:
     A checkpoint's files are never written to again, so what retention removes of the run's folder stays here.
     """
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(target)
+        Path(target).unlink()
     try:
-        os.link(source, target)
+        Path(target).hardlink_to(source)
     except FileNotFoundError:
         raise
     except OSError:

@@ -1,11 +1,12 @@
-"""The process beside rank 0, one a node: samples the node, delivers the journal to MLflow, closes the run.
+"""The process beside rank 0, one a node: samples the node, sees how rank 0 ends, keeps a courier to MLflow going.
 
-    rank 0   start() ── pipe ──▶ python -m rankzero.tracking.recorder
-             appends events.jsonl        samples, appends system-node_<i>.jsonl
-             close() or death            sees the pipe close, delivers the rest, ends
+    rank 0   start() ── pipe ──▶ python -m rankzero.tracking.recorder ── starts ──▶ courier
+             appends events.jsonl        appends system-node_<i>.jsonl              reads both, tells MLflow
+             close() or death            sees the pipe close, says FAILED           delivers the rest, ends
+                                         where rank 0 could not
 
-It costs the training process one spawn, runs only on processor time that nobody wants, outlives
-Ctrl-C, and keeps at it while MLflow is down. What it cannot deliver in the end, `rankzero sync` does.
+It costs the training process one spawn, outlives Ctrl-C, and keeps at it while MLflow is down.
+What cannot be delivered in the end, `rankzero sync` does.
 """
 
 from __future__ import annotations
@@ -17,18 +18,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rankzero.tracking import incumbent
 from rankzero.tracking.journal import RunFolder
 
-if TYPE_CHECKING:
-    from rankzero.tracking.attempt import Attempt
-    from rankzero.tracking.deliverer import Deliverer
-
-TICK_SECONDS = 0.5
 SOURCE_ROOT = str(Path(__file__).parents[2])
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
@@ -72,38 +68,25 @@ def start(folder: RunFolder, gpu_uuids: Sequence[str], node: int, node_count: in
 def main(arguments: Sequence[str] | None = None) -> None:
     """Record one attempt on one node."""
     from rankzero.tracking.attempt import Attempt
-    from rankzero.tracking.deliverer import Deliverer
+    from rankzero.tracking.courier import TICK_SECONDS, Courier
     from rankzero.tracking.sampling import Sampling
 
     options = _parse(arguments)
-    folder = RunFolder(options.folder)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the training, whose end is what we are here for
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-    _go_to_the_background()
+    folder = RunFolder(options.folder)
     attempt = Attempt(folder, options.node, options.token)
-    attempt.at_end(Sampling(folder, options.gpus, options.node, options.nodes, options.job).stop)
-    while attempt.is_latest and not attempt.given_up:
-        with incumbent.lock(folder, options.node) as mine:
-            if mine:
-                record(attempt, Deliverer(folder, options.node))
-                return
-        attempt.wait(TICK_SECONDS)  # an older recorder, or `rankzero sync`, is about to let go
-
-
-def record(attempt: Attempt, deliverer: Deliverer) -> None:
-    """Deliver until the attempt has ended and all is delivered, patience is at an end, or a newer attempt begins."""
-    hastened = False
-    while attempt.is_latest:
-        attempt.wait(0)
-        if attempt.ended and not hastened:
-            deliverer.hasten()
-            hastened = True
-        if deliverer.work():
-            attempt.moved()
-        elif attempt.ended and (deliverer.complete or attempt.given_up):
-            break
-        else:
-            attempt.wait(TICK_SECONDS)
-    deliverer.commit()
+    sampling = Sampling(folder, options.gpus, options.node, options.nodes, options.job)
+    courier = Courier(attempt)
+    while attempt.is_latest and not attempt.over:
+        courier.tend()
+        attempt.wait(TICK_SECONDS)
+    sampling.stop()
+    attempt.say_end_if_unsaid()
+    courier.finish()
+    while courier.tend():
+        time.sleep(0.1)
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -152,18 +135,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--job", type=int, required=True)
     parser.add_argument("--gpus", nargs="*", default=[])
     return parser.parse_args(arguments)
-
-
-def _go_to_the_background() -> None:
-    """Take only processor time that nobody wants, and outlive what is sent to end the training."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # desktops weigh a session as a whole, whatever its processes' priorities
-        Path("/proc/self/autogroup").write_text("19")
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except (OSError, AttributeError):
-        os.nice(19)
 
 
 if __name__ == "__main__":

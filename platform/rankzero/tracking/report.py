@@ -30,7 +30,7 @@ _GPU = re.compile(r"system/(?:node_\d+/)?gpu_\d+_(.+)")
 class Facts:
     """What the journals say, folded into the few numbers that the report shows."""
 
-    goal: Goal = Goal()
+    goal: Goal = dataclasses.field(default_factory=Goal)
     params: Mapping[str, str] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     attempts: int = 0

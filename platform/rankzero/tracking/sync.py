@@ -9,7 +9,8 @@ from typing import NamedTuple
 from rankzero.events import RunEnded, RunStarted
 from rankzero.tracking import incumbent
 from rankzero.tracking import progress as state
-from rankzero.tracking.attempt import GRACE_SECONDS, say_end
+from rankzero.tracking.attempt import say_end
+from rankzero.tracking.courier import GRACE_SECONDS
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import RunFolder, read_all
 
@@ -32,10 +33,12 @@ class Delivery(NamedTuple):
 def status(folder: RunFolder) -> Delivery:
     """Return how the delivery of the run stands, from the disk alone."""
     progress = state.load(state.path_of(folder, 0))
+    claim = incumbent.latest(folder, 0)
+    heard = claim is None or claim.time <= progress.updated  # else a newer attempt has only just begun
     unread = state.unread_bytes(folder, {folder.events.name: 0, **progress.offsets})
     return Delivery(
         progress.delivered, unread + len(progress.waiting) + (progress.ending is not None), progress.rejected,
-        progress.done and not unread, progress.error, progress.run_id, progress.experiment_id, tuple(progress.reasons),
+        progress.done and heard and not unread, progress.error, progress.run_id, progress.experiment_id, tuple(progress.reasons),
     )
 
 

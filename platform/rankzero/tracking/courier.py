@@ -1,0 +1,151 @@
+"""The process that talks to MLflow, on processor time that nobody wants: `python -m rankzero.tracking.courier`.
+
+Apart from the recorder, which must sample on time: importing mlflow takes seconds of processor
+time, and a busy machine may give this process none for minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rankzero.tracking import incumbent
+from rankzero.tracking import progress as state
+from rankzero.tracking.attempt import Attempt, closed
+from rankzero.tracking.deliverer import Deliverer
+from rankzero.tracking.journal import RunFolder
+
+TICK_SECONDS = 0.5
+GRACE_SECONDS = 60.0
+IDLE_SECONDS = 30.0  # how long to hope for processor time that nobody wants
+MOST_DEATHS = 5
+MODEST = 10  # a nice value: about a tenth of a processor where all are taken, none where one is free
+
+log = logging.getLogger("rankzero.recorder")
+
+
+class Courier:
+    """The recorder's courier: started, started again if it dies or gets nowhere. Holds the right to deliver."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._right: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader, self._writer = os.pipe()
+        self._started, self._deaths, self._modest, self._finished = time.time(), 0, False, False
+
+    def finish(self) -> None:
+        """Tell the courier that the journals are complete."""
+        if not self._finished:
+            self._finished = True
+            os.close(self._writer)
+
+    def tend(self) -> bool:
+        """Start the courier when it is due; return whether there is still one to tend."""
+        if self._process is None:
+            return self._start() or not self._finished
+        code = self._process.poll()
+        if code == 0:
+            return False
+        if code is not None:
+            return self._start_again(code)
+        if not self._modest and time.time() - self._started > IDLE_SECONDS and not self._has_reported():
+            log.info("no processor has been idle for %d s: going on at nice %d", IDLE_SECONDS, MODEST)
+            self._modest = True
+            self._process.kill()
+            self._process.wait()
+            self._start()
+        return True
+
+    def _start(self) -> bool:
+        """Start it, once an older recorder has let go of the run; return whether it is started or to be waited for."""
+        folder, node = self._attempt.folder, self._attempt.node
+        if self._right is None:
+            self._right = incumbent.acquire(folder, node)
+        if self._right is None:
+            return time.time() - self._started < grace_seconds()
+        self._started = time.time()
+        command = [
+            *(sys.executable, "-P", "-m", "rankzero.tracking.courier", str(folder.path)),
+            *("--token", self._attempt.token, "--node", str(node), "--pipe", str(self._reader)),
+            *("--nice", str(MODEST if self._modest else 0)),
+        ]
+        self._process = subprocess.Popen(command, pass_fds=(self._reader, self._right), start_new_session=True)
+        return True
+
+    def _start_again(self, code: int) -> bool:
+        if self._deaths == MOST_DEATHS:
+            return False
+        self._deaths += 1
+        log.warning("the courier ended with %d, %d times by now", code, self._deaths)
+        return self._deaths < MOST_DEATHS and self._start()
+
+    def _has_reported(self) -> bool:
+        return state.load(state.path_of(self._attempt.folder, self._attempt.node)).updated > self._started
+
+
+def grace_seconds() -> float:
+    """Return how long to go on without progress after the end of rank 0."""
+    return float(os.environ.get("RANKZERO_DELIVERY_GRACE_SECONDS") or GRACE_SECONDS)
+
+
+def deliver_attempt(attempt: Attempt, deliverer: Deliverer, recorder: int) -> None:
+    """Deliver until the attempt is over and all is delivered, or nothing moves any more, or a newer attempt begins.
+
+    `recorder`: a pipe that the recorder closes when it has written its last; it may die before rank 0 does.
+    """
+    ended, moved = False, time.monotonic()
+    while attempt.is_latest:
+        attempt.wait(0.0)
+        if not ended and attempt.over and closed(recorder):
+            ended, moved = True, time.monotonic()
+            attempt.say_end_if_unsaid()
+            deliverer.hasten()
+        if deliverer.work():
+            moved = time.monotonic()
+        elif ended and (deliverer.complete or time.monotonic() - moved > grace_seconds()):
+            break
+        else:
+            attempt.wait(TICK_SECONDS)
+    deliverer.commit()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Deliver one attempt's journals of one node."""
+    options = _parse(arguments)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    _go_to_the_background(options.nice)
+    folder = RunFolder(options.folder)
+    deliver_attempt(Attempt(folder, options.node, options.token), Deliverer(folder, options.node), options.pipe)
+
+
+def _go_to_the_background(nice: int) -> None:
+    with contextlib.suppress(OSError):  # desktops weigh a session as a whole, whatever its processes' priorities
+        Path("/proc/self/autogroup").write_text(str(nice or 19))
+    try:
+        if not nice:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (OSError, AttributeError):
+        nice = 19
+    os.nice(nice)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rankzero.tracking.courier")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--token", required=True)
+    parser.add_argument("--node", type=int, required=True)
+    parser.add_argument("--pipe", type=int, required=True)
+    parser.add_argument("--nice", type=int, required=True)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
