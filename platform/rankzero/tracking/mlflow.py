@@ -12,7 +12,9 @@ import logging
 import os
 import shutil
 import urllib.parse
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +28,12 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from mlflow import MlflowClient  # noqa: E402
-from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, Run, RunTag  # noqa: E402
-from mlflow.exceptions import MlflowException  # noqa: E402
-from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository  # noqa: E402
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # deprecations among MLflow's dependencies: nothing for our users to mend
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, Run, RunTag
+    from mlflow.exceptions import MlflowException
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from rankzero.events import CheckpointSaved, RunEnded, RunStarted  # noqa: E402
 from rankzero.tracking import legal  # noqa: E402
@@ -83,7 +87,9 @@ class Tracker:
         if root is not None:  # else experiments made beside a database keep artifacts in the current directory
             os.environ.setdefault("_MLFLOW_SERVER_ARTIFACT_ROOT", root)
         self._uri = tracking_uri
-        self._client = MlflowClient(tracking_uri=tracking_uri)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations between MLflow and sqlalchemy: nothing to do for us
+            self._client = MlflowClient(tracking_uri=tracking_uri)
         logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # each error comes to us as an exception as well
         logging.getLogger("alembic").setLevel(logging.ERROR)
 
@@ -328,6 +334,36 @@ class Tracker:
         for model in self._checkpoint_models(run):
             if model.model_id != but and model.tags.get("rankzero.best") == "true":
                 self._client.set_logged_model_tags(model.model_id, {"rankzero.best": "false"})
+
+
+def save_pytorch(model: Any, folder: Path, inputs: Sequence[Any], output: Any, kind: str,
+                 code_paths: Sequence[Path]) -> None:
+    """Write the module in MLflow's layout, its signature taken from arrays; the first dimension is any batch size.
+
+    `kind` is pt2 or pickle. `mlflow.pytorch.log_model` would also download every metric's history, and try out
+    the requirements in a new process.
+    """
+    import mlflow.pytorch  # imports torch
+    from mlflow.models import ModelSignature
+    from mlflow.types import Schema
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about torch's own internals
+        mlflow.pytorch.save_model(
+            model, str(folder), serialization_format=kind,
+            signature=ModelSignature(Schema(_specs("input", inputs)),
+                                     None if output is None else Schema(_specs("output", [output]))),
+            input_example=inputs[0] if len(inputs) == 1 else list(inputs),
+            code_paths=[str(path) for path in code_paths] or None,
+            pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", "torch", "numpy")],
+        )
+
+
+def _specs(name: str, arrays: Sequence[Any]) -> list[Any]:
+    from mlflow.types import TensorSpec
+
+    return [TensorSpec(array.dtype, (-1, *array.shape[1:]), f"{name}_{i}" if len(arrays) > 1 else None)
+            for i, array in enumerate(arrays)]
 
 
 def _birth_tags(identity: Identity) -> dict[str, str]:
