@@ -93,6 +93,8 @@ class Train:
     """Best checkpoints kept, besides the last."""
     workers: int | None = None
     """Data-loading processes per rank; none: as many as the cores allow, 0 for tensors in memory."""
+    log_model: bool = True
+    """Log the best model to MLflow at the end of a finished run, for `mlflow.pytorch.load_model`."""
     max_minutes: float | None = None
     """Stop, with a checkpoint, after this many minutes; none: no limit."""
 

@@ -130,7 +130,8 @@ def _finish_tracking(attempt: Attempt, console: Console) -> None:
 
     with console.status("delivering to MLflow"):
         sync.wait(attempt.folder)
-    if console.ended is not None and console.ended.status == "FINISHED":
+    finished = console.ended is not None and console.ended.status == "FINISHED"
+    if finished and attempt.experiment.train.log_model:
         with console.status("logging the best model to MLflow"):
             export.in_new_process(attempt.folder, console.notice)
 

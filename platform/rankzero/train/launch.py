@@ -59,6 +59,7 @@ def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path) -> 
 
     for name in NOISY:  # what the agent logs about a failed rank, the command says in a line
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # none: signals are passed on, see below
     agent = LocalElasticAgent(
         _spec(nodes, entry, request),
         logs_specs=_log_specs(logs),
@@ -127,14 +128,14 @@ class _Rendezvous:
 
 @contextlib.contextmanager
 def _signals_passed_on(agent: Any) -> Iterator[None]:
-    """Pass SIGTERM and SIGINT on to the workers; the agent's own way would give them 30 seconds, then SIGKILL."""
+    """Pass SIGTERM, SIGINT and SIGHUP on to the workers; the agent's own way would give them 30 seconds, then SIGKILL."""
     received: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         _signal_workers(agent, signal.SIGTERM if len(received) == 1 else signal.SIGQUIT)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         yield
     finally:

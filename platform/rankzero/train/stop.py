@@ -13,7 +13,7 @@ REASONS = {
     4: "pruned",
 }
 SIGTERM, SIGINT, TIME_LIMIT, PRUNED = REASONS
-_CODES = {signal.SIGTERM: SIGTERM, signal.SIGINT: SIGINT}
+_CODES = {signal.SIGTERM: SIGTERM, signal.SIGINT: SIGINT, signal.SIGHUP: SIGTERM}
 
 
 class Stop:

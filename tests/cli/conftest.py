@@ -1,0 +1,97 @@
+"""The real command, in a folder of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rankzero.events import Event, StepsLogged
+from rankzero.tracking.catalog import folders
+from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.mlflow import Tracker
+
+TINY = Path(__file__).parents[1] / "fixtures" / "tiny.py"
+SECONDS = 100.0
+
+
+@dataclasses.dataclass
+class Command:
+    """Runs ``rankzero`` in `folder`."""
+
+    folder: Path
+    environ: dict[str, str]
+    started: list[subprocess.Popen[str]]
+
+    def start(self, *words: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rankzero", *map(str, words)],
+            cwd=self.folder, env=self.environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def __call__(self, *words: object) -> tuple[int, str]:
+        """Return the exit code and all that was printed."""
+        process = self.start(*words)
+        output, _ = process.communicate(timeout=SECONDS)
+        return process.returncode, output
+
+    @property
+    def runs(self) -> list[RunFolder]:
+        return sorted(folders(self.folder / "mlruns" / "runs"), key=lambda folder: folder.path.stat().st_mtime)
+
+    def wait_for_step(self, step: int, name: str | None = None) -> RunFolder:
+        """Return the newest run once its journal has reached `step`."""
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            for folder in self.runs[::-1]:
+                if max(losses(folder), default=0) >= step and name in (None, folder.path.name):
+                    return folder
+            time.sleep(0.05)
+        raise TimeoutError(f"no run reached step {step}")
+
+
+def events(folder: RunFolder) -> list[Event]:
+    return list(read_all(folder.events))
+
+
+def losses(folder: RunFolder) -> dict[int, float]:
+    """Return the journal's train/loss by step; a later attempt's values replace an earlier one's."""
+    found: dict[int, float] = {}
+    for event in read_all(folder.events):
+        if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
+            found.update(zip(event.steps, event.metrics["train/loss"], strict=True))
+    return found
+
+
+@pytest.fixture(scope="session")
+def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without a run: making one takes seconds, a copy does not."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    Tracker(f"sqlite:///{path}").list_runs()
+    return path
+
+
+@pytest.fixture
+def rankzero(tmp_path: Path, new_store: Path) -> Iterator[Command]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))}
+    command = Command(tmp_path, {**environ, "OMP_NUM_THREADS": "1", "RANKZERO_DELIVERY_GRACE_SECONDS": "20"}, [])
+    (tmp_path / "mlruns").mkdir()
+    shutil.copy(new_store, tmp_path / "mlruns" / "mlflow.db")
+    yield command
+    for process in command.started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

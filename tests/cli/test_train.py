@@ -1,0 +1,179 @@
+"""`rankzero train` and `resume`, for real: processes, signals, MLflow."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli.conftest import TINY, Command, events, losses
+from rankzero.events import Evaluated, RunEnded, RunStarted
+from rankzero.tracking.catalog import mlflow_id
+from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.mlflow import RunRecord, Tracker
+from rankzero.train import checkpoint
+
+
+def tracked(folder: RunFolder) -> RunRecord:
+    run_id = mlflow_id(folder)
+    assert run_id is not None
+    return Tracker(folder.identity.tracking_uri).find_run(run_id)
+
+
+def tracked_losses(folder: RunFolder) -> dict[int, float]:
+    run_id = mlflow_id(folder)
+    assert run_id is not None
+    points = Tracker(folder.identity.tracking_uri).history(run_id, "train/loss")
+    assert len(points) == len({point.step for point in points}), "a step was logged twice"
+    return {point.step: point.value for point in points}
+
+
+def final_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
+    path, problems = checkpoint.newest_intact(folder.checkpoints)
+    assert path is not None and not problems
+    weights: dict[str, torch.Tensor] = checkpoint.load(path)["model"]
+    return weights
+
+
+def test_two_processes_train_as_one_does(rankzero: Command) -> None:
+    settings = ("train.steps=12", "train.log_every=4", "train.eval_every=6")
+    assert rankzero("train", TINY, "--nproc", 1, "--run-name", "one", *settings)[0] == 0
+    code, output = rankzero("train", TINY, "--nproc", 2, "--run-name", "two", *settings)
+    assert code == 0, output
+    one, two = (RunFolder(rankzero.folder / "mlruns/runs" / name) for name in ("one", "two"))
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    for name, weight in final_weights(one).items():
+        torch.testing.assert_close(final_weights(two)[name], weight)
+    evaluations = [[event.metrics for event in events(run) if isinstance(event, Evaluated)] for run in (one, two)]
+    for alone, together in zip(*evaluations, strict=True):
+        assert together == pytest.approx(alone, rel=1e-5)
+    assert tracked_losses(two) == losses(two)
+    run = tracked(two)
+    assert run.status == "FINISHED"
+    assert run.params["train.steps"] == "12" and run.params["world_size"] == "2"
+    assert "rankzero runs" not in output and "rankzero ui" in output and "FINISHED" in output
+
+
+def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command) -> None:
+    settings = ("train.steps=60", "train.log_every=2", "train.eval_every=10", "dropout=0.2", "--nproc", 2)
+    assert rankzero("train", TINY, "--run-name", "straight", *settings)[0] == 0
+    process = rankzero.start("train", TINY, "--run-name", "stopped", "step_seconds=0.05", *settings)
+    stopped = rankzero.wait_for_step(7, "stopped")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "rankzero resume stopped" in output
+    assert tracked(stopped).status == "KILLED"
+    ended = [event for event in events(stopped) if isinstance(event, RunEnded)][-1]
+    assert ended.reason.startswith("stopped by SIGTERM")
+    first_id = mlflow_id(stopped)
+
+    code, output = rankzero("resume", "stopped", "step_seconds=0", "--nproc", 2)
+    assert code == 0, output
+    straight = RunFolder(rankzero.folder / "mlruns/runs/straight")
+    assert losses(stopped) == losses(straight)
+    for name, weight in final_weights(straight).items():
+        assert torch.equal(final_weights(stopped)[name], weight)
+    assert mlflow_id(stopped) == first_id
+    run = tracked(stopped)
+    assert run.status == "FINISHED" and run.tags["rankzero.attempt"] == "2"
+    assert tracked_losses(stopped) == losses(straight)
+    code, output = rankzero("resume", first_id)
+    assert code == 2 and "has finished" in output
+
+
+def test_ctrl_c_stops_as_sigterm_does(rankzero: Command) -> None:
+    process = rankzero.start("train", TINY, "step_seconds=0.05", "train.epochs=100", "train.log_every=2")
+    folder = rankzero.wait_for_step(4)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert tracked(folder).status == "KILLED"
+
+
+def test_sigkill_of_rank_zero_leaves_a_failed_run_with_every_metric(rankzero: Command) -> None:
+    process = rankzero.start("train", TINY, "--nproc", 2, "step_seconds=0.02", "train.epochs=100", "train.log_every=1")
+    folder = rankzero.wait_for_step(20)
+    os.kill(_rank_zero(folder), signal.SIGKILL)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 1, output
+    run = tracked(folder)
+    assert run.status == "FAILED"
+    assert "SIGKILL" in output and "SIGKILL" in run.tags["rankzero.reason"]
+    assert tracked_losses(folder) == losses(folder)
+    assert max(losses(folder)) >= 20
+
+
+def _rank_zero(folder: RunFolder) -> int:
+    found = re.search(r'"pid": (\d+)', (folder.path / "recorder.json").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def test_a_killed_process_starts_again_from_its_checkpoint(rankzero: Command) -> None:
+    process = rankzero.start("train", TINY, "--nproc", 2, "--max-restarts", 1, "step_seconds=0.03", "train.steps=60",
+                             "train.log_every=2", "train.save_every=10")  # fmt: skip
+    folder = rankzero.wait_for_step(25)
+    os.kill(_rank_zero(folder), signal.SIGKILL)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    attempts = [event for event in events(folder) if isinstance(event, RunStarted)]
+    assert [event.attempt for event in attempts] == [1, 2] and attempts[1].step in (10, 20)
+    assert sorted(losses(folder)) == list(range(1, 61))
+    assert tracked(folder).status == "FINISHED"
+    assert tracked_losses(folder).keys() == losses(folder).keys()
+
+
+@pytest.mark.parametrize(("fail", "says"), [("measure", "no such measure"), ("model", "no such model"),
+                                            ("data", "no such data"), ("no loss", "key 'loss'"),
+                                            ("nan", "not finite")])
+def test_the_users_exception_is_shown_in_a_line_and_the_run_has_failed(rankzero: Command, fail: str, says: str) -> None:
+    code, output = rankzero("train", TINY, "--nproc", 2, f"fail={fail}")
+    assert code == 1
+    error = next(line for line in output.splitlines() if line.startswith("error:"))
+    assert says in error
+    assert "Traceback" not in output
+    if fail in ("measure", "model", "data"):
+        assert re.search(rf"tiny\.py, line \d+, in {fail}", error)
+    run = tracked(rankzero.runs[-1])
+    assert run.status == "FAILED" and says in run.tags["rankzero.reason"]
+    assert says in run.tags["rankzero.error"]
+
+
+def test_a_truncated_checkpoint_is_passed_over(rankzero: Command) -> None:
+    assert rankzero("train", TINY, "train.steps=20", "train.save_every=10", "train.eval_every=5", "train.keep=3",
+                    "--run-name", "torn")[0] == 0  # fmt: skip
+    folder = RunFolder(rankzero.folder / "mlruns/runs/torn")
+    newest = sorted(folder.checkpoints.iterdir())[-1] / "state.pt"
+    newest.write_bytes(newest.read_bytes()[:100])
+    code, output = rankzero("resume", "torn", "train.steps=30")
+    assert code == 0, output
+    assert "truncated" in output
+    assert [event.step for event in events(folder) if isinstance(event, RunStarted)] == [0, 10]
+
+
+def test_a_run_from_another_machine_goes_on_from_mlflow(rankzero: Command, tmp_path: Path) -> None:
+    assert rankzero("train", TINY, "train.steps=20", "--run-name", "far")[0] == 0
+    folder = RunFolder(rankzero.folder / "mlruns/runs/far")
+    run_id, before = mlflow_id(folder), losses(folder)
+    folder.path.rename(tmp_path / "elsewhere")
+    code, output = rankzero("resume", run_id, "train.steps=25")
+    assert code == 0, output
+    run = tracked(folder)
+    assert run.run_id == run_id and run.status == "FINISHED"
+    assert sorted(tracked_losses(folder)) == list(range(1, 26))
+    assert {step: tracked_losses(folder)[step] for step in before} == before
+
+
+def test_output_of_rank_zero_and_a_broken_pipe(rankzero: Command) -> None:
+    code, _ = rankzero("train", TINY, "train.steps=2")
+    assert code == 0
+    shell = f"{subprocess.list2cmdline([os.sys.executable])} -m rankzero runs | head -n 1"  # type: ignore[attr-defined]
+    done = subprocess.run(shell, shell=True, cwd=rankzero.folder, env=rankzero.environ, capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    assert "Traceback" not in done.stderr
