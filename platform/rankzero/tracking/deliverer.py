@@ -37,6 +37,12 @@ SUSPICIOUS_FAILURES = 8  # of one item, while MLflow answers otherwise: the item
 log = logging.getLogger("rankzero.recorder")
 
 
+def _connect(tracking_uri: str) -> Tracker:
+    from rankzero.tracking.mlflow import Tracker  # seconds, on processor time that nobody wants
+
+    return Tracker(tracking_uri)
+
+
 class Deliverer:
     """Delivers what one node is responsible for: node 0 the run and its own samples, the others their samples.
 
@@ -44,8 +50,8 @@ class Deliverer:
     wait a little, and again.
     """
 
-    def __init__(self, folder: RunFolder, node: int = 0) -> None:
-        self._folder, self._node = folder, node
+    def __init__(self, folder: RunFolder, node: int = 0, connect: Callable[[str], Tracker] = _connect) -> None:
+        self._folder, self._node, self._connect = folder, node, connect
         self._path = state.path_of(folder, node)
         self.progress = state.load(self._path)
         for name in self._journals():
@@ -74,11 +80,11 @@ class Deliverer:
             self._take()
         if self._items:
             return self._try(self._send, self._sending, self._set_item_aside)
+        if self.progress.ending is not None and (self._uploading.failures or not self.progress.waiting):
+            self._items.extend(self._ending(self.progress.ending))  # uploads that fail do not hold up the end
+            return True
         if self.progress.waiting and self._uploading.over:
             return self._try(self._upload, self._uploading, self._set_upload_aside)
-        if self.progress.ending is not None and (self._uploading.failures or not self.progress.waiting):
-            self._items.extend(self._ending(self.progress.ending))
-            return True
         return False
 
     def hasten(self) -> None:
@@ -146,10 +152,8 @@ class Deliverer:
 
     def _open(self) -> bool:
         """Find or make the MLflow run; a node other than 0 waits for node 0 to make it."""
-        from rankzero.tracking.mlflow import Tracker
-
         identity = self._folder.identity
-        self._tracker = self._tracker or Tracker(identity.tracking_uri)
+        self._tracker = self._tracker or self._connect(identity.tracking_uri)
         if self._node == 0:
             run = self._tracker.open_run(identity, self._began())
         else:

@@ -118,11 +118,16 @@ def ending(event: RunEnded, description: str, progress: Progress) -> list[Item]:
 
 
 def _summary_rows(event: RunEnded, progress: Progress) -> Iterator[Row]:
-    """Yield ``summary/<name>`` at the last step; metrics that have curves of their own need no second last point."""
-    last = max((mark for key, mark in progress.marks.items() if not key.startswith("system/")), default=0)
+    """Yield ``summary/<name>``; metrics that have curves of their own need no second last point.
+
+    The step is the attempt's, since MLflow's page shows the single point of a first step as a bar, comparable
+    between runs, and a later attempt's point follows it.
+    """
     for key, value in event.metrics.items():
-        if legal.name(key) not in progress.marks:
-            yield key if "/" in key else f"summary/{key}", last, event.time, value
+        if "/" not in key:
+            yield f"summary/{key}", max(0, progress.attempt - 1), event.time, value
+        elif legal.name(key) not in progress.marks:
+            yield key, 0, event.time, value
 
 
 def _start(event: RunStarted, progress: Progress) -> RunStarted:

@@ -254,6 +254,17 @@ class Tracker:
             raise TrackingError(f"no run is called {name_or_id!r} in {self._uri}")
         return _record(runs[0])
 
+    def experiment_name(self, experiment_id: str) -> str:
+        """Return the name of an experiment."""
+        return str(self._client.get_experiment(experiment_id).name)
+
+    def download_artifact(self, run_id: str, name: str, folder: Path) -> Path:
+        """Download one of the run's artifacts into the folder and return its path. Raises TrackingError without it."""
+        if name not in {found.path for found in self._client.list_artifacts(run_id, str(Path(name).parent).strip("."))}:
+            raise TrackingError(f"the MLflow run {run_id} has no artifact {name!r}")
+        with _patience():
+            return Path(self._client.download_artifacts(run_id, name, str(folder)))
+
     def history(self, run_id: str, key: str) -> list[Point]:
         """Return every point of a metric, by step."""
         metrics = self._client.get_metric_history(run_id, key)
@@ -272,8 +283,12 @@ class Tracker:
                                         f"or: mlflow experiments restore -x {experiment.experiment_id}")
                 return str(experiment.experiment_id)
             with contextlib.suppress(MlflowException):
-                return self._client.create_experiment(identity.experiment, self._artifact_location(identity))
-        return self._client.create_experiment(identity.experiment, self._artifact_location(identity))
+                return self._create_experiment(identity)
+        return self._create_experiment(identity)
+
+    def _create_experiment(self, identity: Identity) -> str:
+        kind = {"mlflow.experimentKind": "custom_model_development"}  # else the UI takes it for one of language agents
+        return str(self._client.create_experiment(identity.experiment, self._artifact_location(identity), tags=kind))
 
     def _artifact_location(self, identity: Identity) -> str | None:
         base = identity.artifact_root or artifact_root(self._uri)

@@ -20,7 +20,6 @@ from rankzero.experiment import Goal
 from rankzero.tracking.legal import number
 
 SPEED = "throughput/samples_per_second"
-SYMBOLS = {"FINISHED": "✅", "FAILED": "❌", "KILLED": "⏹️"}
 HIGHLIGHTS = ("train.batch_size", "train.micro_batch", "train.precision", "train.epochs", "train.steps", "train.seed")
 ERROR_LINES = 25
 _GPU = re.compile(r"system/(?:node_\d+/)?gpu_\d+_(.+)")
@@ -58,7 +57,8 @@ def fold(events: Iterable[Event]) -> Facts:
 
 def markdown(name: str, facts: Facts, end: RunEnded) -> str:
     """Return the report. `name` is what `rankzero train --resume` takes."""
-    parts = [_headline(end), _results(facts, end), _error(end), _checkpoints(name, facts, end), _setting(facts)]
+    parts = [_headline(end), _lead(facts, end), _results(facts, end), _error(end), _checkpoints(name, facts, end),
+             _setting(facts)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -131,7 +131,17 @@ def _goal(params: Mapping[str, str]) -> Goal | None:
 
 
 def _headline(end: RunEnded) -> str:
-    return f"### {SYMBOLS.get(end.status, '')} {end.status}: {_inline(end.reason)}"
+    return f"### {end.status}: {_inline(end.reason)}"
+
+
+def _lead(facts: Facts, end: RunEnded) -> str:
+    """Return the line that MLflow shows before "Show more"."""
+    parts = []
+    if facts.best is not None:
+        parts.append(f"`{facts.goal.metric}` **{_number(facts.best)}**")
+    parts += [f"{value} steps" if title == "Steps" else value
+              for title, value in (*_speed_rows(facts, end), *_progress_rows(facts)) if title != "Waiting for data"]
+    return " · ".join(parts)
 
 
 def _results(facts: Facts, end: RunEnded) -> str:
@@ -188,7 +198,7 @@ def _error(end: RunEnded) -> str:
     lines = end.error.rstrip().splitlines()
     cut = ["…"] if len(lines) > ERROR_LINES else []
     body = "\n".join([*cut, *lines[-ERROR_LINES:]]).replace("```", "'''")
-    return f"#### Error\n\n```text\n{body}\n```"
+    return f"### Error\n\n```text\n{body}\n```"
 
 
 def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
@@ -197,7 +207,7 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
         return ""
     listed = ", ".join(f"{step:,}" + (" (best)" if facts.checkpoints[step] else "") for step in steps)
     verb = "Go on" if end.status == "FINISHED" else "Resume"
-    return f"#### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n```sh\nrankzero resume {name}\n```"
+    return f"### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n```sh\nrankzero resume {name}\n```"
 
 
 def _setting(facts: Facts) -> str:
@@ -205,12 +215,13 @@ def _setting(facts: Facts) -> str:
     own = [key for key in params if "." not in key]
     rows = [(f"`{key}`", f"`{_inline(params[key])}`") for key in (*own, *HIGHLIGHTS)
             if key in params and params[key] != "none"]
-    return "#### Setting\n\n" + _table(("Setting", "Value"), rows) if rows else ""
+    return "### Setting\n\n" + _table(("Setting", "Value"), rows) if rows else ""
 
 
 def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
-    lines = [f"| {head[0]} | {head[1]} |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)]
-    return "\n".join(lines)
+    # The em spaces keep the columns apart: MLflow's page gives tables no padding.
+    body = (f"| {left}&emsp;&emsp; | {right} |" for left, right in rows)
+    return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *body])
 
 
 def _inline(text: str) -> str:

@@ -103,8 +103,8 @@ def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def deep_link(base_url: str, experiment_id: str, run_id: str) -> str:
-    """Return the address of a run's page."""
-    return f"{base_url.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
+    """Return the address of a run's page, in the part of the UI that is about training."""
+    return f"{base_url.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 def _absolute_sqlite(uri: str) -> str:

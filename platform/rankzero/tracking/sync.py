@@ -38,7 +38,8 @@ def status(folder: RunFolder) -> Delivery:
     unread = state.unread_bytes(folder, {folder.events.name: 0, **progress.offsets})
     return Delivery(
         progress.delivered, unread + len(progress.waiting) + (progress.ending is not None), progress.rejected,
-        progress.done and heard and not unread, progress.error, progress.run_id, progress.experiment_id, tuple(progress.reasons),
+        progress.done and heard and not unread, progress.error, progress.run_id, progress.experiment_id,
+        tuple(progress.reasons),
     )
 
 

@@ -1,0 +1,91 @@
+"""A tracking store in memory, for tests: what `Deliverer` needs of `Tracker`, and failures on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rankzero.events import CheckpointSaved, RunEnded, RunStarted
+from rankzero.tracking.delivery import Point
+from rankzero.tracking.journal import Identity
+from rankzero.tracking.store import RunGone
+
+
+class Refused(Exception):
+    """As MLflow's exception for what it will never take."""
+
+    error_code = "INVALID_PARAMETER_VALUE"
+
+
+class FakeTracker:
+    """Keeps what it is told. `fail`: called before each write with its name and argument; it may raise."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.batches: list[int] = []
+        self.tags: dict[str, str] = {}
+        self.params: dict[str, str] = {}
+        self.calls: list[str] = []
+        self.artifacts: dict[str, str] = {}
+        self.checkpoints: dict[int, list[Point]] = {}
+        self.status: str | None = None
+        self.gone = False
+        self.marks: dict[str, int] = {}
+        self.fail: Callable[[str, object], None] = lambda name, argument: None
+
+    def open_run(self, identity: Identity, start_seconds: float) -> object:
+        from rankzero.tracking.mlflow import OpenRun
+
+        self._call("open_run", identity)
+        self.status = self.status or "RUNNING"
+        return OpenRun("run-1", "experiment-1", dict(self.marks))
+
+    def find_open_run(self, identity: Identity) -> object | None:
+        return None if self.status is None else self.open_run(identity, 0.0)
+
+    def start_attempt(self, run_id: str, event: RunStarted) -> None:
+        self._call("start_attempt", event)
+        self.status = "RUNNING"
+        self.params.update(event.params)
+
+    def log_metrics(self, run_id: str, points: Sequence[Point]) -> None:
+        self._call("log_metrics", points)
+        self.batches.append(len(points))
+        self.points += points
+
+    def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        self._call("set_tags", tags)
+        self.tags.update(tags)
+
+    def close_run(self, run_id: str, event: RunEnded) -> None:
+        self._call("close_run", event)
+        self.status = event.status
+
+    def require_run(self, run_id: str) -> None:
+        self._call("require_run", run_id)
+        if self.gone:
+            raise RunGone("the MLflow run run-1 was deleted")
+
+    def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
+        self._call("log_artifact", path)
+        self.artifacts[f"{folder}/{path.name}" if folder else path.name] = path.read_text()
+
+    def save_checkpoint(self, run: object, event: CheckpointSaved, folder: Path,
+                        points: Callable[[str], Sequence[Point]]) -> str:
+        self._call("save_checkpoint", event)
+        if not folder.is_dir():
+            raise FileNotFoundError(folder)
+        self.checkpoints[event.step] = list(points(f"model-{event.step}"))
+        return f"model-{event.step}"
+
+    def delete_checkpoints(self, run: object, step: int) -> None:
+        self._call("delete_checkpoints", step)
+        self.checkpoints.pop(step, None)
+
+    def curve(self, key: str) -> dict[int, float]:
+        """Return {step: value} of a metric, as MLflow would chart it."""
+        return {point.step: point.value for point in self.points if point.key == key}
+
+    def _call(self, name: str, argument: object) -> None:
+        self.fail(name, argument)
+        self.calls.append(name)

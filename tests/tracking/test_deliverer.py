@@ -1,0 +1,295 @@
+"""Delivery against a store in memory: order, failures, refusals, crashes."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tracking.fake_tracker import FakeTracker, Refused
+from tracking.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
+
+from rankzero.events import SystemSampled
+from rankzero.tracking import deliverer as module
+from rankzero.tracking import progress as state
+from rankzero.tracking import sync
+from rankzero.tracking.deliverer import Deliverer
+from rankzero.tracking.journal import Journal, RunFolder
+from rankzero.tracking.retry import Backoff
+
+
+@pytest.fixture
+def tracker() -> FakeTracker:
+    return FakeTracker()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return make_folder(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back-off without its waits."""
+    monkeypatch.setattr(Backoff, "over", True)
+
+
+def make(folder: RunFolder, tracker: FakeTracker, node: int = 0) -> Deliverer:
+    made = Deliverer(folder, node, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    made.hasten()
+    return made
+
+
+def run(deliverer: Deliverer, most: int = 10_000) -> Deliverer:
+    for _ in range(most):
+        if not deliverer.work() and deliverer.complete:
+            return deliverer
+    raise AssertionError(f"not complete after {most} tries: {deliverer.progress}")
+
+
+def failing(times: int, name: str, error: Callable[[], Exception]) -> Callable[[str, object], None]:
+    count = itertools.count()
+
+    def fail(called: str, argument: object) -> None:
+        if called == name and next(count) < times:
+            raise error()
+
+    return fail
+
+
+def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
+    folder.config.write_text("lr: 0.1")
+    (folder.artifacts / "logs").mkdir(parents=True)
+    (folder.artifacts / "logs" / "a.txt").write_text("hello")
+    append(folder, started(), steps(1, 50), evaluated(50, 0.6), saved(folder, 50), ended(metrics={"best": 0.6}))
+    done = run(make(folder, tracker))
+    assert tracker.curve("train/loss") == {n: 1.0 / n for n in range(1, 51)}
+    assert tracker.curve("val/accuracy") == {50: 0.6}
+    assert tracker.status == "FINISHED"
+    assert tracker.artifacts == {"config.yaml": "lr: 0.1", "logs/a.txt": "hello"}
+    assert list(tracker.checkpoints) == [50]
+    assert "### FINISHED" in tracker.tags["mlflow.note.content"]
+    assert tracker.calls.index("save_checkpoint") < tracker.calls.index("close_run")
+    assert done.snapshot().done
+    assert sync.status(folder)[:4] == (53, 0, 0, True)
+
+
+def test_a_backlog_of_a_hundred_thousand_points_goes_in_full_batches(folder: RunFolder, tracker: FakeTracker) -> None:
+    append(folder, started(), *(steps(first, first + 999) for first in range(1, 100_001, 1000)))
+    run(make(folder, tracker))
+    assert len(tracker.points) == 100_000
+    assert len(tracker.batches) <= 110
+
+
+def test_a_server_that_is_down_loses_nothing(folder: RunFolder, tracker: FakeTracker) -> None:
+    append(folder, started(), steps(1, 2500), saved(folder, 50), ended())
+    calls = itertools.count()
+
+    def flaky(name: str, argument: object) -> None:
+        if next(calls) % 3:
+            raise ConnectionError("server down")
+
+    tracker.fail = flaky
+    run(make(folder, tracker))
+    assert tracker.curve("train/loss") == {n: 1.0 / n for n in range(1, 2501)}
+    assert tracker.status == "FINISHED"
+
+
+def test_trouble_is_on_the_disk_and_goes_away(folder: RunFolder, tracker: FakeTracker) -> None:
+    append(folder, started(), steps(1, 10))
+    tracker.fail = failing(2, "log_metrics", lambda: ConnectionError("server down"))
+    deliverer = make(folder, tracker)
+    for _ in range(4):
+        deliverer.work()
+    assert "server down" in str(sync.status(folder).error)
+    assert sync.status(folder).pending > 0
+    run(deliverer)
+    assert sync.status(folder).error is None
+
+
+def test_a_crash_anywhere_replays_and_loses_nothing(tmp_path: Path) -> None:
+    """Kill the deliverer at its n-th call, for every n; a new one goes on from the disk."""
+
+    class Killed(BaseException):
+        pass
+
+    for crash in range(1, 16):
+        folder, tracker = make_folder(tmp_path / str(crash)), FakeTracker()
+        append(folder, started(), steps(1, 2500), evaluated(50, 0.6), saved(folder, 50), saved(folder, 60), deleted(50),
+               ended(), started(2), steps(2000, 3000, offset=5.0), ended())
+        shutil.rmtree(folder.checkpoints / "step_00000050")
+        calls = itertools.count(1)
+
+        def killer(name: str, argument: object, calls: Any = calls, crash: int = crash) -> None:
+            if next(calls) == crash:
+                raise Killed
+
+        tracker.fail = killer
+        deliverer = make(folder, tracker)
+        try:
+            run(deliverer)
+        except Killed:
+            run(make(folder, tracker))
+        curve = tracker.curve("train/loss")
+        assert sorted(curve) == list(range(1, 3001)), crash
+        assert all(value < 2 for step, value in curve.items() if step <= 2500), crash
+        assert list(tracker.checkpoints) == [60], crash
+        assert tracker.status == "FINISHED", crash
+        assert sync.status(folder).done, crash
+
+
+def test_one_bad_point_does_not_take_its_batch_along(folder: RunFolder, tracker: FakeTracker) -> None:
+    append(folder, started(), steps(1, 1000), ended())
+
+    def picky(name: str, argument: Any) -> None:
+        if name == "log_metrics" and any(point.step == 777 for point in argument):
+            raise Refused("step 777 is not to my taste")
+
+    tracker.fail = picky
+    done = run(make(folder, tracker))
+    assert len(tracker.curve("train/loss")) == 999
+    assert done.progress.rejected == 1
+    assert "train/loss at step 777: step 777 is not to my taste" in done.progress.reasons[0]
+    assert "1 things set aside" in tracker.tags["rankzero.rejected"]
+    assert tracker.status == "FINISHED"
+
+
+def test_an_item_that_always_fails_while_the_store_answers_is_set_aside(folder: RunFolder, tracker: FakeTracker) -> None:
+    append(folder, started(), steps(1, 2), steps(1, 2, key="poison"), ended())
+
+    def poisoned(name: str, argument: Any) -> None:
+        if name == "log_metrics" and any(point.key == "poison" for point in argument):
+            raise RuntimeError("500")
+
+    tracker.fail = poisoned
+    done = run(make(folder, tracker))
+    assert tracker.curve("train/loss") == {1: 1.0, 2: 0.5}
+    assert done.progress.rejected == 2
+    assert tracker.status == "FINISHED"
+
+
+def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(folder: RunFolder, tracker: FakeTracker) -> None:
+    append(folder, started(), saved(folder, 10), steps(1, 20), ended())
+    tracker.fail = failing(50, "save_checkpoint", lambda: OSError("no space left on device"))
+    deliverer = make(folder, tracker)
+    for _ in range(20):
+        deliverer.work()
+    assert len(tracker.curve("train/loss")) == 20
+    assert tracker.status == "FINISHED"
+    assert not sync.status(folder).done
+    run(deliverer)
+    assert list(tracker.checkpoints) == [10]
+    assert sync.status(folder).done
+
+
+def test_a_checkpoint_that_is_gone_is_no_trouble(folder: RunFolder, tracker: FakeTracker) -> None:
+    event = saved(folder, 10)
+    shutil.rmtree(folder.path / event.path)
+    append(folder, started(), event, ended())
+    assert run(make(folder, tracker)).progress.rejected == 0
+    assert not tracker.checkpoints
+
+
+def test_a_checkpoint_deleted_later_in_the_journal_is_not_uploaded(folder: RunFolder, tracker: FakeTracker) -> None:
+    append(folder, started(), saved(folder, 10), saved(folder, 20), deleted(10))
+    run(make(folder, tracker))
+    assert list(tracker.checkpoints) == [20]
+    assert tracker.calls.count("save_checkpoint") == 1
+
+
+def test_artifacts_that_change_are_uploaded_again_at_the_end(folder: RunFolder, tracker: FakeTracker) -> None:
+    folder.config.write_text("old")
+    append(folder, started())
+    deliverer = run(make(folder, tracker))
+    folder.config.write_text("new!")
+    folder.failures.mkdir()
+    (folder.failures / "rank_1.json").write_text("{}")
+    append(folder, ended())
+    run(deliverer)
+    assert tracker.artifacts == {"config.yaml": "new!", "failures/rank_1.json": "{}"}
+    assert tracker.calls.count("log_artifact") == 3
+
+
+def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: FakeTracker) -> None:
+    append(folder, started(), steps(1, 5000))
+    run(make(folder, tracker))
+
+    def refuse(name: str, argument: object) -> None:
+        if name != "require_run":
+            raise Refused("must be in the 'active' state")
+
+    append(folder, steps(5001, 10_000), ended())
+    deliverer = make(folder, tracker)
+    deliverer.work()
+    tracker.gone, tracker.fail = True, refuse
+    done = run(deliverer, 10)
+    assert done.progress.reasons == ["run: the MLflow run run-1 was deleted"]
+    assert sync.status(folder).done
+
+
+def test_lost_progress_goes_on_from_what_mlflow_has(folder: RunFolder, tracker: FakeTracker) -> None:
+    append(folder, started(), steps(1, 100))
+    run(make(folder, tracker))
+    state.path_of(folder, 0).write_text("{ damaged")
+    tracker.marks = {"train/loss": 100}
+    append(folder, steps(101, 120))
+    run(make(folder, tracker))
+    assert [point.step for point in tracker.points] == list(range(1, 121))
+
+
+def test_a_resume_on_another_machine_goes_on_with_the_samples(tmp_path: Path, tracker: FakeTracker) -> None:
+    folder = make_folder(tmp_path, mlflow_run_id="run-1")
+    tracker.marks = {"train/loss": 50, "system/cpu_utilization_percentage": 9}
+    append(folder, started(2, step=40), steps(41, 60))
+    journal = Journal(folder.system(0))
+    journal(SystemSampled(T0, 0, {"system/cpu_utilization_percentage": 1.0}))
+    journal.close()
+    run(make(folder, tracker))
+    assert list(tracker.curve("train/loss")) == list(range(51, 61))
+    assert list(tracker.curve("system/cpu_utilization_percentage")) == [10]
+
+
+def test_another_node_waits_for_the_run_and_sends_its_samples_only(folder: RunFolder, tracker: FakeTracker) -> None:
+    journal = Journal(folder.system(1))
+    journal(SystemSampled(T0, 0, {"system/node_1/cpu_utilization_percentage": 1.0}))
+    journal.close()
+    append(folder, started(), steps(1, 3))
+    second = make(folder, tracker, node=1)
+    assert not second.work()
+    tracker.status = "RUNNING"
+    run(second)
+    assert {point.key for point in tracker.points} == {"system/node_1/cpu_utilization_percentage"}
+    assert state.path_of(folder, 1).name == "delivery-node_1.json"
+
+
+def test_a_store_that_cannot_even_be_opened_is_no_end(folder: RunFolder) -> None:
+    def broken(uri: str) -> Any:
+        raise ImportError("no module named mlflow")
+
+    append(folder, started())
+    deliverer = Deliverer(folder, 0, broken)
+    for _ in range(20):
+        assert not deliverer.work()
+    assert "no module named mlflow" in str(sync.status(folder).error)
+
+
+def test_little_batches_wait_for_company(folder: RunFolder, tracker: FakeTracker,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    append(folder, started())
+    deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    while deliverer.work():
+        pass
+    for step in range(1, 11):
+        append(folder, steps(step, step))
+        while deliverer.work():
+            pass
+        clock[0] += 0.5
+    assert tracker.batches == [6]  # all that came within 2.5 s
+    deliverer.hasten()
+    run(deliverer)
+    assert tracker.batches == [6, 4]
