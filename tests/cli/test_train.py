@@ -123,7 +123,8 @@ def test_a_killed_process_starts_again_from_its_checkpoint(rankzero: Command) ->
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0, output
     attempts = [event for event in events(folder) if isinstance(event, RunStarted)]
-    assert [event.attempt for event in attempts] == [1, 2] and attempts[1].step in (10, 20)
+    assert [event.attempt for event in attempts] == [1, 2]
+    assert attempts[1].step >= 20 and attempts[1].step % 10 == 0
     assert sorted(losses(folder)) == list(range(1, 61))
     assert tracked(folder).status == "FINISHED"
     assert tracked_losses(folder).keys() == losses(folder).keys()

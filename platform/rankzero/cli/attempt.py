@@ -129,7 +129,13 @@ def _finish_tracking(attempt: Attempt, console: Console) -> None:
     from rankzero.train import export
 
     with console.status("delivering to MLflow"):
-        sync.wait(attempt.folder)
+        delivery = sync.wait(attempt.folder)
+    if not delivery.done:
+        console.notice(f"not everything is in MLflow yet ({delivery.error or 'its answers are slow'}); nothing is "
+                       f"lost: rankzero sync {attempt.folder.path.name}")
+        return
+    for reason in delivery.reasons:
+        console.notice(f"MLflow refused something: {reason}")
     finished = console.ended is not None and console.ended.status == "FINISHED"
     if finished and attempt.experiment.train.log_model:
         with console.status("logging the best model to MLflow"):

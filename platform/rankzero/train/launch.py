@@ -60,6 +60,8 @@ def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path) -> 
     for name in NOISY:  # what the agent logs about a failed rank, the command says in a line
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # none: signals are passed on, see below
+    # A store that the agent keeps would hand a restarted rank the addresses of the dead (seen with PyTorch 2.15).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     agent = LocalElasticAgent(
         _spec(nodes, entry, request),
         logs_specs=_log_specs(logs),
