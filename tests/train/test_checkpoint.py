@@ -113,7 +113,7 @@ class Bomb:
 def test_loading_executes_nothing(tmp_path: Path) -> None:
     target = tmp_path / "checkpoints/step_00000001"
     checkpoint.write(target, lambda path: torch.save({"x": Bomb()}, path), 1, {}, False)
-    with pytest.raises(pickle.UnpicklingError, match="[Ww]eights"):
+    with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights"):
         checkpoint.load(target)
 
 

@@ -81,15 +81,11 @@ def _report(error: Exception) -> int:
     """Say what went wrong in one message; return the exit code."""
     from rankzero.config import ConfigError
     from rankzero.errors import RunFailed, UserError
-    from rankzero.tracking.store import TrackingError
 
-    if isinstance(error, RunFailed):
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
     if isinstance(error, (UserError, ConfigError)):
         print(f"error: {error}", file=sys.stderr)
         return USAGE
-    if isinstance(error, (TrackingError, OSError)):
+    if isinstance(error, RunFailed):
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     from rankzero.train.failure import reason

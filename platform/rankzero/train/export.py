@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 
 from rankzero import config, experiment_file
 from rankzero.experiment import Experiment
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking import sync
+from rankzero.tracking.journal import RunFolder, write_atomically
 from rankzero.train import checkpoint
 from rankzero.train.feed import Feed
 
 NAME = "best_model"
+MARK = "best_model.json"
 EXAMPLE_SAMPLES = 2  # more than one, so that the exporter does not take the batch for a constant
 
 
@@ -35,41 +38,59 @@ def in_new_process(folder: RunFolder, notice: Callable[[str], None]) -> None:
 
 
 def best(folder: RunFolder) -> None:
-    """Load the best checkpoint into a new model and log it to the run."""
-    from rankzero.tracking import mlflow as tracking
-    from rankzero.tracking import progress
+    """Load the best checkpoint into a new model and log it to the run; again: nothing happens.
 
-    identity = folder.identity
+    A better one than was logged before takes its place.
+    """
+    from rankzero.tracking import export
+    from rankzero.tracking.mlflow import OpenRun, Tracker
+
+    identity, delivery = folder.identity, sync.status(folder)
     experiment = config.from_yaml(experiment_file.load(identity.experiment_file or ""), folder.config.read_text())
     path = checkpoint.best(folder.checkpoints, experiment.goal)
-    run_id = progress.load(progress.path_of(folder, 0)).run_id
-    if path is None or run_id is None:
+    if path is None or delivery.run_id is None or delivery.experiment_id is None:
         raise RuntimeError("no checkpoint" if path is None else "the run has not reached MLflow; rankzero sync does it")
+    step, before = checkpoint.read_manifest(path).step, _logged(folder)
+    if before is not None and before["step"] == step:
+        return
     model = experiment.model()
     model.load_state_dict(checkpoint.load(path)["model"])
     model.eval()
-    example, output = example_of(experiment, model)
-    tracking.Tracker(identity.tracking_uri).log_model(run_id, model, example, output, NAME)
+    tracker = Tracker(identity.tracking_uri)
+    run = OpenRun(delivery.run_id, delivery.experiment_id, {})
+    source, _ = experiment_file.split(identity.experiment_file or "")
+    model_id = export.log_model(tracker, run, model, example_of(experiment, model), step=step, name=NAME,
+                                code_paths=[source], tags={"rankzero.step": str(step), "rankzero.model": "best"})
+    write_atomically(folder.path / MARK, json.dumps({"step": step, "model_id": model_id}))
+    if before is not None:
+        tracker.delete_checkpoint(before["model_id"])
 
 
-def example_of(experiment: Experiment, model: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return what `measure` feeds the model for a small batch, and what comes out.
+def example_of(experiment: Experiment, model: nn.Module) -> tuple[Tensor, ...]:
+    """Return what `measure` feeds the model for a small batch.
 
-    Raises ValueError for a model that takes or returns anything but one tensor.
+    Raises ValueError for a model that takes anything but tensors, by position.
     """
     _, val_set = experiment.data()
     feed = Feed(val_set, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate)
     seen: list[tuple[Any, Any]] = []
-    handle = model.register_forward_hook(
-        lambda _module, args, kwargs, output: seen.append(((args, kwargs), output)), with_kwargs=True
-    )
+    handle = model.register_forward_pre_hook(lambda _module, args, kwargs: seen.append((args, kwargs)),
+                                             with_kwargs=True)
     with handle, torch.no_grad():
         experiment.measure(model, next(iter(feed.evaluate(EXAMPLE_SAMPLES, 0, 1))))
-    (args, kwargs), output = seen[0]
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
-        raise ValueError(f"the model takes {_kinds(args, kwargs)} and returns {type(output).__name__}; only models "
-                         "from one tensor to one tensor are logged")
-    return args[0], output
+    args, kwargs = seen[0]
+    if kwargs or not args or not all(isinstance(arg, Tensor) for arg in args):
+        raise ValueError(f"measure() calls the model with {_kinds(args, kwargs)}; only models that take tensors, by "
+                         "position, are logged (train.log_model=false: none is)")
+    return tuple(args)
+
+
+def _logged(folder: RunFolder) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads((folder.path / MARK).read_text())
+    except (OSError, ValueError):
+        return None
+    return found
 
 
 def _kinds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

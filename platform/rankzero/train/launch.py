@@ -130,7 +130,7 @@ class _Rendezvous:
 
 @contextlib.contextmanager
 def _signals_passed_on(agent: Any) -> Iterator[None]:
-    """Pass SIGTERM, SIGINT and SIGHUP on to the workers; the agent's own way would give them 30 seconds, then SIGKILL."""
+    """Pass signals on to the workers; the agent's own way would give them 30 seconds, then SIGKILL."""
     received: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:

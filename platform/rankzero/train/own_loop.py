@@ -188,6 +188,7 @@ def _numbers(values: list[Any]) -> list[float]:
         else:
             found[index] = _number(value)
     for indices in groups.values():
+        assert torch is not None
         column = torch.stack([values[index].reshape(()).double() for index in indices]).tolist()
         for index, number in zip(indices, column, strict=True):
             found[index] = number

@@ -1,0 +1,114 @@
+"""Bad input: one clear message that says what to change, the right exit code, no traceback, no half-made run."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import TINY
+from rankzero.cli.main import main
+from rankzero.config import ConfigError
+from rankzero.train import launch
+
+Here = Callable[..., tuple[int, str]]
+LIGHT = {"torch", "mlflow", "optuna", "pynvml", "numpy", "yaml", "rich", "multiprocessing"}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """Run a command in this process, which has PyTorch loaded already; return its exit code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "warm_up", lambda modules=(): None)
+
+    def run(*words: object) -> tuple[int, str]:
+        code = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return code, captured.err + captured.out
+
+    return run
+
+
+@pytest.mark.parametrize(("words", "code", "says"), [
+    (["train", TINY, "trian.epochs=3"], 2, "did you mean 'train.epochs'"),
+    (["train", TINY, "batch_size=3"], 2, "did you mean 'train.batch_size'"),
+    (["train", TINY, "width=wide"], 2, "width: expected int, got 'wide'"),
+    (["train", TINY, "train.epochs=0"], 2, "train.epochs: must be at least 1"),
+    (["train", TINY, "train.precision=fp8"], 2, "expected fp32 | tf32 | bf16 | fp16"),
+    (["train", TINY, "lr"], 2, "not of the form key=value"),
+    (["train", TINY, "--nproc", 3], 2, "cannot be cut evenly for 3 processes: use 30 or 33"),
+    (["train", TINY, "--nproc", 0], 2, "at least 1"),
+    (["train", TINY, "--nnodes", 2], 2, "--rdzv-endpoint"),
+    (["train", TINY, "--run-name", "../up"], 2, "a run's name may have"),
+    (["train", TINY, "--tracking-uri", "./old"], 2, "file store"),
+    (["train", "nothing.py"], 2, "no such experiment file: nothing.py"),
+    (["train", "empty.py"], 2, "defines no Experiment"),
+    (["train", "broken.py"], 1, "broken.py, line 2"),
+    (["config", TINY, "lr=fast"], 2, "lr: expected float"),
+    (["resume", "nobody"], 2, "no run is called 'nobody'"),
+    (["sync", "nobody"], 2, "no run is called 'nobody'"),
+])  # fmt: skip
+def test_a_mistake_is_told_in_one_message(here: Here, words: list[object], code: int, says: str) -> None:
+    Path("empty.py").write_text("x = 1\n")
+    Path("broken.py").write_text("x = 1\nraise OSError('of its own')\n")
+    found, output = here(*words)
+    assert found == code, output
+    assert says in output
+    assert output.startswith("error:") and "Traceback" not in output
+    assert not list(Path.cwd().glob("mlruns/runs/*"))
+
+
+def test_debug_shows_the_traceback(here: Here) -> None:
+    with pytest.raises(ConfigError):
+        here("config", TINY, "lr=fast", "--debug")
+
+
+def test_an_unwritable_folder_is_told(here: Here) -> None:
+    Path("file").write_text("in the way")
+    code, output = here("train", TINY, "--dir", "file/mlruns")
+    assert code == 2 and "cannot write" in output
+
+
+def test_an_old_file_store_is_told(here: Here) -> None:
+    old = Path("mlruns/0")
+    old.mkdir(parents=True)
+    (old / "meta.yaml").write_text("name: Default\n")
+    code, output = here("train", TINY)
+    assert code == 2 and "migrate-filestore" in output and not Path("mlruns/runs").exists()
+
+
+def test_a_busy_port_is_told(here: Here) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, output = here("ui", "--port", port)
+    assert code == 2 and f"port {port} cannot be used" in output and f"--port {port + 1}" in output
+
+
+def test_a_name_that_is_taken_is_told(here: Here) -> None:
+    Path("mlruns/runs/mine").mkdir(parents=True)
+    code, output = here("train", TINY, "--run-name", "mine")
+    assert code == 2 and "rankzero resume mine" in output
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["runs", "--help"]])
+def test_help_imports_nothing_heavy(words: list[str], tmp_path: Path) -> None:
+    heavy = {"torch", "mlflow", "optuna", "pynvml", "numpy"}
+    program = (
+        "import sys\nfrom rankzero.cli.main import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"loaded = {heavy!r} & set(sys.modules)\nassert not loaded, loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout or "rankzero 0" in done.stdout
+
+
+def test_importing_rankzero_imports_nothing(tmp_path: Path) -> None:
+    program = f"import sys, rankzero\nloaded = {LIGHT!r} & set(sys.modules)\nassert not loaded, loaded"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
