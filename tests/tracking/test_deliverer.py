@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracking.fake_tracker import FakeTracker, Refused
-from tracking.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
 
 from rankzero.events import SystemSampled
 from rankzero.tracking import deliverer as module
@@ -19,6 +17,8 @@ from rankzero.tracking import sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import Journal, RunFolder
 from rankzero.tracking.retry import Backoff
+from tracking.fake_tracker import FakeTracker, Refused
+from tracking.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_one_bad_point_does_not_take_its_batch_along(folder: RunFolder, tracker:
     assert tracker.status == "FINISHED"
 
 
-def test_an_item_that_always_fails_while_the_store_answers_is_set_aside(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_what_always_fails_while_the_store_answers_is_set_aside(folder: RunFolder, tracker: FakeTracker) -> None:
     append(folder, started(), steps(1, 2), steps(1, 2, key="poison"), ended())
 
     def poisoned(name: str, argument: Any) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from tracking.runs import T0, ended, evaluated, keys, started, steps
-
 from rankzero.events import Evaluated, Event, StepsLogged, SystemSampled
 from rankzero.tracking.delivery import Item, Point, Points, Tags, ending, linked, translate
 from rankzero.tracking.progress import Progress
+from tracking.runs import T0, ended, evaluated, keys, started, steps
 
 
 def items(progress: Progress, *events: Event) -> list[Item]:
@@ -79,7 +78,8 @@ def test_hostile_values_are_counted_and_the_rest_is_sent() -> None:
 
 def test_illegal_steps_and_times_are_counted() -> None:
     progress = Progress()
-    assert not points(items(progress, Evaluated(math.nan, 1, {"a": 1.0}, False), Evaluated(T0, 2**80, {"a": 1.0}, True)))
+    no_time, no_step = Evaluated(math.nan, 1, {"a": 1.0}, False), Evaluated(T0, 2**80, {"a": 1.0}, True)
+    assert not points(items(progress, no_time, no_step))
     assert progress.rejected == 2
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from tracking.runs import T0, deleted, ended, evaluated, make_folder, saved, started, steps
-
 from rankzero.events import Event, StepsLogged, SystemSampled
 from rankzero.tracking.report import fold, markdown
+from tracking.runs import T0, deleted, ended, evaluated, make_folder, saved, started, steps
 
 
 def report(*events: Event, **end: object) -> str:
@@ -21,7 +20,7 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
         started(**{"train.batch_size": "256", "train.precision": "bf16", "width": "32"}), steps(1, 50),
         StepsLogged([50], [T0 + 50], {"throughput/samples_per_second": [900.0]}),
         evaluated(25, 0.6), saved(folder, 25), evaluated(50, 0.55, best=False), saved(folder, 50, best=False),
-        SystemSampled(T0, 0, {"system/gpu_0_utilization_percentage": 80.0, "system/gpu_1_utilization_percentage": 90.0}),
+        SystemSampled(T0, 0, {f"system/gpu_{i}_utilization_percentage": 80.0 + 10 * i for i in range(2)}),
         ended(), reason="best val/accuracy 0.6 (target reached)",
         metrics={"samples_per_second": 1234.0, "samples_per_second_half_width": 5.0, "data_wait_fraction": 0.02},
     )
@@ -51,7 +50,7 @@ def test_deleted_checkpoints_are_left_out(tmp_path: Path) -> None:
 
 
 def test_nothing_a_user_writes_breaks_the_page() -> None:
-    text = report(started(**{"evil": "a|b\n# big <script>`"}), evaluated(1, math.nan), reason="x | y\n\n# z",
+    text = report(started(evil="a|b\n# big <script>`"), evaluated(1, math.nan), reason="x | y\n\n# z",
                   status="FAILED", error="```\n# not a heading")
     assert "a\\|b # big ‹script>'" in text
     assert "### FAILED: x \\| y # z" in text

@@ -268,7 +268,8 @@ class Tracker:
     def history(self, run_id: str, key: str) -> list[Point]:
         """Return every point of a metric, by step."""
         metrics = self._client.get_metric_history(run_id, key)
-        return sorted(Point(m.key, m.value, m.timestamp, m.step) for m in metrics if m.value == m.value)
+        points = [Point(metric.key, metric.value, metric.timestamp, metric.step) for metric in metrics]
+        return sorted(points, key=lambda point: (point.step, point.milliseconds))
 
     def _repository(self, location: str) -> Any:
         return get_artifact_repository(location, tracking_uri=self._uri)
@@ -317,15 +318,17 @@ class Tracker:
 
     def _upload_checkpoint(self, run: OpenRun, event: CheckpointSaved, folder: Path,
                            points: Callable[[str], Sequence[Point]]) -> str:
+        names = _names(folder)
+        if not names:
+            raise FileNotFoundError(folder)
         model = self._client.create_logged_model(
             run.experiment_id, name=f"checkpoint-step-{event.step}", source_run_id=run.run_id,
             params={"step": str(event.step)}, model_type="checkpoint",
             tags={"rankzero.step": str(event.step), "rankzero.best": str(event.best).lower(),
                   "rankzero.saved_at": repr(event.time)},
         )
-        names = _names(folder)
         self._upload(model, folder)
-        if not names or _names(folder) != names:  # retention was faster than the upload
+        if _names(folder) != names:  # retention was faster than the upload
             self.delete_checkpoint(model.model_id)
             raise FileNotFoundError(folder)
         self.log_metrics(run.run_id, points(model.model_id))

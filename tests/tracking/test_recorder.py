@@ -1,0 +1,277 @@
+"""The recorder as a process: real deaths, real servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rankzero.events import RunEnded
+from rankzero.tracking import incumbent, recorder, sync
+from rankzero.tracking.attempt import UNSAID, Attempt
+from rankzero.tracking.courier import grace_seconds
+from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.mlflow import Tracker
+from rankzero.tracking.recorder import Recording
+from rankzero.tracking.store import default_tracking_uri
+from tracking.conftest import Server
+from tracking.runs import append, ended, make_folder, started, steps
+
+FAKE = Path(__file__).with_name("fake_rank0.py")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, sqlite: str) -> RunFolder:
+    return make_folder(tmp_path, sqlite)
+
+
+def rank0(folder: RunFolder, count: int, seconds: float, end: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, FAKE, folder.path, str(count), str(seconds), end], text=True,
+                            stdout=subprocess.PIPE)
+
+
+def until(true: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def last(folder: RunFolder) -> RunEnded:
+    event = list(read_all(folder.events))[-1]
+    assert isinstance(event, RunEnded)
+    return event
+
+
+def curve(uri: str, run_id: str | None) -> list[int]:
+    return [point.step for point in Tracker(uri).history(str(run_id), "train/loss")]
+
+
+def log_of(folder: RunFolder) -> str:
+    return (folder.path / "recorder.log").read_text()
+
+
+def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
+    """All that reached the journal is in MLflow, the status is true, a forked child that lives on is no obstacle."""
+    process = rank0(folder, 40, 0.05, "die")
+    until(lambda: incumbent.is_recording(folder))
+    [beside] = [child for child in psutil.Process(process.pid).children() if "recorder" in " ".join(child.cmdline())]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        beside.send_signal(number)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    delivery = sync.wait(folder, 60)
+    assert delivery.done, log_of(folder)
+    assert (last(folder).status, last(folder).reason) == ("FAILED", UNSAID)
+    record = Tracker(sqlite).find_run(str(delivery.run_id))
+    assert (record.status, record.tags["rankzero.reason"]) == ("FAILED", UNSAID)
+    assert curve(sqlite, delivery.run_id) == list(range(1, 41))
+    assert "system/cpu_utilization_percentage" in record.metrics
+    assert log_of(folder) == ""
+
+
+def test_a_server_is_killed_and_comes_back(tmp_path: Path, server: Server) -> None:
+    """Training does not notice, nothing is lost, nothing is there twice; nor when the courier is killed as well."""
+    folder = make_folder(tmp_path, server.uri)
+    process = rank0(folder, 300, 0.04, "finish")
+    try:
+        until(lambda: sync.status(folder).delivered > 0)
+        server.kill()
+        until(lambda: sync.status(folder).error)
+        assert process.poll() is None
+        server.start()
+        for courier in psutil.Process(process.pid).children(recursive=True):
+            if "courier" in " ".join(courier.cmdline()):
+                courier.kill()
+        slowest, _ = process.communicate()
+        delivery = sync.wait(folder, 60)
+        assert delivery.done, log_of(folder)
+        assert curve(server.uri, delivery.run_id) == list(range(1, 301))
+        assert Tracker(server.uri).find_run(str(delivery.run_id)).status == "FINISHED"
+        assert float(slowest) < 0.5
+    finally:
+        process.kill()
+        server.start()
+        server.wait()
+
+
+@pytest.fixture
+def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunFolder, Recording]]:
+    """A recorder of this process for a server that is not there, and that gives up soon."""
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "2")
+    folder = make_folder(tmp_path, "http://127.0.0.1:9")
+    made = recorder.start(folder, [], 0)
+    yield folder, made
+    made.close()
+    until(lambda: not incumbent.is_recording(folder))
+
+
+def test_starting_costs_milliseconds(recording: tuple[RunFolder, Recording], tmp_path: Path) -> None:
+    seconds, handles = [], []
+    folders = [make_folder(tmp_path, "http://127.0.0.1:9") for _ in range(3)]
+    for folder in folders:
+        begin = time.perf_counter()
+        handles.append(recorder.start(folder, [], 0))
+        seconds.append(time.perf_counter() - begin)
+    for handle in handles:
+        for process in (*psutil.Process(handle.pid).children(), psutil.Process(handle.pid)):
+            process.kill()
+        handle.close()
+        handle.close()
+    assert min(seconds) < 0.010
+
+
+def test_a_newer_attempt_ends_the_older_recorder_at_once(recording: tuple[RunFolder, Recording], sqlite: str) -> None:
+    """The older one neither delivers nor closes; the newer gives up on the dead server; `sync` delivers both."""
+    folder, older = recording
+    append(folder, started(), steps(1, 10))
+    until(lambda: incumbent.is_recording(folder))
+    newer = recorder.start(folder, [], 0)
+    begin = time.monotonic()
+    until(lambda: not psutil.pid_exists(older.pid) or psutil.Process(older.pid).status() == psutil.STATUS_ZOMBIE)
+    assert time.monotonic() - begin < 20  # it has to wait for its courier, which may be importing mlflow
+    assert not any(isinstance(event, RunEnded) for event in read_all(folder.events))
+    append(folder, started(2, step=5), steps(6, 20, offset=3.0), ended())
+    newer.close()
+    until(lambda: sync.status(folder).error and not incumbent.is_recording(folder))
+    assert not sync.status(folder).done
+    assert sync.status(folder).pending > 0
+    identity = json.loads((folder.path / "run.json").read_text())
+    (folder.path / "run.json").write_text(json.dumps({**identity, "tracking_uri": sqlite}))
+    delivery = sync.deliver(folder, patience=20)
+    assert delivery.done
+    assert curve(sqlite, delivery.run_id) == list(range(1, 21))
+    assert Tracker(sqlite).find_run(str(delivery.run_id)).status == "FINISHED"
+
+
+def test_sync_closes_what_nobody_is_left_to_close(folder: RunFolder, sqlite: str) -> None:
+    process = rank0(folder, 20, 0.02, "massacre")
+    process.communicate()
+    until(lambda: not incumbent.is_recording(folder))
+    told = []
+    delivery = sync.deliver(folder, on_progress=told.append, patience=20)
+    assert delivery.done
+    assert told
+    record = Tracker(sqlite).find_run(str(delivery.run_id))
+    assert (record.status, record.tags["rankzero.reason"]) == ("FAILED", UNSAID)
+    assert curve(sqlite, delivery.run_id) == list(range(1, 21))
+    assert sync.deliver(folder, patience=5) == delivery
+
+
+def test_sync_leaves_a_run_open_whose_writer_lives(folder: RunFolder, sqlite: str) -> None:
+    incumbent.claim(folder, 0)
+    append(folder, started(), steps(1, 5))
+    delivery = sync.deliver(folder, patience=20)
+    assert Tracker(sqlite).find_run(str(delivery.run_id)).status == "RUNNING"
+    assert not delivery.done
+    assert delivery.pending == 0
+
+
+class TestAttempt:
+    """What those beside rank 0 conclude."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> RunFolder:
+        return make_folder(tmp_path, default_tracking_uri(tmp_path))
+
+    @pytest.fixture
+    def pipe(self) -> Iterator[tuple[int, int]]:
+        reader, writer = os.pipe()
+        yield reader, writer
+        os.close(reader)
+
+    def test_the_first_failure_of_any_rank_is_the_reason(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
+        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, pipe[0])
+        folder.failures.mkdir()
+        for rank, (after, why) in enumerate([(2, "second"), (1, "first"), (-999, "an earlier attempt's")]):
+            word = {"time": time.time() + after, "reason": why, "error": "trace"}
+            (folder.failures / f"rank_{rank}.json").write_text(json.dumps(word))
+        (folder.failures / "rank_9.json").write_text("{ torn")
+        os.close(pipe[1])
+        attempt.wait(1)
+        assert attempt.over
+        attempt.say_end_if_unsaid()
+        attempt.say_end_if_unsaid()
+        assert [(e.status, e.reason, e.error) for e in read_all(folder.events) if isinstance(e, RunEnded)] == [
+            ("FAILED", "first", "trace")]
+
+    def test_what_rank_0_said_stands(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
+        append(folder, started(), ended("FAILED", "of an earlier attempt"))
+        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, pipe[0])
+        attempt.wait(0)
+        assert not attempt.over
+        append(folder, started(2), ended("KILLED", "time limit"))
+        attempt.wait(0)
+        assert attempt.over  # though the pipe is open: a notebook lives on
+        attempt.say_end_if_unsaid()
+        assert last(folder).reason == "time limit"
+        os.close(pipe[1])
+
+    def test_a_torn_last_line_is_closed_off(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
+        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, pipe[0])
+        append(folder, started())
+        with folder.events.open("a") as file:
+            file.write('{"event":"StepsLogged","steps":[1')
+        os.close(pipe[1])
+        attempt.wait(1)
+        attempt.say_end_if_unsaid()
+        assert last(folder).status == "FAILED"
+
+    def test_an_older_attempt_says_nothing(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
+        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, pipe[0])
+        assert attempt.is_latest
+        incumbent.claim(folder, 0)
+        os.close(pipe[1])
+        attempt.wait(1)
+        attempt.say_end_if_unsaid()
+        assert not attempt.is_latest
+        assert not folder.events.exists()
+
+
+def test_a_writer_that_lives_is_told_from_a_dead_one(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    assert not incumbent.writer_lives(folder)
+    code = f"from rankzero.tracking import incumbent, journal; from pathlib import Path; " \
+           f"incumbent.claim(journal.RunFolder(Path({str(folder.path)!r})), 0)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert not incumbent.writer_lives(folder)
+    incumbent.claim(folder, 0)
+    assert incumbent.writer_lives(folder)
+
+
+def test_one_holds_the_right_to_deliver(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    with incumbent.lock(folder, 0) as first, incumbent.lock(folder, 0) as second, incumbent.lock(folder, 1) as other:
+        assert (first, second, other) == (True, False, True)
+        assert incumbent.is_recording(folder)
+    assert not incumbent.is_recording(folder)
+
+
+def test_a_forked_child_lets_go_of_the_pipe(recording: tuple[RunFolder, Recording]) -> None:
+    reader, writer = os.pipe()
+    kept = Recording(0, writer)
+    child = os.fork()
+    if child == 0:
+        time.sleep(20)
+        os._exit(0)
+    kept.close()
+    readable, _, _ = select.select([reader], [], [], 2)
+    assert readable
+    assert os.read(reader, 1) == b""
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reader)
+
+
+def test_the_grace_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "7")
+    assert grace_seconds() == 7
