@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from rankzero.events import Evaluated, Event, StepsLogged, SystemSampled
 from rankzero.tracking.delivery import Item, Point, Points, Tags, ending, linked, translate
@@ -81,6 +82,14 @@ def test_illegal_steps_and_times_are_counted() -> None:
     no_time, no_step = Evaluated(math.nan, 1, {"a": 1.0}, False), Evaluated(T0, 2**80, {"a": 1.0}, True)
     assert not points(items(progress, no_time, no_step))
     assert progress.rejected == 2
+
+
+def test_malformed_events_are_counted_and_the_rest_is_sent() -> None:
+    progress = Progress()
+    odd: Any = [StepsLogged(None, [], {"a": [1.0]}), StepsLogged("ab", [T0, T0], {"a": [1.0, 2.0]}),  # type: ignore[arg-type]
+                Evaluated(T0, 1, None, True), SystemSampled(T0, "x", {"a": 1.0}), steps(1, 1)]  # type: ignore[arg-type]
+    assert len(points(items(progress, *odd))) == 1
+    assert progress.rejected == 5
 
 
 def test_the_best_goal_value_becomes_a_tag_once_a_chunk() -> None:

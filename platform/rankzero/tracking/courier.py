@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankzero.tracking import incumbent
@@ -23,6 +23,7 @@ from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import RunFolder
 
 TICK_SECONDS = 0.5
+PAUSE_SECONDS = 5.0  # after what should not happen
 GRACE_SECONDS = 60.0
 IDLE_SECONDS = 30.0  # how long to hope for processor time that nobody wants
 MOST_DEATHS = 5
@@ -106,15 +107,25 @@ def deliver_attempt(attempt: Attempt, deliverer: Deliverer, recorder: int) -> No
         attempt.wait(0.0)
         if not ended and attempt.over and closed(recorder):
             ended, moved = True, time.monotonic()
-            attempt.say_end_if_unsaid()
+            _guarded(attempt.say_end_if_unsaid)
             deliverer.hasten()
-        if deliverer.work():
+        if _guarded(deliverer.work):
             moved = time.monotonic()
         elif ended and (deliverer.complete or time.monotonic() - moved > grace_seconds()):
             break
         else:
             attempt.wait(TICK_SECONDS)
-    deliverer.commit()
+    _guarded(deliverer.commit)
+
+
+def _guarded(action: Callable[[], object]) -> bool:
+    """Do it and return whether anything was done: not where it fails, as on a full disk, which may have an end."""
+    try:
+        return bool(action())
+    except Exception:
+        log.exception("unexpected; trying again")
+        time.sleep(PAUSE_SECONDS)
+        return False
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -74,8 +74,7 @@ def translate(events: Iterable[Event], progress: Progress) -> Iterator[Item]:
             batch = []
             yield _start(event, progress)
         else:
-            batch += _points(event, progress)
-            _queue(event, progress)
+            batch += _points_or_none(event, progress)
         while len(batch) >= legal.METRICS_PER_BATCH:
             yield Points(batch[: legal.METRICS_PER_BATCH])
             batch = batch[legal.METRICS_PER_BATCH :]
@@ -139,6 +138,16 @@ def _start(event: RunStarted, progress: Progress) -> RunStarted:
     if ARTIFACTS not in progress.waiting:
         progress.waiting.append(ARTIFACTS)
     return event
+
+
+def _points_or_none(event: Event, progress: Progress) -> list[Point]:
+    """Return the event's points; of an event that is not what its type says, none, counted."""
+    try:
+        _queue(event, progress)
+        return _points(event, progress)
+    except (TypeError, ValueError, AttributeError) as error:
+        progress.reject(type(event).__name__, f"malformed: {error!r}")
+        return []
 
 
 def _points(event: Event, progress: Progress) -> list[Point]:

@@ -106,6 +106,6 @@ def unread_bytes(folder: RunFolder, offsets: dict[str, int]) -> int:
     """Return how many bytes of the journals named in `offsets` are not yet delivered."""
     total = 0
     for name, offset in offsets.items():
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             total += max(0, (folder.path / name).stat().st_size - offset)
     return total
