@@ -1,4 +1,4 @@
-"""Handwritten digits, a small convnet: 98 % in seconds, no download.     rankzero train experiments/digits.py lr=3e-3"""
+"""Handwritten digits, a small convnet: 99 % in seconds.     rankzero train experiments/digits.py lr=3e-3"""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -41,14 +41,15 @@ def test_the_newest_run_is_a_click_away(rankzero: Command, browser: Browser) -> 
     shown = [server.stdout.readline(), server.stdout.readline()]
     link = re.search(r"newest run: (\S+)", "".join(shown))
     assert link is not None, shown
-    assert link[1].endswith(f"/runs/{mlflow_id(rankzero.runs[0])}")
+    address, _, query = link[1].partition("?")
+    assert address.endswith(f"/runs/{mlflow_id(rankzero.runs[0])}")
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
     page.goto(link[1])
     expect(page.get_by_text("first-run").first).to_be_visible(timeout=60_000)
     expect(page.get_by_text("val/accuracy").first).to_be_visible(timeout=60_000)
-    page.goto(link[1] + "/model-metrics")
+    page.goto(f"{address}/model-metrics?{query}")
     expect(page.get_by_text("train/loss").first).to_be_visible(timeout=60_000)
-    page.goto(link[1] + "/system-metrics")
+    page.goto(f"{address}/system-metrics?{query}")
     expect(page.get_by_text("system/cpu_utilization_percentage").first).to_be_visible(timeout=60_000)
     page.screenshot(path=rankzero.folder / "system.png")
     server.send_signal(signal.SIGINT)

@@ -81,7 +81,7 @@ class Console:
             table.add_row(label, value)
         self._terminal.print(table)
         self._terminal.print(f"look:   {self._ui_command()}")
-        if ended.status != "FINISHED":
+        if ended.status != "FINISHED" and any(self._folder.checkpoints.glob("step_*")):
             self._terminal.print(f"resume: rankzero resume {name}{self._dir_option()}")
 
     def _follow(self) -> None:

@@ -30,12 +30,12 @@ def run(arguments: argparse.Namespace) -> int:
     address = f"http://127.0.0.1:{arguments.port}"
     environ = store.server_environment(os.environ)
     command = store.server_command(arguments.dir, arguments.port)
-    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as server:
-        with _ended_with_us(server):
-            _wait_until_up(server, address)
-            print(f"MLflow UI: {address}  (Ctrl-C ends it)")
-            _print_newest(arguments, address)
-            server.communicate()
+    server = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    with server, _ended_with_us(server):
+        _wait_until_up(server, address)
+        print(f"MLflow UI: {address}  (Ctrl-C ends it)", flush=True)
+        _print_newest(arguments, address)
+        server.communicate()
     return 0 if server.returncode in (0, -signal.SIGTERM, -signal.SIGINT) else 1
 
 
@@ -65,7 +65,7 @@ def _print_newest(arguments: argparse.Namespace, address: str) -> None:
     for one in catalog.listed(arguments.dir / "runs"):
         state = delivery.load(delivery.path_of(one.folder, 0))
         if state.run_id and state.experiment_id:
-            print(f"newest run: {store.deep_link(address, state.experiment_id, state.run_id)}")
+            print(f"newest run: {store.deep_link(address, state.experiment_id, state.run_id)}", flush=True)
             return
 
 

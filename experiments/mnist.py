@@ -1,0 +1,50 @@
+"""MNIST, the classic 784-128-10 MLP.     rankzero train experiments/mnist.py     (data=fake: no download, for speed)"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+from torchvision.datasets import MNIST
+from vision_data import downloaded
+
+from rankzero import Choice, Experiment, Goal, Train
+
+MEAN, SPREAD = 0.1307, 0.3081  # of the training set's pixels
+
+
+def load(split: Literal["train", "val"]) -> TensorDataset:
+    """Return MNIST in memory: standardised pixels [n, 784], labels [n]."""
+    digits = downloaded(MNIST, train=split == "train")
+    pixels = digits.data.flatten(1).float().div(255).sub(MEAN).div(SPREAD)
+    return TensorDataset(pixels, digits.targets)
+
+
+def fake(samples: int) -> TensorDataset:
+    """Return noise of MNIST's shape: as fast to train on, and nothing to learn."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(samples, 784, generator=generator)
+    return TensorDataset(pixels, torch.randint(10, (samples,), generator=generator))
+
+
+class Mnist(Experiment):
+    train: Train = Train(epochs=5, batch_size=256, schedule="one_cycle")
+    lr: float = 3e-3
+    hidden: int = 128
+    data_: Literal["real", "fake"] = "real"
+    goal = Goal("val/accuracy", "max", target=0.97)
+    search = {"hidden": Choice(64, 128, 256)}
+
+    def data(self) -> tuple[TensorDataset, TensorDataset]:
+        if self.data_ == "fake":
+            return fake(12_800), fake(1_280)
+        return load("train"), load("val")
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(784, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))
+
+    def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        pixels, labels = batch
+        logits = model(pixels)
+        return {"loss": cross_entropy(logits, labels), "accuracy": (logits.argmax(-1) == labels).float().mean()}

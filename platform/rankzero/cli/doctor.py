@@ -1,0 +1,191 @@
+"""``rankzero doctor``: is this machine fit to train on? Each line is ok, or says the fix."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from rich.console import Console
+
+from rankzero.cli.main import FAILED, FINISHED
+
+GIGABYTE = 1e9
+LEAST_SHARED_BYTES = 1 * GIGABYTE
+LEAST_DISK_BYTES = 5 * GIGABYTE
+TORCHVISION_BEHIND = 14  # torch 2.N goes with torchvision 0.(N + 14)
+SERVER_SECONDS = 3.0
+Found = TypeVar("Found")
+
+
+class Check(NamedTuple):
+    """One line: `fix` says what to do where something is wrong; None where nothing is."""
+
+    name: str
+    found: str
+    fix: str | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tracking-uri", help="the tracking store to check (default: as `rankzero train` finds it)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    console = Console(highlight=False, soft_wrap=True)
+    checks = list(_shown(console, checks_of(arguments.dir, arguments.tracking_uri)))
+    wrong = [check.name for check in checks if check.fix is not None]
+    console.print(f"{len(wrong)} to fix: {', '.join(wrong)}" if wrong else "all well")
+    return FAILED if wrong else FINISHED
+
+
+def checks_of(root: Path, tracking_uri: str | None = None) -> Iterator[Check]:
+    """Yield what is found out, cheapest first."""
+    yield python()
+    yield git()
+    yield disk(root)
+    yield shared_memory()
+    yield tracking_store(root, tracking_uri)
+    yield torch_pair()
+    yield accelerator()
+    yield nvml()
+
+
+def python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Check("Python", version, None if sys.version_info >= (3, 11) else "install Python 3.11 or newer")
+
+
+def git() -> Check:
+    found = shutil.which("git")
+    return Check("git", found or "not found: runs will not know their commit", None if found else "install git")
+
+
+def disk(root: Path) -> Check:
+    """Check that the runs' folder can be written to, and has room for checkpoints."""
+    existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return Check("runs folder", str(root), f"{existing} cannot be written to: choose another folder with --dir")
+    free = shutil.disk_usage(existing).free
+    fix = None if free > LEAST_DISK_BYTES else "make room: a checkpoint that cannot be written is lost"
+    return Check("runs folder", f"{root}, {free / GIGABYTE:,.0f} GB free", fix)
+
+
+def shared_memory(folder: Path = Path("/dev/shm")) -> Check:
+    """Check what data-loading processes hand their batches over in; containers get 64 MB unless told otherwise."""
+    if not folder.exists():
+        return Check("shared memory", "no /dev/shm on this system")
+    size = shutil.disk_usage(folder).total
+    fix = None if size >= LEAST_SHARED_BYTES else "start the container with --shm-size=8g, or set train.workers=0"
+    return Check("shared memory", f"{size / GIGABYTE:,.1f} GB", fix)
+
+
+def tracking_store(root: Path, tracking_uri: str | None = None) -> Check:
+    """Check that the store can be reached: a database by its own check, a server by its health page."""
+    from rankzero.tracking import store
+
+    try:
+        uri = store.resolve_tracking_uri(tracking_uri, os.environ, root)
+        path = store.sqlite_path(uri)
+        if path is not None and not path.exists():
+            return Check("tracking store", f"{uri} (made by the first run)")
+        (_sqlite_answers if path is not None else _server_answers)(uri)
+    except Exception as error:  # whatever it is, it is what the user must know
+        return Check("tracking store", tracking_uri or str(root), f"{error}")
+    return Check("tracking store", uri)
+
+
+def torch_pair() -> Check:
+    """Check that torch and torchvision load, and come from the same release pair."""
+    versions, error = _try(_torch_versions)
+    if versions is None:
+        return Check("PyTorch", "does not load", f"{error}: run `make setup`, which installs a pair that fits")
+    torch, torchvision = versions
+    fits = _minor(torchvision) == _minor(torch) + TORCHVISION_BEHIND
+    fix = None if fits else f"torch {torch} goes with torchvision 0.{_minor(torch) + TORCHVISION_BEHIND}"
+    return Check("PyTorch", f"torch {torch}, torchvision {torchvision}", fix)
+
+
+def accelerator() -> Check:
+    """Check CUDA and NCCL, where there is a GPU."""
+    torch, error = _try(lambda: __import__("torch"))
+    if torch is None:
+        return Check("GPUs", "unknown: PyTorch does not load", error)
+    if not torch.cuda.is_available():
+        driver = Path("/sys/module/nvidia/version")
+        if driver.exists():
+            return Check("GPUs", f"driver {driver.read_text().strip()}, but PyTorch finds no GPU",
+                         "install a PyTorch built for this driver, or check CUDA_VISIBLE_DEVICES")
+        return Check("GPUs", "no NVIDIA driver: training on the CPU, over gloo")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return Check("GPUs", f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}, NCCL {nccl}")
+
+
+def nvml() -> Check:
+    """Check that utilisation, power and temperature can be read."""
+    from rankzero.tracking.gpu import GpuSampler
+
+    sampler = GpuSampler(None, os.environ)
+    try:
+        readings, notices = sampler.sample(), sampler.notices
+    finally:
+        sampler.close()
+    if readings:
+        return Check("NVML", f"{len(readings)} readings")
+    return Check("NVML", notices[0] if notices else "no GPUs to read")
+
+
+def _shown(console: Console, checks: Iterator[Check]) -> Iterator[Check]:
+    for check in checks:
+        mark = "[green]ok [/]" if check.fix is None else "[red]fix[/]"
+        console.print(f"{mark} {check.name:15} {check.found}")
+        if check.fix is not None:
+            console.print(f"    -> {check.fix}")
+        yield check
+
+
+def _try(action: Callable[[], Found]) -> tuple[Found | None, str]:
+    try:
+        return action(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _torch_versions() -> tuple[str, str]:
+    import torch
+    import torchvision
+
+    return torch.__version__.partition("+")[0], torchvision.__version__.partition("+")[0]
+
+
+def _minor(version: str) -> int:
+    return int(version.split(".")[1])
+
+
+def _sqlite_answers(uri: str) -> None:
+    import contextlib
+    import sqlite3
+
+    from rankzero.tracking import store
+
+    path = store.sqlite_path(uri)
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            (answer,) = database.execute("PRAGMA quick_check").fetchone()
+    except sqlite3.Error as error:
+        answer = str(error)
+    if answer != "ok":
+        raise RuntimeError(f"{path} is damaged: {answer}; restore a copy, or choose another --dir and rankzero sync")
+
+
+def _server_answers(uri: str) -> None:
+    import urllib.request
+
+    if not uri.startswith(("http://", "https://")):
+        return
+    with urllib.request.urlopen(f"{uri}/health", timeout=SERVER_SECONDS):
+        return
