@@ -119,7 +119,7 @@ def test_the_end_sends_the_figures_that_have_no_curve() -> None:
     event = ended(metrics={"best": 0.5, "samples_per_second": 99.0, "val/accuracy": 0.5, "val/new": 1.0},
                   error="x" * 9000 + "ValueError: the end")
     found = ending(event, "# report", progress)
-    assert keys(points(found)) == {"summary/best", "summary/samples_per_second", "val/new"}
+    assert keys(points(found)) == {"whole_run/best", "whole_run/samples_per_second", "val/new"}
     tags = next(item.tags for item in found if isinstance(item, Tags))
     assert tags["rankzero.error"].endswith("ValueError: the end")
     assert len(tags["rankzero.error"]) == 8000

@@ -109,7 +109,7 @@ def test_hostile_params_and_tags_are_made_legal(tracker: Tracker, run: OpenRun) 
 
 def test_the_end(tracker: Tracker, run: OpenRun) -> None:
     tracker.set_tags(run.run_id, {"rankzero.best": "0.75", "rankzero.goal": "val/accuracy"})
-    tracker.log_metrics(run.run_id, [Point("summary/samples_per_second", 123.0, int(T0) * 1000, 0)])
+    tracker.log_metrics(run.run_id, [Point("whole_run/samples_per_second", 123.0, int(T0) * 1000, 0)])
     tracker.close_run(run.run_id, ended("FINISHED"))
     record = next(record for record in tracker.list_runs("tests") if record.run_id == run.run_id)
     assert (record.status, record.best, record.goal) == ("FINISHED", 0.75, "val/accuracy")

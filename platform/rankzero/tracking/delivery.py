@@ -21,6 +21,7 @@ from rankzero.tracking import legal
 from rankzero.tracking.progress import Progress
 
 ARTIFACTS = "artifacts"
+WHOLE_RUN = "whole_run"  # sorts behind throughput, train and val
 
 
 class Point(NamedTuple):
@@ -117,14 +118,14 @@ def ending(event: RunEnded, description: str, progress: Progress) -> list[Item]:
 
 
 def _summary_rows(event: RunEnded, progress: Progress) -> Iterator[Row]:
-    """Yield ``summary/<name>``; metrics that have curves of their own need no second last point.
+    """Yield ``whole_run/<name>``, which MLflow's page shows below the curves.
 
-    The step is the attempt's, since MLflow's page shows the single point of a first step as a bar, comparable
-    between runs, and a later attempt's point follows it.
+    Metrics that have curves of their own need no second last point. The step is the attempt's: the page shows the
+    single point of a first step as a bar, comparable between runs, and a later attempt's point follows it.
     """
     for key, value in event.metrics.items():
         if "/" not in key:
-            yield f"summary/{key}", max(0, progress.attempt - 1), event.time, value
+            yield f"{WHOLE_RUN}/{key}", max(0, progress.attempt - 1), event.time, value
         elif legal.name(key) not in progress.marks:
             yield key, 0, event.time, value
 

@@ -37,8 +37,9 @@ with warnings.catch_warnings():
 
 from rankzero.events import CheckpointSaved, RunEnded, RunStarted  # noqa: E402
 from rankzero.tracking import legal  # noqa: E402
-from rankzero.tracking.delivery import Point  # noqa: E402
+from rankzero.tracking.delivery import WHOLE_RUN, Point  # noqa: E402
 from rankzero.tracking.journal import Identity  # noqa: E402
+from rankzero.tracking.report import SPEED  # noqa: E402
 from rankzero.tracking.store import RunGone, TrackingError, artifact_root, prepare_store  # noqa: E402
 
 UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
@@ -409,7 +410,7 @@ def _record(run: Run) -> RunRecord:
         name=run.info.run_name, run_id=run.info.run_id, experiment_id=run.info.experiment_id, status=run.info.status,
         start_time=run.info.start_time / 1000, goal=goal,
         best=best if best is not None or goal is None else metrics.get(goal),
-        samples_per_second=metrics.get("summary/samples_per_second", metrics.get("throughput/samples_per_second")),
+        samples_per_second=metrics.get(f"{WHOLE_RUN}/samples_per_second", metrics.get(SPEED)),
         metrics=metrics, params=run.data.params, tags=tags,
     )
 

@@ -22,6 +22,7 @@ from rankzero.tracking.legal import number
 SPEED = "throughput/samples_per_second"
 HIGHLIGHTS = ("train.batch_size", "train.micro_batch", "train.precision", "train.epochs", "train.steps", "train.seed")
 ERROR_LINES = 25
+GAP = "&nbsp;\n\n"  # MLflow's page puts headings right below what is above
 _GPU = re.compile(r"system/(?:node_\d+/)?gpu_\d+_(.+)")
 
 
@@ -198,7 +199,7 @@ def _error(end: RunEnded) -> str:
     lines = end.error.rstrip().splitlines()
     cut = ["…"] if len(lines) > ERROR_LINES else []
     body = "\n".join([*cut, *lines[-ERROR_LINES:]]).replace("```", "'''")
-    return f"### Error\n\n```text\n{body}\n```"
+    return f"{GAP}### Error\n\n```text\n{body}\n```"
 
 
 def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
@@ -207,7 +208,7 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
         return ""
     listed = ", ".join(f"{step:,}" + (" (best)" if facts.checkpoints[step] else "") for step in steps)
     verb = "Go on" if end.status == "FINISHED" else "Resume"
-    return f"### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n```sh\nrankzero resume {name}\n```"
+    return f"{GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n```sh\nrankzero resume {name}\n```"
 
 
 def _setting(facts: Facts) -> str:
@@ -215,7 +216,7 @@ def _setting(facts: Facts) -> str:
     own = [key for key in params if "." not in key]
     rows = [(f"`{key}`", f"`{_inline(params[key])}`") for key in (*own, *HIGHLIGHTS)
             if key in params and params[key] != "none"]
-    return "### Setting\n\n" + _table(("Setting", "Value"), rows) if rows else ""
+    return GAP + "### Setting\n\n" + _table(("Setting", "Value"), rows) if rows else ""
 
 
 def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
