@@ -17,7 +17,7 @@ def report(*events: Event, **end: object) -> str:
 def test_the_report_says_what_happened(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     text = report(
-        started(**{"train.batch_size": "256", "train.precision": "bf16", "width": "32"}), steps(1, 50),
+        started(**{"train.batch_size": "256", "train.precision": "bf16", "train.epochs": "5", "width": "32"}), steps(1, 50),
         StepsLogged([50], [T0 + 50], {"throughput/samples_per_second": [900.0]}),
         evaluated(25, 0.6), saved(folder, 25), evaluated(50, 0.55, best=False), saved(folder, 50, best=False),
         SystemSampled(T0, 0, {f"system/gpu_{i}_utilization_percentage": 80.0 + 10 * i for i in range(2)}),
@@ -27,7 +27,7 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
     for line in ("### FINISHED: best val/accuracy 0.6 (target reached)",
                  "`val/accuracy` **0.6** · **1,234** ± 5 samples/s · 50 of 100 steps · 1 min 40 s",
                  "**0.6** at step 25", "**reached**", "| 85 % |", "Steps 25 (best), 50. Go on from the latest:",
-                 "rankzero resume digits-1", "`bf16`", "2.0% of the training time"):
+                 "rankzero resume digits-1 train.epochs=10\n", "`bf16`", "2.0% of the training time"):
         assert line in text, text
 
 

@@ -207,8 +207,10 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
     if not steps:
         return ""
     listed = ", ".join(f"{step:,}" + (" (best)" if facts.checkpoints[step] else "") for step in steps)
-    verb = "Go on" if end.status == "FINISHED" else "Resume"
-    return f"{GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n```sh\nrankzero resume {name}\n```"
+    finished, epochs = end.status == "FINISHED", facts.params.get("train.epochs", "")
+    verb = "Go on" if finished else "Resume"
+    further = f" train.epochs={2 * int(epochs)}" if finished and epochs.isdecimal() else ""
+    return f"{GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n```sh\nrankzero resume {name}{further}\n```"
 
 
 def _setting(facts: Facts) -> str:
