@@ -115,7 +115,7 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     until(lambda: not incumbent.is_recording(folder))
 
 
-def test_starting_costs_milliseconds(recording: tuple[RunFolder, Recording], tmp_path: Path) -> None:
+def test_starting_costs_milliseconds(tmp_path: Path) -> None:
     seconds, handles = [], []
     folders = [make_folder(tmp_path, "http://127.0.0.1:9") for _ in range(3)]
     for folder in folders:
@@ -256,7 +256,7 @@ def test_one_holds_the_right_to_deliver(tmp_path: Path) -> None:
     assert not incumbent.is_recording(folder)
 
 
-def test_a_forked_child_lets_go_of_the_pipe(recording: tuple[RunFolder, Recording]) -> None:
+def test_a_forked_child_lets_go_of_the_pipe() -> None:
     reader, writer = os.pipe()
     kept = Recording(0, writer)
     child = os.fork()

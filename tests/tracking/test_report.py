@@ -17,7 +17,8 @@ def report(*events: Event, **end: object) -> str:
 def test_the_report_says_what_happened(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     text = report(
-        started(**{"train.batch_size": "256", "train.precision": "bf16", "train.epochs": "5", "width": "32"}), steps(1, 50),
+        started(**{"train.batch_size": "256", "train.precision": "bf16", "train.epochs": "5", "width": "32"}),
+        steps(1, 50),
         StepsLogged([50], [T0 + 50], {"throughput/samples_per_second": [900.0]}),
         evaluated(25, 0.6), saved(folder, 25), evaluated(50, 0.55, best=False), saved(folder, 50, best=False),
         SystemSampled(T0, 0, {f"system/gpu_{i}_utilization_percentage": 80.0 + 10 * i for i in range(2)}),

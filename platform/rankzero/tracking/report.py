@@ -210,7 +210,8 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
     finished, epochs = end.status == "FINISHED", facts.params.get("train.epochs", "")
     verb = "Go on" if finished else "Resume"
     further = f" train.epochs={2 * int(epochs)}" if finished and epochs.isdecimal() else ""
-    return f"{GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n```sh\nrankzero resume {name}{further}\n```"
+    command = f"```sh\nrankzero resume {name}{further}\n```"
+    return f"{GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n{command}"
 
 
 def _setting(facts: Facts) -> str:
