@@ -128,6 +128,7 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
     )
     try:
         yield world
+        dist.barrier()  # leaving while a peer still talks makes gloo abort the process (seen with PyTorch 2.15)
     finally:
         _leave()
 

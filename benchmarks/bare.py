@@ -1,0 +1,56 @@
+"""The bare loop: hand-written PyTorch DDP that logs nothing.     torchrun --nproc-per-node 2 bare.py Mlp 500 out.json"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import workloads
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+
+def permutation(epoch: int, samples: int) -> torch.Tensor:
+    """The same order as the tracked run's, so that both do the same arithmetic."""
+    from rankzero.train.data import mix
+
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(mix(0, epoch)))
+
+
+def main(name: str, steps: int, out: str) -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.set_num_threads(1)
+    from rankzero.train.randomness import seed_all
+
+    experiment = getattr(workloads, name)()
+    data, _ = experiment.data()
+    x, y = data.tensors
+    batch = experiment.train.batch_size
+    seed_all(0)
+    model = DistributedDataParallel(experiment.model(), gradient_as_bucket_view=True)
+    optimizer = experiment.optimizer(model)
+    per_epoch, share = len(x) // batch, batch // world
+    order, times, loss = permutation(0, len(x)), [], torch.tensor(0.0)
+    for step in range(steps):
+        position = step % per_epoch
+        if step and position == 0:
+            order = permutation(step // per_epoch, len(x))
+        start = position * batch + rank * share
+        indices = order[start : start + share]
+        loss = cross_entropy(model(x.index_select(0, indices)), y.index_select(0, indices))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        times.append(time.time())
+    dist.all_reduce(loss := loss.detach())
+    if rank == 0:
+        Path(out).write_text(json.dumps({"times": times, "loss": loss.item() / world}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

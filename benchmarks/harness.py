@@ -1,0 +1,64 @@
+"""What the benchmarks share: the machine, ratios, tables, results on disk."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+
+def machine() -> dict[str, Any]:
+    """Return what a figure means little without."""
+    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")), platform.processor())  # fmt: skip
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "mlflow")}
+    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version(),
+            "date": time.strftime("%Y-%m-%d"), "load": os.getloadavg()[0], **packages}  # fmt: skip
+
+
+def save(name: str, **figures: Any) -> None:
+    """Write ``results/<name>.json``, with the machine."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
+
+
+def ratios(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """Return the pairwise ratios one/other: median, least, most. Pairs were measured side by side."""
+    found = [a / b for a, b in zip(one, other, strict=True)]
+    return {"median": statistics.median(found), "least": min(found), "most": max(found)}
+
+
+def line(label: str, ratio: Mapping[str, float], wanted: str) -> str:
+    """Return a row of a results table."""
+    return f"{label:34} {ratio['median']:6.3f}  ({ratio['least']:.3f} to {ratio['most']:.3f})   wanted {wanted}"
+
+
+def run(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
+    """Run a command quietly; raise with its output where it fails."""
+    done = subprocess.run(command, env=dict(environ), cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Return the environment for both contestants: one thread each, this folder importable."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), **extra}
+
+
+def torchrun(*words: object) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, words)]
+
+
+def rankzero(*words: object) -> list[str]:
+    return [sys.executable, "-m", "rankzero", *map(str, words)]
