@@ -1,4 +1,4 @@
-"""The bare loop: hand-written PyTorch DDP that logs nothing.     torchrun --nproc-per-node 2 bare.py Mlp 500 out.json"""
+"""The bare loop: hand-written PyTorch DDP that logs nothing.     torchrun --nproc-per-node 2 bare.py Mlp 9 out.json"""
 
 import json
 import sys

@@ -68,12 +68,22 @@ def main() -> None:
         checkpoints.close()
         size = (Path(temporary) / "plain.pt").stat().st_size
     ratio, slower = ratios(ours[1:], theirs[1:]), ratios(busy[1:], quiet[1:])
-    print(f"{size / 1e6:.0f} MB; first checkpoint {ours[0] * 1e3:.0f} ms (fresh memory), later "
-          f"{statistics.median(ours[1:]) * 1e3:.1f} ms; torch.save {statistics.median(theirs) * 1e3:.0f} ms")
+    print(
+        f"{size / 1e6:.0f} MB; first checkpoint {ours[0] * 1e3:.0f} ms (fresh memory), later "
+        f"{statistics.median(ours[1:]) * 1e3:.1f} ms; torch.save {statistics.median(theirs) * 1e3:.0f} ms"
+    )
     print(line("training blocked", ratio, f"<= {WANTED}"))
     print(line("a step while the thread writes", slower, "near 1"))
-    save("checkpoint_blocking", bytes=size, first_seconds=ours[0], first_ratio=ours[0] / statistics.median(theirs),
-         seconds={"rankzero": ours[1:], "torch.save": theirs[1:]}, ratio=ratio, step_slowdown=slower, wanted=WANTED)
+    save(
+        "checkpoint_blocking",
+        bytes=size,
+        first_seconds=ours[0],
+        first_ratio=ours[0] / statistics.median(theirs),
+        seconds={"rankzero": ours[1:], "torch.save": theirs[1:]},
+        ratio=ratio,
+        step_slowdown=slower,
+        wanted=WANTED,
+    )
 
 
 if __name__ == "__main__":

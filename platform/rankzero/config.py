@@ -130,8 +130,9 @@ def coerce(value: Any, annotation: Any) -> Any:
     try:
         return _COERCE_SCALAR[annotation](value)
     except KeyError:
-        raise TypeError(f"a setting cannot have the type {annotation}; use int, float, bool, str, a Literal, "
-                        "a tuple or a group") from None
+        raise TypeError(
+            f"a setting cannot have the type {annotation}; use int, float, bool, str, a Literal, a tuple or a group"
+        ) from None
 
 
 def _reject_unknown(changes: Iterable[str], known: Mapping[str, Any]) -> None:

@@ -1,13 +1,13 @@
 """What a user writes: an `Experiment`, whose fields are hyperparameters and whose methods are pure factories. Pure.
 
-    class Digits(Experiment):
-        train: Train = Train(epochs=10, batch_size=256)
-        goal = Goal("val/accuracy", "max", target=0.97)
-        width: int = 32
+class Digits(Experiment):
+    train: Train = Train(epochs=10, batch_size=256)
+    goal = Goal("val/accuracy", "max", target=0.97)
+    width: int = 32
 
-        def data(self): return training_set, validation_set
-        def model(self): return convnet(self.width)
-        def measure(self, model, batch): return {"loss": …, "accuracy": …}
+    def data(self): return training_set, validation_set
+    def model(self): return convnet(self.width)
+    def measure(self, model, batch): return {"loss": …, "accuracy": …}
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ class Usage(NamedTuple):
     free: float
 
 
-def test_a_machine_that_is_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_is_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(64e9, 64e9))
     assert doctor.run(argparse.Namespace(dir=tmp_path / "mlruns", tracking_uri=None)) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -26,8 +27,9 @@ def test_a_machine_that_is_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(line.startswith("ok ") for line in lines[:-1])
 
 
-def test_what_is_wrong_is_told_with_its_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_told_with_its_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(64e6, 64e6))
     assert doctor.run(argparse.Namespace(dir=tmp_path, tracking_uri="http://127.0.0.1:1")) == 1
     output = capsys.readouterr().out

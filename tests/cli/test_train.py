@@ -130,9 +130,16 @@ def test_a_killed_process_starts_again_from_its_checkpoint(rankzero: Command) ->
     assert tracked_losses(folder).keys() == losses(folder).keys()
 
 
-@pytest.mark.parametrize(("fail", "says"), [("measure", "no such measure"), ("model", "no such model"),
-                                            ("data", "no such data"), ("no loss", "key 'loss'"),
-                                            ("nan", "not finite")])
+@pytest.mark.parametrize(
+    ("fail", "says"),
+    [
+        ("measure", "no such measure"),
+        ("model", "no such model"),
+        ("data", "no such data"),
+        ("no loss", "key 'loss'"),
+        ("nan", "not finite"),
+    ],
+)
 def test_the_users_exception_is_shown_in_a_line_and_the_run_has_failed(rankzero: Command, fail: str, says: str) -> None:
     code, output = rankzero("train", TINY, "--nproc", 2, f"fail={fail}")
     assert code == 1

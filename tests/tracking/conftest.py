@@ -43,11 +43,25 @@ class Server:
         """Start it, unless it runs."""
         if self._process is not None:
             return
-        command = [sys.executable, "-P", "-m", "mlflow", "server", "--backend-store-uri", self._database,
-                   "--artifacts-destination", str(self.root / "served"), "--port", str(self._port), "--workers", "1"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "mlflow",
+            "server",
+            "--backend-store-uri",
+            self._database,
+            "--artifacts-destination",
+            str(self.root / "served"),
+            "--port",
+            str(self._port),
+            "--workers",
+            "1",
+        ]
         with (self.root / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(command, env={**os.environ, **QUICK}, stdout=log, stderr=log,
-                                             cwd=self.root, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, env={**os.environ, **QUICK}, stdout=log, stderr=log, cwd=self.root, start_new_session=True
+            )
 
     def wait(self) -> None:
         deadline = time.monotonic() + 60
@@ -108,8 +122,14 @@ def postgres() -> Iterator[str]:
     options = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1 -c fsync=off"
 
     def run(name: str, *arguments: object) -> None:
-        subprocess.run([binaries / name, "-D", data, *map(str, arguments)], check=True, cwd=folder, user=user,
-                       extra_groups=[] if user else None, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [binaries / name, "-D", data, *map(str, arguments)],
+            check=True,
+            cwd=folder,
+            user=user,
+            extra_groups=[] if user else None,
+            stdout=subprocess.DEVNULL,
+        )
 
     run("initdb", "-A", "trust", "-U", "tests", "-N")
     run("pg_ctl", "-l", log, "-o", options, "-w", "start")
@@ -126,5 +146,7 @@ def _postgres_binaries() -> Path:
     for place in places:
         if (place / "initdb").exists() and (place / "pg_ctl").exists():
             return place
-    raise AssertionError(f"PostgreSQL is not installed (looked in {places}): apt-get install postgresql; "
-                         f"its tests run as {getpass.getuser()!r} or, for root, as 'postgres'")
+    raise AssertionError(
+        f"PostgreSQL is not installed (looked in {places}): apt-get install postgresql; "
+        f"its tests run as {getpass.getuser()!r} or, for root, as 'postgres'"
+    )

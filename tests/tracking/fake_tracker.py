@@ -70,8 +70,9 @@ class FakeTracker:
         self._call("log_artifact", path)
         self.artifacts[f"{folder}/{path.name}" if folder else path.name] = path.read_text()
 
-    def save_checkpoint(self, run: object, event: CheckpointSaved, folder: Path,
-                        points: Callable[[str], Sequence[Point]]) -> str:
+    def save_checkpoint(
+        self, run: object, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]
+    ) -> str:
         self._call("save_checkpoint", event)
         if not folder.is_dir():
             raise FileNotFoundError(folder)

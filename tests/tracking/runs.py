@@ -45,16 +45,26 @@ def saved(folder: RunFolder, step: int, best: bool = True, size: int = 1000) -> 
     (path / "ranks").mkdir(parents=True)
     (path / "state.pt").write_bytes(bytes(size))
     (path / "ranks" / "0.json").write_text("{}")
-    return CheckpointSaved(T0 + step + 0.5, step, str(path.relative_to(folder.path)), best,
-                           {"val/accuracy": step / 100, "val/loss": 1 - step / 100})
+    return CheckpointSaved(
+        T0 + step + 0.5,
+        step,
+        str(path.relative_to(folder.path)),
+        best,
+        {"val/accuracy": step / 100, "val/loss": 1 - step / 100},
+    )
 
 
 def deleted(step: int) -> CheckpointDeleted:
     return CheckpointDeleted(T0 + step + 0.7, step, f"checkpoints/step_{step:08d}")
 
 
-def ended(status: Any = "FINISHED", reason: str = "trained", error: str | None = None,
-          metrics: dict[str, float] | None = None, at: float = T0 + 100) -> RunEnded:
+def ended(
+    status: Any = "FINISHED",
+    reason: str = "trained",
+    error: str | None = None,
+    metrics: dict[str, float] | None = None,
+    at: float = T0 + 100,
+) -> RunEnded:
     return RunEnded(at, status, reason, error, metrics or {})
 
 

@@ -118,8 +118,19 @@ def test_a_crash_anywhere_replays_and_loses_nothing(tmp_path: Path) -> None:
 
     for crash in range(1, 16):
         folder, tracker = make_folder(tmp_path / str(crash)), FakeTracker()
-        append(folder, started(), steps(1, 2500), evaluated(50, 0.6), saved(folder, 50), saved(folder, 60), deleted(50),
-               ended(), started(2), steps(2000, 3000, offset=5.0), ended())
+        append(
+            folder,
+            started(),
+            steps(1, 2500),
+            evaluated(50, 0.6),
+            saved(folder, 50),
+            saved(folder, 60),
+            deleted(50),
+            ended(),
+            started(2),
+            steps(2000, 3000, offset=5.0),
+            ended(),
+        )
         shutil.rmtree(folder.checkpoints / "step_00000050")
         calls = itertools.count(1)
 
@@ -276,8 +287,9 @@ def test_a_store_that_cannot_even_be_opened_is_no_end(folder: RunFolder) -> None
     assert "no module named mlflow" in str(sync.status(folder).error)
 
 
-def test_little_batches_wait_for_company(folder: RunFolder, tracker: FakeTracker,
-                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_batches_wait_for_company(
+    folder: RunFolder, tracker: FakeTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     append(folder, started())

@@ -22,8 +22,11 @@ def points(found: Iterable[Item]) -> list[Point]:
 
 def test_columns_become_points() -> None:
     found = points(items(Progress(), steps(1, 3)))
-    assert found == [Point("train/loss", 1.0, int(T0 + 1) * 1000, 1), Point("train/loss", 0.5, int(T0 + 2) * 1000, 2),
-                     Point("train/loss", 1 / 3, int(T0 + 3) * 1000, 3)]
+    assert found == [
+        Point("train/loss", 1.0, int(T0 + 1) * 1000, 1),
+        Point("train/loss", 0.5, int(T0 + 2) * 1000, 2),
+        Point("train/loss", 1 / 3, int(T0 + 3) * 1000, 3),
+    ]
 
 
 def test_points_travel_in_full_batches_across_events() -> None:
@@ -56,8 +59,14 @@ def test_within_an_attempt_nothing_is_held_back() -> None:
 
 def test_both_attempts_in_one_chunk() -> None:
     found = points(items(Progress(), started(), steps(1, 4), started(2), steps(3, 6, offset=9.0)))
-    assert [(point.step, point.value > 5) for point in found] == [(1, False), (2, False), (3, False), (4, False),
-                                                                  (5, True), (6, True)]
+    assert [(point.step, point.value > 5) for point in found] == [
+        (1, False),
+        (2, False),
+        (3, False),
+        (4, False),
+        (5, True),
+        (6, True),
+    ]
 
 
 def test_infinity_becomes_nan_and_a_tag() -> None:
@@ -71,8 +80,13 @@ def test_hostile_values_are_counted_and_the_rest_is_sent() -> None:
     progress = Progress()
     metrics = {"ok": [1.0, 2.0], "text": ["x", 3.0], "missing": [None, 4.0], "short": [5.0]}
     found = points(items(progress, StepsLogged([1, 2], [T0, T0], metrics)))  # type: ignore[arg-type]
-    assert {(point.key, point.step) for point in found} == {("ok", 1), ("ok", 2), ("text", 2), ("missing", 2),
-                                                            ("short", 1)}
+    assert {(point.key, point.step) for point in found} == {
+        ("ok", 1),
+        ("ok", 2),
+        ("text", 2),
+        ("missing", 2),
+        ("short", 1),
+    }
     assert progress.rejected == 1
     assert "metric text: not a number" in progress.reasons[0]
 
@@ -86,8 +100,13 @@ def test_illegal_steps_and_times_are_counted() -> None:
 
 def test_malformed_events_are_counted_and_the_rest_is_sent() -> None:
     progress = Progress()
-    odd: Any = [StepsLogged(None, [], {"a": [1.0]}), StepsLogged("ab", [T0, T0], {"a": [1.0, 2.0]}),  # type: ignore[arg-type]
-                Evaluated(T0, 1, None, True), SystemSampled(T0, "x", {"a": 1.0}), steps(1, 1)]  # type: ignore[arg-type]
+    odd: Any = [
+        StepsLogged(None, [], {"a": [1.0]}),
+        StepsLogged("ab", [T0, T0], {"a": [1.0, 2.0]}),  # type: ignore[arg-type]
+        Evaluated(T0, 1, None, True),
+        SystemSampled(T0, "x", {"a": 1.0}),
+        steps(1, 1),
+    ]  # type: ignore[arg-type]
     assert len(points(items(progress, *odd))) == 1
     assert progress.rejected == 5
 
@@ -116,8 +135,10 @@ def test_a_checkpoints_metrics_are_linked_as_the_points_of_its_evaluation() -> N
 def test_the_end_sends_the_figures_that_have_no_curve() -> None:
     progress = Progress()
     items(progress, started(), evaluated(10, 0.5))
-    event = ended(metrics={"best": 0.5, "samples_per_second": 99.0, "val/accuracy": 0.5, "val/new": 1.0},
-                  error="x" * 9000 + "ValueError: the end")
+    event = ended(
+        metrics={"best": 0.5, "samples_per_second": 99.0, "val/accuracy": 0.5, "val/new": 1.0},
+        error="x" * 9000 + "ValueError: the end",
+    )
     found = ending(event, "# report", progress)
     assert keys(points(found)) == {"whole_run/best", "whole_run/samples_per_second", "val/new"}
     tags = next(item.tags for item in found if isinstance(item, Tags))

@@ -11,17 +11,20 @@ from hypothesis import strategies as st
 from rankzero.tracking import legal
 
 
-@pytest.mark.parametrize(("raw", "expected"), [
-    ("train/loss", "train/loss"),
-    ("throughput(tps)", "throughput_tps_"),
-    ("a%b=c", "a_b_c"),
-    ("/lead//double/", "lead/double"),
-    ("../up", "_/up"),
-    ("", "unnamed"),
-    (".", "unnamed"),
-    ("größe", "größe"),
-    ("time: s", "time_ s"),
-])
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("train/loss", "train/loss"),
+        ("throughput(tps)", "throughput_tps_"),
+        ("a%b=c", "a_b_c"),
+        ("/lead//double/", "lead/double"),
+        ("../up", "_/up"),
+        ("", "unnamed"),
+        (".", "unnamed"),
+        ("größe", "größe"),
+        ("time: s", "time_ s"),
+    ],
+)
 def test_names(raw: str, expected: str) -> None:
     assert legal.name(raw) == expected
 
@@ -43,8 +46,10 @@ def test_long_names_stay_apart() -> None:
     assert first != second
 
 
-@pytest.mark.parametrize(("raw", "expected"), [(1, 1.0), (True, 1.0), ("0.5", 0.5), (None, None), ("x", None),
-                                              ([1], None), ({}, None), (-2.5, -2.5)])
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [(1, 1.0), (True, 1.0), ("0.5", 0.5), (None, None), ("x", None), ([1], None), ({}, None), (-2.5, -2.5)],
+)
 def test_numbers(raw: object, expected: float | None) -> None:
     assert legal.number(raw) == expected
 

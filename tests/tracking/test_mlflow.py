@@ -49,8 +49,9 @@ def bytes_in(folder: Path) -> int:
 
 
 def link(event: CheckpointSaved) -> Any:
-    return lambda model_id: [Point(key, value, int(event.time) * 1000, event.step, model_id)
-                             for key, value in event.metrics.items()]
+    return lambda model_id: [
+        Point(key, value, int(event.time) * 1000, event.step, model_id) for key, value in event.metrics.items()
+    ]
 
 
 def test_opening_again_finds_the_same_run(tracker: Tracker, folder: RunFolder, run: OpenRun) -> None:
@@ -150,8 +151,9 @@ def test_saving_again_uploads_nothing_and_links_once(tracker: Tracker, run: Open
     assert len(tracker._client.get_run(run.run_id).outputs.model_outputs) == 1
 
 
-def test_an_upload_that_was_cut_short_is_replaced(tracker: Tracker, run: OpenRun, folder: RunFolder,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_was_cut_short_is_replaced(
+    tracker: Tracker, run: OpenRun, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     event = saved(folder, 50)
 
     def die(*arguments: object) -> None:
@@ -180,8 +182,9 @@ def test_one_checkpoint_is_the_best(tracker: Tracker, run: OpenRun, folder: RunF
     assert [(one.step, one.best) for one in tracker.list_checkpoints(run)] == [(10, False), (20, True)]
 
 
-def test_deleting_a_checkpoint_deletes_its_bytes(tracker: Tracker, run: OpenRun, folder: RunFolder, uri: str,
-                                                 request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_deleting_a_checkpoint_deletes_its_bytes(
+    tracker: Tracker, run: OpenRun, folder: RunFolder, uri: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     stored = tmp_path / "artifacts" if uri.startswith("sqlite") else request.getfixturevalue("server").root / "served"
     before = bytes_in(stored)
     for step in (10, 20):
@@ -194,8 +197,9 @@ def test_deleting_a_checkpoint_deletes_its_bytes(tracker: Tracker, run: OpenRun,
     assert [one.step for one in tracker.list_checkpoints(run)] == [20]
 
 
-def test_a_folder_that_goes_during_its_upload_leaves_nothing(tracker: Tracker, run: OpenRun, folder: RunFolder,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_goes_during_its_upload_leaves_nothing(
+    tracker: Tracker, run: OpenRun, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     event = saved(folder, 50)
     upload = tracker._upload
 

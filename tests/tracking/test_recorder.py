@@ -35,8 +35,9 @@ def folder(tmp_path: Path, sqlite: str) -> RunFolder:
 
 
 def rank0(folder: RunFolder, count: int, seconds: float, end: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, FAKE, folder.path, str(count), str(seconds), end], text=True,
-                            stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, FAKE, folder.path, str(count), str(seconds), end], text=True, stdout=subprocess.PIPE
+    )
 
 
 def until(true: Callable[[], object], seconds: float = 60.0) -> None:
@@ -202,7 +203,8 @@ class TestAttempt:
         attempt.say_end_if_unsaid()
         attempt.say_end_if_unsaid()
         assert [(e.status, e.reason, e.error) for e in read_all(folder.events) if isinstance(e, RunEnded)] == [
-            ("FAILED", "first", "trace")]
+            ("FAILED", "first", "trace")
+        ]
 
     def test_what_rank_0_said_stands(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
         append(folder, started(), ended("FAILED", "of an earlier attempt"))
@@ -240,8 +242,10 @@ class TestAttempt:
 def test_a_writer_that_lives_is_told_from_a_dead_one(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     assert not incumbent.writer_lives(folder)
-    code = f"from rankzero.tracking import incumbent, journal; from pathlib import Path; " \
-           f"incumbent.claim(journal.RunFolder(Path({str(folder.path)!r})), 0)"
+    code = (
+        f"from rankzero.tracking import incumbent, journal; from pathlib import Path; "
+        f"incumbent.claim(journal.RunFolder(Path({str(folder.path)!r})), 0)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert not incumbent.writer_lives(folder)
     incumbent.claim(folder, 0)

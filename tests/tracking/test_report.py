@@ -20,15 +20,26 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
         started(**{"train.batch_size": "256", "train.precision": "bf16", "train.epochs": "5", "width": "32"}),
         steps(1, 50),
         StepsLogged([50], [T0 + 50], {"throughput/samples_per_second": [900.0]}),
-        evaluated(25, 0.6), saved(folder, 25), evaluated(50, 0.55, best=False), saved(folder, 50, best=False),
+        evaluated(25, 0.6),
+        saved(folder, 25),
+        evaluated(50, 0.55, best=False),
+        saved(folder, 50, best=False),
         SystemSampled(T0, 0, {f"system/gpu_{i}_utilization_percentage": 80.0 + 10 * i for i in range(2)}),
-        ended(), reason="best val/accuracy 0.6 (target reached)",
+        ended(),
+        reason="best val/accuracy 0.6 (target reached)",
         metrics={"samples_per_second": 1234.0, "samples_per_second_half_width": 5.0, "data_wait_fraction": 0.02},
     )
-    for line in ("### FINISHED: best val/accuracy 0.6 (target reached)",
-                 "`val/accuracy` **0.6** · **1,234** ± 5 samples/s · 50 of 100 steps · 1 min 40 s",
-                 "**0.6** at step 25", "**reached**", "| 85 % |", "Steps 25 (best), 50. Go on from the latest:",
-                 "rankzero resume digits-1 train.epochs=10\n", "`bf16`", "2.0% of the training time"):
+    for line in (
+        "### FINISHED: best val/accuracy 0.6 (target reached)",
+        "`val/accuracy` **0.6** · **1,234** ± 5 samples/s · 50 of 100 steps · 1 min 40 s",
+        "**0.6** at step 25",
+        "**reached**",
+        "| 85 % |",
+        "Steps 25 (best), 50. Go on from the latest:",
+        "rankzero resume digits-1 train.epochs=10\n",
+        "`bf16`",
+        "2.0% of the training time",
+    ):
         assert line in text, text
 
 
@@ -51,8 +62,13 @@ def test_deleted_checkpoints_are_left_out(tmp_path: Path) -> None:
 
 
 def test_nothing_a_user_writes_breaks_the_page() -> None:
-    text = report(started(evil="a|b\n# big <script>`"), evaluated(1, math.nan), reason="x | y\n\n# z",
-                  status="FAILED", error="```\n# not a heading")
+    text = report(
+        started(evil="a|b\n# big <script>`"),
+        evaluated(1, math.nan),
+        reason="x | y\n\n# z",
+        status="FAILED",
+        error="```\n# not a heading",
+    )
     assert "a\\|b # big ‹script>'" in text
     assert "### FAILED: x \\| y # z" in text
     assert "'''" in text

@@ -75,8 +75,10 @@ def test_servers_are_left_alone() -> None:
 
 
 def test_resolving_and_recording_import_no_mlflow() -> None:
-    code = ("import sys, rankzero.tracking.store, rankzero.tracking.recorder, rankzero.tracking.sync;"
-            "sys.exit(bool({'mlflow', 'torch', 'numpy', 'psutil'} & set(sys.modules)))")
+    code = (
+        "import sys, rankzero.tracking.store, rankzero.tracking.recorder, rankzero.tracking.sync;"
+        "sys.exit(bool({'mlflow', 'torch', 'numpy', 'psutil'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

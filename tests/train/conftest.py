@@ -48,8 +48,10 @@ Trainer = Callable[..., Trained]
 
 def tiny(**changes: Any) -> Experiment:
     """Return the tiny experiment; ``train__steps=3`` stands for ``train.steps=3``."""
-    return config.override(experiment_file.load(str(FIXTURES / "tiny.py"))(),
-                           {key.replace("__", "."): value for key, value in changes.items()})
+    return config.override(
+        experiment_file.load(str(FIXTURES / "tiny.py"))(),
+        {key.replace("__", "."): value for key, value in changes.items()},
+    )
 
 
 @pytest.fixture

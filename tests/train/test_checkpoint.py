@@ -58,8 +58,11 @@ def test_the_best_and_the_last_are_kept(tmp_path: Path) -> None:
     assert [event.step for event in events if isinstance(event, CheckpointDeleted)] == [1, 4]
 
 
-@given(st.lists(st.one_of(st.none(), st.floats(allow_infinity=False)), min_size=1, max_size=12), st.integers(0, 4),
-       st.sampled_from(["min", "max"]))
+@given(
+    st.lists(st.one_of(st.none(), st.floats(allow_infinity=False)), min_size=1, max_size=12),
+    st.integers(0, 4),
+    st.sampled_from(["min", "max"]),
+)
 def test_retention_keeps_the_last_and_the_best(values: list[float | None], keep: int, mode: Any) -> None:
     goal = Goal("val/loss", mode)
     manifests = {

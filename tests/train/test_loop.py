@@ -25,8 +25,16 @@ def test_accumulating_four_times_eight_is_a_batch_of_thirty_two(train: Trainer, 
     assert parts.series("train/loss") == pytest.approx(whole.series("train/loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"dropout": 0.3}, {"augment": True, "train__micro_batch": 8},
-                                      {"train__precision": "bf16"}, {"train__schedule": "one_cycle"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dropout": 0.3},
+        {"augment": True, "train__micro_batch": 8},
+        {"train__precision": "bf16"},
+        {"train__schedule": "one_cycle"},
+    ],
+)
 def test_ten_and_ten_more_is_twenty_bit_for_bit(train: Trainer, tmp_path: Path, settings: dict[str, object]) -> None:
     experiment = tiny(train__steps=20, train__log_every=1, train__eval_every=5, **settings)
     straight = train(experiment, tmp_path / "straight")
@@ -96,9 +104,15 @@ def test_a_loss_that_is_no_number_ends_the_run(train: Trainer) -> None:
         train(tiny(fail="nan"))
 
 
-@pytest.mark.parametrize(("fail", "error", "says"), [
-    ("no loss", UserError, "key 'loss'"), ("measure", KeyError, "no such measure"),
-    ("data", OSError, "no such data"), ("model", ZeroDivisionError, "no such model")])
+@pytest.mark.parametrize(
+    ("fail", "error", "says"),
+    [
+        ("no loss", UserError, "key 'loss'"),
+        ("measure", KeyError, "no such measure"),
+        ("data", OSError, "no such data"),
+        ("model", ZeroDivisionError, "no such model"),
+    ],
+)
 def test_the_users_mistakes_come_through(train: Trainer, fail: str, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         train(tiny(fail=fail))

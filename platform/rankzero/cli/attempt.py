@@ -20,8 +20,18 @@ from rankzero.tracking.journal import Identity, RunFolder
 from rankzero.train import launch
 
 # Libraries whose import is slow and harmless in the server that workers are forked from: no threads, no CUDA.
-SLOW_LIBRARIES = {"torchvision", "torchvision.datasets", "torchvision.models", "torchvision.transforms",
-                  "torchvision.transforms.v2", "sklearn", "sklearn.datasets", "scipy", "pandas", "PIL"}
+SLOW_LIBRARIES = {
+    "torchvision",
+    "torchvision.datasets",
+    "torchvision.models",
+    "torchvision.transforms",
+    "torchvision.transforms.v2",
+    "sklearn",
+    "sklearn.datasets",
+    "scipy",
+    "pandas",
+    "PIL",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +95,10 @@ def make_folder(runs: Path, identity: Identity) -> RunFolder:
     try:
         return RunFolder.create(runs, identity)
     except FileExistsError:
-        raise UserError(f"there is a run {identity.name!r} already: choose another --run-name, or go on with it: "
-                        f"rankzero resume {identity.name}") from None
+        raise UserError(
+            f"there is a run {identity.name!r} already: choose another --run-name, or go on with it: "
+            f"rankzero resume {identity.name}"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot write to {runs}: {error.strerror}; choose another folder with --dir") from error
 
@@ -94,8 +106,10 @@ def make_folder(runs: Path, identity: Identity) -> RunFolder:
 def check_name(name: str) -> None:
     """Raise UserError for a run name that is no plain folder name."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
-        raise UserError(f"a run's name may have letters, digits, '.', '_' and '-', and starts with a letter or a "
-                        f"digit: got {name!r}")
+        raise UserError(
+            f"a run's name may have letters, digits, '.', '_' and '-', and starts with a letter or a "
+            f"digit: got {name!r}"
+        )
 
 
 def libraries_of(path: Path) -> list[str]:
@@ -131,8 +145,10 @@ def _finish_tracking(attempt: Attempt, console: Console) -> None:
     with console.status("delivering to MLflow"):
         delivery = sync.wait(attempt.folder)
     if not delivery.done:
-        console.notice(f"not everything is in MLflow yet ({delivery.error or 'its answers are slow'}); nothing is "
-                       f"lost: rankzero sync {attempt.folder.path.name}")
+        console.notice(
+            f"not everything is in MLflow yet ({delivery.error or 'its answers are slow'}); nothing is "
+            f"lost: rankzero sync {attempt.folder.path.name}"
+        )
         return
     for reason in delivery.reasons:
         console.notice(f"MLflow refused something: {reason}")
@@ -152,4 +168,3 @@ def _report(attempt: Attempt, console: Console) -> int:
     if ended.status == "KILLED":
         return RESUMABLE if any(attempt.folder.checkpoints.glob("step_*")) else FAILED
     return FINISHED
-

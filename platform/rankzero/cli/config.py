@@ -17,8 +17,10 @@ def run(arguments: argparse.Namespace) -> int:
         experiment_file.load(arguments.experiment)(), config.parse_assignments(arguments.settings)
     )
     print(config.to_yaml(experiment), end="")
-    rows = [(leaf.key, config.describe_type(leaf.annotation), config.render(leaf.value))
-            for leaf in config.leaves(experiment)]
+    rows = [
+        (leaf.key, config.describe_type(leaf.annotation), config.render(leaf.value))
+        for leaf in config.leaves(experiment)
+    ]
     width = max(len(key) for key, _, _ in rows)
     print("\n# every legal key: type (value)")
     for key, kind, value in rows:

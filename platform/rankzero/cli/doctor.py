@@ -117,8 +117,11 @@ def accelerator() -> Check:
     if not torch.cuda.is_available():
         driver = Path("/sys/module/nvidia/version")
         if driver.exists():
-            return Check("GPUs", f"driver {driver.read_text().strip()}, but PyTorch finds no GPU",
-                         "install a PyTorch built for this driver, or check CUDA_VISIBLE_DEVICES")
+            return Check(
+                "GPUs",
+                f"driver {driver.read_text().strip()}, but PyTorch finds no GPU",
+                "install a PyTorch built for this driver, or check CUDA_VISIBLE_DEVICES",
+            )
         return Check("GPUs", "no NVIDIA driver: training on the CPU, over gloo")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     nccl = ".".join(map(str, torch.cuda.nccl.version()))

@@ -74,8 +74,10 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     saved = config.from_yaml(cls, folder.config.read_text())
     ended = catalog.last_end(folder)
     if ended is not None and ended.status == "FINISHED" and not arguments.settings:
-        raise UserError(f"{folder.path.name} has finished: to train it further, say how far, such as train.epochs="
-                        f"{2 * (saved.train.epochs or 1)}")
+        raise UserError(
+            f"{folder.path.name} has finished: to train it further, say how far, such as train.epochs="
+            f"{2 * (saved.train.epochs or 1)}"
+        )
     return config.override(saved, config.parse_assignments(arguments.settings))
 
 
@@ -94,5 +96,7 @@ def _require_checkpoint(folder: RunFolder) -> None:
         fetch.newest_checkpoint(folder)
         path, problems = checkpoint.newest_intact(folder.checkpoints)
     if path is None:
-        raise UserError(f"{folder.path.name} has no intact checkpoint, here or in MLflow: start it anew"
-                        + "".join(f"\n  {problem}" for problem in problems))
+        raise UserError(
+            f"{folder.path.name} has no intact checkpoint, here or in MLflow: start it anew"
+            + "".join(f"\n  {problem}" for problem in problems)
+        )

@@ -30,8 +30,10 @@ def _deliver(folder: RunFolder) -> int:
     name = folder.identity.name
     result = sync.deliver(folder)
     if result.pending:
-        print(f"{name}: {result.delivered:,} values delivered, the rest not: {result.error or 'no answer'}; "
-              f"try again later: rankzero sync {name}")
+        print(
+            f"{name}: {result.delivered:,} values delivered, the rest not: {result.error or 'no answer'}; "
+            f"try again later: rankzero sync {name}"
+        )
         return FAILED
     refused = f", {result.rejected} refused: {'; '.join(result.reasons)}" if result.rejected else ""
     print(f"{name}: complete, {result.delivered:,} values in MLflow{refused}")

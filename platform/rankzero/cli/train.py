@@ -20,21 +20,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change; see `rankzero config`")
     add_launch_arguments(parser)
     parser.add_argument("--run-name", help="what to call the run (default: the file's name and the time)")
-    parser.add_argument("--experiment-name", help="the MLflow experiment (default: $MLFLOW_EXPERIMENT_NAME or the "
-                        "file's name)")
-    parser.add_argument("--tracking-uri", help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or the "
-                        "embedded store)")
+    parser.add_argument(
+        "--experiment-name", help="the MLflow experiment (default: $MLFLOW_EXPERIMENT_NAME or the file's name)"
+    )
+    parser.add_argument(
+        "--tracking-uri", help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or the embedded store)"
+    )
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("processes (torchrun's options)")
-    group.add_argument("--nproc", "--nproc-per-node", type=int, dest="nproc",
-                       help="processes on this machine (default: one per GPU, or 1)")
+    group.add_argument(
+        "--nproc",
+        "--nproc-per-node",
+        type=int,
+        dest="nproc",
+        help="processes on this machine (default: one per GPU, or 1)",
+    )
     group.add_argument("--nnodes", type=int, default=1, help="machines; run the same command on each")
     group.add_argument("--rdzv-endpoint", help="host:port of the first machine, the same on each")
     group.add_argument("--rdzv-id", default="rankzero", help="what the machines of one job agree to call it")
-    group.add_argument("--max-restarts", type=int, default=0, help="how often failed processes start again, from the "
-                       "newest checkpoint (default: 0)")
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="how often failed processes start again, from the newest checkpoint (default: 0)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -45,8 +45,9 @@ def _require_free(port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:
-            raise UserError(f"port {port} cannot be used ({error}): choose another, rankzero ui --port {port + 1}"
-                            ) from error
+            raise UserError(
+                f"port {port} cannot be used ({error}): choose another, rankzero ui --port {port + 1}"
+            ) from error
 
 
 def _wait_until_up(server: subprocess.Popen[bytes], address: str) -> None:

@@ -60,8 +60,9 @@ class View:
         if "throughput/samples_per_second" in self.values:
             facts.append(f"{self.values['throughput/samples_per_second']:,.0f} samples/s")
             facts.append(f"data wait {self.values['throughput/data_wait_fraction']:.0%}")
-        gpus = [value for name, value in self.system.items()
-                if "/gpu_" in name and name.endswith("_utilization_percentage")]
+        gpus = [
+            value for name, value in self.system.items() if "/gpu_" in name and name.endswith("_utilization_percentage")
+        ]
         if gpus:
             facts.append(f"GPU {sum(gpus) / len(gpus):.0f}%")
         if self.eta_seconds is not None:
@@ -101,8 +102,10 @@ def progress_panel(view: View) -> Group | Text:
     if not view.step:
         return Text("starting…", style="dim")
     row = Table.grid(padding=(0, 1))
-    row.add_row(ProgressBar(total=view.total_steps or view.step, completed=view.step, width=BAR_WIDTH),
-                Text("  ".join(view.facts())))
+    row.add_row(
+        ProgressBar(total=view.total_steps or view.step, completed=view.step, width=BAR_WIDTH),
+        Text("  ".join(view.facts())),
+    )
     return Group(row)
 
 

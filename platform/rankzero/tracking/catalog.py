@@ -124,11 +124,19 @@ def _decoded(line: str) -> Event | None:
 
 
 def _latest_goal(events: list[Event], goal: str) -> float | None:
-    return next((event.metrics[goal] for event in reversed(events)
-                 if isinstance(event, Evaluated) and goal in event.metrics), None)
+    return next(
+        (event.metrics[goal] for event in reversed(events) if isinstance(event, Evaluated) and goal in event.metrics),
+        None,
+    )
 
 
 def _latest_speed(events: list[Event]) -> float | None:
     name = "throughput/samples_per_second"
-    return next((event.metrics[name][-1] for event in reversed(events)
-                 if isinstance(event, StepsLogged) and name in event.metrics), None)
+    return next(
+        (
+            event.metrics[name][-1]
+            for event in reversed(events)
+            if isinstance(event, StepsLogged) and name in event.metrics
+        ),
+        None,
+    )

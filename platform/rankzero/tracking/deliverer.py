@@ -112,8 +112,9 @@ class Deliverer:
     def _unread(self) -> int:
         return state.unread_bytes(self._folder, self._taken)
 
-    def _try(self, action: Callable[[], bool], backoff: Backoff,
-             set_aside: Callable[[str], None] | None = None) -> bool:
+    def _try(
+        self, action: Callable[[], bool], backoff: Backoff, set_aside: Callable[[str], None] | None = None
+    ) -> bool:
         try:
             did = action()
         except Exception as error:  # a hostile value, a full disk, a server on fire: none of them may end the delivery

@@ -24,8 +24,17 @@ Format = Literal["pt2", "pickle"]
 log = logging.getLogger(__name__)
 
 
-def log_model(tracker: Tracker, run: OpenRun, model: Any, example: Any, *, step: int, name: str = "model",
-              code_paths: Sequence[Path] = (), tags: Mapping[str, str] | None = None) -> str:
+def log_model(
+    tracker: Tracker,
+    run: OpenRun,
+    model: Any,
+    example: Any,
+    *,
+    step: int,
+    name: str = "model",
+    code_paths: Sequence[Path] = (),
+    tags: Mapping[str, str] | None = None,
+) -> str:
     """Save the model for inference and upload it; return the logged model's id.
 
     `example`: a batch as the model takes it, a tensor or a tuple of tensors.

@@ -178,7 +178,7 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def _lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[str], int]:

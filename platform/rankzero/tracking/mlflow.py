@@ -100,7 +100,9 @@ class Tracker:
         if found is not None:
             return found
         run = self._client.create_run(
-            self._experiment_id(identity), start_time=int(start_seconds * 1000), run_name=identity.name,
+            self._experiment_id(identity),
+            start_time=int(start_seconds * 1000),
+            run_name=identity.name,
             tags=_birth_tags(identity),
         )
         return OpenRun(run.info.run_id, run.info.experiment_id, {})
@@ -177,8 +179,9 @@ class Tracker:
         with _patience():
             self._client.log_artifacts(run_id, str(path), folder)
 
-    def save_checkpoint(self, run: OpenRun, event: CheckpointSaved, folder: Path,
-                        points: Callable[[str], Sequence[Point]]) -> str:
+    def save_checkpoint(
+        self, run: OpenRun, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]
+    ) -> str:
         """Upload the checkpoint's folder as a logged model and return its id; again: nothing happens.
 
         `points` gives the metrics to link to the model. The model is READY only when all of it is there;
@@ -200,8 +203,9 @@ class Tracker:
         """Return the run's checkpoints by step, those whose upload was cut short included."""
         models = self._checkpoint_models(run)
         return sorted(
-            Checkpoint(int(m.tags["rankzero.step"]), m.model_id, str(m.status), m.tags.get("rankzero.best") == "true",
-                       m.tags)
+            Checkpoint(
+                int(m.tags["rankzero.step"]), m.model_id, str(m.status), m.tags.get("rankzero.best") == "true", m.tags
+            )
             for m in models
         )
 
@@ -248,7 +252,9 @@ class Tracker:
             return _record(self._client.get_run(name_or_id))
         name = name_or_id.replace("'", "")
         runs = self._client.search_runs(
-            self._experiment_ids(None), f"attributes.run_name = '{name}'", max_results=1,
+            self._experiment_ids(None),
+            f"attributes.run_name = '{name}'",
+            max_results=1,
             order_by=["attributes.start_time DESC"],
         )
         if not runs:
@@ -281,8 +287,10 @@ class Tracker:
             experiment = self._client.get_experiment_by_name(identity.experiment)
             if experiment is not None:
                 if experiment.lifecycle_stage == "deleted":
-                    raise TrackingError(f"the MLflow experiment {identity.experiment!r} was deleted; use another name, "
-                                        f"or: mlflow experiments restore -x {experiment.experiment_id}")
+                    raise TrackingError(
+                        f"the MLflow experiment {identity.experiment!r} was deleted; use another name, "
+                        f"or: mlflow experiments restore -x {experiment.experiment_id}"
+                    )
                 return str(experiment.experiment_id)
             with contextlib.suppress(MlflowException):
                 return self._create_experiment(identity)
@@ -317,16 +325,23 @@ class Tracker:
             if not token:
                 return found
 
-    def _upload_checkpoint(self, run: OpenRun, event: CheckpointSaved, folder: Path,
-                           points: Callable[[str], Sequence[Point]]) -> str:
+    def _upload_checkpoint(
+        self, run: OpenRun, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]
+    ) -> str:
         names = _names(folder)
         if not names:
             raise FileNotFoundError(folder)
         model = self._client.create_logged_model(
-            run.experiment_id, name=f"checkpoint-step-{event.step}", source_run_id=run.run_id,
-            params={"step": str(event.step)}, model_type="checkpoint",
-            tags={"rankzero.step": str(event.step), "rankzero.best": str(event.best).lower(),
-                  "rankzero.saved_at": repr(event.time)},
+            run.experiment_id,
+            name=f"checkpoint-step-{event.step}",
+            source_run_id=run.run_id,
+            params={"step": str(event.step)},
+            model_type="checkpoint",
+            tags={
+                "rankzero.step": str(event.step),
+                "rankzero.best": str(event.best).lower(),
+                "rankzero.saved_at": repr(event.time),
+            },
         )
         self._upload(model, folder)
         if _names(folder) != names:  # retention was faster than the upload
@@ -355,8 +370,9 @@ class Tracker:
                 self._client.set_logged_model_tags(model.model_id, {"rankzero.best": "false"})
 
 
-def save_pytorch(model: Any, folder: Path, inputs: Sequence[Any], output: Any, kind: str,
-                 code_paths: Sequence[Path]) -> None:
+def save_pytorch(
+    model: Any, folder: Path, inputs: Sequence[Any], output: Any, kind: str, code_paths: Sequence[Path]
+) -> None:
     """Write the module in MLflow's layout, its signature taken from arrays; the first dimension is any batch size.
 
     `kind` is pt2 or pickle. `mlflow.pytorch.log_model` would also download every metric's history, and try out
@@ -369,9 +385,12 @@ def save_pytorch(model: Any, folder: Path, inputs: Sequence[Any], output: Any, k
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about torch's own internals
         mlflow.pytorch.save_model(
-            model, str(folder), serialization_format=kind,
-            signature=ModelSignature(Schema(_specs("input", inputs)),
-                                     None if output is None else Schema(_specs("output", [output]))),
+            model,
+            str(folder),
+            serialization_format=kind,
+            signature=ModelSignature(
+                Schema(_specs("input", inputs)), None if output is None else Schema(_specs("output", [output]))
+            ),
             input_example=inputs[0] if len(inputs) == 1 else list(inputs),
             code_paths=[str(path) for path in code_paths] or None,
             pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", "torch", "numpy")],
@@ -381,8 +400,10 @@ def save_pytorch(model: Any, folder: Path, inputs: Sequence[Any], output: Any, k
 def _specs(name: str, arrays: Sequence[Any]) -> list[Any]:
     from mlflow.types import TensorSpec
 
-    return [TensorSpec(array.dtype, (-1, *array.shape[1:]), f"{name}_{i}" if len(arrays) > 1 else None)
-            for i, array in enumerate(arrays)]
+    return [
+        TensorSpec(array.dtype, (-1, *array.shape[1:]), f"{name}_{i}" if len(arrays) > 1 else None)
+        for i, array in enumerate(arrays)
+    ]
 
 
 def _birth_tags(identity: Identity) -> dict[str, str]:
@@ -407,11 +428,17 @@ def _record(run: Run) -> RunRecord:
     goal = tags.get("rankzero.goal")
     best = legal.number(tags.get("rankzero.best"))
     return RunRecord(
-        name=run.info.run_name, run_id=run.info.run_id, experiment_id=run.info.experiment_id, status=run.info.status,
-        start_time=run.info.start_time / 1000, goal=goal,
+        name=run.info.run_name,
+        run_id=run.info.run_id,
+        experiment_id=run.info.experiment_id,
+        status=run.info.status,
+        start_time=run.info.start_time / 1000,
+        goal=goal,
         best=best if best is not None or goal is None else metrics.get(goal),
         samples_per_second=metrics.get(f"{WHOLE_RUN}/samples_per_second", metrics.get(SPEED)),
-        metrics=metrics, params=run.data.params, tags=tags,
+        metrics=metrics,
+        params=run.data.params,
+        tags=tags,
     )
 
 

@@ -143,8 +143,15 @@ def _git(project_dir: Path, *words: str) -> str | None:
     command = ["git", "-c", "core.fsmonitor=false", "--no-pager", *words]
     environ = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(command, cwd=project_dir, env=environ, capture_output=True, timeout=GIT_SECONDS,
-                              check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            cwd=project_dir,
+            env=environ,
+            capture_output=True,
+            timeout=GIT_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode(errors="replace") if done.returncode == 0 else None

@@ -43,14 +43,16 @@ def _torchrun(environ: Mapping[str, str]) -> Ranks | None:
 
 def _horovod(environ: Mapping[str, str]) -> Ranks | None:
     prefix = "HOROVOD_"
-    return _read(environ, prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE",
-                 prefix + "CROSS_RANK")
+    return _read(
+        environ, prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE", prefix + "CROSS_RANK"
+    )
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Ranks | None:
     prefix = "OMPI_COMM_WORLD_"
-    return _read(environ, prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE",
-                 prefix + "NODE_RANK")
+    return _read(
+        environ, prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE", prefix + "NODE_RANK"
+    )
 
 
 def _slurm(environ: Mapping[str, str]) -> Ranks | None:
@@ -71,8 +73,9 @@ def _tensorflow(environ: Mapping[str, str]) -> Ranks | None:
     return Ranks(rank=rank, world_size=max(1, len(workers)), node_rank=rank)
 
 
-def _read(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str, node: str
-          ) -> Ranks | None:
+def _read(
+    environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str, node: str
+) -> Ranks | None:
     if rank not in environ or size not in environ:
         return None
     try:

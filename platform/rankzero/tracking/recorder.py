@@ -56,8 +56,9 @@ def start(folder: RunFolder, gpu_uuids: Sequence[str], node: int, node_count: in
         *("--job", str(_job_root(os.environ)), "--gpus", *gpu_uuids),
     ]
     with (folder.path / _suffixed("recorder.log", node)).open("ab") as output:
-        process = subprocess.Popen(command, stdin=reader, stdout=output, stderr=output, env=_environment(os.environ),
-                                   start_new_session=True)  # so that a Ctrl-C at the terminal passes it by
+        process = subprocess.Popen(
+            command, stdin=reader, stdout=output, stderr=output, env=_environment(os.environ), start_new_session=True
+        )  # so that a Ctrl-C at the terminal passes it by
     os.close(reader)
     _reap()
     _children.add(process.pid)

@@ -58,8 +58,14 @@ def fold(events: Iterable[Event]) -> Facts:
 
 def markdown(name: str, facts: Facts, end: RunEnded) -> str:
     """Return the report. `name` is what `rankzero train --resume` takes."""
-    parts = [_headline(end), _lead(facts, end), _results(facts, end), _error(end), _checkpoints(name, facts, end),
-             _setting(facts)]
+    parts = [
+        _headline(end),
+        _lead(facts, end),
+        _results(facts, end),
+        _error(end),
+        _checkpoints(name, facts, end),
+        _setting(facts),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -140,8 +146,11 @@ def _lead(facts: Facts, end: RunEnded) -> str:
     parts = []
     if facts.best is not None:
         parts.append(f"`{facts.goal.metric}` **{_number(facts.best)}**")
-    parts += [f"{value} steps" if title == "Steps" else value
-              for title, value in (*_speed_rows(facts, end), *_progress_rows(facts)) if title != "Waiting for data"]
+    parts += [
+        f"{value} steps" if title == "Steps" else value
+        for title, value in (*_speed_rows(facts, end), *_progress_rows(facts))
+        if title != "Waiting for data"
+    ]
     return " · ".join(parts)
 
 
@@ -185,8 +194,11 @@ def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
 
 
 def _gpu_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    names = {"utilization_percentage": ("GPU busy, mean", "%"), "memory_usage_percentage": ("GPU memory, mean", "%"),
-             "power_usage_watts": ("GPU power, mean", "W")}
+    names = {
+        "utilization_percentage": ("GPU busy, mean", "%"),
+        "memory_usage_percentage": ("GPU memory, mean", "%"),
+        "power_usage_watts": ("GPU power, mean", "W"),
+    }
     for key, (title, unit) in names.items():
         if key in facts.gpu_sums:
             total, count = facts.gpu_sums[key]
@@ -217,8 +229,11 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
 def _setting(facts: Facts) -> str:
     params = facts.params
     own = [key for key in params if "." not in key]
-    rows = [(f"`{key}`", f"`{_inline(params[key])}`") for key in (*own, *HIGHLIGHTS)
-            if key in params and params[key] != "none"]
+    rows = [
+        (f"`{key}`", f"`{_inline(params[key])}`")
+        for key in (*own, *HIGHLIGHTS)
+        if key in params and params[key] != "none"
+    ]
     return GAP + "### Setting\n\n" + _table(("Setting", "Value"), rows) if rows else ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from rankzero.tracking.ranks import Ranks
 class RunLog:
     """Rank 0's way to write a run; on other ranks every call does nothing. A `Hook`."""
 
-    def __init__(self, folder: RunFolder, journal: Journal | None, attempt: int, recording: Any,
-                 hooks: Sequence[Hook] = ()) -> None:
+    def __init__(
+        self, folder: RunFolder, journal: Journal | None, attempt: int, recording: Any, hooks: Sequence[Hook] = ()
+    ) -> None:
         self.folder, self.attempt = folder, attempt
         self._journal, self._recording = journal, recording
         self._emit = Emitter([journal, *hooks] if journal is not None else ())
@@ -28,7 +29,9 @@ class RunLog:
         folder = RunFolder.open_or_create(runs, identity) if ranks.local_rank == 0 else RunFolder(runs / identity.name)
         attempt = 1 + sum(isinstance(event, RunStarted) for event in read_all(folder.events)) if ranks.first else 0
         journal = Journal(folder.events) if ranks.first else None
-        recording = recorder.start(folder, gpu_uuids, ranks.node_rank, ranks.node_count) if ranks.local_rank == 0 else None
+        recording = (
+            recorder.start(folder, gpu_uuids, ranks.node_rank, ranks.node_count) if ranks.local_rank == 0 else None
+        )
         return cls(folder, journal, attempt, recording)
 
     def __call__(self, event: Event) -> None:

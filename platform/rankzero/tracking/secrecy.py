@@ -12,8 +12,9 @@ _NAME = (  # `token` and `auth` end there: tokenizer, max_tokens and author are 
     r"[\w.\-]*"
 )
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
-_ASSIGNMENT = re.compile(rf"(?P<name>\b{_NAME}[\"']?\s*(?:=|:)\s*)(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s,;)\]}}]+)",
-                         re.IGNORECASE)
+_ASSIGNMENT = re.compile(
+    rf"(?P<name>\b{_NAME}[\"']?\s*(?:=|:)\s*)(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s,;)\]}}]+)", re.IGNORECASE
+)
 _USERINFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.\-]*://)[^/\s@]+@", re.IGNORECASE)
 _SHAPES = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"

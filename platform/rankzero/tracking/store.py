@@ -67,8 +67,10 @@ def prepare_store(tracking_uri: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _create_database(path)
     except (OSError, sqlite3.Error) as error:
-        raise TrackingError(f"cannot write the tracking store {path}: {error}; choose another folder or set "
-                            "MLFLOW_TRACKING_URI to a server's address") from error
+        raise TrackingError(
+            f"cannot write the tracking store {path}: {error}; choose another folder or set "
+            "MLFLOW_TRACKING_URI to a server's address"
+        ) from error
 
 
 def sqlite_path(tracking_uri: str) -> Path | None:
@@ -110,21 +112,26 @@ def deep_link(base_url: str, experiment_id: str, run_id: str) -> str:
 def _absolute_sqlite(uri: str) -> str:
     path = sqlite_path(uri)
     if path is None or not path.name or ":memory:" in uri:
-        raise TrackingError(f"the tracking URI {uri!r} names no file: processes could not share it; "
-                            "use sqlite:////absolute/path/mlflow.db")
+        raise TrackingError(
+            f"the tracking URI {uri!r} names no file: processes could not share it; "
+            "use sqlite:////absolute/path/mlflow.db"
+        )
     return f"sqlite:///{path.absolute()}"
 
 
 def _refuse_file_store(root: Path) -> None:
     if (root / DATABASE).exists() or not any(meta.parent.name.isdigit() for meta in root.glob("*/meta.yaml")):
         return
-    raise TrackingError(f"{root} holds runs of MLflow's old file store, which it no longer writes to"
-                        + _migration_hint(root, root))
+    raise TrackingError(
+        f"{root} holds runs of MLflow's old file store, which it no longer writes to" + _migration_hint(root, root)
+    )
 
 
 def _migration_hint(source: Path, root: Path) -> str:
-    return (f". To keep its runs: mlflow migrate-filestore --source {source} --target {default_tracking_uri(root)}"
-            ". To start afresh: move the folder away")
+    return (
+        f". To keep its runs: mlflow migrate-filestore --source {source} --target {default_tracking_uri(root)}"
+        ". To start afresh: move the folder away"
+    )
 
 
 def _create_database(path: Path) -> None:

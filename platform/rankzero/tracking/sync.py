@@ -37,14 +37,20 @@ def status(folder: RunFolder) -> Delivery:
     heard = claim is None or claim.time <= progress.updated  # else a newer attempt has only just begun
     unread = state.unread_bytes(folder, {folder.events.name: 0, **progress.offsets})
     return Delivery(
-        progress.delivered, unread + len(progress.waiting) + (progress.ending is not None), progress.rejected,
-        progress.done and heard and not unread, progress.error, progress.run_id, progress.experiment_id,
+        progress.delivered,
+        unread + len(progress.waiting) + (progress.ending is not None),
+        progress.rejected,
+        progress.done and heard and not unread,
+        progress.error,
+        progress.run_id,
+        progress.experiment_id,
         tuple(progress.reasons),
     )
 
 
-def wait(folder: RunFolder, timeout: float = GRACE_SECONDS,
-         on_progress: Callable[[Delivery], None] | None = None) -> Delivery:
+def wait(
+    folder: RunFolder, timeout: float = GRACE_SECONDS, on_progress: Callable[[Delivery], None] | None = None
+) -> Delivery:
     """Return once the recorder is done, has given up, or has made no progress for `timeout` seconds."""
     before, moved = status(folder), time.monotonic()
     while not before.done and time.monotonic() - moved < timeout and _recorder_lives(folder):
@@ -57,8 +63,9 @@ def wait(folder: RunFolder, timeout: float = GRACE_SECONDS,
     return status(folder)
 
 
-def deliver(folder: RunFolder, *, on_progress: Callable[[Delivery], None] | None = None,
-            patience: float = GRACE_SECONDS) -> Delivery:
+def deliver(
+    folder: RunFolder, *, on_progress: Callable[[Delivery], None] | None = None, patience: float = GRACE_SECONDS
+) -> Delivery:
     """Deliver what a dead recorder left, of all nodes, in this process.
 
     Gives up `patience` seconds after the last progress. A run whose writer died without a word is
@@ -73,8 +80,9 @@ def deliver(folder: RunFolder, *, on_progress: Callable[[Delivery], None] | None
     return status(folder)
 
 
-def _deliver_node(folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None,
-                  patience: float) -> None:
+def _deliver_node(
+    folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None, patience: float
+) -> None:
     if node == 0 and not incumbent.writer_lives(folder) and not _is_ended(folder):
         claim = incumbent.latest(folder, 0)
         say_end(folder, claim.time if claim else 0.0)

@@ -119,8 +119,9 @@ def superseded(manifests: Mapping[Path, Manifest], keep: int, goal: Goal) -> lis
     return [path for path in manifests if path not in kept]
 
 
-def write(target: Path, save_state: Callable[[Path], None], step: int, metrics: Mapping[str, float],
-          best: bool) -> None:
+def write(
+    target: Path, save_state: Callable[[Path], None], step: int, metrics: Mapping[str, float], best: bool
+) -> None:
     """Write a checkpoint's folder in one step: a reader sees all of it or nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(TEMPORARY + target.name)

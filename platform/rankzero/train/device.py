@@ -26,8 +26,10 @@ def check_gpus(processes: int) -> None:
     """Raise UserError where a node has GPUs, but fewer than `processes`."""
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
-        raise UserError(f"{processes} processes need {processes} GPUs, but this machine shows {gpus}: "
-                        f"use --nproc {gpus}, or CUDA_VISIBLE_DEVICES= to train on the CPU")
+        raise UserError(
+            f"{processes} processes need {processes} GPUs, but this machine shows {gpus}: "
+            f"use --nproc {gpus}, or CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
 
 
 def set_threads(ranks: Ranks) -> None:
@@ -49,8 +51,11 @@ def gpu_uuids(ranks: Ranks) -> list[str]:
 
 def describe(world: World) -> dict[str, str]:
     """Return what the run computes with, as tags."""
-    facts = {"rankzero.torch": torch.__version__, "rankzero.world_size": str(world.size),
-             "rankzero.device": world.device.type}
+    facts = {
+        "rankzero.torch": torch.__version__,
+        "rankzero.world_size": str(world.size),
+        "rankzero.device": world.device.type,
+    }
     if world.device.type != "cuda":
         return facts
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -59,8 +59,16 @@ def best(folder: RunFolder) -> None:
     tracker = Tracker(identity.tracking_uri)
     run = OpenRun(delivery.run_id, delivery.experiment_id, {})
     source, _ = experiment_file.split(identity.experiment_file or "")
-    model_id = export.log_model(tracker, run, model, example_of(experiment, model), step=step, name=NAME,
-                                code_paths=[source], tags={"rankzero.step": str(step), "rankzero.model": "best"})
+    model_id = export.log_model(
+        tracker,
+        run,
+        model,
+        example_of(experiment, model),
+        step=step,
+        name=NAME,
+        code_paths=[source],
+        tags={"rankzero.step": str(step), "rankzero.model": "best"},
+    )
     write_atomically(folder.path / MARK, json.dumps({"step": step, "model_id": model_id}))
     if before is not None:
         tracker.delete_checkpoint(before["model_id"])
@@ -74,14 +82,17 @@ def example_of(experiment: Experiment, model: nn.Module) -> tuple[Tensor, ...]:
     _, val_set = experiment.data()
     feed = Feed(val_set, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate)
     seen: list[tuple[Any, Any]] = []
-    handle = model.register_forward_pre_hook(lambda _module, args, kwargs: seen.append((args, kwargs)),
-                                             with_kwargs=True)
+    handle = model.register_forward_pre_hook(
+        lambda _module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+    )
     with handle, torch.no_grad():
         experiment.measure(model, next(iter(feed.evaluate(EXAMPLE_SAMPLES, 0, 1))))
     args, kwargs = seen[0]
     if kwargs or not args or not all(isinstance(arg, Tensor) for arg in args):
-        raise ValueError(f"measure() calls the model with {_kinds(args, kwargs)}; only models that take tensors, by "
-                         "position, are logged (train.log_model=false: none is)")
+        raise ValueError(
+            f"measure() calls the model with {_kinds(args, kwargs)}; only models that take tensors, by "
+            "position, are logged (train.log_model=false: none is)"
+        )
     return tuple(args)
 
 

@@ -60,9 +60,13 @@ def first(folder: Path) -> Failure | None:
 
 def _users_frame(trace: TracebackType | None) -> str | None:
     """Return ``file.py, line 31, in measure`` of the innermost frame that is the user's."""
-    frames = [frame for frame in traceback.extract_tb(trace)
-              if not frame.filename.startswith((OURS, "<")) and "site-packages" not in frame.filename
-              and "/lib/python" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not frame.filename.startswith((OURS, "<"))
+        and "site-packages" not in frame.filename
+        and "/lib/python" not in frame.filename
+    ]
     if not frames:
         return None
     return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}"

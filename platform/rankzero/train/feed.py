@@ -32,8 +32,16 @@ class Feed:
     `workers`: loading processes; None: as many as the cores allow, none for a TensorDataset.
     """
 
-    def __init__(self, dataset: Any, device: torch.device, *, seed: int, workers: int | None, collate: Collate,
-                 local_world_size: int = 1) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device,
+        *,
+        seed: int,
+        workers: int | None,
+        collate: Collate,
+        local_world_size: int = 1,
+    ) -> None:
         self.device = device
         self.samples = len(dataset)
         self._tensors = _tensors(dataset, device)
@@ -69,8 +77,7 @@ class Feed:
             batch = [tensor.index_select(0, here) for tensor in tensors]
             yield batch if home == self.device else to_device(batch, self.device)
 
-    def _loader(self, keys: Iterable[tuple[int, Tensor]], workers: int, *, persistent: bool = False
-                ) -> DataLoader[Any]:
+    def _loader(self, keys: Iterable[tuple[int, Tensor]], workers: int, *, persistent: bool = False) -> DataLoader[Any]:
         return DataLoader(
             self._dataset,
             batch_sampler=_KeyBatches(keys),

@@ -228,8 +228,10 @@ def evaluate(job: Job, state: State, names: Sequence[str]) -> dict[str, float]:
 def evaluation(job: Job, state: State, report: Report) -> tuple[dict[str, float], bool]:
     """Evaluate, compare the replicas, and tell whether the goal metric is the best so far."""
     if not job.world.same(checksum(state.model)):
-        raise UserError(f"the ranks' parameters differ after step {state.step}: something changes the model on "
-                        "one rank only, such as a write to a parameter outside the optimizer")
+        raise UserError(
+            f"the ranks' parameters differ after step {state.step}: something changes the model on "
+            "one rank only, such as a write to a parameter outside the optimizer"
+        )
     metrics, goal = evaluate(job, state, list(report.values)), job.experiment.goal
     if goal.metric not in metrics:
         raise UserError(f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric")
@@ -239,8 +241,9 @@ def evaluation(job: Job, state: State, report: Report) -> tuple[dict[str, float]
     return metrics, better
 
 
-def save(job: Job, state: State, checkpoints: Checkpoints | None, emit: Hook, metrics: Mapping[str, float],
-         best: bool) -> None:
+def save(
+    job: Job, state: State, checkpoints: Checkpoints | None, emit: Hook, metrics: Mapping[str, float], best: bool
+) -> None:
     """Have a checkpoint written. A collective: every rank hands over its random state."""
     randoms = job.world.gather(randomness.state(job.world.device))
     if checkpoints is not None:

@@ -60,8 +60,9 @@ class Window:
         try:
             self._rows.append([metrics[name] for name in self._names])
         except KeyError as error:
-            raise UserError(f"measure() left out {error} that it returned before: return the same keys "
-                            "every time") from None
+            raise UserError(
+                f"measure() left out {error} that it returned before: return the same keys every time"
+            ) from None
 
     def reduce(self, stop_code: int, seconds: float, data_wait_seconds: float) -> Report:
         """Add up the window over all ranks and start a new one. The platform's only collective and host sync."""
@@ -100,8 +101,11 @@ class Means:
 
     def reduce(self, names: Sequence[str]) -> dict[str, float]:
         """Return the means over all ranks' samples. A collective: a rank without samples must call it too."""
-        sums = self._sums if self._sums is not None else torch.zeros(len(names), dtype=torch.float64,
-                                                                    device=self._world.device)
+        sums = (
+            self._sums
+            if self._sums is not None
+            else torch.zeros(len(names), dtype=torch.float64, device=self._world.device)
+        )
         count = torch.tensor([self._samples], dtype=torch.float64, device=sums.device)
         *totals, samples = self._world.sum(torch.cat([sums, count])).tolist()
         return {name: total / samples for name, total in zip(self._names or names, totals, strict=True)}

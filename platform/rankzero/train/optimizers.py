@@ -15,8 +15,10 @@ def fused(optimizer: Optimizer) -> Optimizer:
     """
     if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state:
         return optimizer
-    if any(group.get("fused", False) is not None or group.get("foreach") or group.get("differentiable")
-           for group in optimizer.param_groups):
+    if any(
+        group.get("fused", False) is not None or group.get("foreach") or group.get("differentiable")
+        for group in optimizer.param_groups
+    ):
         return optimizer
     with contextlib.suppress(RuntimeError, ValueError, TypeError):  # this device or number format has no fused form
         return _rebuilt(optimizer)

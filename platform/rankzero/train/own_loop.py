@@ -54,8 +54,14 @@ def track(
     root = Path(folder or os.environ.get("RANKZERO_DIR", "mlruns")).absolute()
     uri = store.resolve_tracking_uri(tracking_uri, os.environ, root)
     store.prepare_store(uri)
-    identity = Identity(name or new_name(experiment.replace("/", "-").replace(" ", "-")), secrets.token_hex(16),
-                        experiment, uri, store.artifact_root(uri), project_dir=str(Path.cwd()))
+    identity = Identity(
+        name or new_name(experiment.replace("/", "-").replace(" ", "-")),
+        secrets.token_hex(16),
+        experiment,
+        uri,
+        store.artifact_root(uri),
+        project_dir=str(Path.cwd()),
+    )
     RunFolder.open_or_create(root / "runs", identity)
     log = RunLog.open(root / "runs", identity, mine, ())
     return TrackedRun(log, goal or Goal(), keep, params_of(config))
@@ -90,8 +96,9 @@ class TrackedRun:
             self._log(RunStarted(time.time(), self._params, environment, self._log.attempt))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-                 ) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._log is None:
             return
         self._flush()
@@ -206,6 +213,9 @@ def _status(error: BaseException | None) -> tuple[Status, str]:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return "FINISHED", "finished"
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        return ("KILLED", "stopped by Ctrl-C") if isinstance(error, KeyboardInterrupt) else (
-            "FAILED", f"exited with {error.code}")
+        return (
+            ("KILLED", "stopped by Ctrl-C")
+            if isinstance(error, KeyboardInterrupt)
+            else ("FAILED", f"exited with {error.code}")
+        )
     return "FAILED", f"{type(error).__name__}: {error}"

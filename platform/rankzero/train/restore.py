@@ -31,8 +31,10 @@ def apply(saved: dict[str, Any], job: Job, state: State) -> None:
     """Set the model, optimizer, scaler, random states and position to `saved`. Raises UserError where they differ."""
     for name, mine in (("batch_size", job.plan.batch_size), ("samples", job.plan.samples)):
         if saved[name] != mine:
-            raise UserError(f"the checkpoint was trained with {name} {saved[name]}, now it is {mine}: the data order "
-                            "would change; start a new run instead")
+            raise UserError(
+                f"the checkpoint was trained with {name} {saved[name]}, now it is {mine}: the data order "
+                "would change; start a new run instead"
+            )
     try:
         state.model.load_state_dict(saved["model"])
         state.optimizer.load_state_dict(saved["optimizer"])

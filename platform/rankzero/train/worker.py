@@ -144,8 +144,14 @@ def build(experiment: Experiment, world: World) -> tuple[Job, State]:
     replica = world.replicate(model)
     randomness.seed_all(train.seed, 1 + world.ranks.rank)
     feeds = [
-        Feed(dataset, world.device, seed=train.seed, workers=train.workers, collate=experiment.collate,
-             local_world_size=world.ranks.local_world_size)
+        Feed(
+            dataset,
+            world.device,
+            seed=train.seed,
+            workers=train.workers,
+            collate=experiment.collate,
+            local_world_size=world.ranks.local_world_size,
+        )
         for dataset in (train_set, val_set)
     ]
     total = train.steps or (train.epochs or 0) * plan.steps_per_epoch
@@ -161,8 +167,9 @@ def _data(experiment: Experiment) -> tuple[Any, Any]:
     except (TypeError, ValueError) as error:
         raise UserError(f"data() must return two map-style data sets (training, validation): {error}") from error
     if not all(sizes):
-        raise UserError("data() returned an empty data set: the training set has {} samples, the validation set "
-                        "{}".format(*sizes))
+        raise UserError(
+            "data() returned an empty data set: the training set has {} samples, the validation set {}".format(*sizes)
+        )
     return train_set, val_set
 
 
