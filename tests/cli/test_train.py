@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 import signal
+import socket
+import statistics
 import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from cli.conftest import TINY, Command, events, losses
-from rankzero.events import Evaluated, RunEnded, RunStarted
+from rankzero.events import Evaluated, RunEnded, RunStarted, StepsLogged
 from rankzero.tracking.catalog import mlflow_id
 from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.mlflow import RunRecord, Tracker
+from rankzero.tracking.store import server_command, server_environment
 from rankzero.train import checkpoint
 
 
@@ -185,3 +193,51 @@ def test_output_of_rank_zero_and_a_broken_pipe(rankzero: Command) -> None:
     done = subprocess.run(shell, shell=True, cwd=rankzero.folder, env=rankzero.environ, capture_output=True, text=True,
                           check=True)  # fmt: skip
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.timeout(200)
+def test_a_server_that_dies_costs_nothing_and_loses_nothing(rankzero: Command, tmp_path: Path) -> None:
+    with mlflow_server(tmp_path / "server") as (uri, _):
+        process = rankzero.start("train", TINY, "--tracking-uri", uri, "--nproc", 2, "--run-name", "outage",
+                                 "step_seconds=0.02", "train.steps=400", "train.log_every=5")  # fmt: skip
+        folder = rankzero.wait_for_step(60)
+    down = max(losses(folder))
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "rankzero sync outage" in output
+    times = step_times(folder)
+    before, after = times[10 : down - 5], times[down + 5 :]
+    assert statistics.median(after) < 1.5 * statistics.median(before)
+    with mlflow_server(tmp_path / "server", port=int(uri.rpartition(":")[2])):
+        code, output = rankzero("sync", "outage")
+        assert code == 0, output
+        assert tracked_losses(folder) == losses(folder) and len(losses(folder)) == 400
+        assert tracked(folder).status == "FINISHED"
+
+
+def step_times(folder: RunFolder) -> list[float]:
+    """Return the seconds between steps."""
+    logged = [event for event in events(folder) if isinstance(event, StepsLogged) and "train/loss" in event.metrics]
+    moments = [moment for event in logged for moment in event.times]
+    return [later - earlier for earlier, later in itertools.pairwise(moments)]
+
+
+@contextlib.contextmanager
+def mlflow_server(root: Path, port: int | None = None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run MLflow's server for the duration of the block; its end is a SIGKILL."""
+    root.mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port or 0))
+        port = int(probe.getsockname()[1])
+    uri = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen(server_command(root, port), env=server_environment(os.environ), start_new_session=True,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=1):
+                break
+            time.sleep(0.1)
+        yield uri, process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -30,7 +30,7 @@ def test_accumulating_four_times_eight_is_a_batch_of_thirty_two(train: Trainer, 
     [
         {},
         {"dropout": 0.3},
-        {"augment": True, "train__micro_batch": 8},
+        {"augment": True, "dropout": 0.3, "train__micro_batch": 8},
         {"train__precision": "bf16"},
         {"train__schedule": "one_cycle"},
     ],

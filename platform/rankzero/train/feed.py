@@ -86,6 +86,7 @@ class Feed:
             pin_memory=self.device.type == "cuda",
             prefetch_factor=4 if workers else None,
             persistent_workers=persistent and workers > 0,
+            generator=torch.Generator(),  # its own: starting an iterator would draw from the model's
         )
 
     def _load(self, loader: DataLoader[Any]) -> Iterator[Any]:

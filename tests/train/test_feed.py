@@ -1,0 +1,101 @@
+"""From data set to device: augmentation that does not depend on who loads, batches out of memory."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from rankzero.train.data import Plan
+from rankzero.train.feed import Feed, loader_workers, samples_in, to_device
+
+CPU = torch.device("cpu")
+
+
+class Noise(Dataset[Tensor]):
+    """Each item is its index and three kinds of randomness."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+def feed(dataset: Any, workers: int = 0) -> Feed:
+    return Feed(dataset, CPU, seed=3, workers=workers, collate=default_collate)
+
+
+def drawn(workers: int, world_size: int, micro_batch: int, first_step: int = 0) -> dict[tuple[int, int], list[float]]:
+    """Return each item's values by (step, index), over all ranks."""
+    plan = Plan(samples=20, batch_size=8, micro_batch=micro_batch, world_size=world_size, seed=3)
+    found = {}
+    for rank in range(world_size):
+        batches = feed(Noise(), workers).train(plan, rank, first_step, 5)
+        for step in range(first_step, 5):
+            for _ in range(plan.accumulation):
+                for row in next(batches).tolist():
+                    found[step, int(row[0])] = row[1:]
+    return found
+
+
+def test_a_samples_augmentation_does_not_depend_on_who_draws_it() -> None:
+    alone = drawn(workers=0, world_size=1, micro_batch=8)
+    assert len(alone) == 40 and len({tuple(values) for values in alone.values()}) == 40
+    assert drawn(workers=0, world_size=2, micro_batch=2) == alone
+    assert drawn(workers=2, world_size=1, micro_batch=4) == alone
+    later = drawn(workers=0, world_size=1, micro_batch=8, first_step=3)
+    assert later == {key: value for key, value in alone.items() if key[0] >= 3}
+
+
+def test_loading_leaves_the_models_randomness_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    next(feed(Noise()).train(Plan(20, 8, 8, 1, 3), 0, 0, 1))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_tensor_data_set_is_gathered_batch_by_batch() -> None:
+    dataset = TensorDataset(torch.arange(20.0), torch.arange(20))
+    plan = Plan(20, 8, 4, 2, 0)
+    for rank in (0, 1):
+        x, y = next(feed(dataset).train(plan, rank, 0, 1))
+        assert x.tolist() == y.tolist() == plan.micro_batches(0, rank)[0].tolist()
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(11)), Noise()])
+def test_evaluation_sees_every_sample_once_and_again(dataset: Any) -> None:
+    mine = feed(dataset)
+    for _ in range(2):
+        seen = [batch for rank in (0, 1, 2) for batch in mine.evaluate(2, rank, 3)] if dataset.__class__ is not Noise \
+            else list(mine.evaluate(3, 0, 1))  # fmt: skip
+        assert sum(samples_in(batch) for batch in seen) == len(dataset)
+
+
+def test_a_data_sets_own_batched_access_is_used() -> None:
+    class Batched(Noise):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            return [torch.tensor([index, 0.0, 0.0, 0.0]) for index in indices]
+
+    batch = next(feed(Batched()).train(Plan(20, 8, 8, 1, 3), 0, 0, 1))
+    assert batch[:, 1:].abs().sum() == 0 and len(batch) == 8
+
+
+def test_nested_batches_move_and_are_counted() -> None:
+    batch = {"x": [torch.zeros(4, 2), "text"], "y": (torch.zeros(4),)}
+    assert samples_in(batch) == 4
+    moved = to_device(batch, CPU)
+    assert moved["x"][1] == "text" and isinstance(moved["y"], tuple)
+    assert samples_in("nothing") == 0
+
+
+def test_loaders_get_the_cores_that_training_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankzero.train.feed.os.sched_getaffinity", lambda pid: set(range(16)))
+    assert [loader_workers(None, ranks) for ranks in (1, 2, 4, 16)] == [8, 7, 3, 0]
+    assert loader_workers(5, 16) == 5
