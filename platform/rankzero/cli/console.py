@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -83,7 +86,7 @@ class Console:
         self._terminal.print(table)
         self._terminal.print(f"look:   {self._ui_command()}")
         if ended.status != "FINISHED" and any(self._folder.checkpoints.glob("step_*")):
-            self._terminal.print(f"resume: rankzero resume {name}{self._dir_option()}")
+            self._terminal.print(f"resume: {program()} resume {name}{self._dir_option()}")
 
     def _follow(self) -> None:
         with self._display():
@@ -138,7 +141,15 @@ class Console:
                 self._terminal.print(whole.decode(errors="replace"), end="", markup=False)
 
     def _ui_command(self) -> str:
-        return f"rankzero ui{self._dir_option()}"
+        return f"{program()} ui{self._dir_option()}"
 
     def _dir_option(self) -> str:
         return "" if self._root.absolute() == Path("mlruns").absolute() else f" --dir {self._root}"
+
+
+def program() -> str:
+    """Return what to type for this command: its name where the shell finds it, else its path from here."""
+    if shutil.which("rankzero"):
+        return "rankzero"
+    beside = Path(sys.executable).with_name("rankzero")
+    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
