@@ -38,8 +38,8 @@ def _download(dataset: Callable[..., Any], options: dict[str, Any]) -> Any:
     except (RuntimeError, OSError) as error:
         why = str(error).splitlines()[0].rstrip(":")
         raise UserError(
-            f"{name} is not in {FOLDER.absolute() / name} and cannot be downloaded ({why}): put torchvision's copy there, "
-            "or use data=fake for speed work"
+            f"{name} is not in {FOLDER.absolute() / name} and cannot be downloaded ({why}): put torchvision's copy "
+            "there, or use data=fake for speed work"
         ) from error
     finally:
         socket.setdefaulttimeout(before)

@@ -26,7 +26,9 @@ def set_up(name: str, device: torch.device) -> Precision:
     fp32 means IEEE float32 throughout: PyTorch's default lets convolutions use tf32 on recent
     GPUs, which would make fp32 and tf32 runs alike and comparisons between them void.
     """
-    torch.backends.fp32_precision = "ieee" if name == "fp32" else "tf32"  # type: ignore[attr-defined]
+    # The older of PyTorch's two ways to say so: torch.compile and torch.export read these, and refuse a mix.
+    torch.set_float32_matmul_precision("highest" if name == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = name != "fp32"
     if name not in AUTOCAST:
         return Precision(name, contextlib.nullcontext(), None)
     scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
