@@ -12,7 +12,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep -oE '^uv==[0-9.]+' requirements.lock)"
-	$(BIN)/uv --quiet pip sync --require-hashes requirements.lock
+	$(BIN)/uv --quiet pip sync --require-hashes --compile-bytecode requirements.lock
 	$(BIN)/uv --quiet pip install --no-deps --editable .
 	@touch $@
 
