@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo test check lint format lock clean
+.PHONY: setup demo test check lint format bench lock clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,13 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
+
+# The measured claims; about 20 minutes on an idle machine.
+bench: setup
+	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/checkpoint_blocking.py
+	$(BIN)/python benchmarks/tracking_overhead.py
 
 lock:
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --python-version 3.11 --group dev \

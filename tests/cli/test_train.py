@@ -20,7 +20,7 @@ import torch
 
 from cli.conftest import TINY, Command, events, losses
 from rankzero.events import Evaluated, RunEnded, RunStarted, StepsLogged
-from rankzero.tracking.catalog import mlflow_id
+from rankzero.tracking.catalog import folders, mlflow_id
 from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.mlflow import RunRecord, Tracker
 from rankzero.tracking.store import server_command, server_environment
@@ -239,3 +239,18 @@ def mlflow_server(root: Path, port: int | None = None) -> Iterator[tuple[str, su
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    words = ("train", TINY, "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, "train.steps=12")
+    nodes = [rankzero.start(*words, "--dir", tmp_path / f"node_{number}") for number in (0, 1)]
+    outputs = [node.communicate(timeout=90)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert rankzero("train", TINY, "--run-name", "alone", "train.steps=12")[0] == 0
+    (first,) = [folder for number in (0, 1) for folder in folders(tmp_path / f"node_{number}" / "runs")
+                if folder.events.exists()]  # fmt: skip
+    assert losses(first) == pytest.approx(losses(rankzero.runs[0]), rel=1e-5)
+    assert sum("FINISHED" in output for output in outputs) == 1

@@ -17,7 +17,7 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.tracking import catalog, provenance, sync
 from rankzero.tracking.journal import Identity, RunFolder
-from rankzero.train import launch
+from rankzero.train import failure, launch
 
 # Libraries whose import is slow and harmless in the server that workers are forked from: no threads, no CUDA.
 SLOW_LIBRARIES = {
@@ -60,16 +60,26 @@ def run(attempt: Attempt) -> int:
         failures=str(folder.failures),
     )
     _forget(folder.failures)
-    console = Console(folder, attempt.experiment, attempt.root)
+    console, status = Console(folder, attempt.experiment, attempt.root), "FAILED"
     with console:
         try:
-            launch.run(attempt.nodes, worker.main, request, folder.path / "logs")
+            status = launch.run(attempt.nodes, worker.main, request, folder.path / "logs")
         except launch.WorkersFailed as error:
             console.failed = str(error)
-    if not console.first_node:
-        return FAILED if console.failed else FINISHED
+    if not folder.events.exists():
+        return _without_rank_zero(attempt, status, console.failed)
     _finish_tracking(attempt, console)
     return _report(attempt, console)
+
+
+def _without_rank_zero(attempt: Attempt, status: str, failed: str) -> int:
+    """Report where rank 0 ran on another machine, or did not come so far as to start a run."""
+    folder = attempt.folder
+    (folder.path / "run.json").unlink()  # what is left here are logs: no run
+    first = failure.first(folder.failures)
+    if status == "FAILED":
+        raise RunFailed(f"{first.reason if first else failed}; see {folder.path / 'logs'}")
+    return FINISHED if status == "FINISHED" else RESUMABLE
 
 
 def nodes_of(arguments: argparse.Namespace, train: Train) -> launch.Nodes:
@@ -161,10 +171,11 @@ def _finish_tracking(attempt: Attempt, console: Console) -> None:
 def _report(attempt: Attempt, console: Console) -> int:
     ended = catalog.last_end(attempt.folder)
     if ended is None:
-        raise RunFailed(f"the workers ended without starting a run ({console.failed}); see {attempt.folder.path}/logs")
+        raise RunFailed(f"the run did not say how it ended ({console.failed}); see {attempt.folder.path / 'logs'}")
     console.result(ended)
     if ended.status == "FAILED":
-        raise RunFailed(ended.reason)
+        killed = f" ({console.failed})" if "was killed by" in console.failed else ""
+        raise RunFailed(ended.reason + killed)
     if ended.status == "KILLED":
         return RESUMABLE if any(attempt.folder.checkpoints.glob("step_*")) else FAILED
     return FINISHED

@@ -46,11 +46,6 @@ class Console:
         self.failed = ""
         self.ended: RunEnded | None = None
 
-    @property
-    def first_node(self) -> bool:
-        """Tell whether rank 0 ran here: its journal lies in the folder that this node proposed."""
-        return self._folder.events.exists() or bool(self.failed)
-
     def __enter__(self) -> Console:
         identity = self._folder.identity
         self._terminal.print(f"run    [bold]{identity.name}[/]  (MLflow experiment {identity.experiment})")

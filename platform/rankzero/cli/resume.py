@@ -78,7 +78,11 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
             f"{folder.path.name} has finished: to train it further, say how far, such as train.epochs="
             f"{2 * (saved.train.epochs or 1)}"
         )
-    return config.override(saved, config.parse_assignments(arguments.settings))
+    changed = config.override(saved, config.parse_assignments(arguments.settings))
+    for key in ("train.batch_size", "train.seed"):
+        if config.flatten(changed)[key] != config.flatten(saved)[key]:
+            raise UserError(f"{key} decides the order of the data and cannot change within a run: start a new run")
+    return changed
 
 
 def _require_checkpoint(folder: RunFolder) -> None:

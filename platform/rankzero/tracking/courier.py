@@ -21,6 +21,7 @@ from rankzero.tracking import progress as state
 from rankzero.tracking.attempt import Attempt, closed
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.provenance import write_packages
 
 TICK_SECONDS = 0.5
 PAUSE_SECONDS = 5.0  # after what should not happen
@@ -134,6 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     _go_to_the_background(options.nice)
     folder = RunFolder(options.folder)
+    if options.node == 0:  # a tenth of a second that the training process need not spend
+        _guarded(lambda: write_packages(folder.artifacts))
     deliver_attempt(Attempt(folder, options.node, options.token), Deliverer(folder, options.node), options.pipe)
 
 

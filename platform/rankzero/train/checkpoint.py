@@ -139,10 +139,7 @@ def write(
 
 def load(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's state, on the CPU. Raises BrokenCheckpoint where it is not intact."""
-    manifest = read_manifest(folder)
-    for name, expected in manifest.files.items():
-        if _fingerprint(folder / name) != dict(expected):
-            raise BrokenCheckpoint(f"{folder / name} is truncated or altered: its checksum does not match")
+    verify(folder)
     state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     return state
 

@@ -24,7 +24,7 @@ from rankzero.train.feed import Feed
 from rankzero.train.loop import Job, State, Tally, fit, frozen_heap
 from rankzero.train.optimizers import fused
 from rankzero.train.stop import Stop, listen
-from rankzero.train.world import World, join
+from rankzero.train.world import World, is_lost_contact, join
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _root_cause(error: BaseException, world: World) -> failure.Failure:
     mine = failure.describe(error, world.ranks.rank)
     if not world.together:
         return mine
-    if not isinstance(error, RuntimeError):  # collectives raise RuntimeErrors when a peer is gone
+    if not is_lost_contact(error):
         world.report_failure(dataclasses.asdict(mine))
         return mine
     found = world.first_failure()

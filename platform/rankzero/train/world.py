@@ -126,11 +126,15 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
         world_size=ranks.world_size,
         device_id=device if on_gpu else None,
     )
-    try:
-        yield world
-        dist.barrier()  # leaving while a peer still talks makes gloo abort the process (seen with PyTorch 2.15)
-    finally:
-        _leave()
+    yield world
+    # Only after success: a rank that failed must end, not wait for collectives that its peers will never enter.
+    dist.barrier()  # leaving while a peer still talks makes gloo abort the process (seen with PyTorch 2.15)
+    dist.destroy_process_group()
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Tell whether `error` is what a rank sees of another's end, and not a failure of its own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
 
 def unsynchronised(module: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -144,9 +148,3 @@ def _store() -> Any:
     if not dist.is_initialized():
         return None
     return dist.distributed_c10d._get_default_store()
-
-
-def _leave() -> None:
-    # After a failure elsewhere the group may be broken; leaving must not hide the first error.
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
