@@ -33,12 +33,13 @@ class Mnist(Experiment):
     lr: float = 3e-3
     hidden: int = 128
     data_: Literal["real", "fake"] = "real"
+    fake_samples: int = 12_800
     goal = Goal("val/accuracy", "max", target=0.97)
     search = {"hidden": Choice(64, 128, 256)}
 
     def data(self) -> tuple[TensorDataset, TensorDataset]:
         if self.data_ == "fake":
-            return fake(12_800), fake(1_280)
+            return fake(self.fake_samples), fake(self.fake_samples // 8)
         return load("train"), load("val")
 
     def model(self) -> nn.Module:
