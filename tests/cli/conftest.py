@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -74,6 +75,12 @@ def losses(folder: RunFolder) -> dict[int, float]:
         if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
             found.update(zip(event.steps, event.metrics["train/loss"], strict=True))
     return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

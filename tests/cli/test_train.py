@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli.conftest import TINY, Command, events, losses
+from cli.conftest import TINY, Command, events, free_port, losses
 from rankzero.events import Evaluated, RunEnded, RunStarted, StepsLogged
 from rankzero.tracking.catalog import folders, mlflow_id
 from rankzero.tracking.journal import RunFolder
@@ -224,9 +223,7 @@ def step_times(folder: RunFolder) -> list[float]:
 def mlflow_server(root: Path, port: int | None = None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Run MLflow's server for the duration of the block; its end is a SIGKILL."""
     root.mkdir(exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", port or 0))
-        port = int(probe.getsockname()[1])
+    port = port or free_port()
     uri = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(server_command(root, port), env=server_environment(os.environ), start_new_session=True,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
@@ -242,9 +239,7 @@ def mlflow_server(root: Path, port: int | None = None) -> Iterator[tuple[str, su
 
 
 def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     words = ("train", TINY, "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, "train.steps=12")
     nodes = [rankzero.start(*words, "--dir", tmp_path / f"node_{number}") for number in (0, 1)]
     outputs = [node.communicate(timeout=90)[0] for node in nodes]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import socket
 from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser, expect, sync_playwright
 
-from cli.conftest import TINY, Command
+from cli.conftest import TINY, Command, free_port
 from rankzero.tracking.catalog import mlflow_id
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
@@ -25,12 +24,6 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         yield browser
         browser.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.timeout(180)
@@ -48,9 +41,9 @@ def test_the_newest_run_is_a_click_away(rankzero: Command, browser: Browser) -> 
     expect(page.get_by_text("first-run").first).to_be_visible(timeout=60_000)
     expect(page.get_by_text("val/accuracy").first).to_be_visible(timeout=60_000)
     page.goto(f"{address}/model-metrics?{query}")
-    expect(page.get_by_text("train/loss").first).to_be_visible(timeout=60_000)
+    expect(page.get_by_role("heading", name="loss").first).to_be_visible(timeout=60_000)
     page.goto(f"{address}/system-metrics?{query}")
-    expect(page.get_by_text("system/cpu_utilization_percentage").first).to_be_visible(timeout=60_000)
+    expect(page.get_by_text("cpu_utilization_percentage").first).to_be_visible(timeout=60_000)
     page.screenshot(path=rankzero.folder / "system.png")
     server.send_signal(signal.SIGINT)
     assert server.wait(timeout=30) == 0
