@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.config import ConfigError, coerce, flatten, from_yaml, override, parse_assignments, render, to_yaml
+from rankzero.config import (
+    NONE_WORDS,
+    ConfigError,
+    coerce,
+    flatten,
+    from_yaml,
+    override,
+    parse_assignments,
+    render,
+    to_yaml,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +41,15 @@ class Outer:
     on: bool = False
     sizes: tuple[int, ...] = (1, 2)
     words: tuple[str, ...] = ()
+    rates: tuple[float, ...] = ()
+    kernel: tuple[int, int] = (3, 3)
+    grid: tuple[tuple[int | None, ...], ...] = ()
+    number: float | int = 1
+    switch: Literal["on", "off", 1, 2] = "on"
     data_: str = "real"
 
 
-# What YAML can hold: no surrogates, no control characters.
-texts = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="\u2028\u2029\ufeff"), max_size=20)
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)  # surrogates are no text
 inners = st.builds(
     Inner,
     rate=st.floats(min_value=0, allow_nan=False),
@@ -50,6 +64,11 @@ outers = st.builds(
     on=st.booleans(),
     sizes=st.lists(st.integers()).map(tuple),
     words=st.lists(texts).map(tuple),
+    rates=st.lists(st.floats(allow_nan=False)).map(tuple),
+    kernel=st.tuples(st.integers(), st.integers()),
+    grid=st.lists(st.lists(st.none() | st.integers()).map(tuple)).map(tuple),
+    number=st.integers() | st.floats(allow_nan=False),
+    switch=st.sampled_from(["on", "off", 1, 2]),
     data_=texts,
 )
 
@@ -70,8 +89,8 @@ def test_values_bring_it_back(config: Outer) -> None:
 
 
 def test_keys_are_dotted_and_lose_a_trailing_underscore() -> None:
-    keys = ["inner.rate", "inner.mode", "inner.limit", "width", "name", "on", "sizes", "words", "data"]
-    assert list(flatten(Outer())) == keys
+    keys = list(flatten(Outer()))
+    assert keys[:4] == ["inner.rate", "inner.mode", "inner.limit", "width"] and keys[-1] == "data"
 
 
 def test_an_override_leaves_the_original_alone() -> None:
@@ -108,6 +127,11 @@ def test_a_group_is_no_setting() -> None:
         ("inner.limit", "many", "expected int | none"),
         ("sizes", "[1, x]", "expected list of int"),
         ("sizes", "[1, 2", "expected list of int"),
+        ("kernel", "3", "expected [int, int]"),
+        ("kernel", "3,3,3", "expected [int, int]"),
+        ("width", "1e23", "expected int"),
+        ("width", "inf", "expected int"),
+        ("width", None, "expected int, got 'none'"),
     ],
 )
 def test_a_wrong_value_is_told_with_its_key(key: str, value: str, says: str) -> None:
@@ -127,10 +151,37 @@ def test_a_wrong_value_is_told_with_its_key(key: str, value: str, says: str) -> 
         ("none", int | None, None),
         ("1, 2", tuple[int, ...], (1, 2)),
         ("", tuple[int, ...], ()),
+        ("1, x", tuple[int, str], (1, "x")),
+        ("[a, b]", tuple[str, ...], ("a", "b")),
+        ("null", str | None, None),
+        ("2", str | int, 2),
+        ("9007199254740993", float | int, 2**53 + 1),
+        ("true", bool | int, True),
     ],
 )
 def test_text_is_read_as_the_declared_type(text: str, annotation: Any, value: Any) -> None:
     assert coerce(text, annotation) == value
+
+
+@given(texts)
+def test_a_text_with_none_is_text_or_none(text: str) -> None:
+    assert coerce(text, str | None) == (None if text.strip().lower() in NONE_WORDS else text)
+
+
+@given(st.text(max_size=8))
+def test_any_text_is_a_value_or_a_config_error(text: str) -> None:
+    for key in flatten(Outer()):
+        try:
+            changed = override(Outer(), {key: text})
+        except ConfigError as error:
+            assert key in str(error)
+        else:
+            assert override(Outer(), flatten(changed)) == changed
+
+
+@given(st.text(st.characters(exclude_characters="="), min_size=1), texts)
+def test_an_assignment_is_split_at_its_first_equals(key: str, value: str) -> None:
+    assert parse_assignments([f"{key}={value}"]) == {key.strip(): value}
 
 
 def test_assignments() -> None:

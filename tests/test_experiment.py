@@ -1,28 +1,40 @@
-"""What a user writes, how it is loaded, and the schedules."""
+"""What a user writes: fields that are settings, and what a wrong one is told."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero import Experiment, Goal, Train, UserError, override
-from rankzero.experiment_file import load
-from rankzero.schedule import factor
+from rankzero import Choice, Experiment, Goal, Train, flatten, from_yaml, override, to_yaml
+from rankzero.config import render
+
+
+@dataclasses.dataclass(frozen=True)
+class Ema:
+    decay: float = 0.999
 
 
 class Base(Experiment):
     goal = Goal("val/accuracy", "max", target=0.9)
     train = Train(epochs=3)
     width: int = 8
+    data_: Literal["real", "fake"] = "real"
 
 
 class Derived(Base):
     depth: int = 2
     width = 16
+    ema: Ema = Ema()
+    search: Mapping[str, Choice] = {"depth": Choice(1, 2)}
+
+    def data(self) -> tuple[str, str]:
+        return self.data_, self.data_
 
 
 def test_what_a_class_sets_without_an_annotation_is_a_field() -> None:
@@ -31,9 +43,51 @@ def test_what_a_class_sets_without_an_annotation_is_a_field() -> None:
     assert Derived().width == 16 and Derived().depth == 2 and Derived().train.epochs == 3
 
 
+def test_a_base_keeps_its_own_defaults_and_fields() -> None:
+    assert Base().width == 8 and "depth" not in flatten(Base()) and flatten(Derived())["ema.decay"] == 0.999
+
+
+def test_a_search_space_is_no_setting() -> None:
+    assert "search" not in flatten(Derived()) and Derived.search["depth"] == Choice(1, 2) and not Base.search
+
+
+def test_a_setting_may_share_its_name_with_a_method() -> None:
+    assert override(Derived(), {"data": "fake"}).data() == ("fake", "fake")
+
+
+def test_an_experiment_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Base().width = 3  # type: ignore[misc]
+
+
+trains = st.builds(
+    Train,
+    epochs=st.integers(1, 99),
+    steps=st.none() | st.integers(1, 10**9),
+    clip=st.none() | st.floats(min_value=1e-300, allow_nan=False),
+    schedule=st.sampled_from(["constant", "linear", "cosine", "one_cycle"]),
+    compile=st.booleans(),
+)
+experiments = st.builds(
+    Derived, train=trains, lr=st.floats(allow_nan=False), depth=st.integers(), data_=st.sampled_from(["real", "fake"])
+)
+
+
+@given(experiments)
+def test_an_experiment_survives_yaml_and_text(experiment: Derived) -> None:
+    assert from_yaml(Derived, to_yaml(experiment)) == experiment
+    assert override(Derived(), {key: render(value) for key, value in flatten(experiment).items()}) == experiment
+
+
 def test_a_field_without_a_default_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Broken\.width needs a default"):
         type("Broken", (Experiment,), {"__annotations__": {"width": int}})
+
+
+@pytest.mark.parametrize("annotation", [Path, list[int], Any, Ema | None, tuple[Path, ...], dict[str, int], bytes])
+def test_a_type_that_no_text_can_say_is_refused(annotation: Any) -> None:
+    with pytest.raises(TypeError, match=r"Broken\.it: a setting cannot have the type .*; use int,"):
+        type("Broken", (Experiment,), {"__annotations__": {"it": annotation}, "it": None})
 
 
 def test_what_is_not_written_is_told() -> None:
@@ -67,61 +121,3 @@ def test_a_target_is_reached_or_not() -> None:
     assert Goal("val/a", "max", 0.9).reached(0.9) and not Goal("val/a", "max", 0.9).reached(0.89)
     assert Goal("val/a", "min", 0.1).reached(0.05) and not Goal("val/a", "min", 0.1).reached(None)
     assert not Goal("val/a", "max").reached(1.0)
-
-
-EXPERIMENT = "from rankzero import Experiment\nclass {name}(Experiment):\n    width: int = 1\n"
-
-
-def written(folder: Path, name: str, text: str) -> Path:
-    path = folder / name
-    path.write_text(text)
-    return path
-
-
-def test_the_only_experiment_of_a_file_is_found(tmp_path: Path) -> None:
-    path = written(tmp_path, "exp_one.py", EXPERIMENT.format(name="One"))
-    assert load(str(path)).__name__ == "One"
-    assert load(f"{path}:One") is load(str(path))
-
-
-def test_of_several_experiments_one_must_be_named(tmp_path: Path) -> None:
-    text = EXPERIMENT.format(name="One") + "class Two(Experiment):\n    pass\n"
-    path = written(tmp_path, "exp_two.py", text)
-    with pytest.raises(UserError, match=r"exp_two\.py:One or exp_two\.py:Two"):
-        load(str(path))
-    assert load(f"{path}:Two").__name__ == "Two"
-    with pytest.raises(UserError, match="has no experiment 'Three'"):
-        load(f"{path}:Three")
-
-
-def test_a_base_class_does_not_stand_in_the_way(tmp_path: Path) -> None:
-    path = written(tmp_path, "exp_base.py", EXPERIMENT.format(name="One") + "class Two(One):\n    pass\n")
-    assert load(str(path)).__name__ == "Two"
-
-
-def test_a_file_named_as_a_loaded_module_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="rename the file"):
-        load(str(written(tmp_path, "json.py", EXPERIMENT.format(name="One"))))
-
-
-schedules = st.sampled_from(["constant", "linear", "cosine", "one_cycle"])
-
-
-@given(schedules, st.integers(1, 2000), st.data())
-def test_a_learning_rate_stays_within_its_base(schedule: str, total: int, data: st.DataObject) -> None:
-    warmup = data.draw(st.integers(0, total))
-    step = data.draw(st.integers(0, total - 1))
-    assert 0 < factor(schedule, step, total, warmup) <= 1
-
-
-@given(schedules, st.integers(2, 200))
-def test_the_warm_up_rises(schedule: str, warmup: int) -> None:
-    rises = [factor(schedule, step, 1000, warmup) for step in range(warmup)]
-    assert rises == sorted(set(rises)) and rises[-1] < 1
-
-
-def test_the_schedules_end_low_and_one_cycle_peaks_early() -> None:
-    for schedule in ("linear", "cosine", "one_cycle"):
-        assert factor(schedule, 999, 1000) < 0.01
-    one_cycle = [factor("one_cycle", step, 1000) for step in range(1000)]
-    assert one_cycle.index(max(one_cycle)) == 300 and one_cycle[0] == pytest.approx(0.04)

@@ -9,18 +9,20 @@ may share its name with a method.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, ClassVar, Literal, TypeVar, Union
 
 import yaml
 
 Config = TypeVar("Config")
 NONE_WORDS = {"none", "null", "~"}
+LARGEST_EXACT = 2.0**53
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -78,7 +80,7 @@ def render(value: object) -> str:
 
 def to_yaml(config: object) -> str:
     """Return `config` as YAML, nested by group."""
-    return yaml.safe_dump(_nested(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(_nested(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(cls: type[Config], text: str) -> Config:
@@ -90,6 +92,15 @@ def from_yaml(cls: type[Config], text: str) -> Config:
     if not isinstance(loaded, dict):
         raise ConfigError(f"expected a mapping of settings, got {type(loaded).__name__}")
     return override(cls(), dict(_flat_mapping(loaded)))
+
+
+def check_types(cls: Any, prefix: str = "") -> None:
+    """Raise TypeError where a setting's declared type is none that `coerce` knows."""
+    for name, annotation in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(annotation):
+            check_types(annotation, f"{prefix}{name}.")
+        elif typing.get_origin(annotation) is not ClassVar and not _is_legal(annotation):
+            raise TypeError(f"{prefix}{name}: {_illegal(annotation)}")
 
 
 def parse_assignments(words: Iterable[str]) -> dict[str, str]:
@@ -110,8 +121,10 @@ def describe_type(annotation: Any) -> str:
         return " | ".join(render(arg) for arg in args)
     if origin in (Union, types.UnionType):
         return " | ".join(describe_type(arg) for arg in args)
-    if origin is tuple:
+    if origin is tuple and args[-1:] == (Ellipsis,):
         return f"list of {describe_type(args[0])}"
+    if origin is tuple:
+        return f"[{', '.join(describe_type(arg) for arg in args)}]"
     return "none" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
 
 
@@ -126,13 +139,27 @@ def coerce(value: Any, annotation: Any) -> Any:
     if origin is Literal:
         return _coerce_literal(value, args)
     if origin is tuple:
-        return tuple(coerce(item, args[0]) for item in _items(value))
+        return _coerce_tuple(value, args)
     try:
         return _COERCE_SCALAR[annotation](value)
     except KeyError:
-        raise TypeError(
-            f"a setting cannot have the type {annotation}; use int, float, bool, str, a Literal, a tuple or a group"
-        ) from None
+        raise TypeError(_illegal(annotation)) from None
+
+
+def _is_legal(annotation: Any) -> bool:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return all(_is_legal(arg) for arg in args)
+    if origin is tuple:
+        return all(_is_legal(arg) for arg in args if arg is not Ellipsis)
+    return origin is Literal or annotation in _COERCE_SCALAR
+
+
+def _illegal(annotation: Any) -> str:
+    return (
+        f"a setting cannot have the type {describe_type(annotation)}; use int, float, bool, str, a Literal, "
+        "a tuple of these, any of these | None, or a frozen dataclass of settings"
+    )
 
 
 def _reject_unknown(changes: Iterable[str], known: Mapping[str, Any]) -> None:
@@ -191,8 +218,10 @@ def _coerce_bool(value: Any) -> bool:
 
 
 def _coerce_int(value: Any) -> int:
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+    if isinstance(value, bool):
         raise ValueError("not a whole number")
+    if isinstance(value, float) and not (value.is_integer() and abs(value) <= LARGEST_EXACT):
+        raise ValueError("not a whole number, or one that a float only comes close to")
     try:
         return int(value)
     except ValueError:
@@ -237,12 +266,25 @@ def _coerce_union(value: Any, options: tuple[Any, ...]) -> Any:
     if value is None and type(None) in options:
         return None
     exact = [option for option in options if type(value) is option and option is not str]
-    for option in (*exact, *sorted(options, key=lambda option: option is not type(None))):
+    for option in (*exact, *sorted(options, key=_generality)):
         try:
             return coerce(value, option)
         except ValueError:
             continue
     raise ValueError("none of the types fits")
+
+
+def _generality(option: Any) -> int:
+    """Rank a type by how much text fits it: none before numbers, anything before str."""
+    order = [type(None), int, float]
+    return order.index(option) if option in order else len(order) + (option is str)
+
+
+def _coerce_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    items = _items(value)
+    if args[-1:] == (Ellipsis,):
+        args = args[:1] * len(items)
+    return tuple(coerce(item, arg) for item, arg in zip(items, args, strict=True))
 
 
 def _coerce_literal(value: Any, options: tuple[Any, ...]) -> Any:
@@ -263,10 +305,23 @@ def _items(value: Any) -> list[Any]:
 def _items_of_text(text: str) -> list[Any]:
     if not text.startswith("["):
         return [item.strip() for item in text.split(",")] if text else []
+    with contextlib.suppress(ValueError):
+        return list(json.loads(text))  # what `render` wrote; YAML reads some characters of JSON otherwise
     try:
         return list(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise ValueError("not a list") from error
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text so that it is read back, whatever line breaks Unicode puts in it."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def _nested(config: object) -> dict[str, Any]:

@@ -18,6 +18,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, dataclass_transform
 
+from rankzero.config import check_types
+
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine", "one_cycle"]
 
@@ -151,8 +153,8 @@ Range = Choice | Uniform | LogUniform | Integer
 class Experiment:
     """One experiment: subclass it, add hyperparameters as annotated fields, write the factories.
 
-    Every subclass becomes a frozen dataclass. Each field needs a default. `data`, `model` and
-    `measure` must be written; `optimizer` and `schedule` may be.
+    Every subclass becomes a frozen dataclass. Each field needs a type that text can say, and a
+    default. `data`, `model` and `measure` must be written; `optimizer` and `schedule` may be.
     """
 
     train: Train = Train()
@@ -162,6 +164,7 @@ class Experiment:
 
     def __init_subclass__(cls) -> None:
         _annotate_inherited(cls)
+        _check_types(cls)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         for field in dataclasses.fields(cls):
             if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -211,4 +214,13 @@ def _annotate_inherited(cls: type[Experiment]) -> None:
         for field in dataclasses.fields(base)
     }
     missing = {name: inherited[name] for name in inherited if name in cls.__dict__ and name not in annotations}
+    annotations = {name: annotation for name, annotation in annotations.items() if name != "search"}  # no setting
     cls.__annotations__ = {**annotations, **missing}
+
+
+def _check_types(cls: type[Experiment]) -> None:
+    """Tell a type that no setting can have where it is written, rather than when a run starts."""
+    try:
+        check_types(cls, f"{cls.__name__}.")
+    except NameError:
+        return  # a type that is defined later, or inside a function: told when it is used

@@ -55,7 +55,7 @@ def _import(path: Path) -> ModuleType:
     """
     loaded = sys.modules.get(path.stem)
     if loaded is not None:
-        if getattr(loaded, "__file__", None) == str(path):
+        if _is_of(loaded, path):
             return loaded
         raise UserError(f"{path}: a module named {path.stem!r} is loaded already; rename the file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -67,5 +67,11 @@ def _import(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[path.stem]
+        sys.path.remove(str(path.parent))
         raise
     return module
+
+
+def _is_of(module: ModuleType, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).exists() and path.samefile(file)

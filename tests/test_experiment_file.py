@@ -1,0 +1,101 @@
+"""Loading the user's file, by path and class."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rankzero import UserError
+from rankzero.experiment_file import load, split
+
+
+@pytest.fixture(autouse=True)
+def imports_left_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+EXPERIMENT = "from rankzero import Experiment\nclass {name}(Experiment):\n    width: int = 1\n"
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_the_only_experiment_of_a_file_is_found(tmp_path: Path) -> None:
+    path = written(tmp_path, "exp_one.py", EXPERIMENT.format(name="One"))
+    assert load(str(path)).__name__ == "One"
+    assert load(f"{path}:One") is load(str(path))
+
+
+def test_of_several_experiments_one_must_be_named(tmp_path: Path) -> None:
+    text = EXPERIMENT.format(name="One") + "class Two(Experiment):\n    pass\n"
+    path = written(tmp_path, "exp_two.py", text)
+    with pytest.raises(UserError, match=r"exp_two\.py:One or exp_two\.py:Two"):
+        load(str(path))
+    assert load(f"{path}:Two").__name__ == "Two"
+    with pytest.raises(UserError, match="has no experiment 'Three'"):
+        load(f"{path}:Three")
+
+
+def test_a_base_class_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    path = written(tmp_path, "exp_base.py", EXPERIMENT.format(name="One") + "class Two(One):\n    pass\n")
+    assert load(str(path)).__name__ == "Two"
+
+
+def test_a_file_named_as_a_loaded_module_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="rename the file"):
+        load(str(written(tmp_path, "json.py", EXPERIMENT.format(name="One"))))
+
+
+def test_what_a_file_imports_is_not_its_own(tmp_path: Path) -> None:
+    written(tmp_path, "exp_base.py", EXPERIMENT.format(name="One"))
+    path = written(tmp_path, "exp_uses.py", "from exp_base import One\n\nclass Two(One):\n    pass\n")
+    assert load(str(path)).__name__ == "Two"
+
+
+def test_a_file_is_loaded_once_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, "exp_one.py", EXPERIMENT.format(name="One"))
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load("exp_one.py") is load("./sub/../exp_one.py") is load(str(path)) is load(f"{path}:One")
+
+
+@pytest.mark.parametrize("reference", ["missing.py", "digits", "digits.yaml", ".", "missing.py:One", ""])
+def test_what_is_no_experiment_file_is_told(reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits.yaml").touch()
+    with pytest.raises(UserError, match="no such experiment file"):
+        load(reference)
+
+
+def test_a_reference_is_a_path_and_perhaps_a_class(tmp_path: Path) -> None:
+    folder = tmp_path / "a:b"
+    folder.mkdir()
+    path = written(folder, "exp.py", "")
+    assert split(str(path)) == (path, None)
+    assert split(f"{path}:One") == (path, "One")
+
+
+def test_a_file_without_an_experiment_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="defines no Experiment"):
+        load(str(written(tmp_path, "exp_none.py", "from rankzero import Experiment\n")))
+
+
+def test_a_file_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    path, before = written(tmp_path, "exp_broken.py", "1 / 0\n"), list(sys.path)
+    with pytest.raises(ZeroDivisionError):
+        load(str(path))
+    assert sys.path == before
+    path.write_text(EXPERIMENT.format(name="Mended"))
+    os.utime(path, (0, 0))  # compiled files go by the time
+    assert load(str(path)).__name__ == "Mended"
