@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, dataclass_transform
 
 from rankzero.config import check_types
+from rankzero.schedule import factor
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine", "one_cycle"]
@@ -199,8 +200,6 @@ class Experiment:
 
     def schedule(self, step: int, total_steps: int) -> float:
         """Return what the optimizer's learning rates are multiplied by at `step` (0-based): a pure function."""
-        from rankzero.schedule import factor
-
         return factor(self.train.schedule, step, total_steps, self.train.warmup_steps)
 
 

@@ -29,6 +29,16 @@ def test_the_ranks_micro_batches_are_the_global_batch(plan: Plan, step: int) -> 
     assert sorted(parts.flatten().tolist()) == sorted(plan.batch(step).tolist())
 
 
+@given(plans, st.integers(0, 20), st.integers(0, 20))
+def test_walking_is_going_step_by_step(plan: Plan, first: int, more: int) -> None:
+    for rank in range(plan.world_size):
+        walked = list(plan.walk(rank, first, first + more))
+        stepped = [(plan.epoch(step), indices) for step in range(first, first + more)
+                   for indices in plan.micro_batches(step, rank)]  # fmt: skip
+        assert [(epoch, indices.tolist()) for epoch, indices in walked] == [
+            (epoch, indices.tolist()) for epoch, indices in stepped]  # fmt: skip
+
+
 @given(plans)
 def test_an_epoch_sees_no_sample_twice(plan: Plan) -> None:
     seen = torch.cat([plan.batch(step) for step in range(plan.steps_per_epoch)]).tolist()

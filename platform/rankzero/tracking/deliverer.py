@@ -31,7 +31,7 @@ from rankzero.tracking.uploads import upload
 if TYPE_CHECKING:
     from rankzero.tracking.mlflow import OpenRun, Tracker
 
-TAKE_SECONDS = 2.5  # few large batches: each costs the server as much as a thousand points do
+TAKE_SECONDS = 5.0  # few large batches: each costs the server as much as a thousand points do
 SUSPICIOUS_FAILURES = 8  # of one item, while MLflow answers otherwise: the item is at fault
 
 log = logging.getLogger("rankzero.recorder")

@@ -53,6 +53,21 @@ class Plan:
         """Return `rank`'s indices for `step`: [accumulation, micro-batch]."""
         return self.batch(step).view(self.accumulation, self.world_size, self.micro_batch)[:, rank]
 
+    def walk(self, rank: int, first_step: int, total_steps: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield (epoch, indices) of every micro-batch of `rank` from `first_step` on.
+
+        The same as `micro_batches` step by step, but an epoch is cut up at once: a few microseconds a step.
+        """
+        step = first_step
+        while step < total_steps:
+            epoch, position = divmod(step, self.steps_per_epoch)
+            steps = min(self.steps_per_epoch - position, total_steps - step)
+            whole = order(self.seed, epoch, self.samples)[position * self.batch_size :][: steps * self.batch_size]
+            mine = whole.view(-1, self.world_size, self.micro_batch)[:, rank]
+            for indices in mine.contiguous().unbind():
+                yield epoch, indices
+            step += steps
+
 
 def make_plan(train: Train, samples: int, world_size: int) -> Plan:
     """Cut `samples` as `train` asks. Raises UserError where that cannot be."""

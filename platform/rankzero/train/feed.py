@@ -52,11 +52,7 @@ class Feed:
 
     def train(self, plan: Plan, rank: int, first_step: int, total_steps: int) -> Iterator[Any]:
         """Yield `rank`'s micro-batches of all steps from `first_step` on, on the device."""
-        keys = (
-            (plan.epoch(step), indices)
-            for step in range(first_step, total_steps)
-            for indices in plan.micro_batches(step, rank)
-        )
+        keys = plan.walk(rank, first_step, total_steps)
         if self._tensors is not None:
             return self._gather(keys, self._tensors)
         return self._load(self._loader(keys, self._workers))
@@ -72,10 +68,11 @@ class Feed:
 
     def _gather(self, keys: Iterable[tuple[int, Tensor]], tensors: Sequence[Tensor]) -> Iterator[Any]:
         home = tensors[0].device
+        on_cpu, moves = home.type == "cpu", home != self.device
         for _, indices in keys:
-            here = indices.to(home, non_blocking=True)
+            here = indices if on_cpu else indices.to(home, non_blocking=True)
             batch = [tensor.index_select(0, here) for tensor in tensors]
-            yield batch if home == self.device else to_device(batch, self.device)
+            yield to_device(batch, self.device) if moves else batch
 
     def _loader(self, keys: Iterable[tuple[int, Tensor]], workers: int, *, persistent: bool = False) -> DataLoader[Any]:
         return DataLoader(
