@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankzero.tracking.provenance import Provenance, allowed, collect, environment, write_artifacts, write_packages
 from rankzero.tracking.secrecy import command_without_secrets, text_without_secrets, url_without_secrets
 
 TOKEN = "ghp_" + "a1B2" * 9
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
 
 
 def git(folder: Path, *words: str) -> str:
@@ -54,9 +65,42 @@ def test_a_dirty_tree_keeps_its_diff(repository: Path, tmp_path: Path) -> None:
     assert json.loads((written / "environment.json").read_text())["commit"] == found.commit
 
 
-def test_a_detached_head_has_a_commit(repository: Path) -> None:
+def test_a_tree_with_new_files_only_is_dirty_wherever_the_run_starts(repository: Path) -> None:
+    (repository / "sub").mkdir()
+    (repository / "new.py").write_text("y = 1\n")
+    (repository / ".gitignore").write_text("ignored\n")
+    (repository / "ignored").touch()
+    assert found_in(repository / "sub").diff == "# untracked: .gitignore\n# untracked: new.py\n"
+
+
+def test_a_detached_head_has_a_commit_and_no_branch(repository: Path) -> None:
     git(repository, "checkout", "-q", "--detach")
-    assert found_in(repository).commit == git(repository, "rev-parse", "HEAD")
+    found = found_in(repository)
+    assert found.commit == git(repository, "rev-parse", "HEAD") and found.branch is None
+    assert "mlflow.source.git.branch" not in environment(found)
+
+
+def test_a_diff_that_takes_too_long_is_not_taken_for_a_clean_tree(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        if "diff" in command:
+            raise subprocess.TimeoutExpired(command, 5)
+        return real(command, **options)
+
+    real = subprocess.run
+    monkeypatch.setattr(subprocess, "run", run)
+    found = found_in(repository)
+    assert "could not say" in str(found.diff) and environment(found)["rankzero.dirty"] == "true"
+
+
+def test_a_large_diff_is_cut_at_a_line(repository: Path) -> None:
+    (repository / "a.py").write_text(f"x = 1\n{'y = 2' * 20}\n" * 20_000)
+    for number in range(300):
+        (repository / f"new-{number:03}.py").touch()
+    lines = str(found_in(repository).diff).splitlines()
+    assert lines[200] == "# untracked: 100 more" and lines[-1] == "# cut: the diff is larger"
+    assert lines[-2] in ("+x = 1", f"+{'y = 2' * 20}")
 
 
 def test_without_a_commit_or_a_repository_git_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,10 +113,18 @@ def test_without_a_commit_or_a_repository_git_is_left_out(tmp_path: Path, monkey
 
 
 def test_a_repositorys_settings_run_nothing(repository: Path) -> None:
-    for key in ("diff.external", "core.fsmonitor", "core.pager", "diff.x.textconv"):
+    attributes = ["*.py diff=x filter=y=z\n", "*.md filter=process\n"]
+    (repository / ".gitattributes").write_text("".join(attributes))
+    (repository / "b.md").touch()
+    git(repository, "add", "--all")
+    git(repository, "commit", "-q", "-m", "second")
+    for key in ("diff.external", "core.fsmonitor", "core.pager", "core.hooksPath", "diff.x.textconv", "diff.x.command",
+                "filter.y=z.clean", "filter.process.process"):  # fmt: skip
         git(repository, "config", key, f"touch {repository}/executed; cat")
-    (repository / ".gitattributes").write_text("*.py diff=x\n")
+    git(repository, "config", "filter.process.required", "true")
     (repository / "a.py").write_text("x = 3\n")
+    (repository / "b.md").write_text("changed\n")
+    (repository / "executed").unlink(missing_ok=True)
     assert "+x = 3" in str(found_in(repository).diff)
     assert not (repository / "executed").exists()
 
@@ -107,18 +159,46 @@ def test_harmless_words_survive(text: str) -> None:
     assert text_without_secrets(text) == text
 
 
+@pytest.mark.parametrize("text", ["pad_token_id=0", "eos_token: 50256,", "use_auth_token=True", "token = None"])
+def test_numbers_and_switches_are_no_secrets(text: str) -> None:
+    assert text_without_secrets(text) == text
+
+
 places = st.sampled_from(
     [
         "password={}", "--api-key={}", "HF_TOKEN: '{}'", '"secret": "{}"', "https://user:{}@host/x", "db_passwd = {}",
-        "aws_secret_access_key={}", "auth={}", "client_secret:{}",
+        "aws_secret_access_key={}", "auth={}", "client_secret:{}", "+password: str = '{}'", "Authorization: Basic {}",
+        'os.environ["HF_TOKEN"] = "{}"', 'login("me", "password", "{}")', "password: correct horse {} staple",
+        "curl --auth-token {} https://host", "<password>{}</password>", 'password = "begins" "{}"', "DB_PASS={}",
+        'api_key = (\n+    "{}"\n+)', "secret: |\n  {}", 'token == "{}"', "MYSQL_PWD={}", "AccountKey={};x=1",
+        "authKey: {}", 'PASSWORD = """\n{}\n"""', "https://store/blob?sv=1&sig={}", 'key = {{"accessToken" : "{}"}}',
+        "Cookie: session={}", "postgresql+psycopg2://me:{}@host:5432/db", r'"password": "a\"{}"', "oauth2_token={}",
     ]
 )  # fmt: skip
-secrets = st.text("abcdefghijkXYZ0123456789_-", min_size=12, max_size=40)
+secrets = st.text(
+    "".join(chr(code) for code in range(33, 127) if chr(code) not in "\"'\\<>&"), min_size=12, max_size=40
+)
+harmless = st.text("éü =:([,\n", max_size=20)
 
 
-@given(places, secrets, st.text("abc =\n", max_size=20), st.text("abc =\n", max_size=20))
+@settings(max_examples=500)
+@given(places, secrets, harmless, harmless)
 def test_a_planted_secret_does_not_survive(place: str, secret: str, before: str, after: str) -> None:
     assert secret not in text_without_secrets(f"{before}\n{place.format(secret)}\n{after}")
+
+
+@given(st.text(st.characters(categories=("Lu", "Ll", "Nd")), max_size=9).map(lambda word: f"the {word} is\n\tx = 1,"))
+def test_what_holds_no_secret_is_left_alone(text: str) -> None:
+    assert text_without_secrets(text) == text
+
+
+@pytest.mark.parametrize(
+    "piece", ["a", "a.", "a-", "token", "token ", "-eyJ", "://", "--", "secret='", "auth(", "://a:"]
+)
+def test_a_line_of_a_megabyte_takes_a_moment(piece: str) -> None:
+    start = time.process_time()
+    text_without_secrets(piece * (1_000_000 // len(piece)))
+    assert time.process_time() - start < 15
 
 
 @pytest.mark.parametrize("shape", [TOKEN, "AKIA" + "A1B2C3D4" * 2, "hf_" + "a" * 30, "sk-" + "b" * 30,
@@ -132,3 +212,15 @@ def test_what_is_shaped_like_a_secret_does_not_survive(shape: str) -> None:
 def test_an_options_value_does_not_survive(option: str, secret: str) -> None:
     assert secret not in command_without_secrets(["train", option, secret, "lr=1"])
     assert secret not in command_without_secrets(["train", f"{option}={secret}"])
+
+
+def test_a_secret_does_not_survive_wherever_it_is_planted(repository: Path, tmp_path: Path) -> None:
+    secret = "correct/horse,battery;staple"
+    git(repository, "remote", "add", "origin", f"https://example.invalid/x.git?private_token={secret}")
+    (repository / "a.py").write_text(f"password: str = '{secret}'\n")
+    (repository / "api_key=battery").touch()
+    environ = {"MLFLOW_TRACKING_PASSWORD": secret, "NCCL_AUTH": secret, "NCCL_DEBUG_FILE": f"/x?token={secret}"}
+    found = collect(repository, ["train", "--token", secret, f"hf_token={secret}", f"s3://a:{secret}@b"], environ)
+    write_artifacts(found, tmp_path / "artifacts")
+    written = [path.read_text() for path in (tmp_path / "artifacts").rglob("*") if path.is_file()]
+    assert len(written) == 2 and not any("battery" in text for text in [*written, str(environment(found))])

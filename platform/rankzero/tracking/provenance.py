@@ -16,11 +16,16 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rankzero.tracking.secrecy import command_without_secrets, is_secret_name, text_without_secrets, url_without_secrets
+from rankzero.tracking.secrecy import command_without_secrets, is_secret_name, text_without_secrets
 
 GIT_SECONDS = 5.0
 MOST_DIFF_BYTES = 1_000_000
 MOST_UNTRACKED = 200
+UNKNOWN = f"# git could not say within {GIT_SECONDS:.0f} seconds what has changed\n"
+# A repository's own settings must not run programs of their choosing: no external diff, no text conversion, no
+# filters, and no looking into submodules, which have settings of their own.
+DIFF_OPTIONS = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty")
+FILTERS = r"^filter\..*\.(clean|process|required)$"
 PACKAGES = ("torch", "torchvision", "mlflow", "optuna", "numpy", "nvidia-ml-py", "rankzero")
 VARIABLES = {
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED",
@@ -120,28 +125,48 @@ def _git_facts(project_dir: Path) -> dict[str, str | None]:
     remote = _git(project_dir, "config", "--get", "remote.origin.url")
     return {
         "commit": commit,
-        "branch": branch,
-        "repository": url_without_secrets(remote.strip()) if remote else None,
+        "branch": None if branch.strip() == "HEAD" else branch.strip(),  # detached
+        "repository": text_without_secrets(remote.strip()) if remote else None,
         "diff": _diff(project_dir),
     }
 
 
 def _diff(project_dir: Path) -> str | None:
-    # A repository's own settings must not run programs of their choosing: no external diff, no text conversion.
-    changes = _git(project_dir, "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color") or ""
-    untracked = (_git(project_dir, "ls-files", "--others", "--exclude-standard") or "").splitlines()
-    if not changes and not untracked:
+    changes = _git(project_dir, "diff", "HEAD", *DIFF_OPTIONS, settings=_without_filters(project_dir))
+    untracked = _git(project_dir, "ls-files", "--others", "--exclude-standard", "--full-name", ":/")
+    if changes == untracked == "":
         return None
-    if len(changes.encode()) > MOST_DIFF_BYTES:
-        changes = changes.encode()[:MOST_DIFF_BYTES].decode(errors="ignore") + "\n# cut: the diff is larger\n"
-    names = "".join(f"# untracked: {name}\n" for name in untracked[:MOST_UNTRACKED])
-    more = f"# untracked: {len(untracked) - MOST_UNTRACKED} more\n" if len(untracked) > MOST_UNTRACKED else ""
-    return names + more + text_without_secrets(changes)
+    return text_without_secrets(_untracked_lines(untracked or "") + _cut(UNKNOWN if changes is None else changes))
 
 
-def _git(project_dir: Path, *words: str) -> str | None:
+def _without_filters(project_dir: Path) -> dict[str, str]:
+    """Return the settings that keep git from running the filters that the repository itself defines."""
+    found = _git(project_dir, "config", "--show-scope", "--name-only", "--get-regexp", FILTERS) or ""
+    settings = [line.partition("\t") for line in found.splitlines()]
+    own = [name for scope, _, name in settings if scope in ("local", "worktree")]
+    return {name: "false" if name.endswith(".required") else "" for name in own}
+
+
+def _untracked_lines(listed: str) -> str:
+    names = listed.splitlines()
+    lines = [f"# untracked: {name}\n" for name in names[:MOST_UNTRACKED]]
+    more = len(names) - MOST_UNTRACKED
+    return "".join(lines) + (f"# untracked: {more} more\n" if more > 0 else "")
+
+
+def _cut(changes: str) -> str:
+    """Return the first whole lines, `MOST_DIFF_BYTES` at most: half a secret would not be recognised."""
+    whole = changes.encode()
+    if len(whole) <= MOST_DIFF_BYTES:
+        return changes
+    kept = whole[: whole.rfind(b"\n", 0, MOST_DIFF_BYTES) + 1]
+    return kept.decode(errors="ignore") + "# cut: the diff is larger\n"
+
+
+def _git(project_dir: Path, *words: str, settings: Mapping[str, str] | None = None) -> str | None:
     command = ["git", "-c", "core.fsmonitor=false", "--no-pager", *words]
-    environ = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
+    environ = {**os.environ, **_as_variables(settings or {}), "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
+    environ["GIT_NO_LAZY_FETCH"] = "1"
     try:
         done = subprocess.run(
             command,
@@ -155,6 +180,19 @@ def _git(project_dir: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+
+
+def _as_variables(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return git's settings as variables, behind those that are there: on a command line, a name may not hold a =."""
+    if not settings:
+        return {}
+    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
+    pairs = {
+        f"GIT_CONFIG_{part}_{first + number}": text
+        for number, setting in enumerate(settings.items())
+        for part, text in zip(("KEY", "VALUE"), setting, strict=True)
+    }
+    return {**pairs, "GIT_CONFIG_COUNT": str(first + len(settings))}
 
 
 def _user() -> str:
