@@ -7,6 +7,7 @@ the next writer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -114,7 +115,8 @@ class Journal:
         if not isinstance(event, StepsLogged):
             self._write()
         if isinstance(event, (RunStarted, CheckpointSaved, RunEnded)):
-            os.fsync(self._descriptor)
+            with contextlib.suppress(OSError):  # network file systems tell of a full disk here; the journal goes on
+                os.fsync(self._descriptor)
 
     def flush(self) -> None:
         """Hand what waits in memory to the operating system."""
