@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 
 from rankzero.cli.main import FAILED, FINISHED
 
@@ -19,15 +20,18 @@ LEAST_SHARED_BYTES = 1 * GIGABYTE
 LEAST_DISK_BYTES = 5 * GIGABYTE
 TORCHVISION_BEHIND = 14  # torch 2.N goes with torchvision 0.(N + 14)
 SERVER_SECONDS = 3.0
+NOT_ASKED = " (not asked: a run will)"
+DRIVER = Path("/sys/module/nvidia/version")
 Found = TypeVar("Found")
 
 
 class Check(NamedTuple):
-    """One line: `fix` says what to do where something is wrong; None where nothing is."""
+    """One line: `fix` says what to do where something is wrong; `there`: False for what the machine does without."""
 
     name: str
     found: str
     fix: str | None = None
+    there: bool = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,25 +81,28 @@ def disk(root: Path) -> Check:
 def shared_memory(folder: Path = Path("/dev/shm")) -> Check:
     """Check what data-loading processes hand their batches over in; containers get 64 MB unless told otherwise."""
     if not folder.exists():
-        return Check("shared memory", "no /dev/shm on this system")
-    size = shutil.disk_usage(folder).total
-    fix = None if size >= LEAST_SHARED_BYTES else "start the container with --shm-size=8g, or set train.workers=0"
-    return Check("shared memory", f"{size / GIGABYTE:,.1f} GB", fix)
+        return Check("shared memory", "no /dev/shm on this system", there=False)
+    usage = shutil.disk_usage(folder)
+    fix = None
+    if usage.total < LEAST_SHARED_BYTES:
+        fix = "start the container with --shm-size=8g, or set train.workers=0"
+    elif usage.free < LEAST_SHARED_BYTES:
+        fix = f"see what fills {folder}: files of processes that are gone can be removed"
+    return Check("shared memory", f"{usage.free / GIGABYTE:,.1f} of {usage.total / GIGABYTE:,.1f} GB free", fix)
 
 
 def tracking_store(root: Path, tracking_uri: str | None = None) -> Check:
     """Check that the store can be reached: a database by its own check, a server by its health page."""
-    from rankzero.tracking import store
+    from rankzero.tracking import secrecy, store
 
+    shown = secrecy.url_without_secrets(tracking_uri or str(root))
     try:
         uri = store.resolve_tracking_uri(tracking_uri, os.environ, root)
-        path = store.sqlite_path(uri)
-        if path is not None and not path.exists():
-            return Check("tracking store", f"{uri} (made by the first run)")
-        (_sqlite_answers if path is not None else _server_answers)(uri)
+        shown = secrecy.url_without_secrets(uri)
+        answer = _answer_of_store(uri)
+        return Check("tracking store", shown + answer, there=answer != NOT_ASKED)
     except Exception as error:  # whatever it is, it is what the user must know
-        return Check("tracking store", tracking_uri or str(root), f"{error}")
-    return Check("tracking store", uri)
+        return Check("tracking store", shown, secrecy.url_without_secrets(str(error)))
 
 
 def torch_pair() -> Check:
@@ -104,7 +111,7 @@ def torch_pair() -> Check:
     if versions is None:
         return Check("PyTorch", "does not load", f"{error}: run `make setup`, which installs a pair that fits")
     torch, torchvision = versions
-    fits = _minor(torchvision) == _minor(torch) + TORCHVISION_BEHIND
+    fits = _minor(torchvision) == _minor(torch) + TORCHVISION_BEHIND or not torch.startswith("2.")
     fix = None if fits else f"torch {torch} goes with torchvision 0.{_minor(torch) + TORCHVISION_BEHIND}"
     return Check("PyTorch", f"torch {torch}, torchvision {torchvision}", fix)
 
@@ -115,17 +122,24 @@ def accelerator() -> Check:
     if torch is None:
         return Check("GPUs", "unknown: PyTorch does not load", error)
     if not torch.cuda.is_available():
-        driver = Path("/sys/module/nvidia/version")
-        if driver.exists():
-            return Check(
-                "GPUs",
-                f"driver {driver.read_text().strip()}, but PyTorch finds no GPU",
-                "install a PyTorch built for this driver, or check CUDA_VISIBLE_DEVICES",
-            )
-        return Check("GPUs", "no NVIDIA driver: training on the CPU, over gloo")
+        return _no_gpu(DRIVER)
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return Check("GPUs", f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}, NCCL {nccl}")
+    driver = f", driver {DRIVER.read_text().strip()}" if DRIVER.exists() else ""
+    found = f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}{driver}"
+    nccl, _ = _try(torch.cuda.nccl.version)
+    if nccl is None:
+        return Check("GPUs", found, "install a PyTorch built with NCCL: several GPUs need it")
+    return Check("GPUs", f"{found}, NCCL {'.'.join(map(str, nccl))}")
+
+
+def _no_gpu(driver: Path) -> Check:
+    if not driver.exists():
+        return Check("GPUs", "no NVIDIA driver: training on the CPU, over gloo", there=False)
+    return Check(
+        "GPUs",
+        f"driver {driver.read_text().strip()}, but PyTorch finds no GPU",
+        "install a PyTorch built for this driver, or check CUDA_VISIBLE_DEVICES",
+    )
 
 
 def nvml() -> Check:
@@ -134,20 +148,22 @@ def nvml() -> Check:
 
     sampler = GpuSampler(None, os.environ)
     try:
-        readings, notices = sampler.sample(), sampler.notices
+        described, readings, notices = sampler.describe(), sampler.sample(), sampler.notices
     finally:
         sampler.close()
     if readings:
-        return Check("NVML", f"{len(readings)} readings")
-    return Check("NVML", notices[0] if notices else "no GPUs to read")
+        return Check("NVML", f"{len(readings)} readings of {', '.join(described.values())}")
+    found = notices[0] if notices else "no GPUs to read"
+    fix = "runs will lack GPU metrics: install nvidia-ml-py, and let the container use the driver's utilities"
+    return Check("NVML", found, fix if DRIVER.exists() and notices else None, there=False)
 
 
 def _shown(console: Console, checks: Iterator[Check]) -> Iterator[Check]:
     for check in checks:
-        mark = "[green]ok [/]" if check.fix is None else "[red]fix[/]"
-        console.print(f"{mark} {check.name:15} {check.found}")
+        mark = "[red]fix[/]" if check.fix is not None else "[green]ok [/]" if check.there else "[dim]-- [/]"
+        console.print(f"{mark} {check.name:15} {escape(check.found)}")
         if check.fix is not None:
-            console.print(f"    -> {check.fix}")
+            console.print(f"    -> {escape(check.fix)}")
         yield check
 
 
@@ -169,26 +185,47 @@ def _minor(version: str) -> int:
     return int(version.split(".")[1])
 
 
-def _sqlite_answers(uri: str) -> None:
-    import contextlib
-    import sqlite3
-
+def _answer_of_store(uri: str) -> str:
+    """Ask a store for a sign of life; return what there is to add. Raises whatever says that it has none."""
     from rankzero.tracking import store
 
     path = store.sqlite_path(uri)
+    if path is not None:
+        return _sqlite_answers(path)
+    if uri.startswith(("http://", "https://")):
+        return _server_answers(uri)
+    return NOT_ASKED
+
+
+def _sqlite_answers(path: Path) -> str:
+    import contextlib
+    import sqlite3
+
+    if not path.exists():
+        return " (made by the first run)"
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             (answer,) = database.execute("PRAGMA quick_check").fetchone()
     except sqlite3.Error as error:
         answer = str(error)
     if answer != "ok":
         raise RuntimeError(f"{path} is damaged: {answer}; restore a copy, or choose another --dir and rankzero sync")
+    return ""
 
 
-def _server_answers(uri: str) -> None:
+def _server_answers(uri: str) -> str:
+    import urllib.error
     import urllib.request
 
-    if not uri.startswith(("http://", "https://")):
-        return
-    with urllib.request.urlopen(f"{uri}/health", timeout=SERVER_SECONDS):
-        return
+    from rankzero.tracking import secrecy
+
+    try:
+        with urllib.request.urlopen(f"{secrecy.url_without_secrets(uri)}/health", timeout=SERVER_SECONDS):
+            return ""
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code in (401, 403):
+            return " (asks who is there: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or a token)"
+        raise RuntimeError(f"what answers is no MLflow server ({error}): correct the tracking URI") from error
+    except OSError as error:
+        raise RuntimeError(f"no answer ({error}): start the server, or correct the tracking URI") from error
