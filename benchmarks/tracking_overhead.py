@@ -1,4 +1,4 @@
-"""Steps/s of a fully tracked run against a bare hand-written DDP loop that logs nothing.   about 20 minutes
+"""Steps/s of a fully tracked run against a bare hand-written DDP loop that logs nothing.   about 10 minutes
 
     python benchmarks/tracking_overhead.py [--rounds 5] [--quick]
 
@@ -28,7 +28,7 @@ from rankzero.tracking.journal import RunFolder, read_all
 from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.store import server_command, server_environment
 
-STEPS = {"Mlp": 15000, "Convnet": 1000}
+STEPS = {"Mlp": 7000, "Convnet": 400}
 WANTED = {"Mlp": 0.95, "Convnet": 0.99}
 PORT = 5917
 

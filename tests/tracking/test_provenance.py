@@ -14,7 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankzero.tracking.provenance import Provenance, allowed, collect, environment, write_artifacts, write_packages
-from rankzero.tracking.secrecy import command_without_secrets, text_without_secrets, url_without_secrets
+from rankzero.tracking.secrecy import (
+    command_without_secrets,
+    settings_without_secrets,
+    text_without_secrets,
+    url_without_secrets,
+)
 
 TOKEN = "ghp_" + "a1B2" * 9
 
@@ -224,3 +229,9 @@ def test_a_secret_does_not_survive_wherever_it_is_planted(repository: Path, tmp_
     write_artifacts(found, tmp_path / "artifacts")
     written = [path.read_text() for path in (tmp_path / "artifacts").rglob("*") if path.is_file()]
     assert len(written) == 2 and not any("battery" in text for text in [*written, str(environment(found))])
+
+
+def test_settings_lose_what_is_secret_by_name_or_shape() -> None:
+    settings = {"lr": "0.1", "hub.api_key": "abc", "note": TOKEN, "train.max_tokens": "512"}
+    kept = settings_without_secrets(settings)
+    assert kept == {"lr": "0.1", "hub.api_key": "[secret]", "note": "[secret]", "train.max_tokens": "512"}

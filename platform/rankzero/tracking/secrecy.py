@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 BLOT = "[secret]"
 _WORD = (  # `token` and `auth` end there: tokenizer, max_tokens and author are no secrets
@@ -54,6 +54,11 @@ def text_without_secrets(text: str) -> str:
     for pattern in (_ASSIGNMENT, _OPTION, _SIGNATURE):
         text = pattern.sub(lambda found: found["name"] + BLOT, text)
     return text
+
+
+def settings_without_secrets(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return settings by key, the values of those that are secret by name or by shape blotted out."""
+    return {key: BLOT if is_secret_name(key) else text_without_secrets(value) for key, value in settings.items()}
 
 
 def url_without_secrets(text: str) -> str:

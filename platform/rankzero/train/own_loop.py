@@ -26,6 +26,7 @@ from rankzero.experiment import Goal
 from rankzero.tracking import provenance, ranks, store
 from rankzero.tracking.journal import Identity, RunFolder, new_name
 from rankzero.tracking.runlog import RunLog
+from rankzero.tracking.secrecy import settings_without_secrets
 
 FLUSH_SECONDS = 2.0
 FLUSH_ROWS = 500
@@ -64,7 +65,7 @@ def track(
     )
     RunFolder.open_or_create(root / "runs", identity)
     log = RunLog.open(root / "runs", identity, mine, ())
-    return TrackedRun(log, goal or Goal(), keep, params_of(config))
+    return TrackedRun(log, goal or Goal(), keep, settings_without_secrets(params_of(config)))
 
 
 class TrackedRun:

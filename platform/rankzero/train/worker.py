@@ -17,6 +17,7 @@ from rankzero.experiment import Experiment
 from rankzero.tracking import ranks as launcher
 from rankzero.tracking.journal import Identity
 from rankzero.tracking.runlog import RunLog
+from rankzero.tracking.secrecy import settings_without_secrets
 from rankzero.train import device, failure, precision, randomness, restore
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import make_plan
@@ -208,4 +209,4 @@ def _success(job: Job, state: State) -> str:
 
 def _params(experiment: Experiment, world: World) -> dict[str, str]:
     settings = {key: config.render(value) for key, value in config.flatten(experiment).items()}
-    return {**settings, "world_size": str(world.size), "device": world.device.type}
+    return {**settings_without_secrets(settings), "world_size": str(world.size), "device": world.device.type}
