@@ -22,7 +22,7 @@ from rankzero.experiment import Experiment
 from rankzero.tracking.journal import RunFolder, read
 from rankzero.train.launch import log_files
 
-POLL_SECONDS = 0.2
+LIVE_SECONDS, POLL_SECONDS = 0.25, 1.0  # each look at the files takes a core from a rank for a moment
 PLAIN_SECONDS = 5.0  # between progress lines where there is no terminal
 
 
@@ -85,7 +85,7 @@ class Console:
 
     def _follow(self) -> None:
         with self._display():
-            while not self._stopping.wait(POLL_SECONDS):
+            while not self._stopping.wait(POLL_SECONDS if self._live is None else LIVE_SECONDS):
                 self._update()
             self._update()
 

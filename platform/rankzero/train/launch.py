@@ -22,6 +22,7 @@ START_METHOD = "forkserver"
 # Making the first optimizer imports torch._dynamo, which takes about as long as PyTorch itself.
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.data", "numpy", "rankzero.train.worker"]
 NOISY = ("torch.distributed", "torch.multiprocessing", "torch.distributed.elastic.multiprocessing.api")
+MONITOR_SECONDS = 0.5  # between looks at the workers: each costs them a moment of a core
 SHUTDOWN_SECONDS = 30  # what a rank gets to leave once another has failed, before SIGKILL
 
 
@@ -106,7 +107,7 @@ def _spec(nodes: Nodes, entry: Callable[[Any], str], request: Any) -> Any:
         args=(request,),
         rdzv_handler=registry.get_rendezvous_handler(parameters),
         max_restarts=nodes.max_restarts,
-        monitor_interval=0.1,
+        monitor_interval=MONITOR_SECONDS,
         local_addr="localhost" if nodes.nodes == 1 else None,
     )
 
