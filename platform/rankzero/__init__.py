@@ -1,4 +1,4 @@
-"""RankZero: tracked PyTorch training that tracking cannot slow down.
+"""RankZero: tracked PyTorch training that never waits for its tracker.
 
 The public names; each is imported when it is first used, so `import rankzero` costs nothing.
 """
