@@ -1,16 +1,19 @@
-"""Steps/s of a fully tracked run against a bare hand-written DDP loop that logs nothing.   about 10 minutes
+"""Steps/s of a fully tracked run against a bare hand-written DDP loop that logs nothing.   about 30 minutes
 
     python benchmarks/tracking_overhead.py [--rounds 5] [--quick]
 
 Two gloo processes, one thread each; same model, data, order, optimizer. The tracked run puts one `train/loss`
 point per step into MLflow (checked after each run) and samples the machine. Interleaved: bare, sqlite, bare,
-HTTP, … Timed: all steps but the first fifth, by rank 0's clock; evaluation and checkpoint come after the last step.
+HTTP, sqlite, bare, … (the order within a pair alternates, since a shared machine's speed drifts). Timed by
+rank 0's clock; evaluation and checkpoint come after the last step. Two figures a run of about half a minute: `whole`
+is all steps, with the import of MLflow on the same two cores in them; `steady` is all but the first fifth.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -28,24 +31,36 @@ from rankzero.tracking.journal import RunFolder, read_all
 from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.store import server_command, server_environment
 
-STEPS = {"Mlp": 7000, "Convnet": 400}
+STEPS = {"Mlp": 15_000, "Convnet": 2400}
 WANTED = {"Mlp": 0.95, "Convnet": 0.99}
 PORT = 5917
 
 
-def rate(times: list[float]) -> float:
-    """Return steps per second, without the first fifth."""
-    warm = len(times) // 5
-    return (len(times) - 1 - warm) / (times[-1] - times[warm])
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One run's steps per second, and its last loss."""
+
+    whole: float
+    steady: float
+    loss: float
 
 
-def bare(name: str, steps: int, folder: Path) -> tuple[float, float]:
+def rate(times: list[float], first: int) -> float:
+    """Return steps per second from step `first` (0-based) on."""
+    return (len(times) - 1 - first) / (times[-1] - times[first])
+
+
+def reading(times: list[float], loss: float) -> Reading:
+    return Reading(rate(times, 0), rate(times, len(times) // 5), loss)
+
+
+def bare(name: str, steps: int, folder: Path) -> Reading:
     run(torchrun(HERE / "bare.py", name, steps, folder / "bare.json"), environment(), folder)
     found = json.loads((folder / "bare.json").read_text())
-    return rate(found["times"]), found["loss"]
+    return reading(found["times"], found["loss"])
 
 
-def tracked(name: str, steps: int, folder: Path, uri: str | None) -> tuple[float, float]:
+def tracked(name: str, steps: int, folder: Path, uri: str | None) -> Reading:
     label = f"{name}-{time.monotonic_ns()}"
     run(rankzero("train", f"{HERE}/workloads.py:{name}", "--nproc", 2, "--run-name", label, f"train.steps={steps}",
                  f"train.eval_every={steps}", "train.log_model=false", *(["--tracking-uri", uri] if uri else [])),
@@ -58,7 +73,7 @@ def tracked(name: str, steps: int, folder: Path, uri: str | None) -> tuple[float
     assert run_id is not None
     points = Tracker(journal.identity.tracking_uri).history(run_id, "train/loss")
     assert [point.step for point in points] == list(range(1, steps + 1)), "MLflow does not have every step"
-    return rate(times), events[-1].metrics["train/loss"][-1]
+    return reading(times, events[-1].metrics["train/loss"][-1])
 
 
 @contextlib.contextmanager
@@ -78,21 +93,31 @@ def server(folder: Path) -> Iterator[str]:
             process.terminate()
 
 
+def pair(name: str, steps: int, folder: Path, address: str | None, tracked_first: bool) -> dict[str, Reading]:
+    """Run both contestants side by side in time; both must have done the same work."""
+    contestants = {"bare": lambda: bare(name, steps, folder), "tracked": lambda: tracked(name, steps, folder, address)}
+    found = {who: contestants[who]() for who in sorted(contestants, reverse=tracked_first)}
+    losses = [reading.loss for reading in found.values()]
+    assert abs(losses[0] - losses[1]) < 1e-3, f"not the same work: {losses}"
+    return found
+
+
 def compare(name: str, steps: int, rounds: int, folder: Path, uri: str) -> dict[str, object]:
     """Return both stores' ratios and every reading of a workload."""
-    readings: dict[str, list[float]] = {"bare_sqlite": [], "sqlite": [], "bare_http": [], "http": []}
+    pairs: dict[str, list[dict[str, Reading]]] = {"sqlite": [], "http": []}
     for number in range(rounds):
         for store, address in (("sqlite", None), ("http", uri)):
-            plain, plain_loss = bare(name, steps, folder)
-            speed, loss = tracked(name, steps, folder, address)
-            assert abs(plain_loss - loss) < 1e-3, f"not the same work: {plain_loss} and {loss}"
-            readings[f"bare_{store}"].append(plain)
-            readings[store].append(speed)
-            print(f"  {name} {store} round {number}: {plain:.1f} bare, {speed:.1f} tracked", flush=True)
-    found = {store: ratios(readings[store], readings[f"bare_{store}"]) for store in ("sqlite", "http")}
-    for store, ratio in found.items():
-        print(line(f"{name}, {store}", ratio, f">= {WANTED[name]}"), flush=True)
-    return {"steps": steps, "steps_per_second": readings, "ratio": found, "wanted": WANTED[name]}
+            found = pair(name, steps, folder, address, tracked_first=bool(number % 2))
+            pairs[store].append(found)
+            print(f"  {name} {store} round {number}: {found}", flush=True)
+    result = {f"{store}_{span}": ratios([getattr(found["tracked"], span) for found in pairs[store]],
+                                        [getattr(found["bare"], span) for found in pairs[store]])
+              for store in pairs for span in ("whole", "steady")}  # fmt: skip
+    for label, ratio in result.items():
+        print(line(f"{name}, {label}", ratio, f">= {WANTED[name]}"), flush=True)
+    readings = {store: [{who: dataclasses.asdict(one) for who, one in found.items()} for found in pairs[store]]
+                for store in pairs}  # fmt: skip
+    return {"steps": steps, "readings": readings, "ratio": result, "wanted": WANTED[name]}
 
 
 def main() -> None:
