@@ -20,8 +20,8 @@ def permutation(epoch: int, samples: int) -> torch.Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(mix(0, epoch)))
 
 
-def main(name: str, steps: int, out: str) -> None:
-    dist.init_process_group("gloo")
+def loop(name: str, steps: int) -> tuple[list[float], float]:
+    """Train; return when each step ended, and the last loss over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     from rankzero.train.randomness import seed_all
@@ -47,12 +47,26 @@ def main(name: str, steps: int, out: str) -> None:
         optimizer.zero_grad(set_to_none=True)
         times.append(time.time())
     dist.all_reduce(loss := loss.detach())
-    if rank == 0:
-        Path(out).write_text(json.dumps({"times": times, "loss": loss.item() / world}))
+    return times, loss.item() / world
+
+
+def leave() -> None:
+    """End this process at once, its peers having come so far too.
+
+    gloo's threads outlive the group, and one that lets go of a tensor while Python is being taken down
+    aborts the process (one run in 25 with PyTorch 2.15): torchrun would report a failed run.
+    """
     dist.barrier()
-    # gloo's threads outlive the group, and one that lets go of a tensor while Python is being taken down
-    # aborts the process (one run in 25 with PyTorch 2.15): what torchrun then reports is a failed run.
+    sys.stdout.flush()
     os._exit(0)
+
+
+def main(name: str, steps: int, out: str) -> None:
+    dist.init_process_group("gloo")
+    times, loss = loop(name, steps)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps({"times": times, "loss": loss}))
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""Steps/s of a fully tracked run against a bare hand-written DDP loop that logs nothing.   about 30 minutes
+"""Steps/s of fully tracked runs against a bare hand-written DDP loop that logs nothing.   about 20 minutes
 
-    python benchmarks/tracking_overhead.py [--rounds 5] [--quick]
+    python benchmarks/tracking_overhead.py [--blocks 3] [--quick]
 
-Two gloo processes, one thread each; same model, data, order, optimizer. The tracked run puts one `train/loss`
-point per step into MLflow (checked after each run) and samples the machine. Interleaved: bare, sqlite, bare,
-HTTP, sqlite, bare, … (the order within a pair alternates, since a shared machine's speed drifts). Timed by
-rank 0's clock; evaluation and checkpoint come after the last step. Two figures a run of about half a minute: `whole`
-is all steps, with the import of MLflow on the same two cores in them; `steady` is all but the first fifth.
+Two gloo processes, one thread each; same model, data, order, optimizer; sqlite, and a server on the same two cores.
+The tracked run puts one `train/loss` point per step into MLflow (checked after each run) and samples the machine.
+Interleaved in one pair of processes: a block is bare, tracked, tracked, bare; its ratio is that of the two means.
+Timed by rank 0's clock; evaluation and checkpoint come after the last step. Two figures for runs of about twenty
+seconds: `whole` is all steps, with the import of MLflow on the same cores in them; `steady` is all but the first fifth.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -22,65 +21,23 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from harness import HERE, environment, line, rankzero, ratios, run, save, torchrun
+from harness import HERE, environment, line, ratios, run, save, torchrun
 
-from rankzero.events import StepsLogged
-from rankzero.tracking.catalog import mlflow_id
-from rankzero.tracking.journal import RunFolder, read_all
-from rankzero.tracking.mlflow import Tracker
-from rankzero.tracking.store import server_command, server_environment
+from rankzero.tracking.store import default_tracking_uri, server_command, server_environment
 
-STEPS = {"Mlp": 15_000, "Convnet": 2400}
+STEPS = {"Mlp": 11_000, "Convnet": 1600}
 WANTED = {"Mlp": 0.95, "Convnet": 0.99}
+BLOCK = 4
 PORT = 5917
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """One run's steps per second, and its last loss."""
-
-    whole: float
-    steady: float
-    loss: float
-
-
-def rate(times: list[float], first: int) -> float:
-    """Return steps per second from step `first` (0-based) on."""
-    return (len(times) - 1 - first) / (times[-1] - times[first])
-
-
-def reading(times: list[float], loss: float) -> Reading:
-    return Reading(rate(times, 0), rate(times, len(times) // 5), loss)
-
-
-def bare(name: str, steps: int, folder: Path) -> Reading:
-    run(torchrun(HERE / "bare.py", name, steps, folder / "bare.json"), environment(), folder)
-    found = json.loads((folder / "bare.json").read_text())
-    return reading(found["times"], found["loss"])
-
-
-def tracked(name: str, steps: int, folder: Path, uri: str | None) -> Reading:
-    label = f"{name}-{time.monotonic_ns()}"
-    run(rankzero("train", f"{HERE}/workloads.py:{name}", "--nproc", 2, "--run-name", label, f"train.steps={steps}",
-                 f"train.eval_every={steps}", "train.log_model=false", *(["--tracking-uri", uri] if uri else [])),
-        environment(RANKZERO_DIR=str(folder / "mlruns")), folder)  # fmt: skip
-    journal = RunFolder(folder / "mlruns/runs" / label)
-    events = [event for event in read_all(journal.events) if isinstance(event, StepsLogged)
-              and "train/loss" in event.metrics]  # fmt: skip
-    times = [moment for event in events for moment in event.times]
-    run_id = mlflow_id(journal)
-    assert run_id is not None
-    points = Tracker(journal.identity.tracking_uri).history(run_id, "train/loss")
-    assert [point.step for point in points] == list(range(1, steps + 1)), "MLflow does not have every step"
-    return reading(times, events[-1].metrics["train/loss"][-1])
 
 
 @contextlib.contextmanager
 def server(folder: Path) -> Iterator[str]:
     """An MLflow server on this machine's same two cores."""
-    (folder / "server").mkdir()
-    with subprocess.Popen(server_command(folder / "server", PORT), env=server_environment(os.environ), cwd=folder,
+    folder.mkdir()
+    with subprocess.Popen(server_command(folder, PORT), env=server_environment(os.environ), cwd=folder,
                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:  # fmt: skip
         uri = f"http://127.0.0.1:{PORT}"
         for _ in range(600):
@@ -93,41 +50,42 @@ def server(folder: Path) -> Iterator[str]:
             process.terminate()
 
 
-def pair(name: str, steps: int, folder: Path, address: str | None, tracked_first: bool) -> dict[str, Reading]:
-    """Run both contestants side by side in time; both must have done the same work."""
-    contestants = {"bare": lambda: bare(name, steps, folder), "tracked": lambda: tracked(name, steps, folder, address)}
-    found = {who: contestants[who]() for who in sorted(contestants, reverse=tracked_first)}
-    losses = [reading.loss for reading in found.values()]
-    assert abs(losses[0] - losses[1]) < 1e-3, f"not the same work: {losses}"
-    return found
+def mean_rates(turns: list[dict[str, Any]], who: str, span: str) -> list[float]:
+    """Return each block's mean steps per second of one contestant."""
+    blocks = [turns[start : start + BLOCK] for start in range(0, len(turns), BLOCK)]
+    chosen = [[turn[span] for turn in block if turn["who"] == who] for block in blocks]
+    return [sum(rates) / len(rates) for rates in chosen]
 
 
-def compare(name: str, steps: int, rounds: int, folder: Path, uri: str) -> dict[str, object]:
-    """Return both stores' ratios and every reading of a workload."""
-    pairs: dict[str, list[dict[str, Reading]]] = {"sqlite": [], "http": []}
-    for number in range(rounds):
-        for store, address in (("sqlite", None), ("http", uri)):
-            found = pair(name, steps, folder, address, tracked_first=bool(number % 2))
-            pairs[store].append(found)
-            print(f"  {name} {store} round {number}: {found}", flush=True)
-    result = {f"{store}_{span}": ratios([getattr(found["tracked"], span) for found in pairs[store]],
-                                        [getattr(found["bare"], span) for found in pairs[store]])
-              for store in pairs for span in ("whole", "steady")}  # fmt: skip
-    for label, ratio in result.items():
-        print(line(f"{name}, {label}", ratio, f">= {WANTED[name]}"), flush=True)
-    readings = {store: [{who: dataclasses.asdict(one) for who, one in found.items()} for found in pairs[store]]
-                for store in pairs}  # fmt: skip
-    return {"steps": steps, "readings": readings, "ratio": result, "wanted": WANTED[name]}
+def compare(name: str, store: str, steps: int, blocks: int, uri: str, folder: Path) -> dict[str, Any]:
+    """Return one workload's ratios in one store, and every reading."""
+    out = folder / "turns.json"
+    run(torchrun(HERE / "side_by_side.py", name, steps, blocks, uri, out), environment(), folder)
+    turns = json.loads(out.read_text())
+    losses = [turn["loss"] for turn in turns]
+    assert max(losses) - min(losses) < 1e-3, f"not the same work: {losses}"
+    found = {span: ratios(mean_rates(turns, "tracked", span), mean_rates(turns, "bare", span))
+             for span in ("whole", "steady")}  # fmt: skip
+    for span, ratio in found.items():
+        print(line(f"{name}, {store}, {span}", ratio, f">= {WANTED[name]}"), flush=True)
+    return {"steps": steps, "wanted": WANTED[name], "ratio": found, "turns": turns}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one short round, to see that it works")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one short block, to see that it works")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary, server(Path(temporary)) as uri:
-        found = {name: compare(name, steps // 10 if options.quick else steps, 1 if options.quick else options.rounds,
-                               Path(temporary), uri) for name, steps in STEPS.items()}  # fmt: skip
+    blocks, shorten = (1, 10) if options.quick else (options.blocks, 1)
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name, steps in STEPS.items():
+            found[name] = {
+                "sqlite": compare(name, "sqlite", steps // shorten, blocks, default_tracking_uri(folder), folder)
+            }
+            with server(folder / f"server-{name}") as uri:  # while sqlite was measured, no server took its share
+                found[name]["http"] = compare(name, "http", steps // shorten, blocks, uri, folder)
     if not options.quick:
         save("tracking_overhead", workloads=found)
 

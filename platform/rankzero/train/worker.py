@@ -59,13 +59,14 @@ def main(request: Request) -> str:
     listen(stop)
     try:
         with join(ranks, device.choose(ranks)) as world:
-            return _attempt(request, world, stop).status
+            return attempt(request, world, stop).status
     except BaseException as error:
         failure.write(failure.describe(error, ranks.rank), Path(request.failures))
         raise
 
 
-def _attempt(request: Request, world: World, stop: Stop) -> Outcome:
+def attempt(request: Request, world: World, stop: Stop) -> Outcome:
+    """Train once, tracked, among processes that have joined each other already. All ranks call it."""
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     identity = Identity(**json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode())))
     log = RunLog.open(Path(request.runs), identity, world.ranks, device.gpu_uuids(world.ranks))

@@ -1,0 +1,102 @@
+"""Bare, tracked, tracked, bare, … in one pair of processes.
+
+    torchrun --nproc-per-node 2 side_by_side.py Mlp 9 3 URI out.json
+
+Each tracked turn is a whole run, with a recorder and a courier of its own, from its first step to the last. One pair
+of processes serves both, since a new pair runs up to 15 % faster or slower than the last.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import bare
+import torch
+import torch.distributed as dist
+import workloads
+
+from rankzero import config
+from rankzero.events import StepsLogged
+from rankzero.tracking import ranks, sync
+from rankzero.tracking.catalog import mlflow_id
+from rankzero.tracking.journal import Identity, RunFolder, read_all
+from rankzero.tracking.mlflow import Tracker
+from rankzero.train import worker
+from rankzero.train.stop import Stop
+from rankzero.train.world import World
+
+ORDER = ("bare", "tracked", "tracked", "bare")  # so that a drift of the machine's speed cancels out
+REST_SECONDS = 4.0  # before each turn: a shared machine runs faster for a while after it was idle
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One contestant's steps per second: all steps, and all but the first fifth; and its last loss."""
+
+    who: str
+    whole: float
+    steady: float
+    loss: float
+
+
+def turn(who: str, times: list[float], loss: float) -> Turn:
+    return Turn(who, rate(times, 0), rate(times, len(times) // 5), loss)
+
+
+def rate(times: list[float], first: int) -> float:
+    """Return steps per second from step `first` (0-based) on."""
+    return (len(times) - 1 - first) / (times[-1] - times[first])
+
+
+def tracked(name: str, steps: int, runs: Path, uri: str, world: World) -> tuple[list[float], float]:
+    """Make a run; return when each step ended, and the last loss, once MLflow has every one of them."""
+    label = f"{name}-{time.monotonic_ns()}"
+    experiment = config.override(
+        getattr(workloads, name)(), {"train.steps": steps, "train.eval_every": steps, "train.log_model": False}
+    )
+    request = worker.Request(
+        experiment_file=f"{workloads.__file__}:{name}",
+        config=config.to_yaml(experiment),
+        runs=str(runs),
+        identity=Identity(label, label, name, uri),
+        environment={},
+        failures=str(runs / "failures"),
+    )
+    worker.attempt(request, world, Stop())
+    return ([], 0.0) if not world.ranks.first else found(runs, steps)
+
+
+def found(runs: Path, steps: int) -> tuple[list[float], float]:
+    """Return the newest run's times and last loss. Raises AssertionError where MLflow lacks a step."""
+    folder = RunFolder(max(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime).parent)
+    assert sync.wait(folder).done, "not delivered"
+    points = Tracker(folder.identity.tracking_uri).history(mlflow_id(folder) or "", "train/loss")
+    assert [point.step for point in points] == list(range(1, steps + 1)), "MLflow does not have every step"
+    events = [event for event in read_all(folder.events) if isinstance(event, StepsLogged)
+              and "train/loss" in event.metrics]  # fmt: skip
+    return [moment for event in events for moment in event.times], events[-1].metrics["train/loss"][-1]
+
+
+def main(name: str, steps: int, blocks: int, uri: str, out: str) -> None:
+    dist.init_process_group("gloo")
+    world, turns = World(ranks.detect(), torch.device("cpu")), []
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Path(world.broadcast(folder.encode()).decode())
+        for who in ORDER * blocks:
+            time.sleep(REST_SECONDS)
+            dist.barrier()
+            times, loss = bare.loop(name, steps) if who == "bare" else tracked(name, steps, runs, uri, world)
+            if world.ranks.first:
+                turns.append(turn(who, times, loss))
+                print(f"  {name} {turns[-1]}", flush=True)
+        dist.barrier()
+    if world.ranks.first:
+        Path(out).write_text(json.dumps([dataclasses.asdict(one) for one in turns]))
+    bare.leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
