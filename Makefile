@@ -34,7 +34,7 @@ format: setup
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-# The measured claims; about 20 minutes on an idle machine.
+# The measured claims; about 30 minutes on an idle machine.
 bench: setup
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/startup.py

@@ -25,6 +25,7 @@ from rankzero.tracking.catalog import mlflow_id
 from rankzero.tracking.journal import Identity, RunFolder, read_all
 from rankzero.tracking.mlflow import Tracker
 from rankzero.train import worker
+from rankzero.train.request import Request
 from rankzero.train.stop import Stop
 from rankzero.train.world import World
 
@@ -57,7 +58,7 @@ def tracked(name: str, steps: int, runs: Path, uri: str, world: World) -> tuple[
     experiment = config.override(
         getattr(workloads, name)(), {"train.steps": steps, "train.eval_every": steps, "train.log_model": False}
     )
-    request = worker.Request(
+    request = Request(
         experiment_file=f"{workloads.__file__}:{name}",
         config=config.to_yaml(experiment),
         runs=str(runs),

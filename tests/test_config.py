@@ -17,6 +17,7 @@ from rankzero.config import (
     from_yaml,
     override,
     parse_assignments,
+    read_yaml,
     render,
     to_yaml,
 )
@@ -199,3 +200,8 @@ def test_yaml_that_is_no_config(text: str) -> None:
 def test_yaml_executes_nothing() -> None:
     with pytest.raises(ConfigError):
         from_yaml(Outer, "name: !!python/object/apply:os.system ['true']\n")
+
+
+def test_yaml_with_other_texts_for_some_values() -> None:
+    text = to_yaml(Outer(), instead={"inner.rate": "hidden"})
+    assert read_yaml(text) == {**read_yaml(to_yaml(Outer())), "inner.rate": "hidden"}

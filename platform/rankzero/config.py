@@ -78,20 +78,25 @@ def render(value: object) -> str:
             return str(value)
 
 
-def to_yaml(config: object) -> str:
-    """Return `config` as YAML, nested by group."""
-    return yaml.dump(_nested(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+def to_yaml(config: object, instead: Mapping[str, str] | None = None) -> str:
+    """Return `config` as YAML, nested by group; the keys of `instead` with those texts for their values."""
+    return yaml.dump(_nested(config, instead or {}), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(cls: type[Config], text: str) -> Config:
     """Read what `to_yaml` wrote; keys that are missing keep their defaults."""
+    return override(cls(), read_yaml(text))
+
+
+def read_yaml(text: str) -> dict[str, Any]:
+    """Return {dotted key: value} of what `to_yaml` wrote. Raises ConfigError for what it cannot have written."""
     try:
         loaded = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {error}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"expected a mapping of settings, got {type(loaded).__name__}")
-    return override(cls(), dict(_flat_mapping(loaded)))
+    return dict(_flat_mapping(loaded))
 
 
 def check_types(cls: Any, prefix: str = "") -> None:
@@ -324,13 +329,14 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def _nested(config: object) -> dict[str, Any]:
+def _nested(config: object, instead: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        value = getattr(config, field.name)
+        name, value = field.name.rstrip("_"), getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            value = _nested(value)
-        nested[field.name.rstrip("_")] = list(value) if isinstance(value, tuple) else value
+            value = _nested(value, instead, f"{prefix}{name}.")
+        value = instead.get(prefix + name, value)
+        nested[name] = list(value) if isinstance(value, tuple) else value
     return nested
 
 

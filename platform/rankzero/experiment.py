@@ -91,7 +91,7 @@ class Train:
     eval_every: int | None = None
     """Steps between evaluations; none: after each epoch."""
     save_every: int | None = None
-    """Steps between checkpoints; none: with each evaluation."""
+    """Steps between checkpoints; none: with each evaluation; 0: no checkpoints."""
     keep: int = 1
     """Best checkpoints kept, besides the last."""
     workers: int | None = None
@@ -100,13 +100,15 @@ class Train:
     """Log the best model to MLflow at the end of a finished run, for `mlflow.pytorch.load_model`."""
     max_minutes: float | None = None
     """Stop, with a checkpoint, after this many minutes; none: no limit."""
+    stop_at_target: bool = False
+    """Finish at the first evaluation that reaches `goal.target`."""
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             raise ValueError("epochs: set train.epochs or train.steps")
-        for name in ("epochs", "steps", "batch_size", "micro_batch", "log_every", "eval_every", "save_every"):
+        for name in ("epochs", "steps", "batch_size", "micro_batch", "log_every", "eval_every"):
             _require(name, getattr(self, name), at_least=1)
-        for name in ("warmup_steps", "keep", "workers", "seed"):
+        for name in ("warmup_steps", "save_every", "keep", "workers", "seed"):
             _require(name, getattr(self, name), at_least=0)
         for name in ("clip", "max_minutes"):
             _require(name, getattr(self, name), above=0)

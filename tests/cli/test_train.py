@@ -183,6 +183,23 @@ def test_a_run_from_another_machine_goes_on_from_mlflow(rankzero: Command, tmp_p
     assert {step: tracked_losses(folder)[step] for step in before} == before
 
 
+def test_mlflow_is_not_told_a_secret_and_a_resume_elsewhere_asks_for_it(rankzero: Command, tmp_path: Path) -> None:
+    assert rankzero("train", TINY, "train.steps=5", "--run-name", "far", "api_key=hunter2")[0] == 0
+    folder = RunFolder(rankzero.folder / "mlruns/runs/far")
+    run = tracked(folder)
+    artifact = Tracker(folder.identity.tracking_uri).download_artifact(run.run_id, "config.yaml", tmp_path)
+    assert "api_key: '[secret]'" in artifact.read_text() and run.params["api_key"] == "[secret]"
+    assert "hunter2" not in artifact.read_text() + str(run)
+    assert "api_key: hunter2" in folder.config.read_text()
+    folder.path.rename(tmp_path / "elsewhere")
+    code, output = rankzero("resume", run.run_id, "train.steps=8")
+    assert code == 2 and "say it again, api_key=…" in output
+    code, output = rankzero("resume", run.run_id, "train.steps=8", "api_key=hunter2")
+    assert code == 0, output
+    assert "api_key: hunter2" in folder.config.read_text()
+    assert sorted(tracked_losses(folder)) == list(range(1, 9))
+
+
 def test_output_of_rank_zero_and_a_broken_pipe(rankzero: Command) -> None:
     code, _ = rankzero("train", TINY, "train.steps=2")
     assert code == 0

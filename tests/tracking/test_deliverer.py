@@ -61,8 +61,9 @@ def failing(times: int, name: str, error: Callable[[], Exception]) -> Callable[[
 
 
 def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
-    folder.config.write_text("lr: 0.1")
+    folder.config.write_text("lr: 0.1, with a secret")  # stays here: what MLflow gets lies among the artifacts
     (folder.artifacts / "logs").mkdir(parents=True)
+    (folder.artifacts / "config.yaml").write_text("lr: 0.1")
     (folder.artifacts / "logs" / "a.txt").write_text("hello")
     append(folder, started(), steps(1, 50), evaluated(50, 0.6), saved(folder, 50), ended(metrics={"best": 0.6}))
     done = run(make(folder, tracker))
@@ -212,10 +213,11 @@ def test_a_checkpoint_deleted_later_in_the_journal_is_not_uploaded(folder: RunFo
 
 
 def test_artifacts_that_change_are_uploaded_again_at_the_end(folder: RunFolder, tracker: FakeTracker) -> None:
-    folder.config.write_text("old")
+    folder.artifacts.mkdir()
+    (folder.artifacts / "config.yaml").write_text("old")
     append(folder, started())
     deliverer = run(make(folder, tracker))
-    folder.config.write_text("new!")
+    (folder.artifacts / "config.yaml").write_text("new!")
     folder.failures.mkdir()
     (folder.failures / "rank_1.json").write_text("{}")
     append(folder, ended())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,10 +95,18 @@ def test_configs_become_params() -> None:
         params_of(3)
 
 
-def test_what_is_no_number_does_not_stop_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_number_is_told_and_does_not_stop_the_loop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("rankzero.tracking.recorder.start", lambda *words, **options: Closed())
     with rankzero.track("mine") as run:
-        run.log({"text": "x", "good": 1}, step=1)
+        for step in (1, 2):
+            run.log({"text": "x", "many": torch.ones(3), "none": None, "good": np.float32(1)}, step=step)
     assert run.folder is not None
-    (logged,) = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)]
-    assert logged.metrics["good"] == [1.0] and logged.metrics["text"][0] != logged.metrics["text"][0]
+    logged = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)]
+    assert len(logged) == 2
+    for event in logged:
+        assert event.metrics["good"] == [1.0]
+        assert all(math.isnan(event.metrics[name][0]) for name in ("text", "many", "none"))
+    told = capsys.readouterr().out
+    assert told.count("a tensor of shape (3,)") == told.count("'x'") == told.count("'None'") == 1

@@ -10,14 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rankzero import config
 from rankzero.cli.console import Console
 from rankzero.cli.main import FAILED, FINISHED, RESUMABLE
 from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.tracking import catalog, provenance, sync
-from rankzero.tracking.journal import Identity, RunFolder
+from rankzero.tracking.journal import RunFolder
 from rankzero.train import failure, launch
+from rankzero.train.request import request_for
 
 # Libraries whose import is slow and harmless in the server that workers are forked from: no threads, no CUDA.
 SLOW_LIBRARIES = {
@@ -51,15 +51,7 @@ def run(attempt: Attempt) -> int:
 
     folder = attempt.folder
     environment = _provenance(attempt)
-    request = worker.Request(
-        experiment_file=folder.identity.experiment_file or "",
-        config=config.to_yaml(attempt.experiment),
-        runs=str(folder.path.parent),
-        identity=folder.identity,
-        environment=environment,
-        failures=str(folder.failures),
-    )
-    _forget(folder.failures)
+    request = request_for(folder, attempt.experiment, environment)
     console, status = Console(folder, attempt.experiment, attempt.root), "FAILED"
     with console:
         try:
@@ -100,19 +92,6 @@ def nodes_of(arguments: argparse.Namespace, train: Train) -> launch.Nodes:
     return launch.Nodes(processes, arguments.nnodes, endpoint, arguments.rdzv_id, arguments.max_restarts)
 
 
-def make_folder(runs: Path, identity: Identity) -> RunFolder:
-    """Make a new run's folder. Raises UserError where that cannot be."""
-    try:
-        return RunFolder.create(runs, identity)
-    except FileExistsError:
-        raise UserError(
-            f"there is a run {identity.name!r} already: choose another --run-name, or go on with it: "
-            f"rankzero resume {identity.name}"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot write to {runs}: {error.strerror}; choose another folder with --dir") from error
-
-
 def check_name(name: str) -> None:
     """Raise UserError for a run name that is no plain folder name."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
@@ -140,12 +119,6 @@ def _provenance(attempt: Attempt) -> Mapping[str, str]:
     provenance.write_artifacts(found, attempt.folder.artifacts)
     reference = os.path.relpath(attempt.folder.identity.experiment_file or "", Path.cwd())
     return {**provenance.environment(found), "rankzero.experiment_file": reference}
-
-
-def _forget(failures: Path) -> None:
-    """Remove what an earlier attempt's ranks said."""
-    for path in failures.glob("rank_*.json"):
-        path.unlink()
 
 
 def _finish_tracking(attempt: Attempt, console: Console) -> None:

@@ -7,7 +7,9 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rankzero import config, experiment_file
 from rankzero.cli import attempt
@@ -16,7 +18,9 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import catalog, incumbent, store
 from rankzero.tracking.journal import RunFolder, write_atomically
+from rankzero.tracking.secrecy import BLOT
 from rankzero.train import launch
+from rankzero.train.request import write_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     _require_checkpoint(folder)
     nodes = attempt.nodes_of(arguments, experiment.train)
     store.prepare_store(folder.identity.tracking_uri)
-    write_atomically(folder.config, config.to_yaml(experiment))
+    write_config(folder, experiment)
     return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv))
 
 
@@ -71,18 +75,28 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
         cls = experiment_file.load(reference)
     except UserError as error:
         raise UserError(f"{error}; if the file has moved, say where: --experiment EXP") from error
-    saved = config.from_yaml(cls, folder.config.read_text())
+    changes = config.parse_assignments(arguments.settings)
+    saved = config.override(cls(), _complete(config.read_yaml(folder.config.read_text()), changes))
     ended = catalog.last_end(folder)
     if ended is not None and ended.status == "FINISHED" and not arguments.settings:
         raise UserError(
             f"{folder.path.name} has finished: to train it further, say how far, such as train.epochs="
             f"{2 * (saved.train.epochs or 1)}"
         )
-    changed = config.override(saved, config.parse_assignments(arguments.settings))
+    changed = config.override(saved, changes)
     for key in ("train.batch_size", "train.seed"):
         if config.flatten(changed)[key] != config.flatten(saved)[key]:
             raise UserError(f"{key} decides the order of the data and cannot change within a run: start a new run")
     return changed
+
+
+def _complete(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings; of those that MLflow was not told, as they look secret, what `changes` say."""
+    hidden = [key for key, value in settings.items() if BLOT in str(value)]
+    unknown = [key for key in hidden if key not in changes]
+    if unknown:
+        raise UserError(f"MLflow was not told what looks like a secret: say it again, {'=… '.join(unknown)}=…")
+    return {**settings, **{key: changes[key] for key in hidden}}
 
 
 def _require_checkpoint(folder: RunFolder) -> None:

@@ -13,6 +13,7 @@ from rankzero.cli import attempt
 from rankzero.tracking import store
 from rankzero.tracking.journal import Identity, new_name
 from rankzero.train import launch
+from rankzero.train.request import make_folder, write_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = attempt.nodes_of(arguments, experiment.train)
     identity = _identity(arguments, path, cls)
     store.prepare_store(identity.tracking_uri)
-    folder = attempt.make_folder(arguments.dir / "runs", identity)
-    folder.config.write_text(config.to_yaml(experiment))
+    folder = make_folder(arguments.dir / "runs", identity)
+    write_config(folder, experiment)
     return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv))
 
 

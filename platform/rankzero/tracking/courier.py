@@ -20,6 +20,7 @@ from rankzero.tracking import incumbent
 from rankzero.tracking import progress as state
 from rankzero.tracking.attempt import Attempt, closed
 from rankzero.tracking.deliverer import Deliverer
+from rankzero.tracking.family import Family
 from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.provenance import write_packages
 
@@ -98,7 +99,7 @@ def grace_seconds() -> float:
     return float(os.environ.get("RANKZERO_DELIVERY_GRACE_SECONDS") or GRACE_SECONDS)
 
 
-def deliver_attempt(attempt: Attempt, deliverer: Deliverer, recorder: int) -> None:
+def deliver_attempt(attempt: Attempt, deliverer: Deliverer | Family, recorder: int) -> None:
     """Deliver until the attempt is over and all is delivered, or nothing moves any more, or a newer attempt begins.
 
     `recorder`: a pipe that the recorder closes when it has written its last; it may die before rank 0 does.
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = RunFolder(options.folder)
     if options.node == 0:  # a tenth of a second that the training process need not spend
         _guarded(lambda: write_packages(folder.artifacts))
-    deliver_attempt(Attempt(folder, options.node, options.token), Deliverer(folder, options.node), options.pipe)
+    deliver_attempt(Attempt(folder, options.node, options.token), Family(folder, options.node), options.pipe)
 
 
 def _go_to_the_background(nice: int) -> None:

@@ -11,6 +11,7 @@ Points go before uploads, so that files that are big or cannot be stored never h
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import logging
 import time
@@ -23,7 +24,7 @@ from rankzero.events import Event, RunEnded, RunStarted, decode
 from rankzero.tracking import progress as state
 from rankzero.tracking import report
 from rankzero.tracking.delivery import End, Item, Points, Tags, ending, translate
-from rankzero.tracking.journal import EVENTS, READ_BYTES, RunFolder, read, read_all
+from rankzero.tracking.journal import EVENTS, READ_BYTES, Identity, RunFolder, read, read_all
 from rankzero.tracking.retry import Backoff, refusal
 from rankzero.tracking.store import RunGone
 from rankzero.tracking.uploads import upload
@@ -154,6 +155,11 @@ class Deliverer:
     def _open(self) -> bool:
         """Find or make the MLflow run; a node other than 0 waits for node 0 to make it."""
         identity = self._folder.identity
+        if identity.parent is not None:
+            identity = self._adopted(identity, identity.parent)
+            if identity.parent_run_id is None:
+                self._sending.fail()
+                return False
         self._tracker = self._tracker or self._connect(identity.tracking_uri)
         if self._node == 0:
             run = self._tracker.open_run(identity, self._began())
@@ -168,6 +174,11 @@ class Deliverer:
         self._run = run
         self.commit()
         return True
+
+    def _adopted(self, identity: Identity, parent: str) -> Identity:
+        """Return the identity with its parent's run id, once that is known."""
+        found = state.load(state.path_of(RunFolder(self._folder.path.parent / parent), 0)).run_id
+        return dataclasses.replace(identity, parent_run_id=found)
 
     def _adopt(self, run: OpenRun, from_elsewhere: bool) -> None:
         """Begin with what MLflow has of the run already, sent by a process whose progress is not here."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rankzero.events import CheckpointSaved, Event, RunEnded, RunStarted, StepsLogged, decode, encode
 
-EVENTS = "events.jsonl"
+EVENTS, CHILDREN = "events.jsonl", "children.txt"
 READ_BYTES = 1 << 20  # what a reader holds in memory at a time
 MOST_WAITING_BYTES = 64 << 20  # what a writer holds while it cannot write
 
@@ -38,6 +38,8 @@ class Identity:
     """The user's file, ``path.py`` or ``path.py:Class``, absolute."""
     project_dir: str | None = None
     """The folder that the run was started in."""
+    parent: str | None = None
+    """The run that this one belongs to (a trial's study), by name: its folder lies beside; its courier serves both."""
     parent_run_id: str | None = None
     mlflow_run_id: str | None = None
     """The MLflow run to go on with, where it is known from elsewhere (a resume on a new machine)."""
@@ -77,6 +79,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
+        """The settings, whole; `artifacts` has them under the same name without secrets."""
         return self.path / "config.yaml"
 
     @property
@@ -92,6 +95,20 @@ class RunFolder:
     def artifacts(self) -> Path:
         """Files that the recorder uploads to the run as they are (the dirty diff, logs)."""
         return self.path / "artifacts"
+
+    @property
+    def children(self) -> list[RunFolder]:
+        """The runs that belong to this one (a study's trials), in the order in which they were begun."""
+        try:
+            names = (self.path / CHILDREN).read_text().split()
+        except OSError:
+            return []
+        return [RunFolder(self.path.parent / name) for name in names]
+
+    def add_child(self, name: str) -> None:
+        """Note that the run `name`, in a folder beside this one, belongs to it."""
+        with (self.path / CHILDREN).open("a") as file:
+            file.write(name + "\n")
 
     def system(self, node: int) -> Path:
         return self.path / f"system-node_{node}.jsonl"

@@ -46,14 +46,17 @@ class Recording:
             os.close(self._pipe)
 
 
-def start(folder: RunFolder, gpu_uuids: Sequence[str], node: int, node_count: int = 1) -> Recording:
-    """Start the recorder of this node; call it before the attempt's first event. Takes milliseconds and never waits."""
+def start(folder: RunFolder, gpu_uuids: Sequence[str] | None, node: int, node_count: int = 1) -> Recording:
+    """Start the recorder of this node; call it before the attempt's first event. Takes milliseconds and never waits.
+
+    `gpu_uuids`: of the GPUs to watch; None: all that CUDA_VISIBLE_DEVICES leaves.
+    """
     claim = incumbent.claim(folder, node)
     reader, writer = os.pipe()
     command = [
         *(sys.executable, "-P", "-m", "rankzero.tracking.recorder", str(folder.path)),
         *("--token", claim.token, "--node", str(node), "--nodes", str(node_count)),
-        *("--job", str(_job_root(os.environ)), "--gpus", *gpu_uuids),
+        *("--job", str(_job_root(os.environ)), *(() if gpu_uuids is None else ("--gpus", *gpu_uuids))),
     ]
     with (folder.path / _suffixed("recorder.log", node)).open("ab") as output:
         process = subprocess.Popen(
@@ -79,15 +82,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = RunFolder(options.folder)
     attempt = Attempt(folder, options.node, options.token)
     sampling = Sampling(folder, options.gpus, options.node, options.nodes, options.job)
-    courier = Courier(attempt)
+    courier = None if _delivered_by_parent(folder) else Courier(attempt)
     while attempt.is_latest and not attempt.over:
-        courier.tend()
+        if courier is not None:
+            courier.tend()
         attempt.wait(TICK_SECONDS)
     sampling.stop()
     attempt.say_end_if_unsaid()
-    courier.finish()
-    while courier.tend():
-        time.sleep(0.1)
+    if courier is not None:
+        courier.finish()
+        while courier.tend():
+            time.sleep(0.1)
+
+
+def _delivered_by_parent(folder: RunFolder) -> bool:
+    parent = folder.identity.parent
+    return parent is not None and (folder.path.parent / parent / "run.json").exists()
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -134,7 +144,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--node", type=int, required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--job", type=int, required=True)
-    parser.add_argument("--gpus", nargs="*", default=[])
+    parser.add_argument("--gpus", nargs="*")
     return parser.parse_args(arguments)
 
 

@@ -24,7 +24,7 @@ class RunLog:
         self._emit = Emitter([journal, *hooks] if journal is not None else ())
 
     @classmethod
-    def open(cls, runs: Path, identity: Identity, ranks: Ranks, gpu_uuids: Sequence[str]) -> RunLog:
+    def open(cls, runs: Path, identity: Identity, ranks: Ranks, gpu_uuids: Sequence[str] | None) -> RunLog:
         """Open the run's folder, made where it is missing, and start this node's recorder (local rank 0)."""
         folder = RunFolder.open_or_create(runs, identity) if ranks.local_rank == 0 else RunFolder(runs / identity.name)
         attempt = 1 + sum(isinstance(event, RunStarted) for event in read_all(folder.events)) if ranks.first else 0

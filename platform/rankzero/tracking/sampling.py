@@ -21,7 +21,7 @@ log = logging.getLogger("rankzero.recorder")
 class Sampling:
     """A thread that samples from now until `stop`."""
 
-    def __init__(self, folder: RunFolder, gpus: Sequence[str], node: int, node_count: int, process: int) -> None:
+    def __init__(self, folder: RunFolder, gpus: Sequence[str] | None, node: int, node_count: int, process: int) -> None:
         self._folder, self._node = folder, node
         self._arguments = (gpus, node, node_count, process)
         self._stop = threading.Event()

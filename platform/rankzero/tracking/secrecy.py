@@ -61,6 +61,11 @@ def settings_without_secrets(settings: Mapping[str, str]) -> dict[str, str]:
     return {key: BLOT if is_secret_name(key) else text_without_secrets(value) for key, value in settings.items()}
 
 
+def blotted(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return only those settings that `settings_without_secrets` changes, as it leaves them."""
+    return {key: value for key, value in settings_without_secrets(settings).items() if value != settings[key]}
+
+
 def url_without_secrets(text: str) -> str:
     """Return `text` with the user and password of every URL taken out."""
     return _USERINFO.sub(lambda found: found["scheme"], text)

@@ -76,7 +76,10 @@ def deliver(
             if mine:
                 _deliver_node(folder, node, on_progress, patience)
             elif node == 0:
-                return wait(folder, patience, on_progress)
+                wait(folder, patience, on_progress)
+    for child in folder.children:  # after their parent, whose run id they need
+        if not status(child).done:
+            deliver(child, on_progress=on_progress, patience=patience)
     return status(folder)
 
 

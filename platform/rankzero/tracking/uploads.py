@@ -33,7 +33,7 @@ def upload(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress
 
 
 def upload_artifacts(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress) -> None:
-    """Upload the config and the files of the artifacts folder that are new or changed since the last time."""
+    """Upload the files of the artifacts folder that are new or changed since the last time, and word of failures."""
     for path, parent in _artifacts(folder):
         name = str(path.relative_to(folder.path))
         stat = path.stat()
@@ -64,8 +64,6 @@ def _deleted_later(event: CheckpointSaved, progress: Progress) -> bool:
 
 def _artifacts(folder: RunFolder) -> Iterator[tuple[Path, str | None]]:
     """Yield each file and the folder that it goes to in MLflow."""
-    if folder.config.is_file():
-        yield folder.config, None
     for base, name in ((folder.artifacts, None), (folder.failures, "failures")):
         for path in sorted(base.rglob("*")):
             if path.is_file() and not path.name.startswith("."):

@@ -23,6 +23,7 @@ START_METHOD = "forkserver"
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.data", "numpy", "rankzero.train.worker"]
 NOISY = ("torch.distributed", "torch.multiprocessing", "torch.distributed.elastic.multiprocessing.api")
 MONITOR_SECONDS = 0.5  # between looks at the workers: each costs them a moment of a core
+TRANSLATED = {signal.SIGUSR2: signal.SIGUSR2, signal.SIGQUIT: signal.SIGKILL}
 SHUTDOWN_SECONDS = 30  # what a rank gets to leave once another has failed, before SIGKILL
 
 
@@ -54,7 +55,8 @@ def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path) -> 
     """Run `entry(request)` in every process of this node; return what the first of them returned.
 
     SIGTERM and SIGINT to this process reach the workers, which stop at the same step; a second
-    one ends them at once. Raises WorkersFailed.
+    one ends them as an exception does, SIGQUIT ends them whatever they do. SIGUSR2: the run is pruned.
+    Raises WorkersFailed.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -138,7 +140,11 @@ def _signals_passed_on(agent: Any) -> Iterator[None]:
         received.append(number)
         _signal_workers(agent, signal.SIGTERM if len(received) == 1 else signal.SIGQUIT)
 
+    def translate(number: int, _frame: FrameType | None) -> None:
+        _signal_workers(agent, TRANSLATED[signal.Signals(number)])
+
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before |= {number: signal.signal(number, translate) for number in TRANSLATED}
     try:
         yield
     finally:

@@ -109,7 +109,7 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
     """
     train, plan, total = job.experiment.train, job.plan, job.total_steps
     evaluate_every = train.eval_every or plan.steps_per_epoch
-    save_every = train.save_every or evaluate_every
+    save_every = train.save_every if train.save_every is not None else evaluate_every
     batches = job.train_feed.train(plan, job.world.ranks.rank, state.step, total)
     window, length = Window(job.world), train.log_every or 1
     job.replica.train()
@@ -122,7 +122,7 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
         waited += wait
         times.append(time.time())
         evaluation_due = state.step % evaluate_every == 0 or state.step == total
-        save_due = state.step % save_every == 0 or state.step == total
+        save_due = save_every > 0 and (state.step % save_every == 0 or state.step == total)
         if len(window) < length and not evaluation_due and not save_due:
             continue
         report = window.reduce(stop.code, time.perf_counter() - start, waited)
@@ -135,7 +135,9 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
         if evaluation_due:
             tally.last_metrics, better = evaluation(job, state, report)
             emit(Evaluated(time.time(), state.step, tally.last_metrics, better))
-        if save_due or report.stop_code:
+        if evaluation_due and train.stop_at_target and job.experiment.goal.reached(state.best):
+            total = state.step  # every rank has the same best, so every rank finishes here
+        if save_every and (save_due or report.stop_code or total == state.step):
             fresh = evaluation_due and bool(tally.last_metrics)
             save(job, state, checkpoints, emit, tally.last_metrics if fresh else {}, fresh and better)
         for event in checkpoints.poll() if checkpoints else ():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rankzero.errors import UserError
+from rankzero.intervals import half_width
 from rankzero.train.world import World
 
 
@@ -139,30 +139,7 @@ class Throughput:
     @property
     def half_width(self) -> float | None:
         """Half the 95 % interval, in samples per second; None with fewer than two windows."""
-        count = len(self._windows)
-        if count < 2:
-            return None
-        rates = [samples / seconds for samples, seconds in self._windows]
-        return student_t_975(count - 1) * statistics.stdev(rates) / math.sqrt(count)
-
-
-def student_t_975(freedom: int) -> float:
-    """Return Student's t quantile at 0.975: exact for 1 and 2 degrees of freedom, else within 0.5 %.
-
-    Cornish-Fisher expansion about the normal quantile, Abramowitz & Stegun 26.7.5.
-    """
-    if freedom == 1:
-        return math.tan(math.pi * 0.475)
-    if freedom == 2:
-        return float(0.95 * math.sqrt(2 / (1 - 0.95**2)))
-    z = statistics.NormalDist().inv_cdf(0.975)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, start=1))
+        return half_width([samples / seconds for samples, seconds in self._windows])
 
 
 def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:
@@ -172,7 +149,12 @@ def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:
     if "loss" not in metrics:
         raise UserError(f"measure() returned no 'loss', only {sorted(metrics)}: add the key 'loss'")
     for name, value in metrics.items():
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, Tensor) or value.dim():
+            shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise UserError(f"measure()[{name!r}] must be a 0-d tensor (a mean over the batch), got {shape}")
+        if value.device != metrics["loss"].device:
+            raise UserError(
+                f"measure()[{name!r}] is on {value.device}, the loss on {metrics['loss'].device}: leave every metric "
+                "where the model computes it; moving it to the host would make each step wait"
+            )
     return ["loss", *(name for name in metrics if name != "loss")]

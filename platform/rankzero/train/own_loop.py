@@ -64,7 +64,7 @@ def track(
         project_dir=str(Path.cwd()),
     )
     RunFolder.open_or_create(root / "runs", identity)
-    log = RunLog.open(root / "runs", identity, mine, ())
+    log = RunLog.open(root / "runs", identity, mine, gpu_uuids=None)
     return TrackedRun(log, goal or Goal(), keep, settings_without_secrets(params_of(config)))
 
 
@@ -74,6 +74,7 @@ class TrackedRun:
     def __init__(self, log: RunLog | None, goal: Goal, keep: int, params: Mapping[str, str] | None = None) -> None:
         self._log, self._goal, self._keep, self._params = log, goal, keep, dict(params or {})
         self._rows: list[Row] = []
+        self._told: set[str] = set()
         self._flushed = time.monotonic()
         self._best: float | None = None
         self._last: dict[str, float] = {}
@@ -113,7 +114,10 @@ class TrackedRun:
         self._log.close()
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log 0-d tensors or numbers at `step`. Tensors are copied on their device; no sync until the report."""
+        """Log 0-d tensors or numbers at `step`. Tensors are copied on their device; no sync until the report.
+
+        What is neither becomes NaN, and is told once.
+        """
         if self._log is None:
             return
         self._rows.append((step, time.time(), {name: _kept(value) for name, value in metrics.items()}))
@@ -128,7 +132,7 @@ class TrackedRun:
         if self._log is None:
             return
         self._flush()
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        numbers = {name: _number(value) for name, value in (metrics or {}).items()}
         better = self._evaluated(numbers, step)
         for event in self._store().save(state_dict, step, numbers, better):
             self._log(event)
@@ -155,11 +159,19 @@ class TrackedRun:
     def _flush(self) -> None:
         rows, self._rows, self._flushed = self._rows, [], time.monotonic()
         assert self._log is not None
+        self._tell_what_is_no_number(rows)
         numbers = iter(_numbers([value for _, _, metrics in rows for value in metrics.values()]))
         for step, moment, metrics in rows:
             columns = {name: [next(numbers)] for name in metrics}
             self._log(StepsLogged([step], [moment], columns))
         self._log.flush()
+
+    def _tell_what_is_no_number(self, rows: list[Row]) -> None:
+        assert self._log is not None
+        odd = {name: value for _, _, metrics in rows for name, value in metrics.items() if isinstance(value, str)}
+        for name in sorted(odd.keys() - self._told):
+            self._told.add(name)
+            self._log.notice(f"{name} is no number but {odd[name]!r}: it is logged as NaN; log its mean, for instance")
 
 
 def params_of(config: object) -> dict[str, str]:
@@ -181,8 +193,10 @@ def _dotted(nested: Mapping[Any, Any], prefix: str) -> list[tuple[str, Any]]:
 
 
 def _kept(value: Any) -> Any:
-    """Return a tensor's own copy (the loop may overwrite it), anything else as it is."""
-    return value.detach().clone() if hasattr(value, "detach") else value
+    """Return a tensor's own copy (the loop may overwrite it), a number as it is, of anything else what it is."""
+    if hasattr(value, "detach"):
+        return value.detach().clone() if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    return value if hasattr(value, "__float__") or hasattr(value, "__index__") else str(value)[:80]
 
 
 def _numbers(values: list[Any]) -> list[float]:

@@ -13,7 +13,7 @@ REASONS = {
     4: "pruned",
 }
 SIGTERM, SIGINT, TIME_LIMIT, PRUNED = REASONS
-_CODES = {signal.SIGTERM: SIGTERM, signal.SIGINT: SIGINT, signal.SIGHUP: SIGTERM}
+_CODES = {signal.SIGTERM: SIGTERM, signal.SIGINT: SIGINT, signal.SIGHUP: SIGTERM, signal.SIGUSR2: PRUNED}
 
 
 class Stop:
@@ -39,7 +39,7 @@ class Stop:
 
 
 def listen(stop: Stop) -> None:
-    """Let SIGTERM and SIGINT set `stop`, and SIGQUIT end this process at once. Main thread only."""
+    """Let SIGTERM, SIGINT and a search's SIGUSR2 set `stop`, and SIGQUIT end this process at once. Main thread only."""
     for number in _CODES:
         signal.signal(number, lambda received, _frame: stop(_CODES[signal.Signals(received)]))
     signal.signal(signal.SIGQUIT, _interrupt)

@@ -24,24 +24,9 @@ from rankzero.train.data import make_plan
 from rankzero.train.feed import Feed
 from rankzero.train.loop import Job, State, Tally, fit, frozen_heap
 from rankzero.train.optimizers import fused
-from rankzero.train.stop import Stop, listen
+from rankzero.train.request import Request
+from rankzero.train.stop import REASONS, TIME_LIMIT, Stop, listen
 from rankzero.train.world import World, is_lost_contact, join
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What a launcher asks of every worker of a node. Plain values: it crosses process boundaries."""
-
-    experiment_file: str
-    config: str
-    """The experiment's settings, as YAML."""
-    runs: str
-    """The folder of all runs."""
-    identity: Identity
-    """What this node calls the run; rank 0's counts."""
-    environment: Mapping[str, str]
-    failures: str
-    """The folder in which a failing rank leaves word."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +173,9 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Out
             _finish(checkpoints, log, tally)
         tally.best = state.best
     if reason is not None:
-        return Outcome("KILLED", f"{reason} at step {state.step}")
+        # Without checkpoints nothing can go on: there, the end of the time is the end of the run.
+        over = reason == REASONS[TIME_LIMIT] and train.save_every == 0
+        return Outcome("FINISHED" if over else "KILLED", f"{reason} at step {state.step}")
     return Outcome("FINISHED", _success(job, state))
 
 

@@ -1,0 +1,261 @@
+"""Optuna, and the only file that imports it: what to try next, when to stop trying, everything on disk.
+
+The study lives in a database of its own, never MLflow's. Each trial is drawn by a sampler seeded with the study's seed
+and the trial's number, so a study that was interrupted goes on with what it would have drawn without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import TrialState
+
+from rankzero.errors import UserError
+from rankzero.experiment import Choice, Integer, LogUniform, Range, Uniform
+from rankzero.tracking import incumbent
+
+State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
+SAMPLERS = ("tpe", "gp", "random", "grid")
+PRUNERS = ("asha", "hyperband", "median", "none")
+STARTUP_TRIALS = 6  # drawn at random, the enqueued ones included, before the sampler's model is trusted
+GRID_POINTS = 5  # of a range that is not a list
+OWNER, ABANDONED = "owner", "abandoned"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One trial as the study has it."""
+
+    number: int
+    state: State
+    parameters: Mapping[str, Any]
+    value: float | None
+    constraints: Mapping[str, float]
+    facts: Mapping[str, Any]
+    """What the search noted about it: its run, seconds, quality, samples/s, how it ended."""
+
+    @property
+    def feasible(self) -> bool:
+        return self.state == "COMPLETE" and all(violation <= 0 for violation in self.constraints.values())
+
+
+class Study:
+    """A study that is open; one process asks and tells, several may share one storage."""
+
+    def __init__(self, study: optuna.Study, space: Mapping[str, Range], sampler: str, seed: int) -> None:
+        self._study, self._sampler, self._seed = study, sampler, seed
+        self._distributions = {name: distribution(range_) for name, range_ in space.items()}
+        self._open: dict[int, optuna.Trial] = {}
+
+    @property
+    def name(self) -> str:
+        return str(self._study.study_name)
+
+    def enqueue(self, parameters: Mapping[str, Any]) -> None:
+        """Have these parameters tried next, unless they were or will be."""
+        self._study.enqueue_trial(dict(parameters), skip_if_exists=True)
+
+    def ask(self) -> tuple[int, dict[str, Any]]:
+        """Return the next trial's number and parameters."""
+        drawn = len(self._study.get_trials(deepcopy=False)) - len(self.facts.get(ABANDONED, ()))
+        self._study.sampler = make_sampler(self._sampler, self._seed + drawn, self._distributions)
+        trial = self._study.ask(self._distributions)
+        trial.set_user_attr(OWNER, _owner())
+        self._open[trial.number] = trial
+        return trial.number, dict(trial.params)
+
+    def report(self, number: int, resource: int, value: float) -> bool:
+        """Note a trial's progress at a common resource; return whether it should be pruned."""
+        trial = self._open[number]
+        trial.report(value, resource)
+        return bool(trial.should_prune())
+
+    def tell(
+        self, number: int, state: State, value: float | None, constraints: Mapping[str, float], facts: Mapping[str, Any]
+    ) -> None:
+        """End a trial. `constraints`: the same keys for every trial that is COMPLETE or PRUNED."""
+        trial = self._open.pop(number)
+        for name, fact in facts.items():
+            trial.set_user_attr(name, fact)
+        for key, violation in constraints.items():
+            trial.set_constraint(key, violation)
+        self._study.tell(number, value if state == "COMPLETE" else None, TrialState[state])
+
+    def note(self, name: str, fact: Any) -> None:
+        """Keep a fact about the study as a whole."""
+        self._study.set_user_attr(name, fact)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return dict(self._study.user_attrs)
+
+    def trials(self) -> list[Trial]:
+        """Return all trials, by number."""
+        return [_trial(found) for found in self._study.get_trials(deepcopy=False)]
+
+    def recover(self) -> list[int]:
+        """Fail the trials of dead processes, have their parameters tried again, and return their numbers."""
+        dead = [
+            found
+            for found in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+            if found.number not in self._open and not _lives(found.user_attrs.get(OWNER))
+        ]
+        for found in dead:
+            self._study.tell(found.number, state=TrialState.FAIL)
+            self.abandon(found.number)
+        return [found.number for found in dead]
+
+    def abandon(self, number: int) -> None:
+        """Have the parameters of a failed trial tried again, as if it had never been."""
+        found = next(trial for trial in self.trials() if trial.number == number)
+        self._study.enqueue_trial(dict(found.parameters))
+        self.note(ABANDONED, [*self.facts.get(ABANDONED, ()), number])
+
+    def importances(self) -> dict[str, float]:
+        """Return how much of the value's variance each parameter explains; empty where that cannot be said."""
+        with contextlib.suppress(Exception):  # too few trials, or all alike: as many exceptions as evaluators
+            return dict(optuna.importance.get_param_importances(self._study))
+        return {}
+
+
+def default_storage(root: Path) -> str:
+    """Return the URL of the embedded database of studies."""
+    return f"sqlite:///{root.absolute() / 'studies.db'}"
+
+
+def open_study(
+    storage: str, name: str, space: Mapping[str, Range], *, sampler: str, pruner: str, seed: int, new: bool = False
+) -> Study:
+    """Open the study of this name, made where there is none. Raises UserError where the storage cannot be used."""
+    with _told(storage):
+        if new:
+            with contextlib.suppress(KeyError):
+                optuna.delete_study(study_name=name, storage=_storage(storage))
+        study = optuna.create_study(
+            storage=_storage(storage),
+            study_name=name,
+            direction="minimize",
+            load_if_exists=True,
+            pruner=make_pruner(pruner),
+        )
+    return Study(study, space, sampler, seed)
+
+
+def find_study(storage: str, name: str) -> Study:
+    """Open a study to read it. Raises UserError, naming those there are."""
+    with _told(storage):
+        names = optuna.get_all_study_names(_storage(storage))
+        if name not in names:
+            known = f"there are {', '.join(sorted(names))}" if names else "there are none yet"
+            raise UserError(f"no study is called {name!r} in {storage}; {known}")
+        return Study(optuna.load_study(study_name=name, storage=_storage(storage)), {}, "random", 0)
+
+
+def distribution(range_: Range) -> BaseDistribution:
+    """Return Optuna's word for a range."""
+    match range_:
+        case Choice(options):
+            return CategoricalDistribution(options)
+        case Uniform(low, high):
+            return FloatDistribution(low, high)
+        case LogUniform(low, high):
+            return FloatDistribution(low, high, log=True)
+        case Integer(low, high):
+            return IntDistribution(low, high)
+
+
+def make_sampler(name: str, seed: int, distributions: Mapping[str, BaseDistribution]) -> optuna.samplers.BaseSampler:
+    """Return a sampler; `random` and the start of the others draw uniformly."""
+    match name:
+        case "tpe":
+            return optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
+        case "gp":
+            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
+        case "random":
+            return optuna.samplers.RandomSampler(seed=seed)
+        case "grid":
+            return optuna.samplers.GridSampler(
+                {key: _grid(found) for key, found in distributions.items()}, seed=0
+            )  # one order for all trials: it remembers by the study what is done
+        case _:
+            raise UserError(f"no sampler is called {name!r}: choose {' | '.join(SAMPLERS)}")
+
+
+def make_pruner(name: str) -> optuna.pruners.BasePruner:
+    """Return a pruner; its resource is one of `Study.report`'s."""
+    match name:
+        case "asha":
+            return optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
+        case "hyperband":
+            return optuna.pruners.HyperbandPruner(min_resource=1, max_resource=27)
+        case "median":
+            return optuna.pruners.MedianPruner(n_startup_trials=4)
+        case "none":
+            return optuna.pruners.NopPruner()
+        case _:
+            raise UserError(f"no pruner is called {name!r}: choose {' | '.join(PRUNERS)}")
+
+
+def _grid(found: BaseDistribution) -> Sequence[Any]:
+    match found:
+        case CategoricalDistribution():
+            return list(found.choices)
+        case IntDistribution():
+            return list(range(found.low, found.high + 1, found.step))
+        case FloatDistribution(low=low, high=high) if found.log and low > 0:
+            return [low * (high / low) ** (i / (GRID_POINTS - 1)) for i in range(GRID_POINTS)]
+        case FloatDistribution(low=low, high=high):
+            return [low + (high - low) * i / (GRID_POINTS - 1) for i in range(GRID_POINTS)]
+        case _:
+            raise TypeError(type(found).__name__)
+
+
+def _storage(url: str) -> optuna.storages.RDBStorage:
+    timeout = {"connect_args": {"timeout": 30}} if url.startswith("sqlite") else {}
+    return optuna.storages.RDBStorage(url, engine_kwargs=timeout)
+
+
+@contextlib.contextmanager
+def _told(storage: str) -> Iterator[None]:
+    """Turn what a locked, foreign or unreachable database raises into one message."""
+    optuna.logging.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except UserError:
+        raise
+    except Exception as error:  # sqlalchemy's, alembic's, Optuna's own: there is no common root
+        first = (str(error).splitlines() or [repr(error)])[0]
+        raise UserError(
+            f"the study database {storage} cannot be used: {first}; nothing was changed. Choose another with --storage "
+            "(it must not be MLflow's)"
+        ) from error
+
+
+def _trial(found: optuna.trial.FrozenTrial) -> Trial:
+    state: Any = found.state.name
+    return Trial(found.number, state, dict(found.params), found.value if found.values else None,
+                 dict(found.constraints), dict(found.user_attrs))  # fmt: skip
+
+
+def _owner() -> str:
+    return f"{socket.gethostname()} {os.getpid()} {incumbent.started(os.getpid())}"
+
+
+def _lives(owner: str | None) -> bool:
+    """Tell whether the process that noted itself lives; on another machine it is taken to."""
+    if owner is None:
+        return False
+    host, pid, started = owner.rsplit(" ", 2)
+    return host != socket.gethostname() or incumbent.started(int(pid)) == started != ""

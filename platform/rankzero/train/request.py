@@ -1,0 +1,65 @@
+"""What a launcher asks of every worker of a node, and the folder that it makes beforehand. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from rankzero import config
+from rankzero.errors import UserError
+from rankzero.experiment import Experiment
+from rankzero.tracking.journal import Identity, RunFolder, write_atomically
+from rankzero.tracking.secrecy import blotted
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a launcher asks of every worker of a node. Plain values: it crosses process boundaries."""
+
+    experiment_file: str
+    config: str
+    """The experiment's settings, as YAML."""
+    runs: str
+    """The folder of all runs."""
+    identity: Identity
+    """What this node calls the run; rank 0's counts."""
+    environment: Mapping[str, str]
+    """Tags that say where the run comes from."""
+    failures: str
+    """The folder in which a failing rank leaves word."""
+
+
+def request_for(folder: RunFolder, experiment: Experiment, environment: Mapping[str, str]) -> Request:
+    """Return the request to train `experiment` into `folder`, whose earlier words of failure are forgotten."""
+    for path in folder.failures.glob("rank_*.json"):
+        path.unlink()
+    return Request(
+        experiment_file=folder.identity.experiment_file or "",
+        config=config.to_yaml(experiment),
+        runs=str(folder.path.parent),
+        identity=folder.identity,
+        environment=environment,
+        failures=str(folder.failures),
+    )
+
+
+def make_folder(runs: Path, identity: Identity) -> RunFolder:
+    """Make a new run's folder. Raises UserError where that cannot be."""
+    try:
+        return RunFolder.create(runs, identity)
+    except FileExistsError:
+        raise UserError(
+            f"there is a run {identity.name!r} already: choose another --run-name, or go on with it: "
+            f"rankzero resume {identity.name}"
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot write to {runs}: {error.strerror}; choose another folder with --dir") from error
+
+
+def write_config(folder: RunFolder, experiment: Experiment) -> None:
+    """Write the settings twice: whole, for this disk, and for MLflow without what looks like a secret."""
+    write_atomically(folder.config, config.to_yaml(experiment))
+    hidden = blotted({key: config.render(value) for key, value in config.flatten(experiment).items()})
+    folder.artifacts.mkdir(exist_ok=True)
+    write_atomically(folder.artifacts / folder.config.name, config.to_yaml(experiment, instead=hidden))
