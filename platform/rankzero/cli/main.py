@@ -16,6 +16,8 @@ FINISHED, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75  # 75 is sysexits' EX_TEMPFAIL:
 VERBS = {
     "train": "run an experiment, tracked",
     "resume": "go on with a run, in the same MLflow run",
+    "search": "find the configuration that reaches the quality bar in the least time",
+    "report": "show a search's verdict again",
     "config": "show an experiment's settings and every legal key",
     "runs": "list runs",
     "ui": "open the MLflow UI on the embedded store",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rankzero import config, experiment_file
 from rankzero.cli import attempt
+from rankzero.errors import UserError
+from rankzero.experiment import Experiment
 from rankzero.tracking import store
 from rankzero.tracking.journal import Identity, new_name
 from rankzero.train import launch
@@ -19,6 +21,9 @@ from rankzero.train.request import make_folder, write_config
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class")
     parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change; see `rankzero config`")
+    parser.add_argument(
+        "--from", dest="start", metavar="FILE", help="settings to start from: a sweet_spot.yaml, or a study's name"
+    )
     add_launch_arguments(parser)
     parser.add_argument("--run-name", help="what to call the run (default: the file's name and the time)")
     parser.add_argument(
@@ -53,13 +58,30 @@ def run(arguments: argparse.Namespace) -> int:
     path, cls = experiment_file.split(arguments.experiment)
     launch.warm_up(attempt.libraries_of(path))
     settings = config.parse_assignments(arguments.settings)
-    experiment = config.override(experiment_file.load(arguments.experiment)(), settings)
+    experiment = config.override(_start(arguments), settings)
     nodes = attempt.nodes_of(arguments, experiment.train)
     identity = _identity(arguments, path, cls)
     store.prepare_store(identity.tracking_uri)
     folder = make_folder(arguments.dir / "runs", identity)
     write_config(folder, experiment)
     return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv))
+
+
+def _start(arguments: argparse.Namespace) -> Experiment:
+    """Return the experiment with its own settings, or with those of ``--from``."""
+    cls = experiment_file.load(arguments.experiment)
+    if arguments.start is None:
+        return cls()
+    path = Path(arguments.start)
+    if not path.is_file():
+        path = arguments.dir / "runs" / arguments.start / "artifacts" / "sweet_spot.yaml"
+    try:
+        text = path.read_text()
+    except OSError:
+        raise UserError(
+            f"--from {arguments.start}: neither a file, nor a study in {arguments.dir} that has found a sweet spot"
+        ) from None
+    return config.from_yaml(cls, text)
 
 
 def _identity(arguments: argparse.Namespace, path: Path, cls: str | None) -> Identity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -71,9 +72,10 @@ class TrainLauncher:
         launch.warm_up([*libraries, "torch.distributed.elastic.agent.server.local_elastic_agent"])
 
     def start(self, experiment: Experiment, name: str) -> RunningTrial:
-        identity = self._study.identity
+        identity, runs = self._study.identity, self._study.path.parent
+        name = _free(runs, name)
         folder = make_folder(
-            self._study.path.parent,
+            runs,
             Identity(
                 name=name,
                 uuid=secrets.token_hex(16),
@@ -88,6 +90,12 @@ class TrainLauncher:
         write_config(folder, experiment)
         self._study.add_child(name)
         return RunningTrial(folder, self._nodes, experiment, self._environment)
+
+
+def _free(runs: Path, name: str) -> str:
+    """Return the name, or the next like it: what an interrupted search began keeps its own."""
+    names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
+    return next(found for found in names if not (runs / found).exists())
 
 
 class RunningTrial:

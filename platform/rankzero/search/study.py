@@ -133,14 +133,9 @@ def default_storage(root: Path) -> str:
     return f"sqlite:///{root.absolute() / 'studies.db'}"
 
 
-def open_study(
-    storage: str, name: str, space: Mapping[str, Range], *, sampler: str, pruner: str, seed: int, new: bool = False
-) -> Study:
+def open_study(storage: str, name: str, space: Mapping[str, Range], *, sampler: str, pruner: str, seed: int) -> Study:
     """Open the study of this name, made where there is none. Raises UserError where the storage cannot be used."""
     with _told(storage):
-        if new:
-            with contextlib.suppress(KeyError):
-                optuna.delete_study(study_name=name, storage=_storage(storage))
         study = optuna.create_study(
             storage=_storage(storage),
             study_name=name,

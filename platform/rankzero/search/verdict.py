@@ -111,13 +111,16 @@ def sentence(verdict: Verdict, goal: Goal, target: float | None, search_seconds:
     speed = _ratio(winner, reference)
     gain = "" if speed is None else f"; {speed:.2g}x the samples/s"
     first = f"Your configuration {_does(verdict.objective, reference, goal, target)}. "
-    second = f"The sweet spot {_does(verdict.objective, winner, goal, target)}: {described(winner)}{gain}. {confirmed} "
+    does = _does(verdict.objective, winner, goal, target)
+    if verdict.objective == "time-to-target" and reference.reached:
+        does = does.replace(_quality(goal, target), "it")
+    second = f"The sweet spot {does}: {described(winner)}{gain}. {confirmed} "
     return first + second + took + _pays(verdict, search_seconds) + "."
 
 
 def described(contestant: Contestant) -> str:
     """Return what is special about a configuration: ``batch 512, bf16, lr 0.006``."""
-    names = {"train.batch_size": "batch", "lr": "lr", "train.precision": ""}
+    names = {"train.batch_size": "batch", "train.precision": "", "lr": "lr"}
     ordered = sorted(
         contestant.settings, key=lambda key: (key not in names, list(names).index(key) if key in names else 0)
     )

@@ -260,12 +260,16 @@ class Deliverer:
         event = decode(line)
         assert isinstance(event, RunEnded)
         try:
-            facts = report.fold(self._all_events())
-            description = report.markdown(self._folder.identity.name, facts, event)
+            description = self._description(event)
         except Exception as error:  # whatever a user's values do to the report, the run gets its end
             log.exception("no report")
             description = f"The report could not be written: {error!r}"
         return ending(event, description, self.progress)
+
+    def _description(self, event: RunEnded) -> str:
+        if self._folder.description.exists():
+            return self._folder.description.read_text()
+        return report.markdown(self._folder.identity.name, report.fold(self._all_events()), event)
 
     def _all_events(self) -> Iterator[Event]:
         systems = sorted(self._folder.path.glob("system-node_*.jsonl"))

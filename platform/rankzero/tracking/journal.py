@@ -97,6 +97,11 @@ class RunFolder:
         return self.path / "artifacts"
 
     @property
+    def description(self) -> Path:
+        """Markdown for the run's page, in the place of the usual report; there need not be one."""
+        return self.path / "description.md"
+
+    @property
     def children(self) -> list[RunFolder]:
         """The runs that belong to this one (a study's trials), in the order in which they were begun."""
         try:

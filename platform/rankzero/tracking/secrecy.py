@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 BLOT = "[secret]"
+NO_SECRETS = ("", "none", "true", "false")  # values of a setting that is not used
 _WORD = (  # `token` and `auth` end there: tokenizer, max_tokens and author are no secrets
     r"(?i:secret|passw(?:or)?d|passphrase|credential|authorization"
     r"|(?:api|access|private|account|shared|signing|encryption|master|ssh|gpg)[_\-]?key"
@@ -58,7 +59,11 @@ def text_without_secrets(text: str) -> str:
 
 def settings_without_secrets(settings: Mapping[str, str]) -> dict[str, str]:
     """Return settings by key, the values of those that are secret by name or by shape blotted out."""
-    return {key: BLOT if is_secret_name(key) else text_without_secrets(value) for key, value in settings.items()}
+    return {key: _without_secret(key, value) for key, value in settings.items()}
+
+
+def _without_secret(key: str, value: str) -> str:
+    return BLOT if is_secret_name(key) and value not in NO_SECRETS else text_without_secrets(value)
 
 
 def blotted(settings: Mapping[str, str]) -> dict[str, str]:

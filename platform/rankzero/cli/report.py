@@ -1,0 +1,39 @@
+"""``rankzero report STUDY``: a search's verdict again, from what is stored."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from rankzero.search import record
+
+SHOWN = ("trial", "state", "value", "best", "samples_per_second", "batch_size", "precision", "lr", "reason")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", metavar="STUDY", help="the study's name")
+    parser.add_argument("--storage", help="the study's database (default: studies.db beside the runs)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rankzero.search.session import runs_by_trial
+    from rankzero.search.study import default_storage, find_study
+
+    study = find_study(arguments.storage or default_storage(arguments.dir), arguments.study)
+    terminal = Console(highlight=False, soft_wrap=True)
+    table = Table(*SHOWN, title=f"{study.name}: {len(study.trials())} trials", title_justify="left")
+    for trial in study.trials():
+        row = dict(zip(record.COLUMNS, record.row_of(trial), strict=True))
+        table.add_row(*(_cell(row[name]) for name in SHOWN))
+    terminal.print(table)
+    for number, runs in runs_by_trial(study.facts.get("confirmations", [])).items():
+        values = ", ".join("missed" if run.value is None else f"{abs(run.value):.4g}" for run in runs)
+        terminal.print(f"confirmed  trial {number:3}: {values}")
+    terminal.print(study.facts.get("sentence") or "No verdict yet: the same search command goes on.")
+    return 0
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,144 @@
+"""``rankzero search EXP [--minutes M | --trials N] [key=value…]``: find the throughput sweet spot."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from rankzero import config, experiment_file
+from rankzero.cli.attempt import check_name, libraries_of
+from rankzero.cli.console import program
+from rankzero.errors import UserError
+from rankzero.experiment import Experiment
+from rankzero.search import mirror
+from rankzero.search.objective import NAMES
+from rankzero.search.session import Options
+from rankzero.search.space import Space, make_space
+from rankzero.tracking import store, sync
+from rankzero.tracking.journal import Identity
+from rankzero.train import launch
+
+SAMPLERS, PRUNERS = ("tpe", "gp", "random", "grid"), ("asha", "hyperband", "median", "none")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class")
+    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings of your own configuration to change")
+    parser.add_argument("--nproc", type=int, help="processes of each trial (default: one per GPU, or 1)")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--minutes", type=float, help="how long to search, the confirmation included")
+    budget.add_argument("--trials", type=int, help="how many trials, your own configuration included (default: 20)")
+    parser.add_argument("--objective", choices=NAMES, default=NAMES[0], help="what to look for (default: %(default)s)")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, help="how much worse than yours, relatively, with throughput"
+    )
+    parser.add_argument("--trial-minutes", type=float, help="the training time of each trial, with quality")
+    parser.add_argument("--sampler", choices=SAMPLERS, default="tpe", help="what draws the next trial (%(default)s)")
+    parser.add_argument("--pruner", choices=PRUNERS, default="asha", help="what stops bad trials (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="new seeds on which the best are confirmed (%(default)s)")
+    parser.add_argument("--challengers", type=int, default=3, help="how many of the best are confirmed (%(default)s)")
+    parser.add_argument("--study", metavar="NAME", help="what to call the study (default: by what is searched)")
+    parser.add_argument("--new", action="store_true", help="begin anew; the study so far is kept")
+    parser.add_argument("--storage", help="the study's database (default: studies.db beside the runs; never MLflow's)")
+    parser.add_argument(
+        "--silence-seconds", type=float, default=300.0, help="without a sign of life, a trial is killed"
+    )
+    parser.add_argument("--tracking-uri", help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or embedded)")
+    parser.add_argument("--experiment-name", help="the MLflow experiment (default: the file's name)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rankzero.search import hunt
+
+    _check(arguments)
+    path, _ = experiment_file.split(arguments.experiment)
+    launch.warm_up([*libraries_of(path), "rankzero.search.trial_process"])
+    settings = config.parse_assignments(arguments.settings)
+    described = mirror.describe(arguments.experiment, settings, arguments.nproc)
+    reference = mirror.mirrored(described)
+    space = make_space(reference, described.processes, described.lr_exponent, described.precisions)
+    identity = _identity(arguments, reference, described.processes)
+    store.prepare_store(identity.tracking_uri)
+    quest = hunt.Quest(
+        identity=identity,
+        runs=arguments.dir / "runs",
+        space=space,
+        described=described,
+        options=_options(arguments),
+        sampler=arguments.sampler,
+        pruner=arguments.pruner,
+        storage=arguments.storage or f"sqlite:///{(arguments.dir / 'studies.db').absolute()}",
+        libraries=tuple(libraries_of(path)),
+        use=f"{program()} train {arguments.experiment} --from {identity.name}",
+    )
+    print(f"study  {identity.name}  ({arguments.objective}, {described.processes} x {described.device})")
+    print(f"space  {_shown(space)}")
+    says = hunt.run(quest, sys.argv, say=lambda text: print(text, flush=True))
+    folder = hunt.folder_of(quest)
+    delivery = sync.wait(folder)
+    print(f"\n{says}")
+    if not delivery.done:
+        print(f"note: not everything is in MLflow yet ({delivery.error}); rankzero sync {identity.name}")
+    print(f"use:   {quest.use}\nlook:  {program()} ui   again: {program()} report {identity.name}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("minutes", "trials", "trial_minutes", "seeds", "silence_seconds"):
+        value = getattr(arguments, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+    if arguments.objective == "quality" and arguments.trial_minutes is None:
+        raise UserError("--objective quality needs --trial-minutes: the training time that each trial gets")
+    if arguments.tolerance < 0:
+        raise UserError(f"--tolerance must be at least 0, got {arguments.tolerance:g}")
+    tracking = arguments.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if arguments.storage and tracking == arguments.storage:
+        raise UserError("--storage is MLflow's own database: their tables would clash; name another")
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    trials = arguments.trials or (None if arguments.minutes else Options.trials)
+    return Options(
+        arguments.objective, arguments.minutes, trials, arguments.tolerance, arguments.trial_minutes,
+        arguments.challengers, arguments.seeds, arguments.silence_seconds,
+    )  # fmt: skip
+
+
+def _identity(arguments: argparse.Namespace, reference: Experiment, processes: int) -> Identity:
+    """Return the study's run: the same for the same command, so that it goes on where it was."""
+    path, cls = experiment_file.split(arguments.experiment)
+    what = repr((str(path), cls, config.to_yaml(reference), arguments.objective, processes, arguments.sampler,
+                 arguments.tolerance, arguments.trial_minutes))  # fmt: skip
+    base = arguments.study or f"{path.stem}-search-{hashlib.sha256(what.encode()).hexdigest()[:6]}"
+    check_name(base)
+    name = newest(arguments.dir / "runs", base, arguments.new)
+    uri = store.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
+    return Identity(
+        name=name,
+        uuid=secrets.token_hex(16),
+        experiment=arguments.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or path.stem,
+        tracking_uri=uri,
+        artifact_root=store.artifact_root(uri),
+        experiment_file=f"{path}:{cls}" if cls else str(path),
+        project_dir=str(Path.cwd()),
+    )
+
+
+def newest(runs: Path, base: str, new: bool) -> str:
+    """Return the newest study of that name, or the name of the next: ``base``, ``base-2`` … Nothing is overwritten."""
+    count = 1
+    while (runs / f"{base}-{count + 1}").exists():
+        count += 1
+    count += new and (runs / base).exists()
+    return base if count == 1 else f"{base}-{count}"
+
+
+def _shown(space: Space) -> str:
+    parts = [f"batch {space.batch_sizes[0]}-{space.batch_sizes[-1]}", "/".join(space.precisions)]
+    parts.append(f"lr {space.factors.low:g}-{space.factors.high:g} x scaled (exponent {space.lr_exponent:g})")
+    return ", ".join([*parts, *space.extras])
