@@ -15,12 +15,12 @@ from rankzero.cli.console import program
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.search import mirror
+from rankzero.search.host import Host
 from rankzero.search.objective import NAMES
 from rankzero.search.session import Options
 from rankzero.search.space import Space, make_space
 from rankzero.tracking import store, sync
 from rankzero.tracking.journal import Identity
-from rankzero.train import launch
 
 SAMPLERS, PRUNERS = ("tpe", "gp", "random", "grid"), ("asha", "hyperband", "median", "none")
 
@@ -52,15 +52,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rankzero.search import hunt
-
     _check(arguments)
     path, _ = experiment_file.split(arguments.experiment)
-    launch.warm_up([*libraries_of(path), "rankzero.search.trial_process"])
     settings = config.parse_assignments(arguments.settings)
-    described = mirror.describe(arguments.experiment, settings, arguments.nproc)
+    host = Host(libraries_of(path))
+    try:
+        return _search(arguments, path, host, host.describe(arguments.experiment, settings, arguments.nproc))
+    finally:
+        host.close()
+
+
+def _search(arguments: argparse.Namespace, path: Path, host: Host, described: mirror.Description) -> int:
+    from rankzero.search import hunt
+
     reference = mirror.mirrored(described)
-    space = make_space(reference, described.processes, described.lr_exponent, described.precisions)
+    space = make_space(reference, described.processes, described.lr_exponent, described.precisions, described.samples)
     identity = _identity(arguments, reference, described.processes)
     store.prepare_store(identity.tracking_uri)
     quest = hunt.Quest(
@@ -72,12 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
         sampler=arguments.sampler,
         pruner=arguments.pruner,
         storage=arguments.storage or f"sqlite:///{(arguments.dir / 'studies.db').absolute()}",
-        libraries=tuple(libraries_of(path)),
         use=f"{program()} train {arguments.experiment} --from {identity.name}",
     )
     print(f"study  {identity.name}  ({arguments.objective}, {described.processes} x {described.device})")
     print(f"space  {_shown(space)}")
-    says = hunt.run(quest, sys.argv, say=lambda text: print(text, flush=True))
+    says = hunt.run(quest, host, sys.argv, say=lambda text: print(text, flush=True))
     folder = hunt.folder_of(quest)
     delivery = sync.wait(folder)
     print(f"\n{says}")
@@ -92,6 +97,8 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+    if arguments.seeds < 2:
+        raise UserError(f"--seeds must be at least 2, got {arguments.seeds}: one run says nothing about the noise")
     if arguments.objective == "quality" and arguments.trial_minutes is None:
         raise UserError("--objective quality needs --trial-minutes: the training time that each trial gets")
     if arguments.tolerance < 0:

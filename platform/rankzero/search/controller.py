@@ -102,7 +102,7 @@ def classify(curve: Curve, objective: Objective, asked: str) -> Followed:
     reason = asked or ended.reason
     if ended.status == "FINISHED":
         judged = objective.judge(curve)
-        return Followed("COMPLETE", curve, reason, {**judged.constraints, MEMORY: 0.0}, judged.value)
+        return Followed("COMPLETE", curve, ended.reason, {**judged.constraints, MEMORY: 0.0}, judged.value)
     if ended.status == "KILLED" and asked:
         return Followed("PRUNED", curve, reason, {QUALITY: objective.gap(curve), MEMORY: 0.0}, None)
     text = f"{ended.reason} {ended.error or ''}"

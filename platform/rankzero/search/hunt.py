@@ -11,6 +11,7 @@ from rankzero import config
 from rankzero.config import flatten
 from rankzero.search import controller, record, verdict
 from rankzero.search.controller import Say
+from rankzero.search.host import Host
 from rankzero.search.launcher import TrainLauncher
 from rankzero.search.mirror import Description
 from rankzero.search.session import Found, Options, Session, guesses
@@ -33,12 +34,11 @@ class Quest:
     sampler: str
     pruner: str
     storage: str
-    libraries: tuple[str, ...]
     use: str
     """The command that trains with what is found."""
 
 
-def run(quest: Quest, argv: Sequence[str], say: Say) -> str:
+def run(quest: Quest, host: Host, argv: Sequence[str], say: Say) -> str:
     """Search; return the verdict in words. Ctrl-C passes through: the same command goes on."""
     study = open_study(
         quest.storage, quest.identity.name, quest.space.parameters(),
@@ -46,7 +46,7 @@ def run(quest: Quest, argv: Sequence[str], say: Say) -> str:
     )  # fmt: skip
     with record.Record(quest.runs, quest.identity, _params(quest), argv) as kept:
         nodes = launch.Nodes(quest.described.processes)
-        launcher = TrainLauncher(kept.folder, nodes, kept.environment, quest.libraries)
+        launcher = TrainLauncher(host, kept.folder, nodes, kept.environment)
         session = Session(study, quest.space, launcher, quest.options, _Teller(study, kept, say))
         found = session.run(guesses(quest.space))
         says = report(quest, study, found, kept)

@@ -1,22 +1,19 @@
-"""Starts trials by the very path of `train`, and follows their journals. Imports no PyTorch: see `trial_process`."""
+"""Starts trials by the very path of `train`, and follows their journals. Imports no PyTorch: see `host`."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import multiprocessing
-import os
 import secrets
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from rankzero.events import Event
 from rankzero.experiment import Experiment
-from rankzero.search import trial_process
+from rankzero.search.host import Host
 from rankzero.tracking import catalog, incumbent
 from rankzero.tracking.attempt import say_end
 from rankzero.tracking.journal import Identity, RunFolder, read, write_atomically
@@ -24,6 +21,7 @@ from rankzero.train import launch
 from rankzero.train.request import make_folder, request_for, write_config
 
 TICK_SECONDS = 0.05
+STOP_SECONDS = 30.0  # what a trial gets to stop at the end of a step
 END_SECONDS = 10.0  # what a trial's recorder gets to say how a rank that was killed has ended
 
 
@@ -62,14 +60,11 @@ class Launcher(Protocol):
 class TrainLauncher:
     """The real launcher: fresh processes for every trial, forked from a server that has PyTorch loaded.
 
-    `identity`: the study's run; its trials are children of it. `nodes`: the processes of each trial.
+    `study`: the run whose children the trials are. `nodes`: the processes of each trial.
     """
 
-    def __init__(
-        self, study: RunFolder, nodes: launch.Nodes, environment: Mapping[str, str], libraries: Sequence[str] = ()
-    ) -> None:
-        self._study, self._nodes, self._environment = study, nodes, environment
-        launch.warm_up([*libraries, "torch.distributed.elastic.agent.server.local_elastic_agent"])
+    def __init__(self, host: Host, study: RunFolder, nodes: launch.Nodes, environment: Mapping[str, str]) -> None:
+        self._host, self._study, self._nodes, self._environment = host, study, nodes, environment
 
     def start(self, experiment: Experiment, name: str) -> RunningTrial:
         identity, runs = self._study.identity, self._study.path.parent
@@ -89,7 +84,8 @@ class TrainLauncher:
         )
         write_config(folder, experiment)
         self._study.add_child(name)
-        return RunningTrial(folder, self._nodes, experiment, self._environment)
+        self._host.launch(self._nodes, request_for(folder, experiment, self._environment), folder.path / "logs")
+        return RunningTrial(folder, self._host)
 
 
 def _free(runs: Path, name: str) -> str:
@@ -99,56 +95,45 @@ def _free(runs: Path, name: str) -> str:
 
 
 class RunningTrial:
-    """A trial as the launching process sees it: a child process and a journal that grows."""
+    """The trial that a host runs: a journal that grows, and a message at the end."""
 
-    def __init__(
-        self, folder: RunFolder, nodes: launch.Nodes, experiment: Experiment, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, folder: RunFolder, host: Host) -> None:
         self.name = folder.path.name
-        self._folder = folder
+        self._folder, self._host, self._over = folder, host, False
         self._offsets: dict[Path, int] = {}
-        request = request_for(folder, experiment, environment)
-        context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(
-            target=trial_process.main, args=(nodes, request, str(folder.path / "logs")), name=self.name
-        )
-        self._process.start()
 
     def news(self) -> list[Event]:
         found: list[Event] = []
         for path in (self._folder.system(0), self._folder.events):
             events, self._offsets[path] = read(path, self._offsets.get(path, 0))
             found += events
-        if not found:
-            time.sleep(TICK_SECONDS)
+        if not found and not self._over:
+            self._over = self._host.over(TICK_SECONDS)
         return found
 
     @property
     def over(self) -> bool:
-        return not self._process.is_alive()
+        return self._over
 
     def prune(self) -> None:
-        self._signal(signal.SIGUSR2)
+        self._host.signal(signal.SIGUSR2)
 
     def stop(self) -> None:
-        self._signal(signal.SIGTERM)
+        self._host.signal(signal.SIGTERM)
 
     def kill(self, reason: str) -> None:
         """End all ranks at once. The word that is left here is what the run's recorder gives as the reason."""
         word = {"time": time.time(), "rank": -1, "reason": reason, "error": ""}
         self._folder.failures.mkdir(exist_ok=True)
         write_atomically(self._folder.failures / "rank_-1.json", json.dumps(word))
-        self._signal(signal.SIGQUIT)
+        self._host.signal(signal.SIGQUIT)
 
     def close(self) -> None:
-        if self._process.is_alive():
-            self._signal(signal.SIGQUIT)
-            self._process.join(END_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self._over = self._over or self._host.over(STOP_SECONDS)
+        if not self._over:
+            self.kill("did not stop when asked to")
+            self._over = self._host.over(STOP_SECONDS)
         self._wait_for_the_end()
-        self._process.close()
 
     def _wait_for_the_end(self) -> None:
         """Give the recorder a moment to say what a rank 0 that was killed could not; where it is dead, say it."""
@@ -161,9 +146,3 @@ class RunningTrial:
 
     def _ended(self) -> bool:
         return catalog.last_end(self._folder) is not None
-
-    def _signal(self, number: signal.Signals) -> None:
-        pid = self._process.pid
-        if pid is not None and self._process.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)

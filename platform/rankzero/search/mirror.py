@@ -28,6 +28,8 @@ class Description:
     search: Mapping[str, Range]
     lr_exponent: float
     processes: int
+    samples: int
+    """In the training set: no batch is larger."""
     precisions: tuple[str, ...]
     device: str
 
@@ -110,6 +112,7 @@ def _described(reference: str, settings: Mapping[str, str], processes: int | Non
         search=dict(type(experiment).search),
         lr_exponent=PLAIN if "sgd" in type(optimizer).__name__.lower() else ADAPTIVE,
         processes=processes,
+        samples=len(experiment.data()[0]),
         precisions=_precisions(),
         device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
     )

@@ -20,7 +20,6 @@ from rankzero.search.verdict import Contestant, Run, Verdict, decide
 
 CONFIRMATIONS = "confirmations"
 NEW_SEED = 1000  # confirmations start here, so that no trial's seed is among theirs
-SEARCHED = ("train.batch_size", "train.precision", "lr")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,11 +82,16 @@ class Space:
 
 
 def make_space(
-    reference: Experiment, world_size: int, lr_exponent: float, precisions: Sequence[str] = ("fp32",)
+    reference: Experiment,
+    world_size: int,
+    lr_exponent: float,
+    precisions: Sequence[str] = ("fp32",),
+    samples: float = math.inf,
 ) -> Space:
     """Return the space around `reference`. Raises ConfigError for a range that cannot be.
 
     `precisions`: those that the device can compute in; the reference's and the experiment's own choice come first.
+    `samples`: in the training set: a batch is half of it at most, so that an epoch has two steps.
     """
     ranges = dict(type(reference).search)
     known = flatten(reference)
@@ -97,7 +102,7 @@ def make_space(
     lr = ranges.pop(LR, None)
     return Space(
         reference=reference,
-        batch_sizes=_batch_sizes(known[BATCH], batch, world_size),
+        batch_sizes=_batch_sizes(known[BATCH], batch, world_size, samples),
         precisions=_with_first(known[PRECISION], precision.options if isinstance(precision, Choice) else precisions),
         factors=_factors(known[LR], lr),
         lr_exponent=lr_exponent,
@@ -136,7 +141,7 @@ def check_range(reference: Experiment, key: str, range_: Range) -> None:
         override(reference, {key: value})
 
 
-def _batch_sizes(own: int, chosen: Range | None, world_size: int) -> tuple[int, ...]:
+def _batch_sizes(own: int, chosen: Range | None, world_size: int, samples: float) -> tuple[int, ...]:
     if isinstance(chosen, Choice):
         sizes = {int(size) for size in chosen.options}
     else:
@@ -144,7 +149,8 @@ def _batch_sizes(own: int, chosen: Range | None, world_size: int) -> tuple[int, 
         powers = range(-MOST_DOUBLINGS, MOST_DOUBLINGS + 1)
         sizes = {int(own * 2.0**power) for power in powers if (own * 2.0**power).is_integer()}
         sizes = {size for size in sizes if low <= size <= high}
-    return tuple(sorted({own, *(size for size in sizes if size > 0 and size % world_size == 0)}))
+    fitting = {size for size in sizes if 0 < size <= samples / 2 and size % world_size == 0}
+    return tuple(sorted({own, *fitting}))
 
 
 def _factors(own: float, chosen: Range | None) -> LogUniform:

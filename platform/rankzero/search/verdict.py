@@ -151,7 +151,7 @@ def _score(objective: Name, value: float) -> float:
 
 def _width(deviation: float, freedom: int, runs: int, challengers: int) -> float:
     if not freedom:
-        return 0.0
+        return math.inf  # one run each: nothing is known of the noise
     return student_t(freedom, 1 - 0.025 / challengers) * deviation * math.sqrt(2 / max(1, runs))
 
 
