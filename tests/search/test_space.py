@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rankzero import Choice, ConfigError, Experiment, Integer, LogUniform, Train, Uniform, flatten
 from rankzero.experiment import Range
-from rankzero.search.space import BATCH, DOUBLINGS, FACTOR, PRECISION, make_space, narrowed
+from rankzero.search.space import BATCH, BATCH_INDEX, FACTOR, PRECISION, make_space, narrowed
 
 
 class Plain(Experiment):
@@ -32,7 +32,7 @@ def searching(**ranges: Range) -> Experiment:
 def test_what_is_drawn_is_what_is_trained(power: int, factor: float, width: int, exponent: float, world: int) -> None:
     space = make_space(Plain(), world, exponent, ("fp32", "bf16"))
     power = min(power, len(space.batch_sizes) - 1)
-    found = flatten(space.experiment({DOUBLINGS: power, FACTOR: factor, PRECISION: "bf16", "width": width}))
+    found = flatten(space.experiment({BATCH_INDEX: power, FACTOR: factor, PRECISION: "bf16", "width": width}))
     batch = space.batch_sizes[power]
     assert (found[BATCH], found["width"], found[PRECISION]) == (batch, width, "bf16")
     assert batch % world == 0
@@ -55,7 +55,7 @@ def test_steps_count_the_same_samples() -> None:
         train: Train = Train(batch_size=64, steps=1000)
 
     space = make_space(InSteps(), 1, 0.5)
-    found = space.experiment({DOUBLINGS: space.batch_sizes.index(256)})
+    found = space.experiment({BATCH_INDEX: space.batch_sizes.index(256)})
     assert found.train.steps == 250
 
 
@@ -71,7 +71,7 @@ def test_the_experiments_own_ranges_win() -> None:
 def test_a_narrowed_space_keeps_the_reference() -> None:
     space = narrowed(make_space(Plain(), 1, 1.0, ("fp32", "bf16")), [256], ["bf16"])
     assert space.batch_sizes == (64, 256) and space.precisions == ("fp32", "bf16")
-    assert DOUBLINGS not in narrowed(space, [], []).parameters()
+    assert BATCH_INDEX not in narrowed(space, [], []).parameters()
 
 
 @pytest.mark.parametrize(("ranges", "says"), [

@@ -9,6 +9,7 @@ from typing import Any
 
 from rankzero import config
 from rankzero.config import flatten
+from rankzero.experiment import Goal
 from rankzero.search import controller, record, verdict
 from rankzero.search.controller import Say
 from rankzero.search.host import Host
@@ -16,7 +17,7 @@ from rankzero.search.launcher import TrainLauncher
 from rankzero.search.mirror import Description
 from rankzero.search.session import Found, Options, Session, guesses
 from rankzero.search.space import Space
-from rankzero.search.study import Study, open_study
+from rankzero.search.study import Study, Trial, open_study
 from rankzero.tracking.journal import Identity, RunFolder
 from rankzero.tracking.secrecy import settings_without_secrets
 from rankzero.train import launch
@@ -57,7 +58,7 @@ def run(quest: Quest, host: Host, argv: Sequence[str], say: Say) -> str:
 def report(quest: Quest, study: Study, found: Found, kept: record.Record) -> str:
     """Write the evidence into the study's artifacts; return the verdict in words."""
     space, goal = quest.space, quest.space.reference.goal
-    says = verdict.sentence(found.verdict, goal, found.target, found.seconds)
+    says = verdict.sentence(found.verdict, goal, found.target, found.seconds, closest(study.trials(), goal))
     winner = next(trial for trial in study.trials() if trial.number == found.verdict.winner.trial)
     kept.write_trials(study.trials())
     kept.write(record.SWEET_SPOT, record.sweet_spot_yaml(space.experiment(winner.parameters), says, quest.use))
@@ -66,6 +67,13 @@ def report(quest: Quest, study: Study, found: Found, kept: record.Record) -> str
     kept.write_description(f"**{says}**\n\nObjective: {found.verdict.objective}.\n\n{table(study)}\n\n"
                            f"Use it: `{quest.use}`\n")  # fmt: skip
     return says
+
+
+def closest(trials: Sequence[Trial], goal: Goal) -> tuple[int, float] | None:
+    """Return the trial with the best quality, and that quality."""
+    sign = 1 if goal.mode == "max" else -1
+    found = [(trial.number, float(trial.facts["best"])) for trial in trials if "best" in trial.facts]
+    return max(found, key=lambda pair: sign * pair[1], default=None)
 
 
 def table(study: Study) -> str:

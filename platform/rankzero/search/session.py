@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,11 +15,12 @@ from rankzero.search import controller
 from rankzero.search.controller import Followed, Say
 from rankzero.search.launcher import Launcher
 from rankzero.search.objective import Name, Objective, bar
-from rankzero.search.space import DOUBLINGS, FACTOR, PRECISION, Space
+from rankzero.search.space import BATCH_INDEX, FACTOR, PRECISION, Space
 from rankzero.search.study import Study, Trial
 from rankzero.search.verdict import Contestant, Run, Verdict, decide
 
 CONFIRMATIONS = "confirmations"
+CLOSE, NEAR = 0.1, 0.5  # relative
 NEW_SEED = 1000  # confirmations start here, so that no trial's seed is among theirs
 
 
@@ -69,6 +71,8 @@ class Session:
                 self._study.enqueue(guess)
             while self._may_go_on():
                 self._trial(objective)
+            if self._options.minutes is not None and len(self._ended()) < 2:
+                raise RunFailed(self._too_short())
             confirmed = self._confirm(objective)
         finally:
             self._study.note("seconds", self.seconds)
@@ -89,7 +93,9 @@ class Session:
         number, _ = self._study.ask()
         label = f"{self._study.name}-{number:03d}"
         watched = first if self._sets_its_own_bar() else dataclasses.replace(first, name="throughput")
+        began = self._clock()
         found = self._run(watched, self._space.reference, label)
+        self._study.note("reference_seconds", self._clock() - began)
         target = bar(own, self._options.objective, found.curve, self._options.tolerance)
         objective = dataclasses.replace(first, target=target)
         found = controller.classify(found.curve, objective, "")
@@ -142,13 +148,24 @@ class Session:
         return 0.0 if reference is None else float(reference.facts["train_seconds"]) / controller.RUNGS
 
     def _may_go_on(self) -> bool:
-        done = [trial for trial in self._study.trials() if trial.state in ("COMPLETE", "PRUNED", "FAIL")]
-        done = [trial for trial in done if trial.number not in self._study.facts.get("abandoned", ())]
-        if self._options.trials is not None and len(done) >= self._options.trials:
+        if self._options.trials is not None and len(self._ended()) >= self._options.trials:
             return False
         if self._options.minutes is None:
             return True
         return self.seconds + self._confirmation_seconds() < 60 * self._options.minutes
+
+    def _ended(self) -> list[Trial]:
+        """Return the trials that have ended, without those that are tried again."""
+        abandoned = self._study.facts.get("abandoned", ())
+        ended = [trial for trial in self._study.trials() if trial.state in ("COMPLETE", "PRUNED", "FAIL")]
+        return [trial for trial in ended if trial.number not in abandoned]
+
+    def _too_short(self) -> str:
+        own, seeds = float(self._study.facts.get("reference_seconds", 0.0)), self._options.seeds
+        return (
+            f"--minutes {self._options.minutes:g} is too short: your own configuration alone takes {own:.0f} s, and is "
+            f"trained {seeds} times more to confirm; give at least {(2 + seeds) * own / 30:.1f}"
+        )
 
     def _confirmation_seconds(self) -> float:
         """Return what confirming will take, by the wall time of the reference and of the best."""
@@ -156,23 +173,24 @@ class Session:
         return contestants * self._options.seeds * 1.2 * float(self._study.facts.get("reference_seconds", 0.0))
 
     def _best(self) -> list[Trial]:
-        """Return the best feasible trials but the reference, each configuration once."""
-        reference = self._space.reference_parameters()
-        ranked = sorted(
-            (trial for trial in self._study.trials() if trial.feasible), key=lambda trial: trial.value or 0.0
-        )
+        """Return the challengers: the best feasible trials that may be better than the reference, each once."""
+        ranked = sorted((trial for trial in self._study.trials() if trial.feasible), key=_value)
+        reference = reference_trial(ranked, self._space)
         unlike = {repr(sorted(trial.parameters.items())): trial for trial in reversed(ranked)}
-        unlike.pop(repr(sorted(reference.items())), None)
-        return sorted(unlike.values(), key=lambda trial: trial.value or 0.0)[: self._options.challengers]
+        found = [trial for trial in unlike.values() if reference is None or trial.parameters != reference.parameters]
+        if reference is not None:
+            worst = worth_confirming(_value(reference), _value(ranked[0]))
+            found = [trial for trial in found if _value(trial) <= worst]
+        return sorted(found, key=_value)[: self._options.challengers]
 
     def _confirm(self, objective: Objective) -> dict[int, list[Run]]:
         """Train the best and the reference on new seeds, in turns; what an interrupted search has done stays done."""
         reference = reference_trial(self._study.trials(), self._space)
         assert reference is not None
-        contestants = [reference, *self._best()]
+        contestants = [reference, *self._best()] if self._best() else []
         kept: list[dict[str, Any]] = list(self._study.facts.get(CONFIRMATIONS, []))
         for turn in range(self._options.seeds):
-            for trial in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:
+            for trial in rotated(contestants, turn):
                 seed = self._space.reference.train.seed + NEW_SEED + turn
                 if any(one["trial"] == trial.number and one["seed"] == seed for one in kept):
                     continue
@@ -191,6 +209,25 @@ class Session:
 
     def _decide(self, objective: Objective, confirmed: Mapping[int, Sequence[Run]]) -> Verdict:
         return verdict_of(self._study, self._space, objective, confirmed)
+
+
+def rotated(contestants: Sequence[Trial], turn: int) -> list[Trial]:
+    """Return the contestants in another order each turn: none always goes first, or behind the same other."""
+    first = turn % max(1, len(contestants))
+    return [*contestants[first:], *contestants[:first]]
+
+
+def _value(trial: Trial) -> float:
+    return math.inf if trial.value is None else trial.value
+
+
+def worth_confirming(reference: float, best: float) -> float:
+    """Return the highest value that a trial may have and be worth a confirmation.
+
+    A little worse than the reference, which luck may have done; and not far from the best. Values are times, negated
+    speeds or negated qualities.
+    """
+    return min(reference + CLOSE * abs(reference), best + NEAR * abs(best))
 
 
 def reference_trial(trials: Sequence[Trial], space: Space) -> Trial | None:
@@ -228,13 +265,20 @@ def verdict_of(study: Study, space: Space, objective: Objective, confirmed: Mapp
     reference = reference_trial(list(trials.values()), space)
     assert reference is not None
     contestants = {number: contestant(space, trials[number], runs) for number, runs in confirmed.items()}
-    own = contestants.pop(reference.number)
+    own = contestants.pop(reference.number, None) or contestant(space, reference, [as_run(reference, objective)])
     return decide(objective.name, objective.goal, own, list(contestants.values()))
+
+
+def as_run(trial: Trial, objective: Objective) -> Run:
+    """Return a trial of the search as if it were a confirmation: where there is nothing to confirm."""
+    facts = trial.facts
+    value = trial.value if trial.feasible else None
+    return Run(0, value, facts.get("best"), facts.get("samples_per_second"))
 
 
 def contestant(space: Space, trial: Trial, runs: Sequence[Run]) -> Contestant:
     settings = flatten(space.experiment(trial.parameters))
-    searched = {"train.batch_size": DOUBLINGS, "train.precision": PRECISION, "lr": FACTOR}
+    searched = {"train.batch_size": BATCH_INDEX, "train.precision": PRECISION, "lr": FACTOR}
     keys = [key for key, name in searched.items() if name in space.parameters() or key == "lr"]
     shown = {key: settings[key] for key in [*keys, *space.extras]}
     return Contestant(trial.number, shown, settings["train.batch_size"], tuple(runs))
@@ -243,10 +287,10 @@ def contestant(space: Space, trial: Trial, runs: Sequence[Run]) -> Contestant:
 def guesses(space: Space) -> list[dict[str, Any]]:
     """Return what to try right after the reference: twice and four times its batch size, as the scaling rule has it."""
     own = space.reference_parameters()
-    if DOUBLINGS not in own:
+    if BATCH_INDEX not in own:
         return []
     last = len(space.batch_sizes) - 1
-    return [{**own, DOUBLINGS: own[DOUBLINGS] + more} for more in (1, 2) if own[DOUBLINGS] + more <= last]
+    return [{**own, BATCH_INDEX: own[BATCH_INDEX] + more} for more in (1, 2) if own[BATCH_INDEX] + more <= last]
 
 
 def _never(_rung: int, _value: float) -> bool:

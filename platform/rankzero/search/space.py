@@ -20,7 +20,7 @@ from rankzero.config import ConfigError, flatten, override
 from rankzero.experiment import Choice, Experiment, Integer, LogUniform, Range, Uniform
 
 BATCH, PRECISION, LR = "train.batch_size", "train.precision", "lr"
-DOUBLINGS, FACTOR = "batch_doublings", "lr_factor"
+BATCH_INDEX, FACTOR = "batch_index", "lr_factor"
 FACTORS = LogUniform(0.25, 4.0)
 MOST_DOUBLINGS = 5  # up or down from the user's own batch size
 
@@ -42,7 +42,7 @@ class Space:
         """Return what a sampler draws: ordered numbers where there is an order."""
         found: dict[str, Range] = {}
         if len(self.batch_sizes) > 1:
-            found[DOUBLINGS] = Integer(0, len(self.batch_sizes) - 1)
+            found[BATCH_INDEX] = Integer(0, len(self.batch_sizes) - 1)
         if len(self.precisions) > 1:
             found[PRECISION] = Choice(*self.precisions)
         if self.factors.low < self.factors.high:
@@ -55,15 +55,15 @@ class Space:
         As many samples are trained on as in the reference: fewer steps of a larger batch.
         """
         known = flatten(self.reference)
-        batch_size = self.batch_sizes[int(parameters[DOUBLINGS])] if DOUBLINGS in parameters else known[BATCH]
-        settings = {key: value for key, value in parameters.items() if key not in (DOUBLINGS, FACTOR)}
+        batch_size = self.batch_sizes[int(parameters[BATCH_INDEX])] if BATCH_INDEX in parameters else known[BATCH]
+        settings = {key: value for key, value in parameters.items() if key not in (BATCH_INDEX, FACTOR)}
         lr = float(parameters.get(FACTOR, 1.0)) * self.scaled_lr(batch_size)
         return override(self.reference, {**settings, LR: lr, **self._rescaled(batch_size)})
 
     def reference_parameters(self) -> dict[str, Any]:
         """Return the parameters that mean the reference itself."""
         known = flatten(self.reference)
-        ours = {DOUBLINGS: self.batch_sizes.index(known[BATCH]), PRECISION: known[PRECISION], FACTOR: 1.0}
+        ours = {BATCH_INDEX: self.batch_sizes.index(known[BATCH]), PRECISION: known[PRECISION], FACTOR: 1.0}
         return {name: ours[name] if name in ours else known[name] for name in self.parameters()}
 
     def scaled_lr(self, batch_size: int) -> float:

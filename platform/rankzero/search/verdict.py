@@ -97,15 +97,31 @@ def decide(objective: Name, goal: Goal, reference: Contestant, challengers: Sequ
     return Verdict(objective, reference, chosen, bool(better), _trials(members), gain, low, high, noise)
 
 
-def sentence(verdict: Verdict, goal: Goal, target: float | None, search_seconds: float) -> str:
-    """Return the verdict in words, every number in it measured."""
+def sentence(
+    verdict: Verdict,
+    goal: Goal,
+    target: float | None,
+    search_seconds: float,
+    closest: tuple[int, float] | None = None,
+) -> str:
+    """Return the verdict in words, every number in it measured. `closest`: the trial of the best quality, and that."""
     reference, winner = verdict.reference, verdict.winner
+    if closest is not None and not winner.reached and verdict.objective != "quality":
+        trial, quality = closest
+        return (
+            f"No configuration reached {_quality(goal, target)}: trial {trial} came closest with "
+            f"{_quality(goal, quality)}. The search took {_duration(search_seconds)}. "
+            "Train longer, or lower the target."
+        )
     seeds = len(winner.runs)
-    confirmed = f"Confirmed on {seeds} new seed{'s' if seeds != 1 else ''}."
+    confirmed = (
+        f"Confirmed on {seeds} new seeds." if seeds > 1 else "No other came close enough to be worth confirming."
+    )
     took = f"The search took {_duration(search_seconds)}"
     if not verdict.beaten:
+        noise = f" beyond the noise of {verdict.noise:.0%}" if math.isfinite(verdict.noise) else ""
         return (
-            f"Nothing beats your own configuration beyond the noise of {verdict.noise:.0%}: keep it. "
+            f"Nothing beats your own configuration{noise}: keep it. "
             f"It {_does(verdict.objective, reference, goal, target)}. {confirmed} {took}."
         )
     speed = _ratio(winner, reference)

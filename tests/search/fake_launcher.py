@@ -1,0 +1,108 @@
+"""A launcher without processes: trials whose journal follows from a law, as the real one's does from training.
+
+Samples to the target grow with the batch size and with the distance of the learning rate from the best; samples/s grow
+with the batch size until the device is full. `failing` says which trials die, and how.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged
+from rankzero.experiment import Experiment
+
+EPOCHS, SAMPLES = 20, 1000
+Fate = Callable[[int, Experiment], str]
+
+
+def healthy(_number: int, _experiment: Experiment) -> str:
+    return ""
+
+
+class FakeLauncher:
+    """Gives every trial the journal that its configuration deserves."""
+
+    def __init__(
+        self, fate: Fate = healthy, best_lr: float = 0.1, critical: float = 256.0, full: float = 128.0
+    ) -> None:
+        self.fate, self.best_lr, self.critical, self.full = fate, best_lr, critical, full
+        self.started: list[Experiment] = []
+        self.running: list[FakeRunning] = []
+
+    def start(self, experiment: Experiment, name: str) -> FakeRunning:
+        self.started.append(experiment)
+        self.running.append(FakeRunning(self, experiment, name, self.fate(len(self.started) - 1, experiment)))
+        return self.running[-1]
+
+    def speed(self, experiment: Experiment) -> float:
+        batch = experiment.train.batch_size
+        return 1e4 * batch / (batch + self.full)
+
+    def quality(self, experiment: Experiment, samples: float) -> float:
+        batch = experiment.train.batch_size
+        best = self.best_lr * math.sqrt(batch / 64)
+        ease = 1 / (1 + batch / self.critical) / (1 + math.log(experiment.lr / best) ** 2)
+        noise = 0.002 * math.sin(experiment.train.seed + batch)
+        return 1 - 0.5 * math.exp(-3 * ease * samples / SAMPLES / 5) + noise
+
+
+class FakeRunning:
+    """One trial: an epoch's events at a time."""
+
+    def __init__(self, launcher: FakeLauncher, experiment: Experiment, name: str, fate: str) -> None:
+        self.launcher, self.experiment, self.name, self.fate = launcher, experiment, name, fate
+        self.asked: list[str] = []
+        self.closed = False
+        self._journal = self._tell()
+        self._over = False
+
+    def news(self) -> list[Event]:
+        if self.fate == "ctrl-c":
+            raise KeyboardInterrupt
+        if self.fate == "hang" and not self.asked:
+            return []
+        found = next(self._journal, None)
+        self._over = found is None
+        return found or []
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    def prune(self) -> None:
+        self.asked.append("prune")
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+    def kill(self, reason: str) -> None:
+        self.asked.append(reason)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _tell(self) -> Iterator[list[Event]]:
+        batch, speed = self.experiment.train.batch_size, self.launcher.speed(self.experiment)
+        yield [RunStarted(0.0, {}, {}, 1)]
+        if self.fate == "hang":
+            yield [RunEnded(1.0, "FAILED", self.asked[0], None, {})]
+            return
+        if self.fate in ENDS:
+            yield [RunEnded(1.0, "FAILED", ENDS[self.fate], ENDS[self.fate], {})]
+            return
+        for epoch in range(1, EPOCHS + 1):
+            step = epoch * SAMPLES // batch
+            value = self.launcher.quality(self.experiment, epoch * SAMPLES)
+            yield [StepsLogged([step], [float(epoch)], {"throughput/step_seconds": [batch / speed]}),
+                   Evaluated(float(epoch), step, {"val/accuracy": value}, best=True)]  # fmt: skip
+            if self.asked:
+                yield [RunEnded(9.0, "KILLED", f"pruned at step {step}", None, {})]
+                return
+            if self.experiment.train.stop_at_target and self.experiment.goal.reached(value):
+                break
+        yield [RunEnded(9.0, "FINISHED", "done", None, {"samples_per_second": speed})]
+
+
+ENDS = {"crash": "RuntimeError: broken", "oom": "torch.OutOfMemoryError: CUDA out of memory",
+        "nan": "NotFinite: train/loss is not finite at step 3"}  # fmt: skip
