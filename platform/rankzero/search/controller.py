@@ -27,7 +27,6 @@ from rankzero.search.objective import QUALITY, Objective
 from rankzero.search.study import State, Study
 
 MEMORY = "memory"
-RUNGS = 20  # how often a trial as long as the reference is compared with others
 OUT_OF_MEMORY, DIVERGED = ("OutOfMemoryError", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"), ("NotFinite",)
 OF_A_TRIAL = {"train.save_every": 0, "train.log_model": False}  # a trial is judged, not kept
 Say = Callable[[str], None]

@@ -16,7 +16,7 @@ from rankzero.search.controller import Followed, Say
 from rankzero.search.launcher import Launcher
 from rankzero.search.objective import Name, Objective, bar
 from rankzero.search.space import BATCH_INDEX, FACTOR, PRECISION, Space
-from rankzero.search.study import Study, Trial
+from rankzero.search.study import RUNGS, Study, Trial
 from rankzero.search.verdict import Contestant, Run, Verdict, decide
 
 CONFIRMATIONS = "confirmations"
@@ -59,6 +59,7 @@ class Session:
     ) -> None:  # fmt: skip
         self._study, self._space, self._launcher, self._options, self._say = study, space, launcher, options, say
         self._clock, self._started = clock, clock()
+        self._spared: list[Mapping[str, Any]] = []
         self._spent = float(study.facts.get("seconds", 0.0))
 
     def run(self, guesses: Sequence[Mapping[str, Any]] = ()) -> Found:
@@ -67,6 +68,7 @@ class Session:
             self._say(f"trial {number} was interrupted: it is tried again")
         try:
             objective = self._reference()
+            self._spared = list(guesses)
             for guess in guesses:
                 self._study.enqueue(guess)
             while self._may_go_on():
@@ -119,20 +121,24 @@ class Session:
         label = f"{self._study.name}-{number:03d}"
         experiment = self._space.experiment(parameters)
         try:
-            found = self._run(objective, experiment, label, number)
+            found = self._run(objective, experiment, label, number, pruned=parameters not in self._spared)
         except BaseException:
             self._study.tell(number, "FAIL", None, {}, {"run": label, "reason": "the search was interrupted"})
             self._study.abandon(number)
             raise
         self._tell(number, found, experiment, label)
 
-    def _run(self, objective: Objective, experiment: Experiment, label: str, number: int | None = None) -> Followed:
-        """Run one configuration; `number`: as a trial that may be pruned."""
+    def _run(
+        self, objective: Objective, experiment: Experiment, label: str, number: int | None = None, pruned: bool = False
+    ) -> Followed:
+        """Run one configuration; `number`: as a trial that may be stopped; `pruned`: by comparison with others, too."""
         configured = override(experiment, {**objective.settings(), **controller.OF_A_TRIAL})
         return controller.follow(
             self._launcher.start(configured, label),
             objective,
-            report=_never if number is None else lambda rung, value: self._study.report(number, rung, value),
+            report=_never
+            if number is None or not pruned
+            else lambda rung, value: self._study.report(number, rung, value),
             best=None if number is None else controller.best_value(self._study),
             rung_seconds=self._rung_seconds(),
             silence_seconds=self._options.silence_seconds,
@@ -145,7 +151,7 @@ class Session:
 
     def _rung_seconds(self) -> float:
         reference = reference_trial(self._study.trials(), self._space)
-        return 0.0 if reference is None else float(reference.facts["train_seconds"]) / controller.RUNGS
+        return 0.0 if reference is None else float(reference.facts["train_seconds"]) / RUNGS
 
     def _may_go_on(self) -> bool:
         if self._options.trials is not None and len(self._ended()) >= self._options.trials:

@@ -27,6 +27,9 @@ from rankzero.tracking import incumbent
 State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
 SAMPLERS = ("tpe", "gp", "random", "grid")
 PRUNERS = ("asha", "hyperband", "median", "none")
+# Trials are compared each twelfth of the reference's training time, from a quarter on: before that, a warm-up
+# or a large batch's few first steps say little.
+RUNGS, FIRST_RUNG = 12, 3
 STARTUP_TRIALS = 6  # drawn at random, the enqueued ones included, before the sampler's model is trusted
 GRID_POINTS = 5  # of a range that is not a list
 OWNER, ABANDONED = "owner", "abandoned"
@@ -190,11 +193,11 @@ def make_pruner(name: str) -> optuna.pruners.BasePruner:
     """Return a pruner; its resource is one of `Study.report`'s."""
     match name:
         case "asha":
-            return optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
+            return optuna.pruners.SuccessiveHalvingPruner(min_resource=FIRST_RUNG, reduction_factor=3)
         case "hyperband":
-            return optuna.pruners.HyperbandPruner(min_resource=1, max_resource=27)
+            return optuna.pruners.HyperbandPruner(min_resource=FIRST_RUNG, max_resource=RUNGS, reduction_factor=2)
         case "median":
-            return optuna.pruners.MedianPruner(n_startup_trials=4)
+            return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=FIRST_RUNG)
         case "none":
             return optuna.pruners.NopPruner()
         case _:
@@ -240,7 +243,7 @@ def _told(storage: str) -> Iterator[None]:
 
 def _trial(found: optuna.trial.FrozenTrial) -> Trial:
     state: Any = found.state.name
-    return Trial(found.number, state, dict(found.params), found.value if found.values else None,
+    return Trial(found.number, state, dict(found.params), found.value if found.state is TrialState.COMPLETE else None,
                  dict(found.constraints), dict(found.user_attrs))  # fmt: skip
 
 
