@@ -17,6 +17,7 @@ VERBS = {
     "train": "run an experiment, tracked",
     "resume": "go on with a run, in the same MLflow run",
     "search": "find the configuration that reaches the quality bar in the least time",
+    "probe": "measure samples/s and memory, batch size x precision",
     "report": "show a search's verdict again",
     "config": "show an experiment's settings and every legal key",
     "runs": "list runs",

@@ -22,13 +22,22 @@ from rankzero.search.space import Space, make_space
 from rankzero.tracking import store, sync
 from rankzero.tracking.journal import Identity
 
+PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes")
 SAMPLERS, PRUNERS = ("tpe", "gp", "random", "grid"), ("asha", "hyperband", "median", "none")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class")
     parser.add_argument("settings", metavar="key=value", nargs="*", help="settings of your own configuration to change")
     parser.add_argument("--nproc", type=int, help="processes of each trial (default: one per GPU, or 1)")
+    parser.add_argument("--tracking-uri", help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or embedded)")
+    parser.add_argument("--experiment-name", help="the MLflow experiment (default: the file's name)")
+    parser.add_argument("--new", action="store_true", help="begin anew; what there is so far is kept")
+    parser.set_defaults(study=None)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_experiment_arguments(parser)
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--minutes", type=float, help="how long to search, the confirmation included")
     budget.add_argument("--trials", type=int, help="how many trials, your own configuration included (default: 20)")
@@ -42,53 +51,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="new seeds on which the best are confirmed (%(default)s)")
     parser.add_argument("--challengers", type=int, default=3, help="how many of the best are confirmed (%(default)s)")
     parser.add_argument("--study", metavar="NAME", help="what to call the study (default: by what is searched)")
-    parser.add_argument("--new", action="store_true", help="begin anew; the study so far is kept")
     parser.add_argument("--storage", help="the study's database (default: studies.db beside the runs; never MLflow's)")
     parser.add_argument(
         "--silence-seconds", type=float, default=300.0, help="without a sign of life, a trial is killed"
     )
-    parser.add_argument("--tracking-uri", help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or embedded)")
-    parser.add_argument("--experiment-name", help="the MLflow experiment (default: the file's name)")
+    parser.add_argument("--no-probe", dest="probe", action="store_false", help="search without measuring speeds first")
 
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    path, _ = experiment_file.split(arguments.experiment)
-    settings = config.parse_assignments(arguments.settings)
-    host = Host(libraries_of(path))
+    host = Host(libraries(arguments))
     try:
-        return _search(arguments, path, host, host.describe(arguments.experiment, settings, arguments.nproc))
+        return _search(arguments, host, *look(arguments, host))
     finally:
         host.close()
 
 
-def _search(arguments: argparse.Namespace, path: Path, host: Host, described: mirror.Description) -> int:
+def libraries(arguments: argparse.Namespace) -> list[str]:
+    """Return the slow libraries of the experiment's file. Raises UserError where there is no such file."""
+    return libraries_of(experiment_file.split(arguments.experiment)[0])
+
+
+def look(arguments: argparse.Namespace, host: Host) -> tuple[mirror.Description, Space]:
+    """Return what the experiment is, and the space around it. Raises UserError, ConfigError."""
+    settings = config.parse_assignments(arguments.settings)
+    found = host.describe(arguments.experiment, settings, arguments.nproc)
+    space = make_space(mirror.mirrored(found), found.processes, found.lr_exponent, found.precisions, found.samples)
+    return found, space
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _search(arguments: argparse.Namespace, host: Host, described: mirror.Description, space: Space) -> int:
     from rankzero.search import hunt
 
-    reference = mirror.mirrored(described)
-    space = make_space(reference, described.processes, described.lr_exponent, described.precisions, described.samples)
-    identity = _identity(arguments, reference, described.processes)
+    identity = identity_of(arguments, space.reference, described.processes, "search")
     store.prepare_store(identity.tracking_uri)
     quest = hunt.Quest(
         identity=identity,
-        runs=arguments.dir / "runs",
+        root=arguments.dir,
         space=space,
         described=described,
         options=_options(arguments),
         sampler=arguments.sampler,
         pruner=arguments.pruner,
         storage=arguments.storage or f"sqlite:///{(arguments.dir / 'studies.db').absolute()}",
+        probes=arguments.probe,
         use=f"{program()} train {arguments.experiment} --from {identity.name}",
     )
-    print(f"study  {identity.name}  ({arguments.objective}, {described.processes} x {described.device})")
-    print(f"space  {_shown(space)}")
-    says = hunt.run(quest, host, sys.argv, say=lambda text: print(text, flush=True))
-    folder = hunt.folder_of(quest)
-    delivery = sync.wait(folder)
-    print(f"\n{says}")
+    say(f"study  {identity.name}  ({arguments.objective}, {described.processes} x {described.device})")
+    says = hunt.run(quest, host, sys.argv, say)
+    delivery = sync.wait(hunt.folder_of(quest))
+    say(f"\n{says}")
     if not delivery.done:
-        print(f"note: not everything is in MLflow yet ({delivery.error}); rankzero sync {identity.name}")
-    print(f"use:   {quest.use}\nlook:  {program()} ui   again: {program()} report {identity.name}")
+        say(f"note: not everything is in MLflow yet ({delivery.error}); rankzero sync {identity.name}")
+    say(f"use:   {quest.use}\nlook:  {program()} ui   again: {program()} report {identity.name}")
     return 0
 
 
@@ -116,12 +135,12 @@ def _options(arguments: argparse.Namespace) -> Options:
     )  # fmt: skip
 
 
-def _identity(arguments: argparse.Namespace, reference: Experiment, processes: int) -> Identity:
+def identity_of(arguments: argparse.Namespace, reference: Experiment, processes: int, verb: str) -> Identity:
     """Return the study's run: the same for the same command, so that it goes on where it was."""
     path, cls = experiment_file.split(arguments.experiment)
-    what = repr((str(path), cls, config.to_yaml(reference), arguments.objective, processes, arguments.sampler,
-                 arguments.tolerance, arguments.trial_minutes))  # fmt: skip
-    base = arguments.study or f"{path.stem}-search-{hashlib.sha256(what.encode()).hexdigest()[:6]}"
+    how = {key: value for key, value in vars(arguments).items() if key in PART_OF_THE_NAME}
+    what = repr((str(path), cls, config.to_yaml(reference), processes, sorted(how.items())))
+    base = arguments.study or f"{path.stem}-{verb}-{hashlib.sha256(what.encode()).hexdigest()[:6]}"
     check_name(base)
     name = newest(arguments.dir / "runs", base, arguments.new)
     uri = store.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
@@ -143,9 +162,3 @@ def newest(runs: Path, base: str, new: bool) -> str:
         count += 1
     count += new and (runs / base).exists()
     return base if count == 1 else f"{base}-{count}"
-
-
-def _shown(space: Space) -> str:
-    parts = [f"batch {space.batch_sizes[0]}-{space.batch_sizes[-1]}", "/".join(space.precisions)]
-    parts.append(f"lr {space.factors.low:g}-{space.factors.high:g} x scaled (exponent {space.lr_exponent:g})")
-    return ", ".join([*parts, *space.extras])

@@ -9,6 +9,7 @@ SIGQUIT kills. Whatever becomes of a trial, to the search it is a message, or a 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import signal
@@ -23,7 +24,6 @@ from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.search import mirror
 from rankzero.train import launch
-from rankzero.train.request import Request
 
 ORPHAN_SECONDS = 20.0  # what the ranks get to stop by themselves once the search is gone
 STEERING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT)
@@ -44,11 +44,11 @@ class Host:
             return answer
         raise answer
 
-    def launch(self, nodes: launch.Nodes, request: Request, logs: Path) -> None:
-        """Begin a trial; `over` tells when it has ended."""
+    def run(self, entry: str, nodes: launch.Nodes, request: Any, logs: Path) -> None:
+        """Have `entry`, ``module:function``, run in every rank; `over` tells when they have ended."""
         if not self._process.is_alive():
             self._start()
-        self._pipe.send(("train", nodes, request, str(logs)))
+        self._pipe.send(("run", entry, nodes, request, str(logs)))
 
     def over(self, seconds: float = 0.0) -> bool:
         """Tell whether the trial has ended, waiting up to some seconds for it; true once for each trial."""
@@ -91,14 +91,14 @@ def main(pipe: Connection, libraries: Sequence[str]) -> None:
     """Do what comes through the pipe until it is closed."""
     for number in (*STEERING, signal.SIGINT, signal.SIGHUP):  # between trials there is nothing to steer
         signal.signal(number, signal.SIG_IGN)
-    launch.warm_up(libraries)
+    launch.warm_up([*libraries, "rankzero.search.probe_worker"])
     threading.Thread(target=_follow_the_search, daemon=True).start()
     import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401, TID251 - now, not in the first trial
 
     with contextlib.suppress(EOFError):
         while True:
             kind, *words = pipe.recv()
-            pipe.send(_described(*words) if kind == "describe" else _trained(*words))
+            pipe.send(_described(*words) if kind == "describe" else _ran(*words))
 
 
 def _described(reference: str, settings: dict[str, str], processes: int | None) -> Any:
@@ -108,12 +108,11 @@ def _described(reference: str, settings: dict[str, str], processes: int | None) 
         return error
 
 
-def _trained(nodes: launch.Nodes, request: Request, logs: str) -> str:
-    from rankzero.train import worker
-
+def _ran(entry: str, nodes: launch.Nodes, request: Any, logs: str) -> str:
+    module, _, function = entry.partition(":")
     with _output_to(Path(logs) / "launcher.log"):
         try:
-            return launch.run(nodes, worker.main, request, Path(logs))
+            return launch.run(nodes, getattr(importlib.import_module(module), function), request, Path(logs))
         except Exception as error:  # the run's journal has the reason; what torchrun says of it is a detail
             print(error, flush=True)
             return "FAILED"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 from rankzero import config
 from rankzero.config import flatten
 from rankzero.experiment import Goal
-from rankzero.search import controller, record, verdict
+from rankzero.search import controller, ladder, probe, record, verdict
 from rankzero.search.controller import Say
 from rankzero.search.host import Host
+from rankzero.search.ladder import Measured
 from rankzero.search.launcher import TrainLauncher
 from rankzero.search.mirror import Description
 from rankzero.search.session import Found, Options, Session, guesses
-from rankzero.search.space import Space
+from rankzero.search.space import Space, narrowed
 from rankzero.search.study import Study, Trial, open_study
 from rankzero.tracking.journal import Identity, RunFolder
 from rankzero.tracking.secrecy import settings_without_secrets
@@ -28,36 +30,86 @@ class Quest:
     """What to search, and where everything goes."""
 
     identity: Identity
-    runs: Path
+    root: Path
+    """The folder of the embedded store."""
     space: Space
     described: Description
     options: Options
     sampler: str
     pruner: str
     storage: str
+    probes: bool
+    """Whether speeds are measured first."""
     use: str
     """The command that trains with what is found."""
 
 
 def run(quest: Quest, host: Host, argv: Sequence[str], say: Say) -> str:
     """Search; return the verdict in words. Ctrl-C passes through: the same command goes on."""
-    study = open_study(
-        quest.storage, quest.identity.name, quest.space.parameters(),
-        sampler=quest.sampler, pruner=quest.pruner, seed=quest.space.reference.train.seed,
-    )  # fmt: skip
-    with record.Record(quest.runs, quest.identity, _params(quest), argv) as kept:
-        nodes = launch.Nodes(quest.described.processes)
-        launcher = TrainLauncher(host, kept.folder, nodes, kept.environment)
-        session = Session(study, quest.space, launcher, quest.options, _Teller(study, kept, say))
-        found = session.run(guesses(quest.space))
-        says = report(quest, study, found, kept)
+    with record.Record(quest.root / "runs", quest.identity, _params(quest), argv) as kept:
+        measured = probe_map(quest, host, kept, say) if quest.probes else []
+        space = searched(quest.space, measured)
+        say(f"space  {shown(space)}")
+        study = open_study(
+            quest.storage, quest.identity.name, space.parameters(),
+            sampler=quest.sampler, pruner=quest.pruner, seed=space.reference.train.seed,
+        )  # fmt: skip
+        launcher = TrainLauncher(host, kept.folder, launch.Nodes(quest.described.processes), kept.environment)
+        session = Session(study, space, launcher, quest.options, _Teller(study, kept, say))
+        found = session.run(probe.guesses(space, measured) or guesses(space))
+        says = report(quest, space, study, found, kept)
         kept.finished(says, _summary(found))
     return says
 
 
-def report(quest: Quest, study: Study, found: Found, kept: record.Record) -> str:
+def probe_map(quest: Quest, host: Host, kept: record.Record, say: Say) -> list[Measured]:
+    """Return the speeds of the space's cells, measured where they are not known."""
+    plan = probe.make_plan(quest.space, quest.described, quest.identity.experiment_file or "", quest.root)
+    measured = probe.run(plan, host, say)
+    kept.write("probe_map.json", table_json(measured))
+    return measured
+
+
+def probe_alone(
+    identity: Identity, root: Path, space: Space, described: Description, host: Host, argv: Sequence[str], say: Say
+) -> list[Measured]:
+    """Measure the map by itself, as a run of its own."""
+    params = {key: config.render(value) for key, value in flatten(space.reference).items()}
+    with record.Record(root / "runs", identity, settings_without_secrets(params), argv) as kept:
+        plan = probe.make_plan(space, described, identity.experiment_file or "", root)
+        measured = probe.run(plan, host, say)
+        kept.write("probe_map.json", table_json(measured))
+        found = ladder.knee(measured)
+        peak = max(one.samples_per_second for one in measured)
+        says = "no cell fits" if found is None else f"{found.batch_size} samples a batch reach 95 % of the peak speed"
+        kept.finished(f"{says}, {peak:,.0f} samples/s", {"samples_per_second": peak})
+    return measured
+
+
+def table_json(measured: Sequence[Measured]) -> str:
+    """Return the map as MLflow's artifact viewer shows tables."""
+    rows = [{**dataclasses.asdict(one), "bound": one.bound} for one in measured]
+    return json.dumps({"columns": list(rows[0]), "data": [list(row.values()) for row in rows]})
+
+
+def searched(space: Space, measured: Sequence[Measured]) -> Space:
+    """Return the space without what the map rules out: batches that do not fit or are no faster, slow precisions."""
+    if not measured:
+        return space
+    sizes = [one.batch_size for one in ladder.fastest(measured)]
+    return narrowed(space, sizes, ladder.worth_searching(measured, space.precisions))
+
+
+def shown(space: Space) -> str:
+    """Return a space in a line."""
+    parts = [f"batch {space.batch_sizes[0]}-{space.batch_sizes[-1]}", "/".join(space.precisions)]
+    parts.append(f"lr {space.factors.low:g}-{space.factors.high:g} x scaled (exponent {space.lr_exponent:g})")
+    return ", ".join([*parts, *space.extras])
+
+
+def report(quest: Quest, space: Space, study: Study, found: Found, kept: record.Record) -> str:
     """Write the evidence into the study's artifacts; return the verdict in words."""
-    space, goal = quest.space, quest.space.reference.goal
+    goal = space.reference.goal
     says = verdict.sentence(found.verdict, goal, found.target, found.seconds, closest(study.trials(), goal))
     winner = next(trial for trial in study.trials() if trial.number == found.verdict.winner.trial)
     kept.write_trials(study.trials())
@@ -90,7 +142,7 @@ def _cell(value: Any) -> str:
 
 
 def folder_of(quest: Quest) -> RunFolder:
-    return RunFolder((quest.runs / quest.identity.name).absolute())
+    return RunFolder((quest.root / "runs" / quest.identity.name).absolute())
 
 
 class _Teller:

@@ -84,7 +84,8 @@ class TrainLauncher:
         )
         write_config(folder, experiment)
         self._study.add_child(name)
-        self._host.launch(self._nodes, request_for(folder, experiment, self._environment), folder.path / "logs")
+        request = request_for(folder, experiment, self._environment)
+        self._host.run("rankzero.train.worker:main", self._nodes, request, folder.path / "logs")
         return RunningTrial(folder, self._host)
 
 

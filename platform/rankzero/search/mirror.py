@@ -32,6 +32,7 @@ class Description:
     """In the training set: no batch is larger."""
     precisions: tuple[str, ...]
     device: str
+    driver: str
 
 
 class _Pipe(Protocol):
@@ -97,7 +98,7 @@ def _described(reference: str, settings: Mapping[str, str], processes: int | Non
     import torch
 
     from rankzero.train.data import check_even
-    from rankzero.train.device import check_gpus
+    from rankzero.train.device import check_gpus, driver_version
 
     experiment = config.override(experiment_file.load(reference)(), settings)
     processes = max(1, torch.cuda.device_count()) if processes is None else processes
@@ -115,6 +116,7 @@ def _described(reference: str, settings: Mapping[str, str], processes: int | Non
         samples=len(experiment.data()[0]),
         precisions=_precisions(),
         device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        driver=driver_version() if torch.cuda.is_available() else "",
     )
 
 

@@ -64,11 +64,12 @@ def describe(world: World) -> dict[str, str]:
         "rankzero.gpu": ", ".join(sorted(set(names))),
         "rankzero.cuda": str(torch.version.cuda),
         "rankzero.nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "rankzero.driver": _driver_version(),
+        "rankzero.driver": driver_version(),
     }
 
 
-def _driver_version() -> str:
+def driver_version() -> str:
+    """Return the NVIDIA driver's version; unknown where it does not say."""
     try:  # without NVML: the training process never talks to it
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
