@@ -70,8 +70,8 @@ class FakeRunning:
     def over(self) -> bool:
         return self._over
 
-    def prune(self) -> None:
-        self.asked.append("prune")
+    def prune(self, reason: str) -> None:
+        self.asked.append(f"prune: {reason}")
 
     def stop(self) -> None:
         self.asked.append("stop")

@@ -123,7 +123,7 @@ def test_a_trial_that_cannot_win_is_stopped(search: Searcher) -> None:
     stopped = of(study, "PRUNED")
     assert stopped
     for trial in stopped:
-        assert launcher.running[trial.number].asked == ["prune"]
+        assert launcher.running[trial.number].asked == [f"prune: {trial.facts['reason']}"]
         assert str(trial.facts["reason"]).startswith(("cannot beat the best", "worse than others"))
         assert trial.value is None and launcher.running[trial.number].closed
 

@@ -22,8 +22,10 @@ def run(arguments: argparse.Namespace) -> int:
     from rankzero.search.study import default_storage, find_study
 
     study = find_study(arguments.storage or default_storage(arguments.dir), arguments.study)
-    terminal = Console(highlight=False, soft_wrap=True)
-    table = Table(*SHOWN, title=f"{study.name}: {len(study.trials())} trials", title_justify="left")
+    terminal = Console(highlight=False)
+    table = Table(title=f"{study.name}: {len(study.trials())} trials", title_justify="left")
+    for name in SHOWN:
+        table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1 if name == "reason" else None)
     for trial in study.trials():
         row = dict(zip(record.COLUMNS, record.row_of(trial), strict=True))
         table.add_row(*(_cell(row[name]) for name in SHOWN))

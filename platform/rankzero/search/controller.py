@@ -71,7 +71,7 @@ def follow(
                 continue
             asked, rung = _ask_to_stop(curve, objective, report, best, rung, rung_seconds)
             if asked:
-                running.prune()
+                running.prune(asked)
     except KeyboardInterrupt:
         running.stop()
         raise

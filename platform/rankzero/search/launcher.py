@@ -37,8 +37,8 @@ class Running(Protocol):
     def over(self) -> bool:
         """Tell whether all processes of the trial have ended."""
 
-    def prune(self) -> None:
-        """Ask all ranks to stop at the same step; the run ends as KILLED."""
+    def prune(self, reason: str) -> None:
+        """Ask all ranks to stop at the same step; the run ends as KILLED, with this reason."""
 
     def stop(self) -> None:
         """Ask all ranks to stop, as Ctrl-C does."""
@@ -116,7 +116,8 @@ class RunningTrial:
     def over(self) -> bool:
         return self._over
 
-    def prune(self) -> None:
+    def prune(self, reason: str) -> None:
+        self._folder.pruned.write_text(reason)
         self._host.signal(signal.SIGUSR2)
 
     def stop(self) -> None:

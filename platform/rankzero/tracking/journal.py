@@ -92,6 +92,11 @@ class RunFolder:
         return self.path / "failures"
 
     @property
+    def pruned(self) -> Path:
+        """Where a search says why it stops the run."""
+        return self.path / "pruned.txt"
+
+    @property
     def artifacts(self) -> Path:
         """Files that the recorder uploads to the run as they are (the dirty diff, logs)."""
         return self.path / "artifacts"

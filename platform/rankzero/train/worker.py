@@ -25,7 +25,7 @@ from rankzero.train.feed import Feed
 from rankzero.train.loop import Job, State, Tally, fit, frozen_heap
 from rankzero.train.optimizers import fused
 from rankzero.train.request import Request
-from rankzero.train.stop import REASONS, TIME_LIMIT, Stop, listen
+from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, listen
 from rankzero.train.world import World, is_lost_contact, join
 
 
@@ -175,7 +175,9 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Out
     if reason is not None:
         # Without checkpoints nothing can go on: there, the end of the time is the end of the run.
         over = reason == REASONS[TIME_LIMIT] and train.save_every == 0
-        return Outcome("FINISHED" if over else "KILLED", f"{reason} at step {state.step}")
+        why = log.folder.pruned.read_text() if reason == REASONS[PRUNED] and log.folder.pruned.exists() else ""
+        told = f"{reason} at step {state.step}" + (f": {why}" if why else "")
+        return Outcome("FINISHED" if over else "KILLED", told)
     return Outcome("FINISHED", _success(job, state))
 
 

@@ -1,0 +1,160 @@
+"""`rankzero search`, `probe`, `report` and `train --from`, for real: two ranks, signals, MLflow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from cli.conftest import TINY, Command, events
+from rankzero.events import RunEnded
+from rankzero.search.study import default_storage, find_study
+from rankzero.tracking.catalog import last_end
+from rankzero.tracking.mlflow import RunRecord, Tracker
+
+MOODY = TINY.with_name("moody.py")
+
+
+def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
+    found = Tracker(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").list_runs()
+    return {run.name: run for run in found}
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return what still runs of a search: everything started in its folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def gone(folder: Path, seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not processes_of(folder)
+
+
+@pytest.mark.timeout(300)
+def test_a_search_from_the_probe_map_to_training_with_what_it_found(rankzero: Command) -> None:
+    code, output = rankzero(
+        "search", TINY, "train.epochs=8", "goal.target=0.8", "--nproc", 2, "--trials", 5, "--study", "s"
+    )
+    assert code == 0, output
+    assert ("probe  batch" in output and "Your configuration" in output) or "Nothing beats your own" in output
+    runs = mlflow_runs(rankzero)
+    parent = runs.pop("s")
+    assert parent.status == "FINISHED" and "train --from s" in parent.tags["mlflow.note.content"].replace(
+        "tiny.py ", ""
+    )
+    assert all(run.tags["mlflow.parentRunId"] == parent.run_id for run in runs.values())
+    assert {run.status for run in runs.values()} <= {"FINISHED", "KILLED"} and len(runs) >= 5
+    study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
+    states = {trial.facts["run"]: trial.state for trial in study.trials()}
+    assert {runs[name].status for name, state in states.items() if state == "COMPLETE"} == {"FINISHED"}
+    assert {runs[name].status for name, state in states.items() if state == "PRUNED"} <= {"KILLED"}
+    found = yaml.safe_load((rankzero.folder / "mlruns/runs/s/artifacts/sweet_spot.yaml").read_text())
+    assert rankzero("report", "s")[1].strip().endswith("runs." if "pays" in output else ".")
+    code, output = rankzero("train", TINY, "--from", "s", "train.steps=5", "--run-name", "with")
+    assert code == 0, output
+    params = mlflow_runs(rankzero)["with"].params
+    assert params["train.batch_size"] == str(found["train"]["batch_size"]) and params["lr"] == str(found["lr"])
+    assert gone(rankzero.folder)
+
+
+@pytest.mark.timeout(300)
+def test_every_way_a_trial_can_end(rankzero: Command) -> None:
+    code, output = rankzero("search", MOODY, "--nproc", 2, "--trials", 6, "--sampler", "grid", "--pruner", "none",
+                            "--no-probe", "--silence-seconds", 8, "--study", "s")  # fmt: skip
+    assert code == 0, output
+    study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
+    runs = mlflow_runs(rankzero)
+    ends = {str(trial.parameters["mood"]): (trial.state, runs[trial.facts["run"]].status) for trial in study.trials()}
+    assert ends == {
+        "good": ("COMPLETE", "FINISHED"), "crash": ("FAIL", "FAILED"), "hang": ("FAIL", "FAILED"),
+        "killed": ("FAIL", "FAILED"), "nan": ("PRUNED", "FAILED"), "memory": ("PRUNED", "FAILED"),
+    }  # fmt: skip
+    reasons = {str(trial.parameters["mood"]): str(trial.facts["reason"]) for trial in study.trials()}
+    assert "broken on purpose" in reasons["crash"] and "out of memory" in reasons["memory"]
+    assert "no sign of life for 8 s" in reasons["hang"] and "not finite" in reasons["nan"]
+    told = {trial.parameters["mood"]: runs[trial.facts["run"]].tags["rankzero.reason"] for trial in study.trials()}
+    assert "no sign of life" in told["hang"] and "broken on purpose" in told["crash"]
+    assert "RUNNING" not in {run.status for run in runs.values()}
+    assert "No configuration reached" in output
+    assert gone(rankzero.folder)
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_keeps_the_study_and_the_same_command_goes_on(rankzero: Command) -> None:
+    words = ("search", TINY, "train.epochs=40", "step_seconds=0.01", "goal.target=0.999", "--nproc", 2, "--trials", 3,
+             "--no-probe", "--study", "s")  # fmt: skip
+    process = rankzero.start(*words)
+    rankzero.wait_for_step(20, "s-001")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 1
+    assert gone(rankzero.folder)
+    runs = mlflow_runs(rankzero)
+    assert (runs["s"].status, runs["s-000"].status, runs["s-001"].status) == ("KILLED", "FINISHED", "KILLED")
+    code, output = rankzero(*words)
+    assert code == 0, output
+    runs = mlflow_runs(rankzero)
+    assert runs["s"].status == "FINISHED" and runs["s"].tags["rankzero.attempt"] == "2"
+    study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
+    assert [trial.state for trial in study.trials()].count("FAIL") == 1
+    assert study.trials()[1].parameters == study.trials()[2].parameters
+
+
+@pytest.mark.timeout(300)
+def test_sigkill_of_the_search_leaves_no_process_and_no_run_running(rankzero: Command) -> None:
+    words = ("search", TINY, "train.epochs=400", "step_seconds=0.01", "goal.target=0.999", "--nproc", 2, "--trials", 2,
+             "--no-probe", "--study", "s")  # fmt: skip
+    process = rankzero.start(*words)
+    folder = rankzero.wait_for_step(20, "s-000")
+    os.kill(process.pid, signal.SIGKILL)
+    assert gone(rankzero.folder, 60)
+    ended = last_end(folder)
+    assert ended is not None and ended.status == "KILLED"
+    assert [event.status for event in events(rankzero.runs[0]) if isinstance(event, RunEnded)] in (
+        ["FAILED"],
+        ["KILLED"],
+    )
+    assert "RUNNING" not in {run.status for run in mlflow_runs(rankzero).values()}
+
+
+def test_mistakes_are_told_in_one_message(rankzero: Command, tmp_path: Path) -> None:
+    for words, says in (
+        (("widht=3",), "did you mean 'width'"),
+        (("--seeds", 1), "--seeds must be at least 2"),
+        (("--minutes", -1), "--minutes must be above 0"),
+        (("--objective", "quality"), "needs --trial-minutes"),
+        (("goal.metric=val/f1",), "the goal is 'val/f1', but measure() returns"),
+        (("fail=data",), "no such data"),
+    ):
+        code, output = rankzero("search", TINY, "--nproc", 1, "--no-probe", *words)
+        assert code in (1, 2) and says in output and "Traceback" not in output, output
+    assert rankzero("report", "nothing")[0] == 2
+    foreign = tmp_path / "foreign.db"
+    foreign.write_bytes(b"somebody's file, no database")
+    code, output = rankzero("search", TINY, "--nproc", 1, "--no-probe", "--storage", f"sqlite:///{foreign}")
+    assert code == 2 and "cannot be used" in output and foreign.read_bytes().startswith(b"somebody")
+
+
+def test_the_search_imports_no_torch_and_probes_are_kept(rankzero: Command) -> None:
+    code, output = rankzero("probe", TINY, "train.batch_size=8", "--nproc", 1)
+    assert code == 0, output
+    first = output.count("samples/s ±")
+    assert first >= 2
+    code, output = rankzero("probe", TINY, "train.batch_size=8", "--nproc", 1)
+    assert code == 0 and output.count("samples/s ±") == 0, "measured again"
+    with sqlite3.connect(rankzero.folder / "mlruns" / "mlflow.db") as database:
+        assert database.execute("select count(*) from runs where status = 'FINISHED'").fetchone()[0] >= 1
