@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rankzero import Experiment, Goal, Train
+from rankzero import Choice, Experiment, Goal, Train
 from rankzero.errors import RunFailed, UserError
 from rankzero.search.session import Found, Options, Session, guesses
 from rankzero.search.space import BATCH_INDEX, FACTOR, make_space
@@ -184,6 +184,17 @@ def test_the_best_there_is_stays(search: Searcher) -> None:
 def test_samplers_and_pruners(search: Searcher, sampler: str, pruner: str) -> None:
     _, study, _, _ = search(sampler=sampler, pruner=pruner, trials=8)
     assert len(study.trials()) == 8
+
+
+def test_nothing_is_trained_twice_and_a_small_space_ends(search: Searcher) -> None:
+    class Small(Mine):
+        search = {"train.batch_size": Choice(32, 64), "lr": Choice(0.03)}
+
+    _, study, launcher, _ = search(experiment=Small(), trials=10, sampler="grid")
+    assert {experiment.train.batch_size for experiment in launcher.started[:2]} == {32, 64}
+    assert all(experiment.train.seed >= 1000 for experiment in launcher.started[2:])  # confirmations only
+    repeats = [trial for trial in study.trials() if "same_as" in trial.facts]
+    assert repeats and all(trial.value == study.trials()[trial.facts["same_as"]].value for trial in repeats)
 
 
 def test_a_foreign_database_is_told_and_left_alone(tmp_path: Path) -> None:

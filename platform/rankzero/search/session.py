@@ -21,6 +21,7 @@ from rankzero.search.verdict import Contestant, Run, Verdict, decide
 
 CONFIRMATIONS = "confirmations"
 CLOSE, NEAR = 0.1, 0.5  # relative
+REPEAT, MOST_REPEATS = "same_as", 50
 NEW_SEED = 1000  # confirmations start here, so that no trial's seed is among theirs
 
 
@@ -60,6 +61,7 @@ class Session:
         self._study, self._space, self._launcher, self._options, self._say = study, space, launcher, options, say
         self._clock, self._started = clock, clock()
         self._spared: list[Mapping[str, Any]] = []
+        self._repeats = 0
         self._spent = float(study.facts.get("seconds", 0.0))
 
     def run(self, guesses: Sequence[Mapping[str, Any]] = ()) -> Found:
@@ -118,6 +120,13 @@ class Session:
 
     def _trial(self, objective: Objective) -> None:
         number, parameters = self._study.ask()
+        before = self._same(number, parameters)
+        if before is not None:
+            self._repeats += 1
+            self._study.tell(number, before.state, before.value, before.constraints,
+                             {**before.facts, REPEAT: before.number})  # fmt: skip
+            return
+        self._repeats = 0
         label = f"{self._study.name}-{number:03d}"
         experiment = self._space.experiment(parameters)
         try:
@@ -127,6 +136,11 @@ class Session:
             self._study.abandon(number)
             raise
         self._tell(number, found, experiment, label)
+
+    def _same(self, number: int, parameters: Mapping[str, Any]) -> Trial | None:
+        """Return an earlier trial of the same configuration that has an answer: nothing is trained twice."""
+        found = (trial for trial in self._study.trials() if trial.number != number and trial.parameters == parameters)
+        return next((trial for trial in found if trial.state in ("COMPLETE", "PRUNED")), None)
 
     def _run(
         self, objective: Objective, experiment: Experiment, label: str, number: int | None = None, pruned: bool = False
@@ -154,6 +168,8 @@ class Session:
         return 0.0 if reference is None else float(reference.facts["train_seconds"]) / RUNGS
 
     def _may_go_on(self) -> bool:
+        if self._repeats >= MOST_REPEATS:
+            return False  # all there is has been tried
         if self._options.trials is not None and len(self._ended()) >= self._options.trials:
             return False
         if self._options.minutes is None:
@@ -164,7 +180,7 @@ class Session:
         """Return the trials that have ended, without those that are tried again."""
         abandoned = self._study.facts.get("abandoned", ())
         ended = [trial for trial in self._study.trials() if trial.state in ("COMPLETE", "PRUNED", "FAIL")]
-        return [trial for trial in ended if trial.number not in abandoned]
+        return [trial for trial in ended if trial.number not in abandoned and REPEAT not in trial.facts]
 
     def _too_short(self) -> str:
         own, seeds = float(self._study.facts.get("reference_seconds", 0.0)), self._options.seeds

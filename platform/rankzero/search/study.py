@@ -92,6 +92,8 @@ class Study:
             trial.set_user_attr(name, fact)
         for key, violation in constraints.items():
             trial.set_constraint(key, violation)
+        # The grid's sampler would stop a loop that is not Optuna's, and raise; the others have nothing to do here.
+        self._study.sampler = optuna.samplers.RandomSampler()
         self._study.tell(number, value if state == "COMPLETE" else None, TrialState[state])
 
     def note(self, name: str, fact: Any) -> None:
