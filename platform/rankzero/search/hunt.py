@@ -58,6 +58,7 @@ def run(quest: Quest, host: Host, argv: Sequence[str], say: Say) -> str:
         session = Session(study, space, launcher, quest.options, _Teller(study, kept, say))
         found = session.run(probe.guesses(space, measured) or guesses(space))
         says = report(quest, space, study, found, kept)
+        _draw(kept, study, measured, space.reference.goal, found.verdict.region, says)
         kept.finished(says, _summary(found))
     return says
 
@@ -119,6 +120,20 @@ def report(quest: Quest, space: Space, study: Study, found: Found, kept: record.
     kept.write_description(f"**{says}**\n\nObjective: {found.verdict.objective}.\n\n{table(study)}\n\n"
                            f"Use it: `{quest.use}`\n")  # fmt: skip
     return says
+
+
+def _draw(
+    kept: record.Record, study: Study, measured: Sequence[Measured], goal: Goal, region: Sequence[int], title: str
+) -> None:
+    """Write the pictures; a picture that cannot be drawn must not cost the verdict."""
+    from rankzero.search import pictures
+
+    trials = study.trials()
+    try:
+        kept.write("search.html", pictures.page(trials, measured, study.importances(), goal, region, title))
+        pictures.write_pngs(kept.folder.artifacts, trials, measured, goal, region)
+    except Exception as error:
+        kept.notice(f"the pictures could not be drawn: {error!r}")
 
 
 def closest(trials: Sequence[Trial], goal: Goal) -> tuple[int, float] | None:

@@ -63,6 +63,10 @@ class Record:
         """Say how it ends: with `reason`."""
         self._status, self._reason, self._summary = "FINISHED", reason, dict(summary)
 
+    def notice(self, text: str) -> None:
+        """Say something that people should see."""
+        self._log.notice(text)
+
     def write(self, name: str, text: str) -> None:
         """Write an artifact."""
         self.folder.artifacts.mkdir(exist_ok=True)

@@ -1,0 +1,210 @@
+"""A search in pictures: one page that opens offline, and PNGs. Imports plotly and matplotlib when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rankzero.experiment import Goal
+from rankzero.search.ladder import Measured
+from rankzero.search.study import Trial
+
+BLUE, GREY, GREEN, RED = "#1f77b4", "#b0b0b0", "#2ca02c", "#d62728"
+COLOURS = {"COMPLETE": BLUE, "PRUNED": GREY, "FAIL": RED}
+Point = tuple[float, float, Trial]  # samples/s, quality
+
+
+def page(
+    trials: Sequence[Trial], measured: Sequence[Measured], importances: Mapping[str, float], goal: Goal,
+    region: Sequence[int], title: str,
+) -> str:  # fmt: skip
+    """Return an HTML page with every picture, interactive, with all that it needs inside."""
+    import plotly.io
+
+    figures = [
+        pareto(trials, goal, region),
+        history(trials),
+        *([heat_map(measured)] if measured else []),
+        *([importance(importances)] if importances else []),
+        parallel(trials),
+    ]
+    parts = [
+        plotly.io.to_html(figure, full_html=False, include_plotlyjs=number == 0)
+        for number, figure in enumerate(figures)
+    ]
+    style = "body{font-family:sans-serif;max-width:1100px;margin:1em auto}"
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_escaped(title)}</title>'
+        f"<style>{style}</style></head><body><h2>{_escaped(title)}</h2>{''.join(parts)}</body></html>"
+    )
+
+
+def points(trials: Sequence[Trial]) -> list[Point]:
+    """Return what both have: speed and quality."""
+    return [
+        (float(trial.facts["samples_per_second"]), float(trial.facts["best"]), trial)
+        for trial in trials
+        if "samples_per_second" in trial.facts and "best" in trial.facts
+    ]
+
+
+def front(found: Sequence[Point], goal: Goal) -> list[Point]:
+    """Return the points that none beats in both speed and quality, by speed."""
+    kept: list[Point] = []
+    for point in sorted(found, key=lambda one: (-one[0], one[1])):
+        if not kept or goal.better(point[1], kept[-1][1]):
+            kept.append(point)
+    return kept[::-1]
+
+
+def pareto(trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> Any:
+    """Return the picture of throughput x quality, the front and the sweet region marked."""
+    import plotly.graph_objects as go
+
+    found = points(trials)
+    figure = go.Figure(
+        layout={"title": "Throughput and quality", "xaxis_title": "samples/s", "yaxis_title": goal.metric}
+    )
+    for state, colour in COLOURS.items():
+        some = [point for point in found if point[2].state == state]
+        figure.add_scatter(x=[one[0] for one in some], y=[one[1] for one in some], mode="markers", name=state.lower(),
+                           marker={"color": colour, "size": 9}, text=[_said(one[2]) for one in some])  # fmt: skip
+    edge = front(found, goal)
+    figure.add_scatter(x=[one[0] for one in edge], y=[one[1] for one in edge], mode="lines", name="Pareto front",
+                       line={"color": GREY, "dash": "dot"})  # fmt: skip
+    sweet = [point for point in found if point[2].number in set(region)]
+    star = {"symbol": "star", "color": GREEN, "size": 16}
+    figure.add_scatter(x=[one[0] for one in sweet], y=[one[1] for one in sweet], mode="markers", name="sweet region",
+                       marker=star, text=[_said(one[2]) for one in sweet])  # fmt: skip
+    return figure
+
+
+def history(trials: Sequence[Trial]) -> Any:
+    """Return the picture of the objective by trial, and the best so far."""
+    import plotly.graph_objects as go
+
+    valued = [trial for trial in trials if trial.value is not None]
+    figure = go.Figure(
+        layout={"title": "Objective by trial", "xaxis_title": "trial", "yaxis_title": "value (less is better)"}
+    )
+    figure.add_scatter(x=[trial.number for trial in valued], y=[trial.value for trial in valued], mode="markers",
+                       name="trials", text=[_said(trial) for trial in valued])  # fmt: skip
+    good = [trial for trial in valued if trial.feasible]
+    best = [min(one.value or 0.0 for one in good[: count + 1]) for count in range(len(good))]
+    figure.add_scatter(x=[trial.number for trial in good], y=best, name="best so far", line={"shape": "hv"})
+    return figure
+
+
+def heat_map(measured: Sequence[Measured]) -> Any:
+    """Return the probe map as a picture: batch size x precision, samples/s."""
+    import plotly.graph_objects as go
+
+    sizes, precisions, cells = _grid(measured)
+    speed = [[cells[s, p].samples_per_second if (s, p) in cells else None for s in sizes] for p in precisions]
+    text = [[_cell(cells.get((s, p))) for s in sizes] for p in precisions]
+    layout = {"title": "Probe map: samples/s", "xaxis_title": "batch size", "xaxis_type": "category"}
+    return go.Figure(go.Heatmap(z=speed, x=[str(s) for s in sizes], y=precisions, text=text,
+                                texttemplate="%{text}", colorscale="Viridis"), layout=layout)  # fmt: skip
+
+
+def importance(importances: Mapping[str, float]) -> Any:
+    """Return the picture of what matters."""
+    import plotly.graph_objects as go
+
+    names = sorted(importances, key=lambda name: importances[name])
+    return go.Figure(go.Bar(x=[importances[name] for name in names], y=names, orientation="h"),
+                     layout={"title": "Importance of what was searched (PED-ANOVA)"})  # fmt: skip
+
+
+def parallel(trials: Sequence[Trial]) -> Any:
+    """Return the picture of configurations as lines, coloured by their value."""
+    import plotly.graph_objects as go
+
+    valued = [trial for trial in trials if trial.value is not None]
+    names = sorted({name for trial in valued for name in trial.parameters})
+    dimensions = [_axis(name, [trial.parameters.get(name) for trial in valued]) for name in names]
+    dimensions.append({"label": "value", "values": [trial.value for trial in valued]})
+    line = {"color": [trial.value for trial in valued], "colorscale": "Viridis_r", "showscale": True}
+    return go.Figure(go.Parcoords(line=line, dimensions=dimensions), layout={"title": "Configurations"})
+
+
+def write_pngs(
+    folder: Path, trials: Sequence[Trial], measured: Sequence[Measured], goal: Goal, region: Sequence[int]
+) -> None:
+    """Write ``pareto.png`` and, where there is one, ``probe_map.png``."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    _draw_pareto(axes, points(trials), goal, set(region))
+    figure.savefig(folder / "pareto.png", dpi=120)
+    plt.close(figure)
+    if measured:
+        figure, axes = plt.subplots(
+            figsize=(9, 1.6 + 0.6 * len({one.precision for one in measured})), layout="constrained"
+        )
+        _draw_heat_map(axes, measured)
+        figure.savefig(folder / "probe_map.png", dpi=120)
+        plt.close(figure)
+
+
+def _draw_pareto(axes: Any, found: Sequence[Point], goal: Goal, region: set[int]) -> None:
+    for state, colour in COLOURS.items():
+        some = [point for point in found if point[2].state == state]
+        axes.scatter([one[0] for one in some], [one[1] for one in some], color=colour, label=state.lower())
+    edge = front(found, goal)
+    axes.plot([one[0] for one in edge], [one[1] for one in edge], ":", color=GREY, label="Pareto front")
+    sweet = [point for point in found if point[2].number in region]
+    axes.scatter(
+        [one[0] for one in sweet], [one[1] for one in sweet], marker="*", s=260, color=GREEN, label="sweet region"
+    )
+    axes.set(xlabel="samples/s", ylabel=goal.metric, title="Throughput and quality")
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _draw_heat_map(axes: Any, measured: Sequence[Measured]) -> None:
+    sizes, precisions, cells = _grid(measured)
+    nothing = float("nan")
+    speed = [[cells[s, p].samples_per_second if (s, p) in cells else nothing for s in sizes] for p in precisions]
+    axes.imshow(speed, aspect="auto", cmap="viridis")
+    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    axes.set_yticks(range(len(precisions)), precisions)
+    axes.set(xlabel="batch size", title="Probe map: samples/s, and what limits it")
+    for row, precision in enumerate(precisions):
+        for column, size in enumerate(sizes):
+            text = _cell(cells.get((size, precision))).replace("<br>", "\n")
+            axes.text(column, row, text, ha="center", va="center", color="white", fontsize=7)
+
+
+def _grid(measured: Sequence[Measured]) -> tuple[list[int], list[str], dict[tuple[int, str], Measured]]:
+    cells = {(one.batch_size, one.precision): one for one in measured if one.status == "ok"}
+    return sorted({size for size, _ in cells}), list(dict.fromkeys(name for _, name in cells)), cells
+
+
+def _cell(one: Measured | None) -> str:
+    if one is None:
+        return ""
+    memory = "" if one.memory_bytes is None else f"<br>{one.memory_bytes / 2**30:.1f} GiB"
+    return f"{one.samples_per_second:,.0f}{memory}<br>{one.bound}"
+
+
+def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
+        return {"label": name, "values": list(values)}
+    options = sorted({str(value) for value in values})
+    return {"label": name, "values": [options.index(str(value)) for value in values],
+            "tickvals": list(range(len(options))), "ticktext": options}  # fmt: skip
+
+
+def _said(trial: Trial) -> str:
+    what = ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+                     for name, value in trial.parameters.items())  # fmt: skip
+    return f"trial {trial.number}: {what}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
