@@ -8,10 +8,12 @@ from typing import Any
 
 from rankzero.experiment import Goal
 from rankzero.search.ladder import Measured
+from rankzero.search.space import BATCH_INDEX, FACTOR, PRECISION
 from rankzero.search.study import Trial
 
 BLUE, GREY, GREEN, RED = "#1f77b4", "#b0b0b0", "#2ca02c", "#d62728"
 COLOURS = {"COMPLETE": BLUE, "PRUNED": GREY, "FAIL": RED}
+TERMS = {BATCH_INDEX: "batch size", FACTOR: "learning rate", PRECISION: "precision"}
 Point = tuple[float, float, Trial]  # samples/s, quality
 
 
@@ -113,7 +115,8 @@ def importance(importances: Mapping[str, float]) -> Any:
     import plotly.graph_objects as go
 
     names = sorted(importances, key=lambda name: importances[name])
-    return go.Figure(go.Bar(x=[importances[name] for name in names], y=names, orientation="h"),
+    shown = [TERMS.get(name, name) for name in names]
+    return go.Figure(go.Bar(x=[importances[name] for name in names], y=shown, orientation="h"),
                      layout={"title": "Importance of what was searched (PED-ANOVA)"})  # fmt: skip
 
 
@@ -122,11 +125,17 @@ def parallel(trials: Sequence[Trial]) -> Any:
     import plotly.graph_objects as go
 
     valued = [trial for trial in trials if trial.value is not None]
-    names = sorted({name for trial in valued for name in trial.parameters})
-    dimensions = [_axis(name, [trial.parameters.get(name) for trial in valued]) for name in names]
+    rows = [configuration(trial) for trial in valued]
+    dimensions = [_axis(name, [row.get(name) for row in rows]) for name in (rows[0] if rows else ())]
     dimensions.append({"label": "value", "values": [trial.value for trial in valued]})
     line = {"color": [trial.value for trial in valued], "colorscale": "Viridis_r", "showscale": True}
     return go.Figure(go.Parcoords(line=line, dimensions=dimensions), layout={"title": "Configurations"})
+
+
+def configuration(trial: Trial) -> dict[str, Any]:
+    """Return what a trial tried, in the user's own terms."""
+    ours = {name: trial.facts.get(name) for name in ("batch_size", "precision", "lr")}
+    return {**ours, **{name: value for name, value in trial.parameters.items() if name not in TERMS}}
 
 
 def write_pngs(

@@ -1,0 +1,74 @@
+"""Record one exhaustive table: batch size x precision x learning rate x seed, all trained to the end.   about 20 minutes
+
+    python benchmarks/record_table.py
+
+The digits, two gloo processes, ten epochs. Each run goes through the search's own launcher; what is kept is its curve:
+training seconds and validation accuracy after every epoch, samples/s, and what the run cost by the clock.
+`replay.py` lets searchers loose on the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import HERE, save
+
+from rankzero.config import override
+from rankzero.experiment import Experiment
+from rankzero.search import controller, mirror
+from rankzero.search.host import Host
+from rankzero.search.launcher import TrainLauncher
+from rankzero.search.objective import Objective
+from rankzero.search.space import BATCH_INDEX, FACTOR, PRECISION, Space, make_space
+from rankzero.tracking.journal import Identity, RunFolder
+from rankzero.train.launch import Nodes
+
+EXPERIMENT = str(HERE.parent / "experiments" / "digits.py")
+REFERENCE = {"train.batch_size": "32", "lr": "0.002", "train.epochs": "10"}
+BATCH_SIZES, PRECISIONS, FACTORS, SEEDS = (16, 32, 64, 128, 256, 512), ("fp32", "bf16"), (0.5, 1.0, 2.0, 4.0), range(6)
+
+
+def record(space: Space, launcher: TrainLauncher, batch_size: int, precision: str, factor: float, seed: int) -> Any:
+    """Train one configuration to its end; return its curve."""
+    drawn = {BATCH_INDEX: space.batch_sizes.index(batch_size), PRECISION: precision, FACTOR: factor}
+    kept = {name: value for name, value in drawn.items() if name in space.parameters()}
+    experiment: Experiment = override(space.experiment(kept), {"train.seed": seed, **controller.OF_A_TRIAL})
+    began = time.perf_counter()
+    running = launcher.start(experiment, f"{batch_size}-{precision}-{factor}-{seed}")
+    found = controller.follow(running, Objective("throughput", experiment.goal, None), report=lambda rung, value: False,
+                              best=None, rung_seconds=0.0, silence_seconds=60.0)  # fmt: skip
+    assert found.state == "COMPLETE", found.reason
+    return {"batch_size": batch_size, "precision": precision, "factor": factor, "seed": seed,
+            "points": [[round(point.seconds, 4), round(point.value, 5)] for point in found.curve.points],
+            "samples_per_second": found.curve.samples_per_second or found.curve.step * batch_size / found.curve.seconds,
+            "wall_seconds": round(time.perf_counter() - began, 3)}  # fmt: skip
+
+
+def main() -> None:
+    cells = list(itertools.product(BATCH_SIZES, PRECISIONS, FACTORS, SEEDS))
+    random.Random(0).shuffle(cells)  # so that a drift of the machine's speed hits all alike
+    with tempfile.TemporaryDirectory() as temporary:
+        study = RunFolder.create(
+            Path(temporary), Identity("table", "table", "table", "sqlite:///none", experiment_file=EXPERIMENT)
+        )
+        host = Host(())
+        described = host.describe(EXPERIMENT, dict(REFERENCE), 2)
+        space = make_space(mirror.mirrored(described), 2, described.lr_exponent, PRECISIONS, described.samples)
+        launcher = TrainLauncher(host, study, Nodes(2), {})
+        rows = []
+        for number, cell in enumerate(cells):
+            rows.append(record(space, launcher, *cell))
+            print(f"{number + 1}/{len(cells)} {json.dumps(rows[-1])[:110]}", flush=True)
+        host.close()
+    save("digits_table", experiment="digits", reference=REFERENCE, lr_exponent=described.lr_exponent,
+         batch_sizes=BATCH_SIZES, precisions=PRECISIONS, factors=FACTORS, rows=rows)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
