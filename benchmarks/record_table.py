@@ -1,4 +1,4 @@
-"""Record one exhaustive table: batch size x precision x learning rate x seed, all trained to the end.   about 20 minutes
+"""Record one exhaustive table: batch size x precision x learning rate x seed, each to the end.   about 20 minutes
 
     python benchmarks/record_table.py
 

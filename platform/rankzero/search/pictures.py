@@ -51,10 +51,17 @@ def points(trials: Sequence[Trial]) -> list[Point]:
     ]
 
 
+def by_state(found: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    """Return the points of each state that has any."""
+    groups = [(state, [point for point in found if point[2].state == state]) for state in COLOURS]
+    return [(state, some) for state, some in groups if some]
+
+
 def front(found: Sequence[Point], goal: Goal) -> list[Point]:
-    """Return the points that none beats in both speed and quality, by speed."""
+    """Return the finished points that none beats in both speed and quality, by speed."""
     kept: list[Point] = []
-    for point in sorted(found, key=lambda one: (-one[0], one[1])):
+    finished = [point for point in found if point[2].state == "COMPLETE"]
+    for point in sorted(finished, key=lambda one: (-one[0], one[1])):
         if not kept or goal.better(point[1], kept[-1][1]):
             kept.append(point)
     return kept[::-1]
@@ -68,8 +75,8 @@ def pareto(trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> Any:
     figure = go.Figure(
         layout={"title": "Throughput and quality", "xaxis_title": "samples/s", "yaxis_title": goal.metric}
     )
-    for state, colour in COLOURS.items():
-        some = [point for point in found if point[2].state == state]
+    for state, some in by_state(found):
+        colour = COLOURS[state]
         figure.add_scatter(x=[one[0] for one in some], y=[one[1] for one in some], mode="markers", name=state.lower(),
                            marker={"color": colour, "size": 9}, text=[_said(one[2]) for one in some])  # fmt: skip
     edge = front(found, goal)
@@ -161,9 +168,8 @@ def write_pngs(
 
 
 def _draw_pareto(axes: Any, found: Sequence[Point], goal: Goal, region: set[int]) -> None:
-    for state, colour in COLOURS.items():
-        some = [point for point in found if point[2].state == state]
-        axes.scatter([one[0] for one in some], [one[1] for one in some], color=colour, label=state.lower())
+    for state, some in by_state(found):
+        axes.scatter([one[0] for one in some], [one[1] for one in some], color=COLOURS[state], label=state.lower())
     edge = front(found, goal)
     axes.plot([one[0] for one in edge], [one[1] for one in edge], ":", color=GREY, label="Pareto front")
     sweet = [point for point in found if point[2].number in region]

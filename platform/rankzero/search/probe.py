@@ -39,6 +39,8 @@ class Plan:
     batch_sizes: tuple[int, ...]
     precisions: tuple[str, ...]
     processes: int
+    run_samples: float
+    """How many samples one of the user's runs trains on."""
     cache: Path
     """A file, one line a cell."""
     relative: float = 0.01
@@ -54,8 +56,14 @@ def make_plan(space: Space, described: Description, reference_file: str, root: P
         batch_sizes=tuple(size for size in space.batch_sizes if size * BELOW >= own),
         precisions=space.precisions,
         processes=described.processes,
+        run_samples=_run_samples(space.reference, described.samples),
         cache=root / "probes" / f"{_key(space.reference, described, reference_file)}.jsonl",
     )
+
+
+def _run_samples(reference: Experiment, samples: int) -> float:
+    train = reference.train
+    return train.steps * train.batch_size if train.steps else (train.epochs or 1) * samples
 
 
 def run(plan: Plan, host: Host, say: Callable[[str], None]) -> list[Measured]:
@@ -80,7 +88,7 @@ def _measure(plan: Plan, host: Host, known: Sequence[Measured], failures: Path, 
         path.unlink()
     request = probe_worker.Request(
         plan.experiment_file, config.to_yaml(plan.reference), plan.batch_sizes, plan.precisions, tuple(known),
-        str(plan.cache), plan.relative, plan.most_seconds, str(failures),
+        str(plan.cache), plan.relative, plan.most_seconds, plan.run_samples, str(failures),
     )  # fmt: skip
     host.run("rankzero.search.probe_worker:main", Nodes(plan.processes), request, plan.cache.with_suffix(".logs"))
     told = len(known)

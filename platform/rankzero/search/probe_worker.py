@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rankzero.train.loop import Job, State
     from rankzero.train.world import World
 
-WINDOW_SECONDS = 0.2
+SHORTEST_SECONDS, PART_OF_A_RUN = 0.5, 0.02
+WINDOWS = 10  # in the time that a cell is watched at most
 LOCAL_WINDOWS = 4  # without communication, to see what it costs
 ENDLESS = 1_000_000_000  # steps: an order of samples for ever
 
@@ -38,6 +39,8 @@ class Request:
     """A file: a line before each cell and one after it, so that a cell that kills the processes is known."""
     relative: float
     most_seconds: float
+    run_samples: float
+    """How many samples a whole run trains on: a cell may take a small part of a run's time."""
     failures: str
 
 
@@ -66,18 +69,26 @@ def _climb(request: Request, world: World) -> None:
             return
         if world.ranks.first:
             _note(request, {"begun": dataclasses.asdict(cell)})
-        measured.append(_attempt(request, experiment, world, cell))
+        measured.append(_attempt(request, experiment, world, cell, cap_seconds(request, measured)))
         if world.ranks.first:
             _note(request, dataclasses.asdict(measured[-1]))
 
 
-def _attempt(request: Request, experiment: Experiment, world: World, cell: Cell) -> Measured:
+def cap_seconds(request: Request, measured: Sequence[Measured]) -> float:
+    """Return how long a cell may be watched: a fiftieth of a run at the first speed known, within bounds."""
+    speeds = [one.samples_per_second for one in measured if one.status == "ok"]
+    if not speeds:
+        return SHORTEST_SECONDS
+    return min(request.most_seconds, max(SHORTEST_SECONDS, PART_OF_A_RUN * request.run_samples / speeds[0]))
+
+
+def _attempt(request: Request, experiment: Experiment, world: World, cell: Cell, most_seconds: float) -> Measured:
     """Measure a cell. Alone, a rank survives its own out-of-memory; together, the others would wait for ever."""
     import torch
 
     began = time.perf_counter()
     try:
-        return measure(experiment, world, cell, request.relative, request.most_seconds)
+        return measure(experiment, world, cell, request.relative, most_seconds)
     except torch.OutOfMemoryError as error:
         if world.together:
             raise
@@ -134,8 +145,8 @@ def _windows(
     steady, steps, waits = Steady(relative, most_seconds), 1, [0.0]
     while not steady.enough:
         seconds, waited = _window(job, state, batches, steps)
-        if not steady.warm and seconds < WINDOW_SECONDS / 2:
-            steps = min(2 * steps, 4096)  # longer windows first: one must outlast the noise of a single step
+        if not steady.warm and seconds < most_seconds / WINDOWS / 2:
+            steps *= 2  # longer windows first: one must outlast the noise of a single step
             steady.warm_up.clear()
             continue
         steady.add(seconds)

@@ -1,0 +1,340 @@
+"""Searchers let loose on the recorded table, with the same accounting for all.   about 10 minutes, no training
+
+    python benchmarks/replay.py [--replays 50]
+
+Every searcher pays, by the recorded clock, for what it trains: the training seconds until it stops and the fixed cost
+of a run; confirmations are charged too. What it would hand out is judged on seeds that no searcher ever saw:
+regret = its time to target there over the best cell's, minus 1. Ours is the real search; its launcher reads the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+from harness import RESULTS, save
+
+from rankzero import Experiment, Goal, Train
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged
+from rankzero.experiment import LogUniform
+from rankzero.search import probe
+from rankzero.search.curve import Curve
+from rankzero.search.ladder import Measured
+from rankzero.search.session import NEW_SEED, Options, Session
+from rankzero.search.space import Space, narrowed
+from rankzero.search.study import open_study
+
+SEARCH_SEEDS, CONFIRM_SEEDS, HELD_OUT = (0, 1), (2, 3), (4, 5)
+TARGET, SAMPLES = 0.97, 1437
+PROBE_SECONDS = 5.0  # what a cell of the probe map takes
+NEVER = 1e9
+Key = tuple[int, str, float]
+Step = tuple[float, Key]  # cost so far, what would be handed out
+
+
+class Digits(Experiment):
+    """The recorded experiment's settings."""
+
+    train: Train = Train(batch_size=32, epochs=10)
+    goal: Goal = Goal("val/accuracy", "max", target=TARGET)
+    lr: float = 0.002
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The recorded runs by configuration and seed."""
+
+    rows: dict[tuple[Key, int], dict[str, Any]]
+    batch_sizes: tuple[int, ...]
+    precisions: tuple[str, ...]
+    factors: tuple[float, ...]
+    exponent: float
+    fixed_seconds: float
+    """What a run costs besides its steps."""
+
+    @property
+    def keys(self) -> list[Key]:
+        return sorted({key for key, _ in self.rows})
+
+    def seconds_to_target(self, key: Key, seed: int) -> float:
+        """Return the training seconds to the target; a great number where it is missed."""
+        curve = Curve(Digits().goal)
+        for event in journal(self.rows[key, seed], key[0]):
+            curve(event)
+        found = curve.seconds_to(TARGET)
+        return NEVER if found is None else found
+
+    def cost(self, key: Key, seed: int, *, to_target: bool) -> float:
+        """Return what a run costs: to the first evaluation that reaches the target, or to its end."""
+        points = self.rows[key, seed]["points"]
+        reached = (seconds for seconds, value in points if value >= TARGET)
+        return self.fixed_seconds + (next(reached, points[-1][0]) if to_target else points[-1][0])
+
+    def truth(self, key: Key) -> float:
+        """Return the time to target on the held-out seeds."""
+        return statistics.fmean(self.seconds_to_target(key, seed) for seed in HELD_OUT)
+
+    def speed(self, key: Key, seed: int) -> float:
+        return float(self.rows[key, seed]["samples_per_second"])
+
+
+def load() -> Table:
+    found = json.loads((RESULTS / "digits_table.json").read_text())
+    rows = {((row["batch_size"], row["precision"], row["factor"]), row["seed"]): row for row in found["rows"]}
+    fixed = statistics.median(row["wall_seconds"] - row["points"][-1][0] for row in found["rows"])
+    return Table(rows, tuple(found["batch_sizes"]), tuple(found["precisions"]), tuple(found["factors"]),
+                 found["lr_exponent"], fixed)  # fmt: skip
+
+
+def journal(row: dict[str, Any], batch_size: int) -> Iterator[Event]:
+    """Yield a recorded run as its journal would have it."""
+    yield RunStarted(0.0, {}, {}, 1)
+    before, per_epoch = 0.0, SAMPLES // batch_size
+    for epoch, (seconds, value) in enumerate(row["points"], start=1):
+        yield StepsLogged([epoch * per_epoch], [seconds], {"throughput/step_seconds": [(seconds - before) / per_epoch]})
+        yield Evaluated(seconds, epoch * per_epoch, {"val/accuracy": value}, best=True)
+        before = seconds
+
+
+class ReplayLauncher:
+    """Gives the search the recorded runs, and counts what they cost."""
+
+    def __init__(self, table: Table, space: Space, seed: int) -> None:
+        self.table, self.space, self.seed, self.seconds = table, space, seed, 0.0
+
+    def start(self, experiment: Experiment, name: str) -> ReplayRunning:
+        key = key_of(self.table, self.space, experiment)
+        asked = experiment.train.seed
+        seed = self.seed if asked < NEW_SEED else CONFIRM_SEEDS[(asked - NEW_SEED) % len(CONFIRM_SEEDS)]
+        self.seconds += self.table.fixed_seconds
+        return ReplayRunning(self, experiment, name, self.table.rows[key, seed])
+
+
+class ReplayRunning:
+    """A recorded run, an epoch at a time."""
+
+    def __init__(self, launcher: ReplayLauncher, experiment: Experiment, name: str, row: dict[str, Any]) -> None:
+        self.name, self.over, self._pruned = name, False, False
+        self._launcher, self._row, self._goal = launcher, row, experiment.goal
+        self._stop_at_target, self._spent = experiment.train.stop_at_target, 0.0
+        self._events = journal(row, experiment.train.batch_size)
+
+    def news(self) -> list[Event]:
+        if self.over:
+            return []
+        event = None if self._pruned else next(self._events, None)
+        if isinstance(event, StepsLogged):
+            self._launcher.seconds += event.times[0] - self._spent
+            self._spent = event.times[0]
+        reached = isinstance(event, Evaluated) and self._goal.reached(event.metrics["val/accuracy"])
+        self.over = event is None or (reached and self._stop_at_target)
+        status = "KILLED" if self._pruned else "FINISHED"
+        end = RunEnded(0.0, status, "", None, {"samples_per_second": self._row["samples_per_second"]})
+        return [*([event] if event else []), *([end] if self.over else [])]
+
+    def prune(self, reason: str) -> None:
+        self._pruned = True
+
+    def stop(self) -> None:
+        self._pruned = True
+
+    def kill(self, reason: str) -> None:
+        self._pruned = True
+
+    def close(self) -> None:
+        self.over = True
+
+
+def key_of(table: Table, space: Space, experiment: Experiment) -> Key:
+    """Return the table's cell nearest to a configuration."""
+    batch = experiment.train.batch_size
+    factor = experiment.lr / space.scaled_lr(batch)
+    nearest = min(table.factors, key=lambda known: abs(math.log(known / factor)))
+    return batch, experiment.train.precision, nearest
+
+
+def space_of(table: Table) -> Space:
+    return Space(Digits(), table.batch_sizes, table.precisions, LogUniform(table.factors[0], table.factors[-1]),
+                 table.exponent, {})  # fmt: skip
+
+
+def ours(table: Table, number: int, *, trials: int = 12, pruner: str = "asha", probes: bool = True,
+         confirm: bool = True, stop_early: bool = True) -> list[Step]:  # fmt: skip
+    """Run the real search on the table."""
+    space, seed = space_of(table), SEARCH_SEEDS[number % 2]
+    measured = probe_map(table, seed) if probes else []
+    if measured:
+        space = narrowed(space, [one.batch_size for one in measured], _near(measured, table.precisions))
+    launcher = ReplayLauncher(table, space, seed)
+    launcher.seconds = PROBE_SECONDS * len(measured)
+    steps: list[Step] = []
+    with tempfile.TemporaryDirectory(dir=_fast()) as folder:
+        study = open_study(
+            f"sqlite:///{folder}/s.db", "s", space.parameters(), sampler="tpe", pruner=pruner, seed=1000 * number
+        )
+
+        def said(_text: str) -> None:
+            known = [trial for trial in study.trials() if trial.feasible and trial.value is not None]
+            if known:
+                best = min(known, key=lambda trial: trial.value or 0.0)
+                steps.append((launcher.seconds, key_of(table, space, space.experiment(best.parameters))))
+
+        options = Options(trials=trials, seeds=len(CONFIRM_SEEDS), challengers=3 if confirm else 0)
+        found = Session(study, space, launcher, options, said).run(probe.guesses(space, measured))
+        chosen = next(trial for trial in study.trials() if trial.number == found.verdict.winner.trial)
+        if confirm:
+            steps.append((launcher.seconds, key_of(table, space, space.experiment(chosen.parameters))))
+    return steps
+
+
+def _near(measured: Sequence[Measured], precisions: Sequence[str]) -> list[str]:
+    from rankzero.search.ladder import worth_searching
+
+    return worth_searching(measured, precisions)
+
+
+def probe_map(table: Table, seed: int) -> list[Measured]:
+    """Return the probe map that the recorded speeds make."""
+    return [Measured(batch, batch // 2, precision, "ok", table.speed((batch, precision, 1.0), seed), 0.02,
+                     batch / table.speed((batch, precision, 1.0), seed))
+            for precision in table.precisions for batch in table.batch_sizes]  # fmt: skip
+
+
+def grid(table: Table, number: int) -> list[Step]:
+    """Train every cell on two seeds, in a random order; hand out the best mean so far."""
+    spent, best, steps = 0.0, (math.inf, table.keys[0]), list[Step]()
+    for key in random.Random(number).sample(table.keys, len(table.keys)):
+        spent += sum(table.cost(key, seed, to_target=True) for seed in SEARCH_SEEDS)
+        best = min(best, (statistics.fmean(table.seconds_to_target(key, seed) for seed in SEARCH_SEEDS), key))
+        steps.append((spent, best[1]))
+    return steps
+
+
+def random_search(table: Table, number: int) -> list[Step]:
+    """Draw cells at random, with repetition."""
+    draw = random.Random(1000 + number)
+    return _sequence(table, number, [draw.choice(table.keys) for _ in range(40)])
+
+
+def _sequence(table: Table, number: int, keys: Sequence[Key]) -> list[Step]:
+    seed, spent, best, steps = SEARCH_SEEDS[number % 2], 0.0, (math.inf, keys[0]), list[Step]()
+    for key in keys:
+        spent += table.cost(key, seed, to_target=True)
+        best = min(best, (table.seconds_to_target(key, seed), key))
+        steps.append((spent, best[1]))
+    return steps
+
+
+def tpe(table: Table, number: int, what: str) -> list[Step]:
+    """Optuna's default sampler on one number: the final accuracy, or samples/s (of one epoch)."""
+    seed, spent, steps = SEARCH_SEEDS[number % 2], 0.0, list[Step]()
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=number))
+    for _ in range(30):
+        trial = study.ask()
+        key = _suggest(table, trial)
+        if what == "accuracy":
+            spent += table.cost(key, seed, to_target=False)
+            value = table.rows[key, seed]["points"][-1][1]
+        else:
+            spent += table.fixed_seconds + table.rows[key, seed]["points"][0][0]
+            value = table.speed(key, seed)
+        study.tell(trial, value)
+        best = study.best_trial.params
+        steps.append((spent, (best["batch"], best["precision"], best["factor"])))
+    return steps
+
+
+def two_objectives(table: Table, number: int) -> list[Step]:
+    """Optuna's default for samples/s and accuracy; hands out the fastest of the front that reached the target."""
+    seed, spent, steps = SEARCH_SEEDS[number % 2], 0.0, list[Step]()
+    study = optuna.create_study(directions=["maximize", "maximize"], sampler=optuna.samplers.TPESampler(seed=number))
+    for _ in range(30):
+        trial = study.ask()
+        key = _suggest(table, trial)
+        spent += table.cost(key, seed, to_target=False)
+        accuracy = table.rows[key, seed]["points"][-1][1]
+        study.tell(trial, [table.speed(key, seed), accuracy])
+        front = [one for one in study.best_trials if one.values[1] >= TARGET] or study.best_trials
+        best = max(front, key=lambda one: one.values[0]).params
+        steps.append((spent, (best["batch"], best["precision"], best["factor"])))
+    return steps
+
+
+def _suggest(table: Table, trial: optuna.Trial) -> Key:
+    batch = trial.suggest_categorical("batch", table.batch_sizes)
+    precision = trial.suggest_categorical("precision", table.precisions)
+    return batch, precision, trial.suggest_categorical("factor", table.factors)
+
+
+def largest(table: Table, number: int) -> list[Step]:
+    """The largest batch that fits, the learning rate left as it is."""
+    own, batch = 32, table.batch_sizes[-1]
+    factor = min(table.factors, key=lambda known: abs(math.log(known / (own / batch) ** table.exponent)))
+    return [(PROBE_SECONDS * len(table.batch_sizes), (batch, "fp32", factor))]
+
+
+def plateau(table: Table, number: int) -> list[Step]:
+    """The smallest batch within 5 % of the peak speed, the learning rate scaled."""
+    measured = probe_map(table, SEARCH_SEEDS[number % 2])
+    peak = max(one.samples_per_second for one in measured)
+    chosen = min((one for one in measured if one.samples_per_second >= 0.95 * peak), key=lambda one: one.batch_size)
+    return [(PROBE_SECONDS * len(measured), (chosen.batch_size, chosen.precision, 1.0))]
+
+
+CONTESTANTS: dict[str, Callable[[Table, int], list[Step]]] = {
+    "exhaustive grid": grid,
+    "random": random_search,
+    "TPE on accuracy": lambda table, number: tpe(table, number, "accuracy"),
+    "TPE on throughput": lambda table, number: tpe(table, number, "throughput"),
+    "TPE on both": two_objectives,
+    "largest batch, same lr": largest,
+    "smallest batch within 5 % of peak": plateau,
+    "ours": ours,
+    "ours, no probe map": lambda table, number: ours(table, number, probes=False),
+    "ours, no pruning": lambda table, number: ours(table, number, pruner="none"),
+    "ours, no confirmation": lambda table, number: ours(table, number, confirm=False),
+}
+
+
+def judge(table: Table, steps: Sequence[Step], budget: float) -> dict[str, float]:
+    """Return regret at the budget and at the end, what the search cost, and the cost to 5 % regret for good."""
+    oracle = min(map(table.truth, table.keys))
+    regrets = [(spent, table.truth(key) / oracle - 1) for spent, key in steps]
+    at_budget = [regret for spent, regret in regrets if spent <= budget]
+    good = [spent for spent, regret in regrets if regret <= 0.05]
+    return {"regret_at_budget": at_budget[-1] if at_budget else math.inf, "regret": regrets[-1][1],
+            "cost": regrets[-1][0], "cost_to_5_percent": good[0] if good else math.inf}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replays", type=int, default=50)
+    replays = parser.parse_args().replays
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    table = load()
+    whole = statistics.fmean(grid(table, number)[-1][0] for number in range(2))
+    print(f"the grid: {len(table.keys)} cells, {whole:.0f} s; a quarter of it: {whole / 4:.0f} s")
+    found = {}
+    for name, search in CONTESTANTS.items():
+        judged = [judge(table, search(table, number), whole / 4) for number in range(replays)]
+        found[name] = {key: statistics.median(one[key] for one in judged) for key in judged[0]}
+        found[name]["share_within_5_percent"] = statistics.fmean(one["regret"] <= 0.05 for one in judged)
+        print(f"{name:36}" + "  ".join(f"{key} {value:8.3f}" for key, value in found[name].items()), flush=True)
+    save("replay", replays=replays, grid_seconds=whole, target=TARGET, contestants=found)
+
+
+def _fast() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+if __name__ == "__main__":
+    main()
