@@ -1,6 +1,6 @@
 """Steps/s of fully tracked runs against a bare hand-written DDP loop that logs nothing.   about 20 minutes
 
-    python benchmarks/tracking_overhead.py [--blocks 3] [--quick]
+    python benchmarks/tracking_overhead.py [--blocks 3] [--quick] [--longer 3 --only http]
 
 Two gloo processes, one thread each; same model, data, order, optimizer; sqlite, and a server on the same two cores.
 The tracked run puts one `train/loss` point per step into MLflow (checked after each run) and samples the machine.
@@ -75,19 +75,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one short block, to see that it works")
+    parser.add_argument("--longer", type=int, default=1, help="how many times longer each run is")
+    parser.add_argument("--only", choices=("sqlite", "http"), help="one store only")
+    parser.add_argument("--workload", choices=tuple(STEPS), help="one workload only")
     options = parser.parse_args()
-    blocks, shorten = (1, 10) if options.quick else (options.blocks, 1)
+    blocks, shorten = (1, 10) if options.quick else (options.blocks, 1 / options.longer)
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for name, steps in STEPS.items():
-            found[name] = {
-                "sqlite": compare(name, "sqlite", steps // shorten, blocks, default_tracking_uri(folder), folder)
-            }
-            with server(folder / f"server-{name}") as uri:  # while sqlite was measured, no server took its share
-                found[name]["http"] = compare(name, "http", steps // shorten, blocks, uri, folder)
+        for name in [options.workload] if options.workload else STEPS:
+            whole = STEPS[name]
+            steps = int(whole / shorten)
+            found[name] = {}
+            if options.only != "http":
+                found[name]["sqlite"] = compare(name, "sqlite", steps, blocks, default_tracking_uri(folder), folder)
+            if options.only != "sqlite":
+                with server(folder / f"server-{name}") as uri:  # while sqlite was measured, no server took its share
+                    found[name]["http"] = compare(name, "http", steps, blocks, uri, folder)
     if not options.quick:
-        save("tracking_overhead", workloads=found)
+        save("tracking_overhead" if options.longer == 1 else f"tracking_overhead_{options.longer}_times_longer",
+             workloads=found)  # fmt: skip
 
 
 if __name__ == "__main__":
