@@ -15,11 +15,12 @@ COLOURS = {"FINISHED": "green", "FAILED": "red", "DIED": "red", "KILLED": "yello
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--all", action="store_true", help="the trials of searches, too")
     parser.add_argument("-n", type=int, default=20, dest="limit", help="how many (default: 20)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = listed(arguments.dir / "runs")
+    found = [one for one in listed(arguments.dir / "runs") if arguments.all or one.parent is None]
     if not found:
         print(f"no runs in {arguments.dir}: start one with `rankzero train experiments/digits.py`")
         return 0

@@ -122,9 +122,14 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--objective quality needs --trial-minutes: the training time that each trial gets")
     if arguments.tolerance < 0:
         raise UserError(f"--tolerance must be at least 0, got {arguments.tolerance:g}")
-    tracking = arguments.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if arguments.storage and tracking == arguments.storage:
+    tracking = store.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
+    if arguments.storage and _same_database(arguments.storage, tracking):
         raise UserError("--storage is MLflow's own database: their tables would clash; name another")
+
+
+def _same_database(storage: str, tracking_uri: str) -> bool:
+    one, other = store.sqlite_path(storage), store.sqlite_path(tracking_uri)
+    return storage == tracking_uri if one is None or other is None else one.absolute() == other.absolute()
 
 
 def _options(arguments: argparse.Namespace) -> Options:

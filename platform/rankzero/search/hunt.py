@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Quest:
 def run(quest: Quest, host: Host, argv: Sequence[str], say: Say) -> str:
     """Search; return the verdict in words. Ctrl-C passes through: the same command goes on."""
     with record.Record(quest.root / "runs", quest.identity, _params(quest), argv) as kept:
+        began = time.monotonic()
         measured = probe_map(quest, host, kept, say) if quest.probes else []
         space = searched(quest.space, measured)
         say(f"space  {shown(space)}")
@@ -55,7 +57,8 @@ def run(quest: Quest, host: Host, argv: Sequence[str], say: Say) -> str:
             sampler=quest.sampler, pruner=quest.pruner, seed=space.reference.train.seed,
         )  # fmt: skip
         launcher = TrainLauncher(host, kept.folder, launch.Nodes(quest.described.processes), kept.environment)
-        session = Session(study, space, launcher, quest.options, _Teller(study, kept, say))
+        teller, spent = _Teller(study, kept, say), time.monotonic() - began
+        session = Session(study, space, launcher, quest.options, teller, already_seconds=spent)
         found = session.run(probe.guesses(space, measured) or guesses(space))
         says = report(quest, space, study, found, kept)
         _draw(kept, study, measured, space.reference.goal, found.verdict.region, says)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from rankzero import config, experiment_file
@@ -125,9 +126,18 @@ def _precisions() -> tuple[str, ...]:
     import torch
 
     if not torch.cuda.is_available():
-        return ("fp32",)
+        return ("fp32", "bf16") if _cpu_has_bf16() else ("fp32",)
     major, _ = torch.cuda.get_device_capability(0)
     return ("fp32", "tf32", "bf16", "fp16") if major >= 8 else ("fp32", "fp16")
+
+
+def _cpu_has_bf16() -> bool:
+    """Tell whether the processor multiplies bf16 by itself, which AVX-512 BF16 and AMX do."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _by_first_part(settings: Sequence[config.Leaf]) -> dict[str, list[config.Leaf]]:

@@ -135,15 +135,13 @@ def line(one: Measured) -> str:
 
 
 def guesses(space: Space, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Return the parameters that the map suggests: its knee, and half and twice that, as the scaling rule has it."""
+    """Return the parameters that the map suggests: its knee, and half of it, as the scaling rule has it."""
     from rankzero.search.space import BATCH_INDEX, PRECISION
 
     found, own = ladder.knee(measured), space.reference_parameters()
     if found is None or BATCH_INDEX not in own:
         return []
-    near = [
-        size for size in (found.batch_size, found.batch_size // 2, found.batch_size * 2) if size in space.batch_sizes
-    ]
+    near = [size for size in (found.batch_size, found.batch_size // 2) if size in space.batch_sizes]
     precision = {PRECISION: found.precision} if PRECISION in own and found.precision in space.precisions else {}
     return [{**own, **precision, BATCH_INDEX: space.batch_sizes.index(size)} for size in near]
 

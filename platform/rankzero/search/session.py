@@ -52,17 +52,17 @@ class Found:
 
 
 class Session:
-    """A search under way."""
+    """A search under way. `already_seconds`: what was spent on it before, the probe map for instance."""
 
     def __init__(
         self, study: Study, space: Space, launcher: Launcher, options: Options, say: Say,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, already_seconds: float = 0.0,
     ) -> None:  # fmt: skip
         self._study, self._space, self._launcher, self._options, self._say = study, space, launcher, options, say
         self._clock, self._started = clock, clock()
-        self._spared: list[Mapping[str, Any]] = []
+        self._guesses: list[Mapping[str, Any]] = []
         self._repeats = 0
-        self._spent = float(study.facts.get("seconds", 0.0))
+        self._spent = float(study.facts.get("seconds", 0.0)) + already_seconds
 
     def run(self, guesses: Sequence[Mapping[str, Any]] = ()) -> Found:
         """Search until the budget is spent, confirm, decide. `guesses`: parameters to try right after the reference."""
@@ -70,9 +70,7 @@ class Session:
             self._say(f"trial {number} was interrupted: it is tried again")
         try:
             objective = self._reference()
-            self._spared = list(guesses)
-            for guess in guesses:
-                self._study.enqueue(guess)
+            self._guesses = list(guesses)
             while self._may_go_on():
                 self._trial(objective)
             if self._options.minutes is not None and len(self._ended()) < 2:
@@ -93,8 +91,7 @@ class Session:
         first = Objective(self._options.objective, own, own.target, self._options.trial_minutes)
         if reference_trial(self._study.trials(), self._space) is not None:
             return dataclasses.replace(first, target=self._study.facts.get("target"))
-        self._study.enqueue(self._space.reference_parameters())
-        number, _ = self._study.ask()
+        number, _ = self._study.ask(self._space.reference_parameters())
         label = f"{self._study.name}-{number:03d}"
         watched = first if self._sets_its_own_bar() else dataclasses.replace(first, name="throughput")
         began = self._clock()
@@ -119,7 +116,7 @@ class Session:
         )
 
     def _trial(self, objective: Objective) -> None:
-        number, parameters = self._study.ask()
+        number, parameters = self._study.ask(self._planned())
         before = self._same(number, parameters)
         if before is not None:
             self._repeats += 1
@@ -130,12 +127,29 @@ class Session:
         label = f"{self._study.name}-{number:03d}"
         experiment = self._space.experiment(parameters)
         try:
-            found = self._run(objective, experiment, label, number, pruned=parameters not in self._spared)
+            found = self._run(objective, experiment, label, number, pruned=parameters not in self._guesses)
         except BaseException:
             self._study.tell(number, "FAIL", None, {}, {"run": label, "reason": "the search was interrupted"})
             self._study.abandon(number)
             raise
         self._tell(number, found, experiment, label)
+
+    def _planned(self) -> Mapping[str, Any] | None:
+        """Return what comes before the sampler's draws; None where it is the sampler's turn.
+
+        What was interrupted, then the guesses, then the neighbours of each new best. It follows from the trials alone,
+        so an interrupted search goes on as if it had not been.
+        """
+        ended = self._ended()
+        abandoned = [self._study.trials()[number] for number in self._study.facts.get("abandoned", ())]
+        plan = [*(trial.parameters for trial in abandoned), *self._guesses]
+        best = math.inf
+        for trial in ended:
+            if trial.feasible and _value(trial) < best:
+                best = _value(trial)
+                plan += self._space.neighbours(trial.parameters) if trial is not ended[0] else []
+        tried = [trial.parameters for trial in ended]
+        return next((parameters for parameters in plan if parameters not in tried), None)
 
     def _same(self, number: int, parameters: Mapping[str, Any]) -> Trial | None:
         """Return an earlier trial of the same configuration that has an answer: nothing is trained twice."""

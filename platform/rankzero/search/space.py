@@ -66,6 +66,18 @@ class Space:
         ours = {BATCH_INDEX: self.batch_sizes.index(known[BATCH]), PRECISION: known[PRECISION], FACTOR: 1.0}
         return {name: ours[name] if name in ours else known[name] for name in self.parameters()}
 
+    def neighbours(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the parameters one step away: half and twice the learning rate, then the next batch sizes."""
+        found: list[dict[str, Any]] = []
+        if FACTOR in parameters and FACTOR in self.parameters():
+            tried = [parameters[FACTOR] * 2.0, parameters[FACTOR] / 2.0]
+            inside = [factor for factor in tried if self.factors.low <= factor <= self.factors.high]
+            found += [{**parameters, FACTOR: factor} for factor in inside]
+        if BATCH_INDEX in parameters:
+            near = [parameters[BATCH_INDEX] + 1, parameters[BATCH_INDEX] - 1]
+            found += [{**parameters, BATCH_INDEX: index} for index in near if 0 <= index < len(self.batch_sizes)]
+        return found
+
     def scaled_lr(self, batch_size: int) -> float:
         """Return the learning rate that the scaling rule gives to a batch size."""
         known = flatten(self.reference)

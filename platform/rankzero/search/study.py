@@ -64,12 +64,10 @@ class Study:
     def name(self) -> str:
         return str(self._study.study_name)
 
-    def enqueue(self, parameters: Mapping[str, Any]) -> None:
-        """Have these parameters tried next, unless they were or will be."""
-        self._study.enqueue_trial(dict(parameters), skip_if_exists=True)
-
-    def ask(self) -> tuple[int, dict[str, Any]]:
-        """Return the next trial's number and parameters."""
+    def ask(self, parameters: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        """Return the next trial's number and parameters: these, or what the sampler draws."""
+        if parameters is not None:
+            self._study.enqueue_trial(dict(parameters))
         drawn = len(self._study.get_trials(deepcopy=False)) - len(self.facts.get(ABANDONED, ()))
         self._study.sampler = make_sampler(self._sampler, self._seed + drawn, self._distributions)
         trial = self._study.ask(self._distributions)
@@ -109,7 +107,7 @@ class Study:
         return [_trial(found) for found in self._study.get_trials(deepcopy=False)]
 
     def recover(self) -> list[int]:
-        """Fail the trials of dead processes, have their parameters tried again, and return their numbers."""
+        """Fail the trials of dead processes, and return their numbers: they are abandoned."""
         dead = [
             found
             for found in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -121,9 +119,7 @@ class Study:
         return [found.number for found in dead]
 
     def abandon(self, number: int) -> None:
-        """Have the parameters of a failed trial tried again, as if it had never been."""
-        found = next(trial for trial in self.trials() if trial.number == number)
-        self._study.enqueue_trial(dict(found.parameters))
+        """Note that a trial was interrupted: it is to be tried again, as if it had never been."""
         self.note(ABANDONED, [*self.facts.get(ABANDONED, ()), number])
 
     def importances(self) -> dict[str, float]:

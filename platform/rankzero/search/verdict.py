@@ -1,8 +1,9 @@
 """Which configuration is the sweet spot, and how sure: arithmetic on confirmed runs, and a sentence. Pure.
 
 Every contestant, the user's own configuration among them, was trained anew on the same new seeds. Effects are
-differences of mean logarithms (of differences, for a quality), with one variance pooled over all contestants and
-Student's t; with several challengers the interval is Bonferroni's, so that a set of equals has no winner.
+differences of mean logarithms (of differences, for a quality), with one variance pooled over all contestants. A
+challenger beats the user's own if it is better by Student's t at 5 %, Bonferroni's over all: equals have no winner.
+The sweet region is whatever lies within one standard error of the best (Breiman's rule), 3 % at least.
 """
 
 from __future__ import annotations
@@ -78,13 +79,16 @@ def decide(objective: Name, goal: Goal, reference: Contestant, challengers: Sequ
     able = [one for one in challengers if one.reached]
     scored = {one.trial: [_score(objective, value) for value in one.values] for one in (reference, *able)}
     deviation, freedom = pooled_deviation([scored[one.trial] for one in (reference, *able)])
-    width = _width(deviation, freedom, len(reference.runs), max(1, len(able)))
-    floor = max(FLOOR if objective != "quality" else 0.0, width)
+    runs = len(reference.runs)
+    surely = _width(deviation, freedom, runs, 1 - 0.05 / max(1, len(able)))  # one-sided: is a challenger better?
+    width = _width(deviation, freedom, runs, 0.975)
+    floor = max(FLOOR if objective != "quality" else 0.0, surely)
     if not able:
         return Verdict(objective, reference, reference, False, (reference.trial,), None, None, None, floor)
     means = {trial: statistics.fmean(scores) for trial, scores in scored.items() if scores}
     lowest = min(means[one.trial] for one in (*able, *([reference] if reference.reached else [])))
-    region = [one for one in able if means[one.trial] <= lowest + floor]
+    near = max(FLOOR if objective != "quality" else 0.0, deviation * math.sqrt(2 / max(1, runs)))
+    region = [one for one in able if means[one.trial] <= lowest + near]
     if not reference.reached:
         return Verdict(objective, reference, min(region, key=_modesty), True, _trials(region), None, None, None, floor)
     better = [one for one in region if means[reference.trial] - means[one.trial] > floor]
@@ -165,10 +169,11 @@ def _score(objective: Name, value: float) -> float:
             return value
 
 
-def _width(deviation: float, freedom: int, runs: int, challengers: int) -> float:
+def _width(deviation: float, freedom: int, runs: int, probability: float) -> float:
+    """Return the quantile of a difference of two means."""
     if not freedom:
         return math.inf  # one run each: nothing is known of the noise
-    return student_t(freedom, 1 - 0.025 / challengers) * deviation * math.sqrt(2 / max(1, runs))
+    return student_t(freedom, probability) * deviation * math.sqrt(2 / max(1, runs))
 
 
 def _gain(objective: Name, effect: float) -> float:

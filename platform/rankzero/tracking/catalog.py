@@ -30,6 +30,8 @@ class Listed:
     best: float | None
     samples_per_second: float | None
     undelivered: bool
+    parent: str | None = None
+    """The study that a trial belongs to."""
 
 
 def folders(runs: Path) -> list[RunFolder]:
@@ -97,6 +99,7 @@ def _listed(folder: RunFolder) -> Listed | None:
         best=ended.metrics.get("best") if ended else _latest_goal(tail, goal),
         samples_per_second=ended.metrics.get("samples_per_second") if ended else _latest_speed(tail),
         undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) > 0,
+        parent=identity.parent,
     )
 
 
