@@ -94,8 +94,8 @@ def test_every_way_a_trial_can_end(rankzero: Command) -> None:
 
 @pytest.mark.timeout(300)
 def test_ctrl_c_keeps_the_study_and_the_same_command_goes_on(rankzero: Command) -> None:
-    words = ("search", TINY, "train.epochs=40", "step_seconds=0.01", "goal.target=0.999", "--nproc", 2, "--trials", 3,
-             "--no-probe", "--study", "s")  # fmt: skip
+    words = ("search", TINY, "train.epochs=15", "step_seconds=0.01", "goal.target=0.999", "--nproc", 2, "--trials", 3,
+             "--no-probe", "--study", "s", "--seeds", 2, "--challengers", 1)  # fmt: skip
     process = rankzero.start(*words)
     rankzero.wait_for_step(20, "s-001")
     process.send_signal(signal.SIGINT)

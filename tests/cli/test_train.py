@@ -211,9 +211,10 @@ def test_output_of_rank_zero_and_a_broken_pipe(rankzero: Command) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_server_that_dies_costs_nothing_and_loses_nothing(rankzero: Command, tmp_path: Path) -> None:
+    rankzero.environ["RANKZERO_DELIVERY_GRACE_SECONDS"] = "3"
     with mlflow_server(tmp_path / "server") as (uri, _):
         process = rankzero.start("train", TINY, "--tracking-uri", uri, "--nproc", 2, "--run-name", "outage",
-                                 "step_seconds=0.02", "train.steps=400", "train.log_every=5")  # fmt: skip
+                                 "step_seconds=0.02", "train.steps=250", "train.log_every=5")  # fmt: skip
         folder = rankzero.wait_for_step(60)
     down = max(losses(folder))
     output, _ = process.communicate(timeout=120)
@@ -225,7 +226,7 @@ def test_a_server_that_dies_costs_nothing_and_loses_nothing(rankzero: Command, t
     with mlflow_server(tmp_path / "server", port=int(uri.rpartition(":")[2])):
         code, output = rankzero("sync", "outage")
         assert code == 0, output
-        assert tracked_losses(folder) == losses(folder) and len(losses(folder)) == 400
+        assert tracked_losses(folder) == losses(folder) and len(losses(folder)) == 250
         assert tracked(folder).status == "FINISHED"
 
 
