@@ -10,7 +10,8 @@ import pytest
 
 from rankzero import Choice, Experiment, Goal, Train
 from rankzero.errors import RunFailed, UserError
-from rankzero.search.session import Found, Options, Session, guesses
+from rankzero.search.plan import guesses
+from rankzero.search.session import Found, Options, Session
 from rankzero.search.space import BATCH_INDEX, FACTOR, make_space
 from rankzero.search.study import PRUNERS, SAMPLERS, Study, Trial, find_study, open_study
 from search.fake_launcher import FakeLauncher
@@ -33,10 +34,10 @@ def search(tmp_path: Path) -> Searcher:
             pruner: str = "asha", **options: Any) -> tuple[Found, Study, FakeLauncher, list[str]]:  # fmt: skip
         launcher = launcher or FakeLauncher()
         space = make_space(experiment or Mine(), 1, 0.5, samples=1000)
-        study = open_study(f"sqlite:///{tmp_path / 'studies.db'}", "s", space.parameters(),
-                           sampler=sampler, pruner=pruner, seed=0)  # fmt: skip
+        study = open_study(f"sqlite:///{tmp_path / 'studies.db'}", "s", sampler=sampler, pruner=pruner, seed=0)
+        study.draw_from(space.parameters())
         said: list[str] = []
-        session = Session(study, space, launcher, Options(**{"trials": 12, **options}), said.append)
+        session = Session(study, space, [launcher], Options(**{"trials": 12, **options}), said.append)
         return session.run(guesses(space)), study, launcher, said
 
     return run
@@ -201,12 +202,12 @@ def test_a_foreign_database_is_told_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "foreign.db"
     path.write_bytes(b"not a database at all, but someone's file")
     with pytest.raises(UserError, match=r"cannot be used.*--storage"):
-        open_study(f"sqlite:///{path}", "s", {}, sampler="tpe", pruner="none", seed=0)
+        open_study(f"sqlite:///{path}", "s", sampler="tpe", pruner="none", seed=0)
     assert path.read_bytes().startswith(b"not a database")
 
 
 def test_an_unknown_study_names_those_there_are(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path / 'studies.db'}"
-    open_study(storage, "known", {}, sampler="tpe", pruner="none", seed=0)
+    open_study(storage, "known", sampler="tpe", pruner="none", seed=0)
     with pytest.raises(UserError, match="there are known"):
         find_study(storage, "unknown")

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from rankzero.experiment import Goal
-from rankzero.search.verdict import Contestant, Run, decide, described, sentence
+from rankzero.search.sentence import described, sentence
+from rankzero.search.verdict import Contestant, Run, decide
 
 GOAL = Goal("val/accuracy", "max", target=0.97)
 

@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rankzero.search.session import runs_by_trial
+    from rankzero.search.confirm import by_trial
+    from rankzero.search.session import CONFIRMATIONS
     from rankzero.search.study import default_storage, find_study
 
     study = find_study(arguments.storage or default_storage(arguments.dir), arguments.study)
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         row = dict(zip(record.COLUMNS, record.row_of(trial), strict=True))
         table.add_row(*(_cell(row[name]) for name in SHOWN))
     terminal.print(table)
-    for number, runs in runs_by_trial(study.facts.get("confirmations", [])).items():
+    for number, runs in by_trial(study.facts.get(CONFIRMATIONS, [])).items():
         values = ", ".join("missed" if run.value is None else f"{abs(run.value):.4g}" for run in runs)
         terminal.print(f"confirmed  trial {number:3}: {values}")
     terminal.print(study.facts.get("sentence") or "No verdict yet: the same search command goes on.")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rankzero import config, experiment_file
@@ -18,6 +20,7 @@ from rankzero.search import mirror
 from rankzero.search.host import Host
 from rankzero.search.objective import NAMES
 from rankzero.search.session import Options
+from rankzero.search.share import shares, visible_gpus
 from rankzero.search.space import Space, make_space
 from rankzero.tracking import store, sync
 from rankzero.tracking.journal import Identity
@@ -50,8 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pruner", choices=PRUNERS, default="asha", help="what stops bad trials (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="new seeds on which the best are confirmed (%(default)s)")
     parser.add_argument("--challengers", type=int, default=3, help="how many of the best are confirmed (%(default)s)")
+    parser.add_argument(
+        "--parallel", type=int, default=1, metavar="K", help="trials at a time, each on its own GPUs or cores (1)"
+    )
     parser.add_argument("--study", metavar="NAME", help="what to call the study (default: by what is searched)")
-    parser.add_argument("--storage", help="the study's database (default: studies.db beside the runs; never MLflow's)")
+    parser.add_argument(
+        "--storage",
+        help="the study's database, which machines may share (default: studies.db beside the runs; not MLflow's)",
+    )
     parser.add_argument(
         "--silence-seconds", type=float, default=300.0, help="without a sign of life, a trial is killed"
     )
@@ -60,11 +69,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    host = Host(libraries(arguments))
-    try:
-        return _search(arguments, host, *look(arguments, host))
-    finally:
-        host.close()
+    with contextlib.ExitStack() as hosts:
+        first = hosts.enter_context(contextlib.closing(Host(libraries(arguments))))
+        described, space = look(arguments, first)
+        if arguments.parallel == 1:
+            return _search(arguments, [first], described, space)
+        hosts.pop_all().close()
+        found = shares(
+            arguments.parallel, described.processes, visible_gpus(described.gpus, os.environ), usable_cores()
+        )
+        side_by_side = [hosts.enter_context(contextlib.closing(Host(libraries(arguments), share))) for share in found]
+        return _search(arguments, side_by_side, described, space)
+
+
+def usable_cores() -> list[int]:
+    """Return the processor cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def libraries(arguments: argparse.Namespace) -> list[str]:
@@ -75,7 +95,7 @@ def libraries(arguments: argparse.Namespace) -> list[str]:
 def look(arguments: argparse.Namespace, host: Host) -> tuple[mirror.Description, Space]:
     """Return what the experiment is, and the space around it. Raises UserError, ConfigError."""
     settings = config.parse_assignments(arguments.settings)
-    found = host.describe(arguments.experiment, settings, arguments.nproc)
+    found = host.describe(arguments.experiment, settings, arguments.nproc, getattr(arguments, "parallel", 1))
     space = make_space(mirror.mirrored(found), found.processes, found.lr_exponent, found.precisions, found.samples)
     return found, space
 
@@ -84,12 +104,13 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def _search(arguments: argparse.Namespace, host: Host, described: mirror.Description, space: Space) -> int:
+def _search(arguments: argparse.Namespace, hosts: Sequence[Host], described: mirror.Description, space: Space) -> int:
     from rankzero.search import hunt
+    from rankzero.search.quest import Quest
 
     identity = identity_of(arguments, space.reference, described.processes, "search")
     store.prepare_store(identity.tracking_uri)
-    quest = hunt.Quest(
+    quest = Quest(
         identity=identity,
         root=arguments.dir,
         space=space,
@@ -98,21 +119,23 @@ def _search(arguments: argparse.Namespace, host: Host, described: mirror.Descrip
         sampler=arguments.sampler,
         pruner=arguments.pruner,
         storage=arguments.storage or f"sqlite:///{(arguments.dir / 'studies.db').absolute()}",
+        shared=arguments.storage is not None,
         probes=arguments.probe,
         use=f"{program()} train {arguments.experiment} --from {identity.name}",
     )
     say(f"study  {identity.name}  ({arguments.objective}, {described.processes} x {described.device})")
-    says = hunt.run(quest, host, sys.argv, say)
-    delivery = sync.wait(hunt.folder_of(quest))
-    say(f"\n{says}")
+    outcome = hunt.run(quest, hosts, sys.argv, say)
+    delivery = sync.wait(outcome.folder)
+    say(f"\n{outcome.says}")
     if not delivery.done:
-        say(f"note: not everything is in MLflow yet ({delivery.error}); rankzero sync {identity.name}")
-    say(f"use:   {quest.use}\nlook:  {program()} ui   again: {program()} report {identity.name}")
+        say(f"note: not everything is in MLflow yet ({delivery.error}); rankzero sync {outcome.folder.path.name}")
+    if outcome.decided:
+        say(f"use:   {quest.use}\nlook:  {program()} ui   again: {program()} report {identity.name}")
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name in ("minutes", "trials", "trial_minutes", "seeds", "silence_seconds"):
+    for name in ("minutes", "trials", "trial_minutes", "seeds", "silence_seconds", "parallel"):
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")

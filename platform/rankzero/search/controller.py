@@ -43,56 +43,78 @@ class Followed:
     value: float | None
 
 
-def follow(
-    running: Running,
-    objective: Objective,
-    *,
-    report: Callable[[int, float], bool],
-    best: float | None,
-    rung_seconds: float,
-    silence_seconds: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> Followed:
-    """Follow a trial to its end, pruned where it cannot win or `report` says so, killed after a silence.
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What may end a trial before its end."""
 
-    `report` gets a rung, the same training time for every trial, and the progress there.
-    """
-    curve, heard, asked, rung = Curve(objective.goal), clock(), "", 0
-    try:
-        while not running.over:
-            events = running.news()
-            for event in events:
-                curve(event)
-            heard = heard if all(isinstance(event, SystemSampled) for event in events) else clock()
-            if asked or not events:
-                if clock() - heard > silence_seconds and not asked:
-                    asked = f"no sign of life for {silence_seconds:.0f} s"
-                    running.kill(asked)
-                continue
-            asked, rung = _ask_to_stop(curve, objective, report, best, rung, rung_seconds)
-            if asked:
-                running.prune(asked)
-    except KeyboardInterrupt:
-        running.stop()
-        raise
-    finally:
-        running.close()
-    for event in running.news():
-        curve(event)
-    return classify(curve, objective, asked)
+    report: Callable[[int, float], bool] | None = None
+    """Gets a rung, the same training time for every trial, and the progress there; true: prune. None: never."""
+    best: float | None = None
+    """The value that a trial must be able to beat."""
+    rung_seconds: float = 0.0
+    silence_seconds: float = 300.0
+    """Without a sign of life for so long, it is killed."""
 
 
-def _ask_to_stop(
-    curve: Curve, objective: Objective, report: Callable[[int, float], bool], best: float | None, rung: int,
-    rung_seconds: float,
-) -> tuple[str, int]:  # fmt: skip
-    """Return why the trial should stop, or an empty text, and the last rung that was reported."""
-    if objective.hopeless(curve, best):
-        return f"cannot beat the best, {best:.3g} s, any more", rung
-    now = int(curve.seconds / rung_seconds) if rung_seconds > 0 else 0
-    if now > rung and curve.points:
-        return ("worse than others at the same training time" if report(now, objective.progress(curve)) else ""), now
-    return "", rung
+class Follower:
+    """Follows one trial: reads its journal, prunes it where it cannot win, kills it after a silence."""
+
+    def __init__(
+        self, running: Running, objective: Objective, terms: Terms, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._running, self._objective, self._terms, self._clock = running, objective, terms, clock
+        self._curve, self._heard, self._asked, self._rung = Curve(objective.goal), clock(), "", 0
+        self._killed = False
+
+    def poll(self) -> Followed | None:
+        """Read what is new, and ask the trial to stop where that is due; return what became of it once it ended."""
+        if self._running.over:
+            self.close()
+            self._read()
+            return classify(self._curve, self._objective, self._asked)
+        if self._read():
+            self._judge()
+        elif self._clock() - self._heard > self._terms.silence_seconds and not self._killed:
+            self._killed, self._asked = True, f"no sign of life for {self._terms.silence_seconds:.0f} s"
+            self._running.kill(self._asked)
+        return None
+
+    def stop(self) -> None:
+        """Ask the trial to stop, as Ctrl-C does."""
+        self._running.stop()
+
+    def close(self) -> None:
+        """Leave nothing of the trial behind."""
+        self._running.close()
+
+    def _read(self) -> bool:
+        events = self._running.news()
+        for event in events:
+            self._curve(event)
+        if not all(isinstance(event, SystemSampled) for event in events):
+            self._heard = self._clock()
+        return bool(events)
+
+    def _judge(self) -> None:
+        """Prune the trial where it cannot win, or where others were better at the same training time."""
+        if self._asked:
+            return
+        best, objective, curve = self._terms.best, self._objective, self._curve
+        if objective.hopeless(curve, best):
+            self._asked = f"cannot beat the best, {best:.3g} s, any more"
+        elif self._is_at_a_new_rung() and self._terms.report is not None:
+            worse = self._terms.report(self._rung, objective.progress(curve))
+            self._asked = "worse than others at the same training time" if worse else ""
+        if self._asked:
+            self._running.prune(self._asked)
+
+    def _is_at_a_new_rung(self) -> bool:
+        seconds = self._terms.rung_seconds
+        now = int(self._curve.seconds / seconds) if seconds > 0 else 0
+        if now <= self._rung or not self._curve.points:
+            return False
+        self._rung = now
+        return True
 
 
 def classify(curve: Curve, objective: Objective, asked: str) -> Followed:

@@ -23,6 +23,7 @@ from typing import Any
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.search import mirror
+from rankzero.search.share import EVERYTHING, VISIBLE, Share
 from rankzero.train import launch
 
 ORPHAN_SECONDS = 20.0  # what the ranks get to stop by themselves once the search is gone
@@ -30,15 +31,17 @@ STEERING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT)
 
 
 class Host:
-    """The search's end: a host process, started again where it died."""
+    """The search's end: a host process on a share of the machine, started again where it died."""
 
-    def __init__(self, libraries: Sequence[str]) -> None:
-        self._libraries = libraries
+    def __init__(self, libraries: Sequence[str], share: Share = EVERYTHING) -> None:
+        self._libraries, self._share = libraries, share
         self._start()
 
-    def describe(self, reference: str, settings: dict[str, str], processes: int | None) -> mirror.Description:
+    def describe(
+        self, reference: str, settings: dict[str, str], processes: int | None, parallel: int = 1
+    ) -> mirror.Description:
         """Return what the experiment in a file is. Raises UserError, ConfigError, RunFailed."""
-        self._pipe.send(("describe", reference, settings, processes))
+        self._pipe.send(("describe", reference, settings, processes, parallel))
         answer = self._answer()
         if isinstance(answer, mirror.Description):
             return answer
@@ -76,7 +79,9 @@ class Host:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=main, args=(theirs, tuple(self._libraries)), name="rankzero-host")
+        self._process = context.Process(
+            target=main, args=(theirs, tuple(self._libraries), self._share), name="rankzero-host"
+        )
         self._process.start()
         theirs.close()
 
@@ -87,8 +92,9 @@ class Host:
             raise RuntimeError(f"the process that launches trials ended with {self._process.exitcode}") from None
 
 
-def main(pipe: Connection, libraries: Sequence[str]) -> None:
-    """Do what comes through the pipe until it is closed."""
+def main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
+    """Do what comes through the pipe until it is closed, on a share of the machine."""
+    _keep_to(share)
     for number in (*STEERING, signal.SIGINT, signal.SIGHUP):  # between trials there is nothing to steer
         signal.signal(number, signal.SIG_IGN)
     launch.warm_up([*libraries, "rankzero.search.probe_worker"])
@@ -101,9 +107,17 @@ def main(pipe: Connection, libraries: Sequence[str]) -> None:
             pipe.send(_described(*words) if kind == "describe" else _ran(*words))
 
 
-def _described(reference: str, settings: dict[str, str], processes: int | None) -> Any:
+def _keep_to(share: Share) -> None:
+    """Use nothing else, in this process and all it starts."""
+    if share.gpus is not None:
+        os.environ[VISIBLE] = ",".join(share.gpus)
+    if share.cores is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, share.cores)
+
+
+def _described(reference: str, settings: dict[str, str], processes: int | None, parallel: int) -> Any:
     try:
-        return mirror.describe(reference, settings, processes)
+        return mirror.describe(reference, settings, processes, parallel)
     except (UserError, ConfigError, Exception) as error:
         return error
 

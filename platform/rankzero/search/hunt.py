@@ -11,59 +11,64 @@ from typing import Any
 
 from rankzero import config
 from rankzero.config import flatten
+from rankzero.errors import UserError
 from rankzero.experiment import Goal
-from rankzero.search import controller, ladder, probe, record, verdict
+from rankzero.search import controller, helper, ladder, plan, probe, record, sentence
 from rankzero.search.controller import Say
 from rankzero.search.host import Host
 from rankzero.search.ladder import Measured
-from rankzero.search.launcher import TrainLauncher
 from rankzero.search.mirror import Description
-from rankzero.search.session import Found, Options, Session, guesses
+from rankzero.search.quest import FIRST, PARENT_RUN, SPACE, Outcome, Quest, launchers, params_of
+from rankzero.search.session import Found, Session
 from rankzero.search.space import Space, narrowed
 from rankzero.search.study import Study, Trial, open_study
-from rankzero.tracking.journal import Identity, RunFolder
+from rankzero.tracking.journal import Identity
 from rankzero.tracking.secrecy import settings_without_secrets
-from rankzero.train import launch
 
 
-@dataclasses.dataclass(frozen=True)
-class Quest:
-    """What to search, and where everything goes."""
+def run(quest: Quest, hosts: Sequence[Host], argv: Sequence[str], say: Say) -> Outcome:
+    """Search, or help another process that does. Ctrl-C passes through.
 
-    identity: Identity
-    root: Path
-    """The folder of the embedded store."""
-    space: Space
-    described: Description
-    options: Options
-    sampler: str
-    pruner: str
-    storage: str
-    probes: bool
-    """Whether speeds are measured first."""
-    use: str
-    """The command that trains with what is found."""
+    `hosts`: one for each trial that runs at the same time.
+    """
+    study = open_study(quest.storage, quest.identity.name, sampler=quest.sampler, pruner=quest.pruner,
+                       seed=quest.space.reference.train.seed)  # fmt: skip
+    leads = study.members.lead()
+    if not (leads or quest.shared):
+        raise UserError(
+            f"study {study.name} is being searched by process {study.members.leader.split(' ')[1]}: wait for it; to "
+            "run trials side by side give it --parallel, to share it with other machines --storage URL"
+        )
+    with study.members.beating():
+        return _lead(quest, study, hosts, argv, say) if leads else helper.run(quest, study, hosts, argv, say)
 
 
-def run(quest: Quest, host: Host, argv: Sequence[str], say: Say) -> str:
-    """Search; return the verdict in words. Ctrl-C passes through: the same command goes on."""
-    with record.Record(quest.root / "runs", quest.identity, _params(quest), argv) as kept:
+def _lead(quest: Quest, study: Study, hosts: Sequence[Host], argv: Sequence[str], say: Say) -> Outcome:
+    with record.Record(quest.root / "runs", quest.identity, params_of(quest), argv) as kept:
         began = time.monotonic()
-        measured = probe_map(quest, host, kept, say) if quest.probes else []
-        space = searched(quest.space, measured)
+        measured = probe_map(quest, hosts[0], kept, say) if quest.probes else []
+        space = _agreed(study, quest.space, measured)
+        if FIRST not in study.facts:
+            study.note(FIRST, probe.guesses(space, measured) or plan.guesses(space))
         say(f"space  {shown(space)}")
-        study = open_study(
-            quest.storage, quest.identity.name, space.parameters(),
-            sampler=quest.sampler, pruner=quest.pruner, seed=space.reference.train.seed,
-        )  # fmt: skip
-        launcher = TrainLauncher(host, kept.folder, launch.Nodes(quest.described.processes), kept.environment)
         teller, spent = _Teller(study, kept, say), time.monotonic() - began
-        session = Session(study, space, launcher, quest.options, teller, already_seconds=spent)
-        found = session.run(probe.guesses(space, measured) or guesses(space))
+        session = Session(study, space, launchers(quest, hosts, kept), quest.options, teller, already_seconds=spent)
+        found = session.run(study.facts[FIRST])
         says = report(quest, space, study, found, kept)
         _draw(kept, study, measured, space.reference.goal, found.verdict.region, says)
         kept.finished(says, _summary(found))
-    return says
+    return Outcome(says, kept.folder, decided=True)
+
+
+def _agreed(study: Study, space: Space, measured: Sequence[Measured]) -> Space:
+    """Return the space that all who share the study draw from: what the leader found first, for good."""
+    if SPACE not in study.facts:
+        found = searched(space, measured)
+        study.note(SPACE, {"batch_sizes": found.batch_sizes, "precisions": found.precisions,
+                           "parameters": repr(sorted(found.parameters().items()))})  # fmt: skip
+    agreed = narrowed(space, study.facts[SPACE]["batch_sizes"], study.facts[SPACE]["precisions"])
+    study.draw_from(agreed.parameters())
+    return agreed
 
 
 def probe_map(quest: Quest, host: Host, kept: record.Record, say: Say) -> list[Measured]:
@@ -114,7 +119,7 @@ def shown(space: Space) -> str:
 def report(quest: Quest, space: Space, study: Study, found: Found, kept: record.Record) -> str:
     """Write the evidence into the study's artifacts; return the verdict in words."""
     goal = space.reference.goal
-    says = verdict.sentence(found.verdict, goal, found.target, found.seconds, closest(study.trials(), goal))
+    says = sentence.sentence(found.verdict, goal, found.target, found.seconds, closest(study.trials(), goal))
     winner = next(trial for trial in study.trials() if trial.number == found.verdict.winner.trial)
     kept.write_trials(study.trials())
     kept.write(record.SWEET_SPOT, record.sweet_spot_yaml(space.experiment(winner.parameters), says, quest.use))
@@ -159,10 +164,6 @@ def _cell(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def folder_of(quest: Quest) -> RunFolder:
-    return RunFolder((quest.root / "runs" / quest.identity.name).absolute())
-
-
 class _Teller:
     """Prints a line, and draws the newest trial into the study's curves."""
 
@@ -172,17 +173,12 @@ class _Teller:
 
     def __call__(self, text: str) -> None:
         self._say(text)
+        if PARENT_RUN not in self._study.facts and self._kept.mlflow_run_id is not None:
+            self._study.note(PARENT_RUN, self._kept.mlflow_run_id)
         for trial in self._study.trials():
             if trial.state in ("COMPLETE", "PRUNED", "FAIL") and trial.number not in self._drawn:
                 self._drawn.add(trial.number)
                 self._kept.trial(trial, controller.best_value(self._study))
-
-
-def _params(quest: Quest) -> dict[str, str]:
-    settings = {key: config.render(value) for key, value in flatten(quest.space.reference).items()}
-    options = {f"search.{name}": config.render(value) for name, value in dataclasses.asdict(quest.options).items()}
-    chosen = {"search.sampler": quest.sampler, "search.pruner": quest.pruner}
-    return {**settings_without_secrets(settings), **options, **chosen}
 
 
 def _summary(found: Found) -> dict[str, float]:

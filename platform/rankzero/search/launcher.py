@@ -80,6 +80,7 @@ class TrainLauncher:
                 experiment_file=identity.experiment_file,
                 project_dir=identity.project_dir,
                 parent=identity.name,
+                parent_run_id=identity.parent_run_id,
             ),
         )
         write_config(folder, experiment)

@@ -34,6 +34,7 @@ class Description:
     precisions: tuple[str, ...]
     device: str
     driver: str
+    gpus: int = 0
 
 
 class _Pipe(Protocol):
@@ -41,11 +42,14 @@ class _Pipe(Protocol):
     def close(self) -> None: ...
 
 
-def describe(reference: str, settings: Mapping[str, str], processes: int | None) -> Description:
-    """Return the description of the experiment in a file, read in a child. Raises UserError, ConfigError, RunFailed."""
+def describe(reference: str, settings: Mapping[str, str], processes: int | None, parallel: int = 1) -> Description:
+    """Return the description of the experiment in a file, read in a child. Raises UserError, ConfigError, RunFailed.
+
+    `processes`: of each trial; None: as many as there are GPUs for each of the `parallel` ones.
+    """
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(reference, dict(settings), processes, writer))
+    child = context.Process(target=_child, args=(reference, dict(settings), processes, parallel, writer))
     child.start()
     writer.close()
     try:
@@ -81,11 +85,11 @@ def mirrored(description: Description) -> Experiment:
     return cls()
 
 
-def _child(reference: str, settings: Mapping[str, str], processes: int | None, pipe: _Pipe) -> None:
+def _child(reference: str, settings: Mapping[str, str], processes: int | None, parallel: int, pipe: _Pipe) -> None:
     from rankzero.train import failure
 
     try:
-        pipe.send(("described", _described(reference, settings, processes)))
+        pipe.send(("described", _described(reference, settings, processes, parallel)))
     except UserError as error:
         pipe.send(("user", str(error)))
     except config.ConfigError as error:
@@ -95,14 +99,14 @@ def _child(reference: str, settings: Mapping[str, str], processes: int | None, p
     pipe.close()
 
 
-def _described(reference: str, settings: Mapping[str, str], processes: int | None) -> Description:
+def _described(reference: str, settings: Mapping[str, str], processes: int | None, parallel: int) -> Description:
     import torch
 
     from rankzero.train.data import check_even
     from rankzero.train.device import check_gpus, driver_version
 
     experiment = config.override(experiment_file.load(reference)(), settings)
-    processes = max(1, torch.cuda.device_count()) if processes is None else processes
+    processes = max(1, torch.cuda.device_count() // parallel) if processes is None else processes
     if processes < 1:
         raise UserError("--nproc must be at least 1")
     check_gpus(processes)
@@ -118,6 +122,7 @@ def _described(reference: str, settings: Mapping[str, str], processes: int | Non
         precisions=_precisions(),
         device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         driver=driver_version() if torch.cuda.is_available() else "",
+        gpus=torch.cuda.device_count(),
     )
 
 

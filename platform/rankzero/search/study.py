@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
-import socket
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ from optuna.trial import TrialState
 
 from rankzero.errors import UserError
 from rankzero.experiment import Choice, Integer, LogUniform, Range, Uniform
-from rankzero.tracking import incumbent
+from rankzero.search import members
 
 State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
 SAMPLERS = ("tpe", "gp", "random", "grid")
@@ -53,25 +51,30 @@ class Trial:
 
 
 class Study:
-    """A study that is open; one process asks and tells, several may share one storage."""
+    """A study that is open. Several processes, on several machines, may share one."""
 
-    def __init__(self, study: optuna.Study, space: Mapping[str, Range], sampler: str, seed: int) -> None:
+    def __init__(self, study: optuna.Study, sampler: str, seed: int) -> None:
         self._study, self._sampler, self._seed = study, sampler, seed
-        self._distributions = {name: distribution(range_) for name, range_ in space.items()}
+        self._distributions: dict[str, BaseDistribution] = {}
         self._open: dict[int, optuna.Trial] = {}
+        self.members = members.Members(self)
 
     @property
     def name(self) -> str:
         return str(self._study.study_name)
 
+    def draw_from(self, space: Mapping[str, Range]) -> None:
+        """Set the ranges that trials are drawn from: before the first `ask`, the same in all processes."""
+        self._distributions = {name: distribution(range_) for name, range_ in space.items()}
+
     def ask(self, parameters: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """Return the next trial's number and parameters: these, or what the sampler draws."""
         if parameters is not None:
-            self._study.enqueue_trial(dict(parameters))
+            self._study.enqueue_trial(dict(parameters))  # another machine may get it, and this one something else
         drawn = len(self._study.get_trials(deepcopy=False)) - len(self.facts.get(ABANDONED, ()))
         self._study.sampler = make_sampler(self._sampler, self._seed + drawn, self._distributions)
         trial = self._study.ask(self._distributions)
-        trial.set_user_attr(OWNER, _owner())
+        trial.set_user_attr(OWNER, members.name())
         self._open[trial.number] = trial
         return trial.number, dict(trial.params)
 
@@ -111,7 +114,7 @@ class Study:
         dead = [
             found
             for found in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-            if found.number not in self._open and not _lives(found.user_attrs.get(OWNER))
+            if found.number not in self._open and not self.members.live(found.user_attrs.get(OWNER))
         ]
         for found in dead:
             self._study.tell(found.number, state=TrialState.FAIL)
@@ -134,7 +137,7 @@ def default_storage(root: Path) -> str:
     return f"sqlite:///{root.absolute() / 'studies.db'}"
 
 
-def open_study(storage: str, name: str, space: Mapping[str, Range], *, sampler: str, pruner: str, seed: int) -> Study:
+def open_study(storage: str, name: str, *, sampler: str, pruner: str, seed: int) -> Study:
     """Open the study of this name, made where there is none. Raises UserError where the storage cannot be used."""
     with _told(storage):
         study = optuna.create_study(
@@ -144,7 +147,7 @@ def open_study(storage: str, name: str, space: Mapping[str, Range], *, sampler: 
             load_if_exists=True,
             pruner=make_pruner(pruner),
         )
-    return Study(study, space, sampler, seed)
+    return Study(study, sampler, seed)
 
 
 def find_study(storage: str, name: str) -> Study:
@@ -154,7 +157,7 @@ def find_study(storage: str, name: str) -> Study:
         if name not in names:
             known = f"there are {', '.join(sorted(names))}" if names else "there are none yet"
             raise UserError(f"no study is called {name!r} in {storage}; {known}")
-        return Study(optuna.load_study(study_name=name, storage=_storage(storage)), {}, "random", 0)
+        return Study(optuna.load_study(study_name=name, storage=_storage(storage)), "random", 0)
 
 
 def distribution(range_: Range) -> BaseDistribution:
@@ -243,15 +246,3 @@ def _trial(found: optuna.trial.FrozenTrial) -> Trial:
     state: Any = found.state.name
     return Trial(found.number, state, dict(found.params), found.value if found.state is TrialState.COMPLETE else None,
                  dict(found.constraints), dict(found.user_attrs))  # fmt: skip
-
-
-def _owner() -> str:
-    return f"{socket.gethostname()} {os.getpid()} {incumbent.started(os.getpid())}"
-
-
-def _lives(owner: str | None) -> bool:
-    """Tell whether the process that noted itself lives; on another machine it is taken to."""
-    if owner is None:
-        return False
-    host, pid, started = owner.rsplit(" ", 2)
-    return host != socket.gethostname() or incumbent.started(int(pid)) == started != ""

@@ -1,8 +1,9 @@
-"""Which configuration is the sweet spot, and how sure: arithmetic on confirmed runs, and a sentence. Pure.
+"""Which configuration is the sweet spot, and how sure: arithmetic on confirmed runs. Pure.
 
 Every contestant, the user's own configuration among them, was trained anew on the same new seeds. Effects are
 differences of mean logarithms (of differences, for a quality), with one variance pooled over all contestants. A
-challenger beats the user's own if it is better by Student's t at 5 %, Bonferroni's over all: equals have no winner.
+challenger beats the user's own if it is better by Student's t at 5 %, Bonferroni's over all and over two looks: where
+it is too close to call, the nearest one and the user's own are trained once more as often. Equals have no winner.
 The sweet region is whatever lies within one standard error of the best (Breiman's rule), 3 % at least.
 """
 
@@ -18,6 +19,7 @@ from rankzero.experiment import Goal
 from rankzero.intervals import pooled_deviation, student_t
 from rankzero.search.objective import Name
 
+LOOKS = 2  # how often a verdict may be asked for
 FLOOR = 0.03  # a gain below this is not worth another configuration, however sure it is
 
 
@@ -72,88 +74,80 @@ class Verdict:
     gain_high: float | None
     noise: float
     """The floor below which a gain is taken for noise, as `gain` counts: 0.03 is 3 %."""
+    nearest: int | None = None
+    """The challenger that `gain` is of."""
 
 
 def decide(objective: Name, goal: Goal, reference: Contestant, challengers: Sequence[Contestant]) -> Verdict:
     """Choose among confirmed contestants. A challenger that missed the quality on any seed is out."""
     able = [one for one in challengers if one.reached]
-    scored = {one.trial: [_score(objective, value) for value in one.values] for one in (reference, *able)}
-    deviation, freedom = pooled_deviation([scored[one.trial] for one in (reference, *able)])
-    runs = len(reference.runs)
-    surely = _width(deviation, freedom, runs, 1 - 0.05 / max(1, len(able)))  # one-sided: is a challenger better?
-    width = _width(deviation, freedom, runs, 0.975)
-    floor = max(FLOOR if objective != "quality" else 0.0, surely)
+    scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
+    noise = scale.floor(reference, min(able, key=scale.mean, default=reference))
     if not able:
-        return Verdict(objective, reference, reference, False, (reference.trial,), None, None, None, floor)
-    means = {trial: statistics.fmean(scores) for trial, scores in scored.items() if scores}
-    lowest = min(means[one.trial] for one in (*able, *([reference] if reference.reached else [])))
-    near = max(FLOOR if objective != "quality" else 0.0, deviation * math.sqrt(2 / max(1, runs)))
-    region = [one for one in able if means[one.trial] <= lowest + near]
+        return Verdict(objective, reference, reference, False, (reference.trial,), None, None, None, noise)
+    best = min([*able, *([reference] if reference.reached else [])], key=scale.mean)
+    region = [one for one in able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)]
     if not reference.reached:
-        return Verdict(objective, reference, min(region, key=_modesty), True, _trials(region), None, None, None, floor)
-    better = [one for one in region if means[reference.trial] - means[one.trial] > floor]
+        return Verdict(objective, reference, min(region, key=_modesty), True, _trials(region), None, None, None, noise)
+    better = [one for one in region if scale.mean(reference) - scale.mean(one) > scale.floor(reference, one)]
     chosen = min(better, key=_modesty) if better else reference
-    nearest = chosen if better else min(able, key=lambda one: means[one.trial])
-    effect = means[reference.trial] - means[nearest.trial]
+    nearest = chosen if better else min(able, key=scale.mean)
+    effect, width = scale.mean(reference) - scale.mean(nearest), scale.width(reference, nearest, 0.975)
     gain, low, high = (_gain(objective, found) for found in (effect, effect - width, effect + width))
     members = region if better else [*region, reference]
-    noise = _gain(objective, floor) - _unit(objective)
-    return Verdict(objective, reference, chosen, bool(better), _trials(members), gain, low, high, noise)
+    floor = _gain(objective, scale.floor(reference, nearest)) - _unit(objective)
+    return Verdict(objective, reference, chosen, bool(better), _trials(members), gain, low, high, floor, nearest.trial)
 
 
-def sentence(
-    verdict: Verdict,
-    goal: Goal,
-    target: float | None,
-    search_seconds: float,
-    closest: tuple[int, float] | None = None,
-) -> str:
-    """Return the verdict in words, every number in it measured. `closest`: the trial of the best quality, and that."""
-    reference, winner = verdict.reference, verdict.winner
-    if closest is not None and not winner.reached and verdict.objective != "quality":
-        trial, quality = closest
-        return (
-            f"No configuration reached {_quality(goal, target)}: trial {trial} came closest with "
-            f"{_quality(goal, quality)}. The search took {_duration(search_seconds)}. "
-            "Train longer, or lower the target."
-        )
-    seeds = len(winner.runs)
-    confirmed = (
-        f"Confirmed on {seeds} new seeds." if seeds > 1 else "No other came close enough to be worth confirming."
-    )
-    took = f"The search took {_duration(search_seconds)}"
-    if not verdict.beaten:
-        noise = f" beyond the noise of {verdict.noise:.0%}" if math.isfinite(verdict.noise) else ""
-        return (
-            f"Nothing beats your own configuration{noise}: keep it. "
-            f"It {_does(verdict.objective, reference, goal, target)}. {confirmed} {took}."
-        )
-    speed = _ratio(winner, reference)
-    gain = "" if speed is None else f"; {speed:.2g}x the samples/s"
-    first = f"Your configuration {_does(verdict.objective, reference, goal, target)}. "
-    does = _does(verdict.objective, winner, goal, target)
-    if verdict.objective == "time-to-target" and reference.reached:
-        does = does.replace(_quality(goal, target), "it")
-    second = f"The sweet spot {does}: {described(winner)}{gain}. {confirmed} "
-    return first + second + took + _pays(verdict, search_seconds) + "."
+def finalists(verdict: Verdict) -> tuple[int, ...]:
+    """Return the trials that more seeds would help to tell apart: the reference and the nearest. None where it is clear.
+
+    Clear is also what would not be worth it if it were sure.
+    """
+    gain, worth = verdict.gain, _gain(verdict.objective, FLOOR if verdict.objective != "quality" else 0.0)
+    if verdict.beaten or verdict.nearest is None or gain is None or gain <= worth:
+        return ()
+    return verdict.reference.trial, verdict.nearest
 
 
-def described(contestant: Contestant) -> str:
-    """Return what is special about a configuration: ``batch 512, bf16, lr 0.006``."""
-    names = {"train.batch_size": "batch", "train.precision": "", "lr": "lr"}
-    ordered = sorted(
-        contestant.settings, key=lambda key: (key not in names, list(names).index(key) if key in names else 0)
-    )
-    return ", ".join(f"{names.get(key, key)} {_short(contestant.settings[key])}".strip() for key in ordered)
+class _Scale:
+    """Means and uncertainties of contestants, on the scale where effects add up."""
+
+    def __init__(self, objective: Name, contestants: Sequence[Contestant], sure: float) -> None:
+        self._scores = {one.trial: [_score(objective, value) for value in one.values] for one in contestants}
+        self._deviation, self._freedom = pooled_deviation(list(self._scores.values()))
+        self._worth, self._sure = (FLOOR if objective != "quality" else 0.0), sure
+
+    def mean(self, one: Contestant) -> float:
+        return statistics.fmean(self._scores[one.trial]) if self._scores[one.trial] else math.inf
+
+    def floor(self, one: Contestant, other: Contestant) -> float:
+        """Return the difference from which on one is better than the other for sure, and it matters."""
+        return max(self._worth, self.width(one, other, self._sure))
+
+    def near(self, one: Contestant, other: Contestant) -> float:
+        """Return the difference up to which both are as good, as far as can be told: one standard error."""
+        return max(self._worth, self._error(one, other))
+
+    def width(self, one: Contestant, other: Contestant, probability: float) -> float:
+        """Return the quantile of the difference of two means."""
+        if not self._freedom:
+            return math.inf  # one run each: nothing is known of the noise
+        return student_t(self._freedom, probability) * self._error(one, other)
+
+    def _error(self, one: Contestant, other: Contestant) -> float:
+        runs = [max(1, len(self._scores[found.trial])) for found in (one, other)]
+        return self._deviation * math.sqrt(sum(1 / count for count in runs))
 
 
 def _modesty(contestant: Contestant) -> tuple[float, float, int]:
     """Order by least memory, then least energy, then the smallest batch."""
-    return (_median([run.memory_bytes for run in contestant.runs]),
-            _median([run.joules for run in contestant.runs]), contestant.batch_size)  # fmt: skip
+    return (median([run.memory_bytes for run in contestant.runs]),
+            median([run.joules for run in contestant.runs]), contestant.batch_size)  # fmt: skip
 
 
-def _median(values: Sequence[float | None]) -> float:
+def median(values: Sequence[float | None]) -> float:
+    """Return the median of what is known; 0 where nothing is."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else 0.0
 
@@ -169,13 +163,6 @@ def _score(objective: Name, value: float) -> float:
             return value
 
 
-def _width(deviation: float, freedom: int, runs: int, probability: float) -> float:
-    """Return the quantile of a difference of two means."""
-    if not freedom:
-        return math.inf  # one run each: nothing is known of the noise
-    return student_t(freedom, probability) * deviation * math.sqrt(2 / max(1, runs))
-
-
 def _gain(objective: Name, effect: float) -> float:
     return effect if objective == "quality" else math.exp(effect)
 
@@ -186,51 +173,3 @@ def _unit(objective: Name) -> float:
 
 def _trials(contestants: Sequence[Contestant]) -> tuple[int, ...]:
     return tuple(sorted(one.trial for one in contestants))
-
-
-def _does(objective: Name, contestant: Contestant, goal: Goal, target: float | None) -> str:
-    values = contestant.values
-    match objective:
-        case "time-to-target":
-            if not contestant.reached:
-                return (
-                    f"does not reliably reach {_quality(goal, target)} ({len(values)} of {len(contestant.runs)} seeds)"
-                )
-            spread = f" ({_seconds(min(values))}-{_seconds(max(values))})" if len(values) > 1 else ""
-            return f"reaches {_quality(goal, target)} in {_seconds(statistics.median(values))} s{spread}"
-        case "throughput":
-            return f"trains {statistics.median([-value for value in values] or [0.0]):,.0f} samples/s"
-        case "quality":
-            found = [run.quality for run in contestant.runs if run.quality is not None]
-            return f"reaches {_quality(goal, statistics.median(found) if found else None)}"
-
-
-def _quality(goal: Goal, value: float | None) -> str:
-    if value is None:
-        return f"no {goal.metric}"
-    share = "accuracy" in goal.metric and 0 <= value <= 1
-    return f"{value:.1%} {goal.metric}" if share else f"{goal.metric} {value:.4g}"
-
-
-def _ratio(one: Contestant, other: Contestant) -> float | None:
-    speeds = [_median([run.samples_per_second for run in each.runs]) for each in (one, other)]
-    return speeds[0] / speeds[1] if all(speeds) else None
-
-
-def _pays(verdict: Verdict, search_seconds: float) -> str:
-    if verdict.objective != "time-to-target" or not verdict.reference.reached:
-        return ""
-    saved = statistics.median(verdict.reference.values) - statistics.median(verdict.winner.values)
-    return f" and pays for itself after {math.ceil(search_seconds / saved):,} runs" if saved > 0 else ""
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.2g}" if isinstance(value, float) else str(value)

@@ -155,7 +155,7 @@ class Deliverer:
     def _open(self) -> bool:
         """Find or make the MLflow run; a node other than 0 waits for node 0 to make it."""
         identity = self._folder.identity
-        if identity.parent is not None:
+        if identity.parent is not None and identity.parent_run_id is None:
             identity = self._adopted(identity, identity.parent)
             if identity.parent_run_id is None:
                 self._sending.fail()

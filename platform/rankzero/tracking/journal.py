@@ -41,6 +41,7 @@ class Identity:
     parent: str | None = None
     """The run that this one belongs to (a trial's study), by name: its folder lies beside; its courier serves both."""
     parent_run_id: str | None = None
+    """The parent's MLflow run, where it is known beforehand (a study on another machine)."""
     mlflow_run_id: str | None = None
     """The MLflow run to go on with, where it is known from elsewhere (a resume on a new machine)."""
 

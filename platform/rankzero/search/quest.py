@@ -1,0 +1,67 @@
+"""What to search and where everything goes, and what all who share a study agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from rankzero import config
+from rankzero.config import flatten
+from rankzero.search.host import Host
+from rankzero.search.launcher import TrainLauncher
+from rankzero.search.mirror import Description
+from rankzero.search.record import Record
+from rankzero.search.session import Options
+from rankzero.search.space import Space
+from rankzero.tracking.journal import Identity, RunFolder
+from rankzero.tracking.secrecy import settings_without_secrets
+from rankzero.train.launch import Nodes
+
+SPACE, FIRST, PARENT_RUN = "space", "first", "mlflow_run_id"
+"""Facts of a study: what is drawn from, what is tried first, its run in MLflow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quest:
+    """What to search, and where everything goes."""
+
+    identity: Identity
+    root: Path
+    """The folder of the embedded store."""
+    space: Space
+    described: Description
+    options: Options
+    sampler: str
+    pruner: str
+    storage: str
+    shared: bool
+    """Whether other processes may take part."""
+    probes: bool
+    """Whether speeds are measured first."""
+    use: str
+    """The command that trains with what is found."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How it ended, in words."""
+
+    says: str
+    folder: RunFolder
+    """The run of this process's part."""
+    decided: bool
+    """Whether it is a verdict."""
+
+
+def launchers(quest: Quest, hosts: Sequence[Host], kept: Record) -> list[TrainLauncher]:
+    """Return a launcher for each host."""
+    nodes = Nodes(quest.described.processes)
+    return [TrainLauncher(host, kept.folder, nodes, kept.environment) for host in hosts]
+
+
+def params_of(quest: Quest) -> dict[str, str]:
+    settings = {key: config.render(value) for key, value in flatten(quest.space.reference).items()}
+    options = {f"search.{name}": config.render(value) for name, value in dataclasses.asdict(quest.options).items()}
+    chosen = {"search.sampler": quest.sampler, "search.pruner": quest.pruner}
+    return {**settings_without_secrets(settings), **options, **chosen}
