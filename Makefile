@@ -38,6 +38,7 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/turnaround.py
 	$(BIN)/python benchmarks/checkpoint_blocking.py
 	$(BIN)/python benchmarks/tracking_overhead.py
 

@@ -3,8 +3,8 @@
     python benchmarks/replay.py [--replays 50]
 
 Every searcher pays, by the recorded clock, for what it trains: the training seconds until it stops and the fixed cost
-of a run; confirmations are charged too. What it would hand out is judged on seeds that no searcher ever saw:
-regret = its time to target there over the best cell's, minus 1. Ours is the real search; its launcher reads the table.
+of a run; probes and confirmations are charged too. What it would hand out is judged on seeds that no searcher ever saw:
+regret = its time to target there over the best cell's, minus 1. Ours is the real search, on the table's clock.
 """
 
 from __future__ import annotations
@@ -24,29 +24,36 @@ import optuna
 from harness import RESULTS, save
 
 from rankzero import Experiment, Goal, Train
-from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import LogUniform
-from rankzero.search import probe
+from rankzero.search import ladder, probe
+from rankzero.search.budget import Options
+from rankzero.search.confirm import NEW_SEED
 from rankzero.search.curve import Curve
 from rankzero.search.ladder import Measured
-from rankzero.search.session import NEW_SEED, Options, Session
+from rankzero.search.session import Session
 from rankzero.search.space import Space, narrowed
 from rankzero.search.study import open_study
 
-SEARCH_SEEDS, CONFIRM_SEEDS = (0, 1), (2, 3, 4)  # the others are held out
-TARGET, SAMPLES = 0.97, 1437
+SEARCH_SEEDS, CONFIRM_SEEDS = (0, 1), (2, 3, 4, 5, 6, 7)  # the others are held out
+GRID_SEEDS = 3  # the grid's evidence for a cell: what a confirmation asks for
+TARGET, SAMPLES, METRIC = 0.3, 1437, "val/loss"
 PROBE_SECONDS = 1.0  # what a cell of the probe map takes of runs this short, as `rankzero probe` measured
 NEVER = 1e9
+MOST_TRIALS = 60
 Key = tuple[int, str, float]
 Step = tuple[float, Key]  # cost so far, what would be handed out
 
 
-class Digits(Experiment):
+class NoisyDigits(Experiment):
     """The recorded experiment's settings."""
 
-    train: Train = Train(batch_size=32, epochs=10)
-    goal: Goal = Goal("val/accuracy", "max", target=TARGET)
-    lr: float = 0.002
+    train: Train = Train(batch_size=32, epochs=12)
+    goal: Goal = Goal(METRIC, "min", target=TARGET)
+    lr: float = 1e-3
+
+
+OWN = NoisyDigits()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Table:
 
     def seconds_to_target(self, key: Key, seed: int) -> float:
         """Return the training seconds to the target; a great number where it is missed."""
-        curve = Curve(Digits().goal)
+        curve = Curve(OWN.goal)
         for event in journal(self.rows[key, seed], key[0]):
             curve(event)
         found = curve.seconds_to(TARGET)
@@ -76,13 +83,13 @@ class Table:
     def cost(self, key: Key, seed: int, *, to_target: bool) -> float:
         """Return what a run costs: to the first evaluation that reaches the target, or to its end."""
         points = self.rows[key, seed]["points"]
-        reached = (seconds for seconds, value in points if value >= TARGET)
+        reached = (seconds for seconds, value in points if OWN.goal.reached(value))
         return self.fixed_seconds + (next(reached, points[-1][0]) if to_target else points[-1][0])
 
     def truth(self, key: Key) -> float:
-        """Return the time to target on the held-out seeds."""
+        """Return the time to target on the held-out seeds, their geometric mean."""
         known = [seed for found, seed in self.rows if found == key and seed not in SEARCH_SEEDS + CONFIRM_SEEDS]
-        return statistics.median(self.seconds_to_target(key, seed) for seed in known)
+        return statistics.geometric_mean(self.seconds_to_target(key, seed) for seed in known)
 
     def speed(self, key: Key, seed: int) -> float:
         return float(self.rows[key, seed]["samples_per_second"])
@@ -102,7 +109,7 @@ def journal(row: dict[str, Any], batch_size: int) -> Iterator[Event]:
     before, per_epoch = 0.0, SAMPLES // batch_size
     for epoch, (seconds, value) in enumerate(row["points"], start=1):
         yield StepsLogged([epoch * per_epoch], [seconds], {"throughput/step_seconds": [(seconds - before) / per_epoch]})
-        yield Evaluated(seconds, epoch * per_epoch, {"val/accuracy": value}, best=True)
+        yield Evaluated(seconds, epoch * per_epoch, {METRIC: value}, best=True)
         before = seconds
 
 
@@ -115,7 +122,7 @@ class ReplayLauncher:
     def start(self, experiment: Experiment, name: str) -> ReplayRunning:
         key = key_of(self.table, self.space, experiment)
         asked = experiment.train.seed
-        seed = self.seed if asked < NEW_SEED else CONFIRM_SEEDS[(asked - NEW_SEED) % len(CONFIRM_SEEDS)]
+        seed = self.seed if asked < NEW_SEED else CONFIRM_SEEDS[asked - NEW_SEED]
         self.seconds += self.table.fixed_seconds
         return ReplayRunning(self, experiment, name, self.table.rows[key, seed])
 
@@ -136,9 +143,9 @@ class ReplayRunning:
         if isinstance(event, StepsLogged):
             self._launcher.seconds += event.times[0] - self._spent
             self._spent = event.times[0]
-        reached = isinstance(event, Evaluated) and self._goal.reached(event.metrics["val/accuracy"])
+        reached = isinstance(event, Evaluated) and self._goal.reached(event.metrics[METRIC])
         self.over = event is None or (reached and self._stop_at_target)
-        status = "KILLED" if self._pruned else "FINISHED"
+        status: Status = "KILLED" if self._pruned else "FINISHED"
         end = RunEnded(0.0, status, "", None, {"samples_per_second": self._row["samples_per_second"]})
         return [*([event] if event else []), *([end] if self.over else [])]
 
@@ -164,24 +171,27 @@ def key_of(table: Table, space: Space, experiment: Experiment) -> Key:
 
 
 def space_of(table: Table) -> Space:
-    return Space(Digits(), table.batch_sizes, table.precisions, LogUniform(table.factors[0], table.factors[-1]),
+    return Space(OWN, table.batch_sizes, table.precisions, LogUniform(table.factors[0], table.factors[-1]),
                  table.exponent, {})  # fmt: skip
 
 
-def ours(table: Table, number: int, *, trials: int = 12, pruner: str = "asha", probes: bool = True,
-         confirm: bool = True, stop_early: bool = True) -> list[Step]:  # fmt: skip
-    """Run the real search on the table."""
+def ours(table: Table, number: int, *, pruner: str = "asha", probes: bool = True, confirm: bool = True,
+         guesses: bool = True, sampler: str = "tpe") -> list[Step]:  # fmt: skip
+    """Run the real search on the table, on a budget of a quarter of the grid's cost."""
     space, seed = space_of(table), SEARCH_SEEDS[number % 2]
     measured = probe_map(table, seed) if probes else []
     if measured:
-        space = narrowed(space, [one.batch_size for one in measured], _near(measured, table.precisions))
+        space = narrowed(
+            space,
+            [one.batch_size for one in ladder.fastest(measured)],
+            ladder.worth_searching(measured, table.precisions),
+        )
     launcher = ReplayLauncher(table, space, seed)
-    launcher.seconds = PROBE_SECONDS * len(measured)
+    launcher.seconds = spent = PROBE_SECONDS * len(measured)
     steps: list[Step] = []
     with tempfile.TemporaryDirectory(dir=_fast()) as folder:
-        study = open_study(
-            f"sqlite:///{folder}/s.db", "s", space.parameters(), sampler="tpe", pruner=pruner, seed=1000 * number
-        )
+        study = open_study(f"sqlite:///{folder}/s.db", "s", sampler=sampler, pruner=pruner, seed=1000 * number)
+        study.draw_from(space.parameters())
 
         def said(_text: str) -> None:
             known = [trial for trial in study.trials() if trial.feasible and trial.value is not None]
@@ -189,18 +199,18 @@ def ours(table: Table, number: int, *, trials: int = 12, pruner: str = "asha", p
                 best = min(known, key=lambda trial: trial.value or 0.0)
                 steps.append((launcher.seconds, key_of(table, space, space.experiment(best.parameters))))
 
-        options = Options(trials=trials, seeds=len(CONFIRM_SEEDS), challengers=3 if confirm else 0)
-        found = Session(study, space, launcher, options, said).run(probe.guesses(space, measured))
+        options = Options(trials=None, minutes=budget(table) / 60, challengers=3 if confirm else 0)
+        session = Session(study, space, [launcher], options, said, lambda: launcher.seconds, already_seconds=spent)
+        found = session.run(probe.guesses(space, measured) if guesses else [])
         chosen = next(trial for trial in study.trials() if trial.number == found.verdict.winner.trial)
         if confirm:
             steps.append((launcher.seconds, key_of(table, space, space.experiment(chosen.parameters))))
     return steps
 
 
-def _near(measured: Sequence[Measured], precisions: Sequence[str]) -> list[str]:
-    from rankzero.search.ladder import worth_searching
-
-    return worth_searching(measured, precisions)
+def budget(table: Table) -> float:
+    """Return a quarter of what the whole grid costs, in seconds."""
+    return grid(table, 0)[-1][0] / 4
 
 
 def probe_map(table: Table, seed: int) -> list[Measured]:
@@ -211,11 +221,13 @@ def probe_map(table: Table, seed: int) -> list[Measured]:
 
 
 def grid(table: Table, number: int) -> list[Step]:
-    """Train every cell on two seeds, in a random order; hand out the best mean so far."""
+    """Train every cell on some seeds, in a random order; hand out the best mean so far."""
     spent, best, steps = 0.0, (math.inf, table.keys[0]), list[Step]()
-    for key in random.Random(number).sample(table.keys, len(table.keys)):
-        spent += sum(table.cost(key, seed, to_target=True) for seed in SEARCH_SEEDS)
-        best = min(best, (statistics.fmean(table.seconds_to_target(key, seed) for seed in SEARCH_SEEDS), key))
+    draw = random.Random(number)
+    seeds = draw.sample(SEARCH_SEEDS + CONFIRM_SEEDS, GRID_SEEDS)
+    for key in draw.sample(table.keys, len(table.keys)):
+        spent += sum(table.cost(key, seed, to_target=True) for seed in seeds)
+        best = min(best, (statistics.geometric_mean(table.seconds_to_target(key, seed) for seed in seeds), key))
         steps.append((spent, best[1]))
     return steps
 
@@ -223,7 +235,7 @@ def grid(table: Table, number: int) -> list[Step]:
 def random_search(table: Table, number: int) -> list[Step]:
     """Draw cells at random, with repetition."""
     draw = random.Random(1000 + number)
-    return _sequence(table, number, [draw.choice(table.keys) for _ in range(40)])
+    return _sequence(table, number, [draw.choice(table.keys) for _ in range(MOST_TRIALS)])
 
 
 def _sequence(table: Table, number: int, keys: Sequence[Key]) -> list[Step]:
@@ -236,15 +248,15 @@ def _sequence(table: Table, number: int, keys: Sequence[Key]) -> list[Step]:
 
 
 def tpe(table: Table, number: int, what: str) -> list[Step]:
-    """Optuna's default sampler on one number: the final accuracy, or samples/s (of one epoch)."""
+    """Optuna's default sampler on one number: the final quality, or samples/s (of one epoch)."""
     seed, spent, steps = SEARCH_SEEDS[number % 2], 0.0, list[Step]()
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=number))
-    for _ in range(30):
+    for _ in range(MOST_TRIALS):
         trial = study.ask()
         key = _suggest(table, trial)
-        if what == "accuracy":
+        if what == "quality":
             spent += table.cost(key, seed, to_target=False)
-            value = table.rows[key, seed]["points"][-1][1]
+            value = -table.rows[key, seed]["points"][-1][1]
         else:
             spent += table.fixed_seconds + table.rows[key, seed]["points"][0][0]
             value = table.speed(key, seed)
@@ -255,16 +267,15 @@ def tpe(table: Table, number: int, what: str) -> list[Step]:
 
 
 def two_objectives(table: Table, number: int) -> list[Step]:
-    """Optuna's default for samples/s and accuracy; hands out the fastest of the front that reached the target."""
+    """Optuna's default for samples/s and quality; hands out the fastest of the front that reached the target."""
     seed, spent, steps = SEARCH_SEEDS[number % 2], 0.0, list[Step]()
     study = optuna.create_study(directions=["maximize", "maximize"], sampler=optuna.samplers.TPESampler(seed=number))
-    for _ in range(30):
+    for _ in range(MOST_TRIALS):
         trial = study.ask()
         key = _suggest(table, trial)
         spent += table.cost(key, seed, to_target=False)
-        accuracy = table.rows[key, seed]["points"][-1][1]
-        study.tell(trial, [table.speed(key, seed), accuracy])
-        front = [one for one in study.best_trials if one.values[1] >= TARGET] or study.best_trials
+        study.tell(trial, [table.speed(key, seed), -table.rows[key, seed]["points"][-1][1]])
+        front = [one for one in study.best_trials if -one.values[1] <= TARGET] or study.best_trials
         best = max(front, key=lambda one: one.values[0]).params
         steps.append((spent, (best["batch"], best["precision"], best["factor"])))
     return steps
@@ -294,7 +305,7 @@ def plateau(table: Table, number: int) -> list[Step]:
 CONTESTANTS: dict[str, Callable[[Table, int], list[Step]]] = {
     "exhaustive grid": grid,
     "random": random_search,
-    "TPE on accuracy": lambda table, number: tpe(table, number, "accuracy"),
+    "TPE on quality": lambda table, number: tpe(table, number, "quality"),
     "TPE on throughput": lambda table, number: tpe(table, number, "throughput"),
     "TPE on both": two_objectives,
     "largest batch, same lr": largest,
@@ -302,16 +313,18 @@ CONTESTANTS: dict[str, Callable[[Table, int], list[Step]]] = {
     "ours": ours,
     "ours, no probe map": lambda table, number: ours(table, number, probes=False),
     "ours, no pruning": lambda table, number: ours(table, number, pruner="none"),
+    "ours, no guesses": lambda table, number: ours(table, number, guesses=False),
     "ours, no confirmation": lambda table, number: ours(table, number, confirm=False),
 }
 
 
 def judge(table: Table, steps: Sequence[Step], budget: float) -> dict[str, float]:
-    """Return regret at the budget and at the end, what the search cost, and the cost to 5 % regret for good."""
+    """Return the regret at the budget and at the end, the cost, and the cost from which on regret stays below 5 %."""
     oracle = min(map(table.truth, table.keys))
     regrets = [(spent, table.truth(key) / oracle - 1) for spent, key in steps]
     at_budget = [regret for spent, regret in regrets if spent <= budget]
-    good = [spent for spent, regret in regrets if regret <= 0.05]
+    bad = max((number for number, (_, regret) in enumerate(regrets) if regret > 0.05), default=-1)
+    good = [spent for spent, _ in regrets[bad + 1 :]]  # from here on it never hands out anything worse
     return {"regret_at_budget": at_budget[-1] if at_budget else math.inf, "regret": regrets[-1][1],
             "cost": regrets[-1][0], "cost_to_5_percent": good[0] if good else math.inf}  # fmt: skip
 
@@ -322,15 +335,17 @@ def main() -> None:
     replays = parser.parse_args().replays
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     table = load()
-    whole = statistics.fmean(grid(table, number)[-1][0] for number in range(2))
-    print(f"the grid: {len(table.keys)} cells, {whole:.0f} s; a quarter of it: {whole / 4:.0f} s")
+    quarter = budget(table)
+    print(
+        f"the grid: {len(table.keys)} cells, {GRID_SEEDS} seeds, {4 * quarter:.0f} s; a quarter of it: {quarter:.0f} s"
+    )
     found = {}
     for name, search in CONTESTANTS.items():
-        judged = [judge(table, search(table, number), whole / 4) for number in range(replays)]
+        judged = [judge(table, search(table, number), quarter) for number in range(replays)]
         found[name] = {key: statistics.median(one[key] for one in judged) for key in judged[0]}
         found[name]["share_within_5_percent"] = statistics.fmean(one["regret"] <= 0.05 for one in judged)
         print(f"{name:36}" + "  ".join(f"{key} {value:8.3f}" for key, value in found[name].items()), flush=True)
-    save("replay", replays=replays, grid_seconds=whole, target=TARGET, contestants=found)
+    save("replay", replays=replays, grid_seconds=4 * quarter, target=TARGET, contestants=found)
 
 
 def _fast() -> str | None:

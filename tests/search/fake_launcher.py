@@ -6,6 +6,7 @@ with the batch size until the device is full. `failing` says which trials die, a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -24,9 +25,12 @@ class FakeLauncher:
     """Gives every trial the journal that its configuration deserves."""
 
     def __init__(
-        self, fate: Fate = healthy, best_lr: float = 0.1, critical: float = 256.0, full: float = 128.0
-    ) -> None:
+        self, fate: Fate = healthy, best_lr: float = 0.1, critical: float = 256.0, full: float = 128.0,
+        jitter: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.jitter, self.seconds = jitter, 0.0
         self.fate, self.best_lr, self.critical, self.full = fate, best_lr, critical, full
+        self._moment = 0
         self.started: list[Experiment] = []
         self.running: list[FakeRunning] = []
 
@@ -35,9 +39,21 @@ class FakeLauncher:
         self.running.append(FakeRunning(self, experiment, name, self.fate(len(self.started) - 1, experiment)))
         return self.running[-1]
 
+    @property
+    def most_at_once(self) -> int:
+        """Return how many ran at the same time, at most."""
+        moments = sorted(moment for running in self.running for moment in ((running.began, 1), (running.ended, -1)))
+        return max(itertools.accumulate(change for _, change in moments))
+
+    def tick(self) -> int:
+        """Return the next moment of a clock that counts what happens."""
+        self._moment += 1
+        return self._moment
+
     def speed(self, experiment: Experiment) -> float:
         batch = experiment.train.batch_size
-        return 1e4 * batch / (batch + self.full)
+        luck = self.jitter * math.sin(37.0 * experiment.train.seed + batch)
+        return 1e4 * math.exp(luck) * batch / (batch + self.full)
 
     def quality(self, experiment: Experiment, samples: float) -> float:
         batch = experiment.train.batch_size
@@ -54,6 +70,7 @@ class FakeRunning:
         self.launcher, self.experiment, self.name, self.fate = launcher, experiment, name, fate
         self.asked: list[str] = []
         self.closed = False
+        self.began = self.ended = launcher.tick()
         self._journal = self._tell()
         self._over = False
 
@@ -80,7 +97,7 @@ class FakeRunning:
         self.asked.append(reason)
 
     def close(self) -> None:
-        self.closed = True
+        self.closed, self.ended = True, self.launcher.tick()
 
     def _tell(self) -> Iterator[list[Event]]:
         batch, speed = self.experiment.train.batch_size, self.launcher.speed(self.experiment)
@@ -94,6 +111,7 @@ class FakeRunning:
         for epoch in range(1, EPOCHS + 1):
             step = epoch * SAMPLES // batch
             value = self.launcher.quality(self.experiment, epoch * SAMPLES)
+            self.launcher.seconds += SAMPLES / speed
             yield [StepsLogged([step], [float(epoch)], {"throughput/step_seconds": [batch / speed]}),
                    Evaluated(float(epoch), step, {"val/accuracy": value}, best=True)]  # fmt: skip
             if self.asked:

@@ -10,8 +10,9 @@ import pytest
 
 from rankzero import Choice, Experiment, Goal, Train
 from rankzero.errors import RunFailed, UserError
+from rankzero.search.budget import Options
 from rankzero.search.plan import guesses
-from rankzero.search.session import Found, Options, Session
+from rankzero.search.session import Found, Session
 from rankzero.search.space import BATCH_INDEX, FACTOR, make_space
 from rankzero.search.study import PRUNERS, SAMPLERS, Study, Trial, find_study, open_study
 from search.fake_launcher import FakeLauncher
@@ -31,16 +32,22 @@ Searcher = Callable[..., tuple[Found, Study, FakeLauncher, list[str]]]
 @pytest.fixture
 def search(tmp_path: Path) -> Searcher:
     def run(launcher: FakeLauncher | None = None, experiment: Experiment | None = None, sampler: str = "tpe",
-            pruner: str = "asha", **options: Any) -> tuple[Found, Study, FakeLauncher, list[str]]:  # fmt: skip
+            pruner: str = "asha", parallel: int = 1, **options: Any) -> tuple[Found, Study, FakeLauncher, list[str]]:  # fmt: skip
         launcher = launcher or FakeLauncher()
         space = make_space(experiment or Mine(), 1, 0.5, samples=1000)
         study = open_study(f"sqlite:///{tmp_path / 'studies.db'}", "s", sampler=sampler, pruner=pruner, seed=0)
         study.draw_from(space.parameters())
         said: list[str] = []
-        session = Session(study, space, [launcher], Options(**{"trials": 12, **options}), said.append)
+        session = Session(study, space, [launcher] * parallel, Options(**{"trials": 12, **options}), said.append)
         return session.run(guesses(space)), study, launcher, said
 
+    run.folder = tmp_path  # type: ignore[attr-defined]
     return run
+
+
+def find(search: Searcher) -> Study:
+    """Return the study that an interrupted search left."""
+    return find_study(f"sqlite:///{search.folder / 'studies.db'}", "s")  # type: ignore[attr-defined]
 
 
 def drawn(study: Study) -> list[tuple[Any, ...]]:
@@ -211,3 +218,60 @@ def test_an_unknown_study_names_those_there_are(tmp_path: Path) -> None:
     open_study(storage, "known", sampler="tpe", pruner="none", seed=0)
     with pytest.raises(UserError, match="there are known"):
         find_study(storage, "unknown")
+
+
+def test_trials_side_by_side_are_the_same_in_number_and_none_is_doubled(search: Searcher) -> None:
+    launcher = FakeLauncher()
+    found, study, _, _ = search(launcher, trials=12, parallel=3)
+    configurations = [repr(sorted(trial.parameters.items())) for trial in study.trials() if "same_as" not in trial.facts]
+    assert len(configurations) == len(set(configurations)) == 12
+    assert launcher.most_at_once == 3 and found.verdict.beaten
+    assert {running.closed for running in launcher.running} == {True} and not of(study, "RUNNING")
+
+
+def test_ctrl_c_stops_all_that_run_and_they_are_tried_again(search: Searcher) -> None:
+    launcher = FakeLauncher(lambda number, _: "ctrl-c" if number == 5 else "")
+    with pytest.raises(KeyboardInterrupt):
+        search(launcher, trials=9, parallel=3)
+    assert {running.closed for running in launcher.running} == {True} and not of(find(search), "RUNNING")
+    lost = find(search).abandoned
+    assert lost
+    _, study, _, _ = search(trials=9, parallel=3)
+    again = [trial.parameters for trial in study.trials() if trial.state in ("COMPLETE", "PRUNED")]
+    assert all(study.trials()[number].parameters in again for number in lost)
+
+
+def test_a_helper_does_trials_and_leaves_the_rest_to_the_leader(tmp_path: Path) -> None:
+    space = make_space(Mine(), 1, 0.5, samples=1000)
+    storage, launcher = f"sqlite:///{tmp_path / 'studies.db'}", FakeLauncher()
+    leads, helps = (open_study(storage, "s", sampler="tpe", pruner="none", seed=0) for _ in range(2))
+    for study in (leads, helps):
+        study.draw_from(space.parameters())
+    first = Session(leads, space, [launcher], Options(trials=1), lambda text: None)
+    first.run()
+    Session(helps, space, [launcher], Options(trials=6), lambda text: None).help(guesses(space))
+    assert len(helps.trials()) == 6 and "confirmations" not in helps.facts
+    found = Session(leads, space, [launcher], Options(trials=6), lambda text: None).run(guesses(space))
+    assert len(leads.trials()) == 6 and found.verdict.beaten and leads.facts["confirmations"]
+
+
+def test_what_is_too_close_to_call_is_trained_twice_as_often(search: Searcher) -> None:
+    class Close(Mine):
+        search = {"train.batch_size": Choice(64, 128), "lr": Choice(0.1)}
+        train: Train = Train(batch_size=64, epochs=20)
+        lr: float = 0.1
+
+    found, study, _, _ = search(FakeLauncher(jitter=0.6), Close(), trials=3)
+    runs = {trial: [one["seed"] for one in study.facts["confirmations"] if one["trial"] == trial] for trial in (0, 1)}
+    assert found.verdict.beaten or runs[0] == runs[1] == [1000, 1001, 1002, 1003, 1004, 1005]
+
+
+def test_minutes_are_kept_with_the_confirmation_in_them(tmp_path: Path) -> None:
+    """By a clock that each trial moves on: the launcher's."""
+    space, launcher = make_space(Mine(), 1, 0.5, samples=1000), FakeLauncher()
+    study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
+    study.draw_from(space.parameters())
+    options = Options(trials=None, minutes=1.5)
+    found = Session(study, space, [launcher], options, lambda text: None, lambda: launcher.seconds).run(guesses(space))
+    assert len(study.trials()) > 5 and study.facts["confirmations"]
+    assert 30 < found.seconds <= 92

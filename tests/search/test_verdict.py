@@ -8,7 +8,7 @@ import pytest
 
 from rankzero.experiment import Goal
 from rankzero.search.sentence import described, sentence
-from rankzero.search.verdict import Contestant, Run, decide
+from rankzero.search.verdict import Contestant, Run, decide, finalists
 
 GOAL = Goal("val/accuracy", "max", target=0.97)
 
@@ -94,3 +94,30 @@ def test_what_is_faster_by_half_is_found() -> None:
 
 def test_a_configuration_in_words() -> None:
     assert described(contestant(1, 1.0, batch_size=512)) == "batch 512, bf16, lr 0.006"
+
+
+def test_too_close_to_call_asks_for_another_look_at_the_nearest() -> None:
+    close = decide("time-to-target", GOAL, contestant(0, 40.0, 50.0, 45.0),
+                   [contestant(1, 36.0, 44.0, 40.0), contestant(2, 39.0, 49.0, 44.0)])  # fmt: skip
+    assert not close.beaten and finalists(close) == (0, 1)
+    clear = decide("time-to-target", GOAL, contestant(0, 40.0, 41.0, 42.0), [contestant(1, 12.0, 12.5, 11.5)])
+    assert clear.beaten and finalists(clear) == ()
+    worse = decide("time-to-target", GOAL, contestant(0, 40.0, 50.0, 45.0), [contestant(1, 46.0, 54.0, 50.0)])
+    assert finalists(worse) == ()
+
+
+def test_a_second_look_finds_more_and_calls_no_equals() -> None:
+    """Both looks as a search has them: all on three seeds, then the two that are close on three more."""
+    draw = random.Random(3)
+
+    def beaten(*bases: float) -> bool:
+        values = [[base * draw.lognormvariate(0.0, 0.15) for _ in range(3)] for base in bases]
+        found = decide("time-to-target", GOAL, contestant(0, *values[0]),
+                       [contestant(number, *values[number]) for number in range(1, len(bases))])  # fmt: skip
+        for number in finalists(found):
+            values[number] += [bases[number] * draw.lognormvariate(0.0, 0.15) for _ in range(3)]
+        return decide("time-to-target", GOAL, contestant(0, *values[0]),
+                      [contestant(number, *values[number]) for number in range(1, len(bases))]).beaten  # fmt: skip
+
+    assert sum(beaten(40.0, 40.0, 40.0, 40.0) for _ in range(2000)) / 2000 <= 0.05
+    assert sum(beaten(40.0, 38.0, 28.0) for _ in range(300)) / 300 >= 0.8

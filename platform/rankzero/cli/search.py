@@ -17,9 +17,9 @@ from rankzero.cli.console import program
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.search import mirror
+from rankzero.search.budget import Options
 from rankzero.search.host import Host
 from rankzero.search.objective import NAMES
-from rankzero.search.session import Options
 from rankzero.search.share import shares, visible_gpus
 from rankzero.search.space import Space, make_space
 from rankzero.tracking import store, sync

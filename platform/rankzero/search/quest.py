@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rankzero import config
 from rankzero.config import flatten
+from rankzero.search.budget import Options
 from rankzero.search.host import Host
 from rankzero.search.launcher import TrainLauncher
 from rankzero.search.mirror import Description
 from rankzero.search.record import Record
-from rankzero.search.session import Options
 from rankzero.search.space import Space
 from rankzero.tracking.journal import Identity, RunFolder
 from rankzero.tracking.secrecy import settings_without_secrets

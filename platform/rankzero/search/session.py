@@ -12,34 +12,19 @@ from rankzero.config import override
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.search import confirm, controller, plan
+from rankzero.search.budget import REFERENCE_SECONDS, Budget, Options
 from rankzero.search.confirm import Turn
 from rankzero.search.controller import Followed, Say, Terms
 from rankzero.search.crew import Crew, Job
 from rankzero.search.launcher import Launcher
-from rankzero.search.objective import Name, Objective, bar
+from rankzero.search.objective import Objective, bar
 from rankzero.search.space import Space
 from rankzero.search.study import RUNGS, Study, Trial
 from rankzero.search.verdict import LOOKS, Verdict, finalists
 
 CONFIRMATIONS, TARGET = "confirmations", "target"
-MOST_REPEATS = 50
+MOST_REPEATS = 50  # in a row: all there is has been tried
 LOOK_SECONDS = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How to search."""
-
-    objective: Name = "time-to-target"
-    minutes: float | None = None
-    trials: int | None = 20
-    """In all, the reference included."""
-    tolerance: float = 0.01
-    trial_minutes: float | None = None
-    challengers: int = 3
-    """How many of the best are confirmed."""
-    seeds: int = 3
-    silence_seconds: float = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +45,9 @@ class Session:
         clock: Callable[[], float] = time.monotonic, already_seconds: float = 0.0,
     ) -> None:  # fmt: skip
         self._study, self._space, self._crew, self._options, self._say = study, space, Crew(launchers), options, say
-        self._clock, self._started = clock, clock()
+        self._clock, self._budget = clock, Budget(study, space, options, clock, already_seconds)
         self._guesses: Sequence[Mapping[str, Any]] = ()
         self._repeats = 0
-        self._spent = float(study.facts.get("seconds", 0.0)) + already_seconds
 
     def run(self, guesses: Sequence[Mapping[str, Any]] = ()) -> Found:
         """Search until the budget is spent, confirm, decide. `guesses`: parameters to try right after the reference."""
@@ -72,22 +56,17 @@ class Session:
             objective = self._reference()
             self._search(objective, guesses)
             self._await_helpers()
-            if self._options.minutes is not None and len(self._ended()) < 2:
-                raise RunFailed(self._too_short())
+            if (reason := self._budget.too_short()) is not None:
+                raise RunFailed(reason)
             self._confirm(objective)
         finally:
-            self._study.note("seconds", self.seconds)
-        return Found(self._verdict(objective), objective.target, self.seconds)
+            self._budget.keep()
+        return Found(self._verdict(objective), objective.target, self._budget.seconds)
 
     def help(self, guesses: Sequence[Mapping[str, Any]] = ()) -> None:
         """Do trials of a study that another process leads, once that has trained the reference."""
         self._recover()
         self._search(self._objective(), guesses)
-
-    @property
-    def seconds(self) -> float:
-        """Return what the search has taken so far, earlier sittings included."""
-        return self._spent + self._clock() - self._started
 
     def _recover(self) -> None:
         for number in self._study.recover():
@@ -118,7 +97,7 @@ class Session:
         watched = objective if self._sets_its_own_bar() else dataclasses.replace(objective, name="throughput")
 
         def done(found: Followed) -> None:
-            self._study.note("reference_seconds", self._clock() - began)
+            self._study.note(REFERENCE_SECONDS, self._clock() - began)
             target = bar(objective.goal, objective.name, found.curve, self._options.tolerance)
             judged = controller.classify(found.curve, dataclasses.replace(objective, target=target), "")
             if judged.state == "COMPLETE":
@@ -142,9 +121,9 @@ class Session:
         self._crew.work(functools.partial(self._next_trial, objective))
 
     def _next_trial(self, objective: Objective) -> Job | None:
-        while self._may_go_on():
+        while self._repeats < MOST_REPEATS and self._budget.allows_a_trial():
             number, parameters = self._study.ask(
-                plan.upcoming(self._study.trials(), self._abandoned(), self._guesses, self._space)
+                plan.upcoming(self._study.trials(), self._study.abandoned, self._guesses, self._space)
             )
             before = plan.same(self._study.trials(), number)
             if before is None:
@@ -194,37 +173,6 @@ class Session:
         reference = plan.reference_trial(self._study.trials(), self._space)
         return 0.0 if reference is None else float(reference.facts["train_seconds"]) / RUNGS
 
-    def _abandoned(self) -> list[int]:
-        return list(self._study.facts.get("abandoned", ()))
-
-    def _ended(self) -> list[Trial]:
-        return plan.ended(self._study.trials(), self._abandoned())
-
-    # -- the budget
-
-    def _may_go_on(self) -> bool:
-        if self._repeats >= MOST_REPEATS:
-            return False  # all there is has been tried
-        if self._options.trials is not None:
-            taken = len(self._ended()) + len(plan.running(self._study.trials()))
-            if taken >= self._options.trials:
-                return False
-        if self._options.minutes is None:
-            return True
-        return self.seconds + self._confirmation_seconds() < 60 * self._options.minutes
-
-    def _too_short(self) -> str:
-        own, seeds = float(self._study.facts.get("reference_seconds", 0.0)), self._options.seeds
-        return (
-            f"--minutes {self._options.minutes:g} is too short: your own configuration alone takes {own:.0f} s, and is "
-            f"trained {seeds} times more to confirm; give at least {(2 + seeds) * own / 30:.1f}"
-        )
-
-    def _confirmation_seconds(self) -> float:
-        """Return what confirming will take, by the wall time of the reference and of the best."""
-        contestants = 1 + min(self._options.challengers, len(self._challengers()))
-        return contestants * self._options.seeds * 1.2 * float(self._study.facts.get("reference_seconds", 0.0))
-
     def _await_helpers(self) -> None:
         """Wait for the trials of other processes; what those leave that died is tried again by none."""
         told = False
@@ -251,7 +199,9 @@ class Session:
             todo = confirm.turns(contestants, self._space.reference.train.seed, rounds, self._kept())
             self._crew.work(iter_jobs(self._turn_job(objective, turn) for turn in todo))
             left = finalists(self._verdict(objective))
-            contestants = [trial for trial in contestants if trial.number in left and self._may_look_again()]
+            contestants = [trial for trial in contestants if trial.number in left]
+            if not self._budget.allows(contestants):
+                return
 
     def _turn_job(self, objective: Objective, turn: Turn) -> Job:
         def done(found: Followed) -> None:
@@ -265,10 +215,6 @@ class Session:
 
     def _kept(self) -> list[dict[str, Any]]:
         return list(self._study.facts.get(CONFIRMATIONS, []))
-
-    def _may_look_again(self) -> bool:
-        minutes = self._options.minutes
-        return minutes is None or self.seconds + self._confirmation_seconds() < 60 * minutes
 
     def _verdict(self, objective: Objective) -> Verdict:
         return confirm.verdict_of(self._study.trials(), self._space, objective, self._kept())

@@ -71,7 +71,7 @@ class Study:
         """Return the next trial's number and parameters: these, or what the sampler draws."""
         if parameters is not None:
             self._study.enqueue_trial(dict(parameters))  # another machine may get it, and this one something else
-        drawn = len(self._study.get_trials(deepcopy=False)) - len(self.facts.get(ABANDONED, ()))
+        drawn = len(self._study.get_trials(deepcopy=False)) - len(self.abandoned)
         self._study.sampler = make_sampler(self._sampler, self._seed + drawn, self._distributions)
         trial = self._study.ask(self._distributions)
         trial.set_user_attr(OWNER, members.name())
@@ -121,9 +121,14 @@ class Study:
             self.abandon(found.number)
         return [found.number for found in dead]
 
+    @property
+    def abandoned(self) -> list[int]:
+        """Return the trials that count as if they had never been."""
+        return list(self.facts.get(ABANDONED, ()))
+
     def abandon(self, number: int) -> None:
         """Note that a trial was interrupted: it is to be tried again, as if it had never been."""
-        self.note(ABANDONED, [*self.facts.get(ABANDONED, ()), number])
+        self.note(ABANDONED, [*self.abandoned, number])
 
     def importances(self) -> dict[str, float]:
         """Return how much of the value's variance each parameter explains; empty where that cannot be said."""

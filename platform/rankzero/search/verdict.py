@@ -100,7 +100,7 @@ def decide(objective: Name, goal: Goal, reference: Contestant, challengers: Sequ
 
 
 def finalists(verdict: Verdict) -> tuple[int, ...]:
-    """Return the trials that more seeds would help to tell apart: the reference and the nearest. None where it is clear.
+    """Return the trials that more seeds would tell apart: the reference and the nearest. None where it is clear.
 
     Clear is also what would not be worth it if it were sure.
     """

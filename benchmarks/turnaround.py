@@ -1,0 +1,64 @@
+"""From a trial's end to the next one's first optimizer step, two processes, against a fresh torchrun.   about 3 minutes
+
+    python benchmarks/turnaround.py [--rounds 7]
+
+A round is one search of five trials, which has four turn-arounds, its MLflow tracking included, and one bare script
+from the command to its first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from harness import HERE, environment, line, rankzero, ratios, run, save
+from startup import bare
+
+from rankzero.events import Event, RunEnded, StepsLogged
+from rankzero.tracking.catalog import folders
+from rankzero.tracking.journal import read_all
+
+WANTED = 0.35
+TRIALS = 5
+
+
+def turnarounds(folder: Path) -> list[float]:
+    """Search; return the seconds between each trial's end and the next one's first step, by their journals."""
+    name = f"s-{time.monotonic_ns()}"
+    run(rankzero("search", f"{HERE}/workloads.py:Mlp", "--nproc", 2, "--trials", TRIALS, "--challengers", 0,
+                 "--no-probe", "--objective", "throughput", "--tolerance", 10, "--pruner", "none", "--study", name,
+                 "train.steps=100"), environment(RANKZERO_DIR=str(folder / "mlruns")), folder)  # fmt: skip
+    runs = [run for run in folders(folder / "mlruns/runs") if run.identity.parent == name]
+    spans = sorted(span(list(read_all(run.events))) for run in runs)
+    assert len(spans) == TRIALS, spans
+    return [later[0] - earlier[1] for earlier, later in pairwise(spans)]
+
+
+def span(events: list[Event]) -> tuple[float, float]:
+    """Return when a trial's first step ended, and when the trial did."""
+    first = next(event for event in events if isinstance(event, StepsLogged)).times[0]
+    return first, next(event for event in events if isinstance(event, RunEnded)).time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        bare(folder)  # the files into memory
+        readings = [(statistics.median(turnarounds(folder)), bare(folder)) for _ in range(rounds)]
+    ours, theirs = zip(*readings, strict=True)
+    ratio = ratios(ours, theirs)
+    print(f"seconds, turn-around: {[round(s, 2) for s in ours]}\nseconds, torchrun:    {[round(s, 2) for s in theirs]}")
+    print(line("a trial's end to the next's first step", ratio, f"<= {WANTED}"))
+    if rounds > 2:
+        save("turnaround", seconds={"rankzero": ours, "torchrun": theirs}, ratio=ratio, wanted=WANTED)
+
+
+if __name__ == "__main__":
+    main()
