@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.experiment import Goal
-from rankzero.search import pictures
+from rankzero.search import pictures, pngs
 from rankzero.search.ladder import Measured
 from rankzero.search.study import State, Trial
 
@@ -46,10 +46,16 @@ def test_the_page_opens_offline(tmp_path: Path) -> None:
 
 def test_a_search_without_a_map_or_an_answer_is_drawn_all_the_same(tmp_path: Path) -> None:
     assert "Throughput" in pictures.page([TRIALS[-1]], [], {}, GOAL, [], "none")
-    pictures.write_pngs(tmp_path, [TRIALS[-1]], [], GOAL, [])
-    assert [path.name for path in tmp_path.iterdir()] == ["pareto.png"]
+    pngs.write(tmp_path, [TRIALS[-1]], [], {}, GOAL, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["history.png", "pareto.png"]
 
 
 def test_pngs(tmp_path: Path) -> None:
-    pictures.write_pngs(tmp_path, TRIALS, MAP, GOAL, [1])
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("pareto.png", "probe_map.png"))
+    pngs.write(tmp_path, TRIALS, MAP, {"batch_index": 0.7, "width": 0.3}, GOAL, [1])
+    found = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert sorted(found) == ["history.png", "importance.png", "parallel.png", "pareto.png", "probe_map.png"]
+    assert all(content.startswith(b"\x89PNG") for content in found.values())
+
+
+def test_a_map_alone() -> None:
+    assert "Probe map" in pictures.map_page(MAP, "A map")

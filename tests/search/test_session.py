@@ -32,7 +32,8 @@ Searcher = Callable[..., tuple[Found, Study, FakeLauncher, list[str]]]
 @pytest.fixture
 def search(tmp_path: Path) -> Searcher:
     def run(launcher: FakeLauncher | None = None, experiment: Experiment | None = None, sampler: str = "tpe",
-            pruner: str = "asha", parallel: int = 1, **options: Any) -> tuple[Found, Study, FakeLauncher, list[str]]:  # fmt: skip
+            pruner: str = "asha", parallel: int = 1,
+            **options: Any) -> tuple[Found, Study, FakeLauncher, list[str]]:  # fmt: skip
         launcher = launcher or FakeLauncher()
         space = make_space(experiment or Mine(), 1, 0.5, samples=1000)
         study = open_study(f"sqlite:///{tmp_path / 'studies.db'}", "s", sampler=sampler, pruner=pruner, seed=0)
@@ -223,7 +224,9 @@ def test_an_unknown_study_names_those_there_are(tmp_path: Path) -> None:
 def test_trials_side_by_side_are_the_same_in_number_and_none_is_doubled(search: Searcher) -> None:
     launcher = FakeLauncher()
     found, study, _, _ = search(launcher, trials=12, parallel=3)
-    configurations = [repr(sorted(trial.parameters.items())) for trial in study.trials() if "same_as" not in trial.facts]
+    configurations = [
+        repr(sorted(trial.parameters.items())) for trial in study.trials() if "same_as" not in trial.facts
+    ]
     assert len(configurations) == len(set(configurations)) == 12
     assert launcher.most_at_once == 3 and found.verdict.beaten
     assert {running.closed for running in launcher.running} == {True} and not of(study, "RUNNING")

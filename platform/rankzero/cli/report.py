@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     for number, runs in by_trial(study.facts.get(CONFIRMATIONS, [])).items():
         values = ", ".join("missed" if run.value is None else f"{abs(run.value):.4g}" for run in runs)
         terminal.print(f"confirmed  trial {number:3}: {values}")
+    if "objective" in study.facts:
+        terminal.print(f"objective: {study.facts['objective']}")
     terminal.print(study.facts.get("sentence") or "No verdict yet: the same search command goes on.")
     return 0
 

@@ -88,11 +88,19 @@ def probe_alone(
         plan = probe.make_plan(space, described, identity.experiment_file or "", root)
         measured = probe.run(plan, host, say)
         kept.write("probe_map.json", table_json(measured))
+        _draw_map(kept, measured)
         found = ladder.knee(measured)
         peak = max(one.samples_per_second for one in measured)
         says = "no cell fits" if found is None else f"{found.batch_size} samples a batch reach 95 % of the peak speed"
         kept.finished(f"{says}, {peak:,.0f} samples/s", {"samples_per_second": peak})
     return measured
+
+
+def _draw_map(kept: record.Record, measured: Sequence[Measured]) -> None:
+    from rankzero.search import pictures, pngs
+
+    kept.write("probe_map.html", pictures.map_page(measured, "Probe map"))
+    pngs.write_map(kept.folder.artifacts, measured)
 
 
 def table_json(measured: Sequence[Measured]) -> str:
@@ -123,6 +131,7 @@ def report(quest: Quest, space: Space, study: Study, found: Found, kept: record.
     winner = next(trial for trial in study.trials() if trial.number == found.verdict.winner.trial)
     kept.write_trials(study.trials())
     kept.write(record.SWEET_SPOT, record.sweet_spot_yaml(space.experiment(winner.parameters), says, quest.use))
+    study.note("objective", found.verdict.objective)
     study.note("sentence", says)
     study.note("sweet_spot", config.to_yaml(space.experiment(winner.parameters)))
     kept.write_description(f"**{says}**\n\nObjective: {found.verdict.objective}.\n\n{table(study)}\n\n"
@@ -134,12 +143,12 @@ def _draw(
     kept: record.Record, study: Study, measured: Sequence[Measured], goal: Goal, region: Sequence[int], title: str
 ) -> None:
     """Write the pictures; a picture that cannot be drawn must not cost the verdict."""
-    from rankzero.search import pictures
+    from rankzero.search import pictures, pngs
 
-    trials = study.trials()
+    trials, weights = study.trials(), study.importances()
     try:
-        kept.write("search.html", pictures.page(trials, measured, study.importances(), goal, region, title))
-        pictures.write_pngs(kept.folder.artifacts, trials, measured, goal, region)
+        kept.write("search.html", pictures.page(trials, measured, weights, goal, region, title))
+        pngs.write(kept.folder.artifacts, trials, measured, weights, goal, region)
     except Exception as error:
         kept.notice(f"the pictures could not be drawn: {error!r}")
 

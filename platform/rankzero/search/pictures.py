@@ -1,9 +1,8 @@
-"""A search in pictures: one page that opens offline, and PNGs. Imports plotly and matplotlib when it is called."""
+"""A search in pictures: one page that opens offline. Imports plotly when it is called. See `pngs` for the same as PNGs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rankzero.experiment import Goal
@@ -22,8 +21,6 @@ def page(
     region: Sequence[int], title: str,
 ) -> str:  # fmt: skip
     """Return an HTML page with every picture, interactive, with all that it needs inside."""
-    import plotly.io
-
     figures = [
         pareto(trials, goal, region),
         history(trials),
@@ -31,6 +28,12 @@ def page(
         *([importance(importances)] if importances else []),
         parallel(trials),
     ]
+    return _html(figures, title)
+
+
+def _html(figures: Sequence[Any], title: str) -> str:
+    import plotly.io
+
     parts = [
         plotly.io.to_html(figure, full_html=False, include_plotlyjs=number == 0)
         for number, figure in enumerate(figures)
@@ -78,14 +81,14 @@ def pareto(trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> Any:
     for state, some in by_state(found):
         colour = COLOURS[state]
         figure.add_scatter(x=[one[0] for one in some], y=[one[1] for one in some], mode="markers", name=state.lower(),
-                           marker={"color": colour, "size": 9}, text=[_said(one[2]) for one in some])  # fmt: skip
+                           marker={"color": colour, "size": 9}, text=[said(one[2]) for one in some])  # fmt: skip
     edge = front(found, goal)
     figure.add_scatter(x=[one[0] for one in edge], y=[one[1] for one in edge], mode="lines", name="Pareto front",
                        line={"color": GREY, "dash": "dot"})  # fmt: skip
     sweet = [point for point in found if point[2].number in set(region)]
     star = {"symbol": "star", "color": GREEN, "size": 16}
     figure.add_scatter(x=[one[0] for one in sweet], y=[one[1] for one in sweet], mode="markers", name="sweet region",
-                       marker=star, text=[_said(one[2]) for one in sweet])  # fmt: skip
+                       marker=star, text=[said(one[2]) for one in sweet])  # fmt: skip
     return figure
 
 
@@ -98,7 +101,7 @@ def history(trials: Sequence[Trial]) -> Any:
         layout={"title": "Objective by trial", "xaxis_title": "trial", "yaxis_title": "value (less is better)"}
     )
     figure.add_scatter(x=[trial.number for trial in valued], y=[trial.value for trial in valued], mode="markers",
-                       name="trials", text=[_said(trial) for trial in valued])  # fmt: skip
+                       name="trials", text=[said(trial) for trial in valued])  # fmt: skip
     good = [trial for trial in valued if trial.feasible]
     best = [min(one.value or 0.0 for one in good[: count + 1]) for count in range(len(good))]
     figure.add_scatter(x=[trial.number for trial in good], y=best, name="best so far", line={"shape": "hv"})
@@ -109,9 +112,9 @@ def heat_map(measured: Sequence[Measured]) -> Any:
     """Return the probe map as a picture: batch size x precision, samples/s."""
     import plotly.graph_objects as go
 
-    sizes, precisions, cells = _grid(measured)
+    sizes, precisions, cells = grid(measured)
     speed = [[cells[s, p].samples_per_second if (s, p) in cells else None for s in sizes] for p in precisions]
-    text = [[_cell(cells.get((s, p))) for s in sizes] for p in precisions]
+    text = [[cell(cells.get((s, p))) for s in sizes] for p in precisions]
     layout = {"title": "Probe map: samples/s", "xaxis_title": "batch size", "xaxis_type": "category"}
     return go.Figure(go.Heatmap(z=speed, x=[str(s) for s in sizes], y=precisions, text=text,
                                 texttemplate="%{text}", colorscale="Viridis"), layout=layout)  # fmt: skip
@@ -145,62 +148,19 @@ def configuration(trial: Trial) -> dict[str, Any]:
     return {**ours, **{name: value for name, value in trial.parameters.items() if name not in TERMS}}
 
 
-def write_pngs(
-    folder: Path, trials: Sequence[Trial], measured: Sequence[Measured], goal: Goal, region: Sequence[int]
-) -> None:
-    """Write ``pareto.png`` and, where there is one, ``probe_map.png``."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
-    _draw_pareto(axes, points(trials), goal, set(region))
-    figure.savefig(folder / "pareto.png", dpi=120)
-    plt.close(figure)
-    if measured:
-        figure, axes = plt.subplots(
-            figsize=(9, 1.6 + 0.6 * len({one.precision for one in measured})), layout="constrained"
-        )
-        _draw_heat_map(axes, measured)
-        figure.savefig(folder / "probe_map.png", dpi=120)
-        plt.close(figure)
+def map_page(measured: Sequence[Measured], title: str) -> str:
+    """Return an HTML page with the probe map alone."""
+    return _html([heat_map(measured)], title)
 
 
-def _draw_pareto(axes: Any, found: Sequence[Point], goal: Goal, region: set[int]) -> None:
-    for state, some in by_state(found):
-        axes.scatter([one[0] for one in some], [one[1] for one in some], color=COLOURS[state], label=state.lower())
-    edge = front(found, goal)
-    axes.plot([one[0] for one in edge], [one[1] for one in edge], ":", color=GREY, label="Pareto front")
-    sweet = [point for point in found if point[2].number in region]
-    axes.scatter(
-        [one[0] for one in sweet], [one[1] for one in sweet], marker="*", s=260, color=GREEN, label="sweet region"
-    )
-    axes.set(xlabel="samples/s", ylabel=goal.metric, title="Throughput and quality")
-    axes.legend()
-    axes.grid(alpha=0.3)
-
-
-def _draw_heat_map(axes: Any, measured: Sequence[Measured]) -> None:
-    sizes, precisions, cells = _grid(measured)
-    nothing = float("nan")
-    speed = [[cells[s, p].samples_per_second if (s, p) in cells else nothing for s in sizes] for p in precisions]
-    axes.imshow(speed, aspect="auto", cmap="viridis")
-    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.set_yticks(range(len(precisions)), precisions)
-    axes.set(xlabel="batch size", title="Probe map: samples/s, and what limits it")
-    for row, precision in enumerate(precisions):
-        for column, size in enumerate(sizes):
-            text = _cell(cells.get((size, precision))).replace("<br>", "\n")
-            axes.text(column, row, text, ha="center", va="center", color="white", fontsize=7)
-
-
-def _grid(measured: Sequence[Measured]) -> tuple[list[int], list[str], dict[tuple[int, str], Measured]]:
+def grid(measured: Sequence[Measured]) -> tuple[list[int], list[str], dict[tuple[int, str], Measured]]:
+    """Return the batch sizes, the precisions and the cells that were measured."""
     cells = {(one.batch_size, one.precision): one for one in measured if one.status == "ok"}
     return sorted({size for size, _ in cells}), list(dict.fromkeys(name for _, name in cells)), cells
 
 
-def _cell(one: Measured | None) -> str:
+def cell(one: Measured | None) -> str:
+    """Return a cell in words, its lines parted as in HTML."""
     if one is None:
         return ""
     memory = "" if one.memory_bytes is None else f"<br>{one.memory_bytes / 2**30:.1f} GiB"
@@ -215,7 +175,8 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
             "tickvals": list(range(len(options))), "ticktext": options}  # fmt: skip
 
 
-def _said(trial: Trial) -> str:
+def said(trial: Trial) -> str:
+    """Return a trial in words."""
     what = ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
                      for name, value in trial.parameters.items())  # fmt: skip
     return f"trial {trial.number}: {what}"
