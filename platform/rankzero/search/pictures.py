@@ -1,4 +1,4 @@
-"""A search in pictures: one page that opens offline. Imports plotly when it is called. See `pngs` for the same as PNGs."""
+"""A search in pictures: one page that opens offline. Imports plotly when it is called. `pngs` draws the same."""
 
 from __future__ import annotations
 
