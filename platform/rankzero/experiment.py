@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, dataclass_transform
 
 from rankzero.config import check_types
@@ -76,7 +76,15 @@ class Train:
     micro_batch: int | None = None
     """Samples per forward on one rank; none: as many as the batch leaves for each rank."""
     precision: Precision = "fp32"
-    strategy: Literal["ddp"] = "ddp"
+    strategy: Literal["single", "dp", "ddp", "zero1", "fsdp", "tp", "pp"] = "ddp"
+    """How the work is divided among processes; see docs/strategies.md."""
+    ddp_compression: Literal["none", "bf16"] = "none"
+    """The number format in which ddp and zero1 send gradients."""
+    ddp_static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order."""
+    ddp_bucket_mb: float | None = None
+    """Gradients sent at once, in megabytes; none: PyTorch's own choice."""
+    pp_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     compile: bool = False
     clip: float | None = None
     """Largest norm of the gradient; none: no clipping."""
@@ -110,7 +118,7 @@ class Train:
             _require(name, getattr(self, name), at_least=1)
         for name in ("warmup_steps", "save_every", "keep", "workers", "seed"):
             _require(name, getattr(self, name), at_least=0)
-        for name in ("clip", "max_minutes"):
+        for name in ("clip", "max_minutes", "ddp_bucket_mb"):
             _require(name, getattr(self, name), above=0)
 
 
@@ -199,6 +207,17 @@ class Experiment:
         from torch import optim
 
         return optim.AdamW(model.parameters(), lr=self.lr)
+
+    def parallelize(self) -> Mapping[str, Any]:
+        """Return how layers are divided under ``train.strategy=tp``, by module name.
+
+        As `torch.distributed.tensor.parallel.parallelize_module` takes it: ``{"mlp.up": ColwiseParallel(), …}``.
+        """
+        return {}
+
+    def split_points(self) -> Sequence[str]:
+        """Return the names of the modules that the second and later stages begin with under ``train.strategy=pp``."""
+        return ()
 
     def schedule(self, step: int, total_steps: int) -> float:
         """Return what the optimizer's learning rates are multiplied by at `step` (0-based): a pure function."""

@@ -78,16 +78,18 @@ def nodes_of(arguments: argparse.Namespace, train: Train) -> launch.Nodes:
     """Return the processes that the command line asks for. Raises UserError where they cannot be."""
     import torch
 
+    from rankzero.train import strategies
     from rankzero.train.data import check_even
     from rankzero.train.device import check_gpus
 
-    processes = arguments.nproc if arguments.nproc is not None else max(1, torch.cuda.device_count())
+    one = train.strategy in ("single", "dp")
+    processes = arguments.nproc if arguments.nproc is not None else 1 if one else max(1, torch.cuda.device_count())
     if processes < 1 or arguments.nnodes < 1:
         raise UserError("--nproc and --nnodes must be at least 1")
     if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
         raise UserError("--nnodes needs --rdzv-endpoint HOST:PORT, the first machine's, on every machine")
     check_gpus(processes)
-    check_even(train, processes * arguments.nnodes)
+    check_even(train, strategies.shards(train.strategy, processes * arguments.nnodes))
     endpoint = arguments.rdzv_endpoint or "localhost:0"
     return launch.Nodes(processes, arguments.nnodes, endpoint, arguments.rdzv_id, arguments.max_restarts)
 

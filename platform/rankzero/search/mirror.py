@@ -102,6 +102,7 @@ def _child(reference: str, settings: Mapping[str, str], processes: int | None, p
 def _described(reference: str, settings: Mapping[str, str], processes: int | None, parallel: int) -> Description:
     import torch
 
+    from rankzero.train import strategies
     from rankzero.train.data import check_even
     from rankzero.train.device import check_gpus, driver_version
 
@@ -110,7 +111,7 @@ def _described(reference: str, settings: Mapping[str, str], processes: int | Non
     if processes < 1:
         raise UserError("--nproc must be at least 1")
     check_gpus(processes)
-    check_even(experiment.train, processes)
+    check_even(experiment.train, strategies.shards(experiment.train.strategy, processes))
     optimizer = experiment.optimizer(experiment.model())
     return Description(
         name=type(experiment).__name__,

@@ -114,8 +114,8 @@ def measure(experiment: Experiment, world: World, cell: Cell, relative: float, m
         torch.cuda.reset_peak_memory_stats()
     retries = _retries(world)
     job, state = worker.build(config.override(experiment, settings), world)
-    batches = job.train_feed.train(job.plan, world.ranks.rank, 0, ENDLESS)
-    job.replica.train()
+    batches = job.train_feed.train(job.plan, job.strategy.shard.rank, 0, ENDLESS)
+    state.model.train()
     steady, steps, waits = _windows(job, state, batches, relative, most_seconds)
     seconds = steady.mean / steps
     local = _local_seconds(job, state, batches, steps) if world.together else seconds
@@ -131,7 +131,7 @@ def measure(experiment: Experiment, world: World, cell: Cell, relative: float, m
         relative_half_width=steady.relative_half_width,
         step_seconds=seconds,
         data_wait_fraction=waits / seconds,
-        communication_fraction=max(0.0, 1 - local / seconds),
+        communication_fraction=0.0 if local is None else max(0.0, 1 - local / seconds),
         memory_bytes=memory or None,
         memory_limit_bytes=_limit(world),
         seconds=time.perf_counter() - began,
@@ -169,9 +169,12 @@ def _window(job: Job, state: State, batches: Iterator[Any], steps: int) -> tuple
     return report.seconds, report.data_wait_seconds
 
 
-def _local_seconds(job: Job, state: State, batches: Iterator[Any], steps: int) -> float:
+def _local_seconds(job: Job, state: State, batches: Iterator[Any], steps: int) -> float | None:
     """Return a step's seconds without communication: the same work on the model itself, whose weights drift."""
-    alone = dataclasses.replace(job, replica=state.model)
+    strategy = job.strategy.without_communication()
+    if strategy is None:
+        return None
+    alone = dataclasses.replace(job, strategy=strategy)
     times = [_window(alone, state, batches, steps)[0] for _ in range(LOCAL_WINDOWS)]
     return min(times) / steps
 

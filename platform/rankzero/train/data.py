@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -70,12 +71,14 @@ class Plan:
 
 
 def make_plan(train: Train, samples: int, world_size: int) -> Plan:
-    """Cut `samples` as `train` asks. Raises UserError where that cannot be."""
+    """Cut `samples` as `train` asks for so many parts. Raises UserError where that cannot be."""
     micro_batch = check_even(train, world_size)
     if samples < train.batch_size:
         raise UserError(
             f"the training set has {samples} samples, fewer than one batch: set train.batch_size to at most {samples}"
         )
+    if train.strategy == "pp":  # its micro-batches are its own affair
+        micro_batch = train.batch_size
     return Plan(samples, train.batch_size, micro_batch, world_size, train.seed)
 
 
@@ -99,6 +102,12 @@ def shard(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator
     """Yield `rank`'s share of range(samples) in batches, the last one ragged: each sample once, on one rank."""
     mine = torch.arange(samples)[rank::world_size]
     yield from mine.split(batch_size) if len(mine) else ()
+
+
+def most_batches(samples: int, batch_size: int, world_size: int) -> int:
+    """Return how many batches `shard` makes for the rank that has most."""
+    most_samples = math.ceil(samples / world_size)
+    return math.ceil(most_samples / batch_size)
 
 
 def mix(*numbers: int) -> int:

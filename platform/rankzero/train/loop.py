@@ -29,12 +29,13 @@ from rankzero.events import Evaluated, Event, Hook, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.train import randomness
 from rankzero.train.checkpoint import Checkpoints
-from rankzero.train.data import Plan
+from rankzero.train.data import Plan, most_batches
 from rankzero.train.feed import Feed, samples_in
 from rankzero.train.meters import Means, Report, Throughput, Window
 from rankzero.train.precision import Precision
 from rankzero.train.stop import REASONS, Stop
-from rankzero.train.world import World, unsynchronised
+from rankzero.train.strategies.interface import Arithmetic, Strategy
+from rankzero.train.world import World
 
 REPORT_SECONDS = 1.0
 LONGEST_WINDOW = 1000  # steps: bounds what a SIGKILL can take, and the host's list of tensors
@@ -60,8 +61,8 @@ class Job:
     plan: Plan
     total_steps: int
     precision: Precision
-    replica: nn.Module
-    """`State.model`, wrapped so that gradients are averaged."""
+    strategy: Strategy
+    """Has `State`'s model and optimizer, and divides the work among the ranks."""
     train_feed: Feed
     val_feed: Feed
 
@@ -110,9 +111,9 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
     train, plan, total = job.experiment.train, job.plan, job.total_steps
     evaluate_every = train.eval_every or plan.steps_per_epoch
     save_every = train.save_every if train.save_every is not None else evaluate_every
-    batches = job.train_feed.train(plan, job.world.ranks.rank, state.step, total)
+    batches = job.train_feed.train(plan, job.strategy.shard.rank, state.step, total)
     window, length = Window(job.world), train.log_every or 1
-    job.replica.train()
+    state.model.train()
     times: list[float] = []
     waited, better, start = 0.0, False, time.perf_counter()
     while state.step < total:
@@ -161,33 +162,27 @@ def frozen_heap() -> Iterator[None]:
 def train_step(job: Job, state: State, batches: Iterator[Any]) -> tuple[dict[str, Tensor], float]:
     """Take one optimizer step; return its metrics, still on the device, and the seconds waited for data."""
     set_lr(state, job.experiment.schedule(state.step, job.total_steps))
-    accumulation, last = job.plan.accumulation, job.plan.accumulation - 1
-    scaler, autocast = job.precision.scaler, job.precision.autocast
+    accumulation, how, strategy = job.plan.accumulation, arithmetic(job), job.strategy
     metrics: dict[str, Tensor] = {}
     waited = 0.0
     for index in range(accumulation):
         asked = time.perf_counter()
         batch = next(batches)
         waited += time.perf_counter() - asked
-        if index < last:
-            with unsynchronised(job.replica):
-                values = forward_backward(job, batch, autocast, scaler, accumulation)
+        if index < accumulation - 1:
+            with strategy.accumulating():
+                values = strategy.gradients(how, batch)
         else:
-            values = forward_backward(job, batch, autocast, scaler, accumulation)
+            values = strategy.gradients(how, batch)
         metrics = values if accumulation == 1 else _accumulate(metrics, values, accumulation)
     update(job, state)
     return metrics, waited
 
 
-def forward_backward(job: Job, batch: Any, autocast: Any, scaler: Any, accumulation: int) -> dict[str, Tensor]:
-    """Measure one micro-batch and add its share of the gradients; return its metrics, detached."""
-    with autocast:
-        values = job.experiment.measure(job.replica, batch)
-    if not isinstance(values, Mapping) or "loss" not in values:
-        raise UserError(f"measure() must return a mapping with the key 'loss', got {_shown(values)}")
-    loss = values["loss"] if accumulation == 1 else values["loss"] / accumulation
-    (loss if scaler is None else scaler.scale(loss)).backward()
-    return {name: value.detach() for name, value in values.items()}
+def arithmetic(job: Job) -> Arithmetic:
+    """Return how a micro-batch is computed."""
+    precision = job.precision
+    return Arithmetic(job.experiment.measure, precision.autocast, precision.scaler, job.plan.accumulation)
 
 
 def update(job: Job, state: State) -> None:
@@ -196,7 +191,7 @@ def update(job: Job, state: State) -> None:
     if clip is not None:
         if scaler is not None:
             scaler.unscale_(state.optimizer)
-        nn.utils.clip_grad_norm_(state.model.parameters(), clip)
+        job.strategy.clip(clip)
     if scaler is None:
         state.optimizer.step()
     else:
@@ -216,20 +211,38 @@ def set_lr(state: State, factor: float) -> None:
 
 def evaluate(job: Job, state: State, names: Sequence[str]) -> dict[str, float]:
     """Return ``val/<metric>`` means over every validation sample of all ranks. A collective."""
-    world = job.world
-    world.broadcast_buffers(state.model)  # running statistics differ by rank; rank 0's are the checkpoint's
-    means = Means(world)
+    strategy, how, means = job.strategy, arithmetic(job), Means(job.world)
+    strategy.align()  # running statistics differ by rank; rank 0's are the checkpoint's
     state.model.eval()
-    with torch.no_grad(), job.precision.autocast:
-        for batch in job.val_feed.evaluate(job.plan.micro_batch, world.ranks.rank, world.size):
-            means.add(job.experiment.measure(state.model, batch), samples_in(batch))
+    with torch.no_grad():
+        for batch, samples in validation_batches(job):
+            values = strategy.metrics(how, batch)
+            if values is not None:
+                means.add(values, samples)
     state.model.train()
     return {f"val/{name}": value for name, value in means.reduce(names).items()}
 
 
+def validation_batches(job: Job) -> Iterator[tuple[Any, int]]:
+    """Yield this rank's validation batches and how many samples each counts for.
+
+    Where a forward is a collective, all ranks get as many batches: one that has run out gets its last again, for 0.
+    """
+    shard, batch_size = job.strategy.shard, job.plan.micro_batch
+    batch, count = None, 0
+    for batch in job.val_feed.evaluate(batch_size, shard.rank, shard.size):
+        count += 1
+        yield batch, samples_in(batch)
+    if job.strategy.lockstep:
+        if batch is None:
+            raise UserError("the validation set has fewer samples than there are processes: give it more, or use ddp")
+        for _ in range(count, most_batches(job.val_feed.samples, batch_size, shard.size)):
+            yield batch, 0
+
+
 def evaluation(job: Job, state: State, report: Report) -> tuple[dict[str, float], bool]:
     """Evaluate, compare the replicas, and tell whether the goal metric is the best so far."""
-    if not job.world.same(checksum(state.model)):
+    if not job.world.same(job.strategy.checksum()):
         raise UserError(
             f"the ranks' parameters differ after step {state.step}: something changes the model on "
             "one rank only, such as a write to a parameter outside the optimizer"
@@ -246,19 +259,18 @@ def evaluation(job: Job, state: State, report: Report) -> tuple[dict[str, float]
 def save(
     job: Job, state: State, checkpoints: Checkpoints | None, emit: Hook, metrics: Mapping[str, float], best: bool
 ) -> None:
-    """Have a checkpoint written. A collective: every rank hands over its random state."""
-    randoms = job.world.gather(randomness.state(job.world.device))
+    """Have a checkpoint written. A collective: every rank hands over its random state, and its part of the model."""
+    whole = state_dict(job, state)
     if checkpoints is not None:
-        for event in checkpoints.save(state_dict(job, state, randoms), state.step, metrics, best):
+        for event in checkpoints.save(whole, state.step, metrics, best):
             emit(event)
 
 
-def state_dict(job: Job, state: State, randoms: Tensor) -> dict[str, Any]:
-    """Return all that resuming needs; `randoms` is [world size, bytes]."""
-    scaler = job.precision.scaler
+def state_dict(job: Job, state: State) -> dict[str, Any]:
+    """Return all that resuming needs, on rank 0. A collective."""
+    scaler, randoms = job.precision.scaler, job.world.gather(randomness.state(job.world.device))
     return {
-        "model": state.model.state_dict(),
-        "optimizer": state.optimizer.state_dict(),
+        **job.strategy.state(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "randoms": randoms,
         "step": state.step,
@@ -267,11 +279,6 @@ def state_dict(job: Job, state: State, randoms: Tensor) -> dict[str, Any]:
         "seed": job.plan.seed,
         "samples": job.plan.samples,
     }
-
-
-def checksum(model: nn.Module) -> Tensor:
-    """Return one 64-bit number per parameter, from its bits: equal replicas give equal numbers."""
-    return torch.stack([_bits(p.detach()).sum(dtype=torch.int64) for p in model.parameters()])
 
 
 def next_length(length: int, step_seconds: float) -> int:
@@ -295,15 +302,3 @@ def window_events(job: Job, state: State, report: Report, times: list[float]) ->
 
 def _accumulate(sums: dict[str, Tensor], values: dict[str, Tensor], accumulation: int) -> dict[str, Tensor]:
     return {name: value / accumulation + sums.get(name, 0.0) for name, value in values.items()}
-
-
-def _shown(values: object) -> str:
-    return f"the keys {sorted(values)}" if isinstance(values, Mapping) else type(values).__name__
-
-
-_INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(_INTEGERS[real.element_size()])

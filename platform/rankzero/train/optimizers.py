@@ -30,3 +30,10 @@ def _rebuilt(optimizer: Optimizer) -> Optimizer:
     groups = [{**group, "fused": True} for group in optimizer.param_groups]
     rebuilt: Optimizer = constructor(groups, lr=optimizer.defaults["lr"], fused=True)
     return rebuilt
+
+
+def one_by_one(optimizer: Optimizer) -> Optimizer:
+    """Return `optimizer` so that it takes one parameter after the other: its kernels for many refuse a mixture."""
+    for group in optimizer.param_groups:
+        group.update({name: False for name in ("foreach", "fused") if name in group})
+    return optimizer

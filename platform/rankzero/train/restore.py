@@ -36,8 +36,7 @@ def apply(saved: dict[str, Any], job: Job, state: State) -> None:
                 "would change; start a new run instead"
             )
     try:
-        state.model.load_state_dict(saved["model"])
-        state.optimizer.load_state_dict(saved["optimizer"])
+        job.strategy.load(saved)
     except (RuntimeError, ValueError, KeyError) as error:
         raise UserError(f"the checkpoint does not fit the experiment's model or optimizer any more: {error}") from error
     if job.precision.scaler is not None and saved["scaler"] is not None:

@@ -18,12 +18,11 @@ from rankzero.tracking import ranks as launcher
 from rankzero.tracking.journal import Identity
 from rankzero.tracking.runlog import RunLog
 from rankzero.tracking.secrecy import settings_without_secrets
-from rankzero.train import device, failure, precision, randomness, restore
+from rankzero.train import device, failure, precision, randomness, restore, strategies
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import make_plan
 from rankzero.train.feed import Feed
 from rankzero.train.loop import Job, State, Tally, fit, frozen_heap
-from rankzero.train.optimizers import fused
 from rankzero.train.request import Request
 from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, listen
 from rankzero.train.world import World, is_lost_contact, join
@@ -123,13 +122,10 @@ def build(experiment: Experiment, world: World) -> tuple[Job, State]:
     arithmetic = precision.set_up(train.precision, world.device)
     randomness.seed_all(train.seed)
     train_set, val_set = _data(experiment)
-    plan = make_plan(train, len(train_set), world.size)
+    plan = make_plan(train, len(train_set), strategies.shards(train.strategy, world.size))
     model = experiment.model().to(world.device)
     if train.compile:
         model.compile()
-    optimizer = fused(experiment.optimizer(model))
-    replica = world.replicate(model)
-    randomness.seed_all(train.seed, 1 + world.ranks.rank)
     feeds = [
         Feed(
             dataset,
@@ -141,9 +137,12 @@ def build(experiment: Experiment, world: World) -> tuple[Job, State]:
         )
         for dataset in (train_set, val_set)
     ]
+    strategy = strategies.build(experiment, model, world, lambda: next(feeds[0].train(plan, 0, 0, 1)))
+    randomness.seed_all(train.seed, 1 + strategy.shard.rank)
     total = train.steps or (train.epochs or 0) * plan.steps_per_epoch
-    base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-    return Job(experiment, world, plan, total, arithmetic, replica, *feeds), State(model, optimizer, base_lrs)
+    base_lrs = [float(group["lr"]) for group in strategy.optimizer.param_groups]
+    state = State(strategy.model, strategy.optimizer, base_lrs)
+    return Job(experiment, world, plan, total, arithmetic, strategy, *feeds), state
 
 
 def _data(experiment: Experiment) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The processes that train together. The only file that imports torch.distributed."""
+"""The processes that train together. Besides `strategies`, the only file that talks through torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from rankzero.tracking.ranks import Ranks
 
@@ -57,18 +56,18 @@ class World:
         dist.all_gather_into_tensor(gathered, mine)
         return gathered.view(self.size, -1).to(values.device)
 
-    def broadcast(self, content: bytes) -> bytes:
-        """Return rank 0's `content` on every rank. A collective, for start-up only."""
+    def broadcast(self, content: bytes, source: int = 0) -> bytes:
+        """Return one rank's `content` on every rank. A collective, for start-up only."""
         if not self.together:
             return content
         length = torch.tensor([len(content)], device=self.device)
-        dist.broadcast(length, 0)
+        dist.broadcast(length, source)
         if not int(length):
             return b""
         buffer = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        if self.ranks.first:
+        if self.ranks.rank == source:
             buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        dist.broadcast(buffer, 0)
+        dist.broadcast(buffer, source)
         return bytes(buffer.cpu().numpy())
 
     def all(self, answer: bool) -> bool:
@@ -80,17 +79,6 @@ class World:
         if self.together:
             for buffer in module.buffers():
                 dist.broadcast(buffer, 0)
-
-    def replicate(self, module: nn.Module) -> nn.Module:
-        """Return `module` wrapped so that its gradients are averaged over all ranks."""
-        if not self.together or not any(p.requires_grad for p in module.parameters()):
-            return module
-        on_gpu = self.device.type == "cuda"
-        return DistributedDataParallel(
-            module,
-            device_ids=[self.device.index] if on_gpu else None,
-            gradient_as_bucket_view=True,
-        )
 
     def report_failure(self, failure: dict[str, object]) -> None:
         """Leave word of this rank's failure where the other ranks can find it; the first word stays."""
@@ -135,13 +123,6 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
 def is_lost_contact(error: BaseException) -> bool:
     """Tell whether `error` is what a rank sees of another's end, and not a failure of its own."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
-
-
-def unsynchronised(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Keep gradients local inside the block: all but the last micro-batch of a step."""
-    if isinstance(module, DistributedDataParallel):
-        return module.no_sync()
-    return contextlib.nullcontext()
 
 
 def _store() -> Any:

@@ -1,0 +1,70 @@
+"""How a step's work is divided among processes: a room for each way, one interface, chosen by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from rankzero.errors import UserError
+from rankzero.experiment import Experiment
+from rankzero.train.strategies.interface import Strategy
+from rankzero.train.world import World
+
+SAME_SAMPLES = ("tp", "pp")
+"""Strategies under which all ranks see the same samples."""
+
+
+def shards(name: str, world_size: int) -> int:
+    """Return into how many parts a batch is cut under a strategy."""
+    return 1 if name in SAME_SAMPLES else world_size
+
+
+def build(experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]) -> Strategy:
+    """Make `model`, on this rank's device, ready under ``train.strategy``. All ranks call it.
+
+    `example`: a micro-batch, for those that trace the model. Raises UserError where the strategy cannot be had.
+    """
+    train = experiment.train
+    if train.compile and train.strategy in ("tp", "pp"):
+        raise UserError(
+            f"train.compile and train.strategy={train.strategy} do not go together: set train.compile=false"
+        )
+    match train.strategy:
+        case "single" | "dp" | "ddp" | "zero1":
+            from rankzero.train.strategies import replicated
+
+            make = {"single": replicated.single, "dp": replicated.data_parallel, "ddp": replicated.ddp,
+                    "zero1": replicated.zero1}[train.strategy]  # fmt: skip
+            return make(experiment, model, world)
+        case "fsdp":
+            from rankzero.train.strategies import divided
+
+            return divided.fsdp(experiment, model, world)
+        case "tp":
+            from rankzero.train.strategies import divided
+
+            return divided.tensor_parallel(experiment, model, world)
+        case "pp":
+            return _pipeline(experiment, model, world, example)
+
+
+def _pipeline(experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]) -> Strategy:
+    from rankzero.train.optimizers import fused
+    from rankzero.train.strategies import naming, replicated, seams
+    from rankzero.train.strategies.pipeline import Pipeline, micro_batches
+
+    train = experiment.train
+    if train.precision == "fp16":
+        raise UserError("train.strategy=pp does not do fp16: use bf16")
+    if not world.together:
+        return replicated.single(experiment, model, world)
+    names = naming.order(model, experiment.optimizer(model))
+    size = train.batch_size // micro_batches(train, world.size)
+
+    def micro_batch() -> Tensor:
+        return seams.given_to(experiment.measure, example())[:size]
+
+    stage = seams.make_stage(model, experiment.split_points(), world.ranks.rank, world.size, world.device, micro_batch)
+    return Pipeline(stage, fused(experiment.optimizer(stage.submod)), names, train, world)

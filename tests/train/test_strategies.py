@@ -1,0 +1,186 @@
+"""Every strategy, two ranks: the losses of one process, checkpoints that any other can go on from, clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rankzero.errors import UserError
+from rankzero.tracking.ranks import Ranks
+from rankzero.train import checkpoint, launch
+from rankzero.train.strategies import naming, shards
+from rankzero.train.strategies.seams import balanced, cut
+from rankzero.train.world import World
+from train import two_ranks
+from train.two_ranks import Case, attempted
+
+DIVIDED = ("zero1", "fsdp", "tp", "pp")
+STRATEGIES = ("ddp", *DIVIDED)
+CASES = [
+    *(Case(name, {"train__strategy": name}) for name in STRATEGIES),
+    *(Case(f"{name}-again", {"train__strategy": name}, stop_at=3) for name in DIVIDED),
+    *(Case(f"{name}-clip", {"train__strategy": name, "train__clip": 0.05}) for name in STRATEGIES),
+    *(Case(f"{name}-blocks", {"train__strategy": name, "blocks": True, "cut_at": "blocks.1", "plan": "none"})
+      for name in ("ddp", "fsdp", "pp")),
+    Case("fsdp-accumulated", {"train__strategy": "fsdp", "train__micro_batch": 2}),
+    Case("pp-accumulated", {"train__strategy": "pp", "train__micro_batch": 2}),
+    Case("pp-gpipe", {"train__strategy": "pp", "train__pp_schedule": "gpipe", "cut_at": "3"}),
+    Case("ddp-compressed", {"train__strategy": "ddp", "train__ddp_compression": "bf16", "train__ddp_bucket_mb": 1.0}),
+    Case("ddp-static", {"train__strategy": "ddp", "train__ddp_static_graph": True}),
+    Case("fsdp-bf16", {"train__strategy": "fsdp", "train__precision": "bf16"}),
+    Case("pp-bf16", {"train__strategy": "pp", "train__precision": "bf16"}),
+    Case("single", {"train__strategy": "single"}),
+    Case("dp", {"train__strategy": "dp"}),
+    Case("tp-planless", {"train__strategy": "tp", "plan": "none"}),
+    Case("tp-wrong", {"train__strategy": "tp", "plan": "wrong"}),
+    Case("tp-fp16", {"train__strategy": "tp", "train__precision": "fp16"}),
+    Case("pp-uncut", {"train__strategy": "pp", "blocks": True}),
+    Case("pp-cut-wrong", {"train__strategy": "pp", "cut_at": "nowhere"}),
+    Case("pp-cut-often", {"train__strategy": "pp", "cut_at": "2,5"}),
+    Case("tp-compiled", {"train__strategy": "tp", "train__compile": True}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train all cases in one process group, through the real launcher."""
+    found = tmp_path_factory.mktemp("strategies")
+    launch.warm_up()
+    launch.run(launch.Nodes(2), two_ranks.main, (str(found), CASES), found / "logs")
+    return found
+
+
+def seen(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name / "seen.json").read_text())
+    return found
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Any:
+    def run(**changes: Any) -> dict[str, Any]:
+        return attempted(World(Ranks(), torch.device("cpu")), Case("alone", changes), tmp_path)
+
+    return run
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_two_ranks_have_the_losses_of_one(folder: Path, alone: Any, name: str) -> None:
+    one, two = alone(), seen(folder, name)
+    assert "error" not in two and len(two["losses"]) == 8
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    for step, metrics in one["evaluated"].items():
+        assert two["evaluated"][step] == pytest.approx(metrics, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gradients_are_clipped_by_the_norm_of_the_whole(folder: Path, alone: Any, name: str) -> None:
+    one = alone(train__clip=0.05)
+    assert seen(folder, f"{name}-clip")["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert one["losses"] != alone()["losses"]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "pp"])
+def test_models_that_are_no_sequence(folder: Path, alone: Any, name: str) -> None:
+    two = seen(folder, f"{name}-blocks")
+    assert "error" not in two
+    assert two["losses"] == pytest.approx(alone(blocks=True)["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fsdp-accumulated", "pp-accumulated", "pp-gpipe", "ddp-static"])
+def test_variants_change_nothing(folder: Path, alone: Any, name: str) -> None:
+    assert seen(folder, name)["losses"] == pytest.approx(alone()["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ddp-compressed", "fsdp-bf16", "pp-bf16"])
+def test_half_the_bits_change_little(folder: Path, alone: Any, name: str) -> None:
+    found = seen(folder, name)["losses"]
+    assert found == pytest.approx(alone()["losses"], rel=0.05) and found != seen(folder, "ddp")["losses"]
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_stopped_and_gone_on_is_as_if_never_stopped(folder: Path, name: str) -> None:
+    again = seen(folder, f"{name}-again")
+    assert again["losses"] == seen(folder, name)["losses"], "not bit for bit"
+    assert again["evaluated"] == seen(folder, name)["evaluated"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_checkpoint_is_whole_and_a_plain_model_takes_it(folder: Path, alone: Any, name: str) -> None:
+    path, problems = checkpoint.newest_intact(folder / name / "checkpoints")
+    assert path is not None and not problems
+    state = checkpoint.load(path)
+    two_ranks.layered().model().load_state_dict(state["model"])
+    reference, _ = checkpoint.newest_intact(folder / "ddp" / "checkpoints")
+    assert reference is not None
+    for key, value in checkpoint.load(reference)["model"].items():
+        torch.testing.assert_close(state["model"][key], value, rtol=1e-3, atol=1e-5)
+    assert list(state["model"]) == list(checkpoint.load(reference)["model"])
+
+
+@pytest.mark.parametrize("under", ["ddp", "fsdp", "tp"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_one_process_goes_on_from_what_two_left(
+    folder: Path, tmp_path: Path, alone: Any, name: str, under: str
+) -> None:
+    """Under another strategy, too: a checkpoint does not say how it was made."""
+    shutil_copy(folder / name / "checkpoints", tmp_path / "checkpoints")
+    on = alone(train__steps=10, train__strategy=under)
+    assert "error" not in on and list(on["losses"]) == ["9", "10"]
+    straight = attempted(World(Ranks(), torch.device("cpu")), Case("straight", {"train__steps": 10}), tmp_path / "s")
+    assert on["losses"] == pytest.approx({step: straight["losses"][step] for step in ("9", "10")}, rel=1e-3)
+
+
+def shutil_copy(source: Path, target: Path) -> None:
+    import shutil
+
+    shutil.copytree(source, target)
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("single", "single is one process, not 2: give --nproc 1"),
+    ("dp", "dp divides a batch among GPUs, and there is none: use ddp"),
+    ("tp-planless", "def parallelize(self)"),
+    ("tp-wrong", "parallelize() names '9', which the model does not have"),
+    ("tp-fp16", "does not do fp16: use bf16"),
+    ("pp-uncut", "def split_points(self)"),
+    ("pp-cut-wrong", "split_points() names 'nowhere'"),
+    ("pp-cut-often", "names 2 places, but 2 processes need 1"),
+    ("tp-compiled", "do not go together"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_with_what_to_change(folder: Path, name: str, says: str) -> None:
+    error = seen(folder, name)["error"]
+    assert error.startswith("UserError: ") and says in error
+
+
+def test_a_sequence_is_cut_where_the_weights_are() -> None:
+    assert balanced([10, 0, 10, 0, 10, 10], 2) == [0, 4]
+    assert balanced([1, 1, 1], 3) == [0, 1, 2]
+    assert balanced([100, 1, 0, 1], 3) == [0, 1, 3]
+    with pytest.raises(UserError, match="2 items with weights, too few for 3"):
+        balanced([1, 0, 1], 3)
+    with pytest.raises(UserError, match="has no weights"):
+        cut(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["1"], 2)
+
+
+def test_names_and_numbers_of_an_optimizers_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    decayed, plain = [model[0].weight, model[1].weight], [model[0].bias, model[1].bias]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": plain, "weight_decay": 0.0}])
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    names = naming.order(model, optimizer)
+    assert names == ["0.weight", "1.weight", "0.bias", "1.bias"]
+    named = naming.by_name(optimizer.state_dict(), names)
+    assert named["param_groups"][1]["params"] == ["0.bias", "1.bias"] and set(named["state"]) == set(names)
+    assert naming.by_number(named, names) == optimizer.state_dict()
+    parts = [naming.part_of(named, names[::2]), naming.part_of(named, names[1::2])]
+    assert naming.joined(parts)["state"].keys() == named["state"].keys()
+
+
+def test_who_sees_which_samples() -> None:
+    assert [shards(name, 8) for name in ("ddp", "zero1", "fsdp", "tp", "pp")] == [8, 8, 8, 1, 1]

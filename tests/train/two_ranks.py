@@ -1,0 +1,85 @@
+"""What each of two ranks does in the tests of strategies: train, stop, go on, all in one process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rankzero import config, experiment_file
+from rankzero.events import Evaluated, Event, StepsLogged
+from rankzero.experiment import Experiment
+from rankzero.tracking import ranks as launcher
+from rankzero.train import restore
+from rankzero.train.checkpoint import Checkpoints
+from rankzero.train.loop import Tally, fit
+from rankzero.train.stop import Stop
+from rankzero.train.worker import build
+from rankzero.train.world import World, join
+
+LAYERED = Path(__file__).parents[1] / "fixtures" / "layered.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An experiment to train, in a folder of its own; `stop_at`: a step after which to stop and begin again."""
+
+    name: str
+    changes: dict[str, Any]
+    stop_at: int | None = None
+
+
+def layered(**changes: Any) -> Experiment:
+    """Return the layered experiment; ``train__steps=3`` stands for ``train.steps=3``."""
+    found = {key.replace("__", "."): value for key, value in changes.items()}
+    return config.override(experiment_file.load(str(LAYERED))(), found)
+
+
+def main(request: tuple[str, list[Case]]) -> str:
+    """Train every case; rank 0 leaves what it saw in ``<folder>/<case>/seen.json``."""
+    folder, cases = Path(request[0]), request[1]
+    ranks = launcher.detect()
+    with join(ranks, torch.device("cpu")) as world:
+        for case in cases:
+            seen = attempted(world, case, folder / case.name)
+            if ranks.first:
+                (folder / case.name / "seen.json").write_text(json.dumps(seen))
+    return "FINISHED"
+
+
+def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
+    """Return what training the case showed: losses and evaluations by step, or why it could not be."""
+    folder.mkdir(exist_ok=True)
+    seen: dict[str, Any] = {"losses": {}, "evaluated": {}}
+    try:
+        for stop_at in [None] if case.stop_at is None else [case.stop_at, None]:
+            train(world, layered(**case.changes), folder, seen, stop_at)
+    except Exception as error:
+        seen["error"] = f"{type(error).__name__}: {error}"
+    return seen
+
+
+def train(world: World, experiment: Experiment, folder: Path, seen: dict[str, Any], stop_at: int | None) -> None:
+    """Train from the newest checkpoint there is; keep what happens in `seen`."""
+    job, state = build(experiment, world)
+    restore.newest(folder / "checkpoints", job, state, print)
+    checkpoints = Checkpoints(folder, experiment.train.keep, experiment.goal) if world.ranks.first else None
+    stop = Stop()
+
+    def emit(event: Event) -> None:
+        if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
+            seen["losses"] |= dict(zip(map(str, event.steps), event.metrics["train/loss"], strict=True))
+            if stop_at is not None and event.steps[-1] >= stop_at:
+                stop(1)
+        if isinstance(event, Evaluated):
+            seen["evaluated"][str(event.step)] = dict(event.metrics)
+
+    try:
+        seen["reason"] = fit(job, state, emit, stop, checkpoints, Tally())
+    finally:
+        if checkpoints is not None:
+            checkpoints.close()
+    world.all(True)  # nobody reads the folder before it is written
