@@ -2,6 +2,9 @@
 
     python benchmarks/record_table.py [--resume]
 
+With --resume, what an earlier recording left is kept, without the rows that something else on the machine disturbed:
+those more than 10 % slower than the upper quartile of their batch size and precision.
+
 The digits behind noise (`noisy_digits.py`), two gloo processes, twelve epochs. Each run goes through the search's own
 launcher; what is kept is its curve: training seconds and validation loss after every epoch, samples/s, and what the run
 cost by the clock.
@@ -13,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -57,9 +61,16 @@ def record(space: Space, launcher: TrainLauncher, batch_size: int, precision: st
 
 
 def recorded() -> list[Any]:
-    """Return the rows that an earlier recording left."""
+    """Return the undisturbed rows that an earlier recording left."""
     path = RESULTS / "digits_table.json"
-    return json.loads(path.read_text())["rows"] if "--resume" in sys.argv and path.exists() else []
+    if "--resume" not in sys.argv or not path.exists():
+        return []
+    rows = json.loads(path.read_text())["rows"]
+    speeds: dict[tuple[int, str], list[float]] = {}
+    for row in rows:
+        speeds.setdefault((row["batch_size"], row["precision"]), []).append(row["samples_per_second"])
+    usual = {cell: statistics.quantiles(found, n=4)[2] for cell, found in speeds.items()}
+    return [row for row in rows if row["samples_per_second"] >= 0.9 * usual[row["batch_size"], row["precision"]]]
 
 
 def main() -> None:
