@@ -29,11 +29,10 @@ from rankzero.config import override
 from rankzero.experiment import Experiment
 from rankzero.search import controller, mirror
 from rankzero.search.controller import Followed, Terms
-from rankzero.search.crew import Crew, Job
+from rankzero.search.crew import Crew, Job, in_turn
 from rankzero.search.host import Host
 from rankzero.search.launcher import TrainLauncher
 from rankzero.search.objective import Objective
-from rankzero.search.session import iter_jobs
 from rankzero.search.space import BATCH_INDEX, FACTOR, PRECISION, Space, make_space
 from rankzero.tracking.journal import Identity, RunFolder
 from rankzero.train.launch import Nodes
@@ -51,7 +50,7 @@ def record(space: Space, launcher: TrainLauncher, batch_size: int, precision: st
     began = time.perf_counter()
     objective, ends = Objective("throughput", experiment.goal, None), list[Followed]()
     job = Job(experiment, f"{batch_size}-{precision}-{factor}-{seed}", objective, Terms(), ends.append)
-    Crew([launcher]).work(iter_jobs([job]))
+    Crew([launcher]).work(in_turn([job]))
     found = ends[0]
     assert found.state == "COMPLETE", found.reason
     return {"batch_size": batch_size, "precision": precision, "factor": factor, "seed": seed,

@@ -329,6 +329,30 @@ def judge(table: Table, steps: Sequence[Step], budget: float) -> dict[str, float
             "cost": regrets[-1][0], "cost_to_5_percent": good[0] if good else math.inf}  # fmt: skip
 
 
+def regret_at(steps: Sequence[Step], truth: dict[Key, float], cost: float) -> float:
+    """Return the regret of what would be handed out after so much; infinite before there is anything."""
+    known = [key for spent, key in steps if spent <= cost]
+    return truth[known[-1]] / min(truth.values()) - 1 if known else math.inf
+
+
+def draw(curves: dict[str, list[float]], shares: Sequence[float]) -> None:
+    """Draw the median regret against the cost, and write ``replay.png``."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, curve in curves.items():
+        shown = [min(max(regret, 0.005), 10.0) for regret in curve]
+        axes.plot(shares, shown, label=name, linewidth=3 if name == "ours" else 1.2,
+                  linestyle=":" if name.startswith("ours, ") else "-")  # fmt: skip
+    axes.axvline(0.25, color="grey", linewidth=0.8)
+    axes.axhline(0.05, color="grey", linewidth=0.8)
+    axes.set(yscale="log", xlabel="cost, of the whole grid's", ylabel="median regret in time to target",
+             title="What a searcher would hand out, by what it has cost")  # fmt: skip
+    axes.legend(fontsize=7)
+    figure.savefig(RESULTS / "replay.png", dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replays", type=int, default=50)
@@ -339,13 +363,20 @@ def main() -> None:
     print(
         f"the grid: {len(table.keys)} cells, {GRID_SEEDS} seeds, {4 * quarter:.0f} s; a quarter of it: {quarter:.0f} s"
     )
-    found = {}
+    truth = {key: table.truth(key) for key in table.keys}
+    shares = [number / 100 for number in range(2, 102, 2)]
+    found, curves = {}, {}
     for name, search in CONTESTANTS.items():
-        judged = [judge(table, search(table, number), quarter) for number in range(replays)]
+        runs = [search(table, number) for number in range(replays)]
+        judged = [judge(table, steps, quarter) for steps in runs]
+        curves[name] = [
+            statistics.median(regret_at(steps, truth, 4 * quarter * share) for steps in runs) for share in shares
+        ]
         found[name] = {key: statistics.median(one[key] for one in judged) for key in judged[0]}
         found[name]["share_within_5_percent"] = statistics.fmean(one["regret"] <= 0.05 for one in judged)
         print(f"{name:36}" + "  ".join(f"{key} {value:8.3f}" for key, value in found[name].items()), flush=True)
     save("replay", replays=replays, grid_seconds=4 * quarter, target=TARGET, contestants=found)
+    draw(curves, shares)
 
 
 def _fast() -> str | None:

@@ -18,6 +18,8 @@ VERBS = {
     "resume": "go on with a run, in the same MLflow run",
     "search": "find the configuration that reaches the quality bar in the least time",
     "probe": "measure samples/s and memory, batch size x precision",
+    "compare": "train the same work under several strategies, and compare",
+    "profile": "see where the time of a step goes",
     "report": "show a search's verdict again",
     "config": "show an experiment's settings and every legal key",
     "runs": "list runs",

@@ -29,10 +29,11 @@ PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minute
 SAMPLERS, PRUNERS = ("tpe", "gp", "random", "grid"), ("asha", "hyperband", "median", "none")
 
 
-def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
+def add_experiment_arguments(parser: argparse.ArgumentParser, *, nproc: bool = True) -> None:
     parser.add_argument("experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class")
     parser.add_argument("settings", metavar="key=value", nargs="*", help="settings of your own configuration to change")
-    parser.add_argument("--nproc", type=int, help="processes of each trial (default: one per GPU, or 1)")
+    if nproc:
+        parser.add_argument("--nproc", type=int, help="processes of each trial (default: one per GPU, or 1)")
     parser.add_argument("--tracking-uri", help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or embedded)")
     parser.add_argument("--experiment-name", help="the MLflow experiment (default: the file's name)")
     parser.add_argument("--new", action="store_true", help="begin anew; what there is so far is kept")

@@ -57,7 +57,7 @@ def run_of(found: Followed, objective: Objective, seed: int) -> Run:
         quality=curve.best,
         samples_per_second=curve.samples_per_second,
         memory_bytes=max(memory, default=0.0) * 1e6 or None,
-        joules=facts.get("system/gpu_energy_joules", facts.get("system/gpu_0_energy_joules")),
+        joules=curve.joules,
     )
 
 

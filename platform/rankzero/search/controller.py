@@ -147,7 +147,7 @@ def facts(found: Followed, experiment: Experiment, label: str) -> dict[str, Any]
         "best": curve.best,
         "samples_per_second": curve.samples_per_second,
         "memory_megabytes": _peak(curve, "gpu_memory_usage_megabytes"),
-        "joules": curve.peaks.get("system/gpu_energy_joules", curve.peaks.get("system/gpu_0_energy_joules")),
+        "joules": curve.joules,
         "curve": [[point.step, round(point.seconds, 4), point.value] for point in curve.points],
     }
     return {name: fact for name, fact in known.items() if fact is not None}

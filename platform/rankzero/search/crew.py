@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rankzero.experiment import Experiment
 from rankzero.search.controller import Followed, Follower, Terms
@@ -33,6 +33,12 @@ class _Post:
     launcher: Launcher
     job: Job
     follower: Follower
+
+
+def in_turn(jobs: Iterable[Job]) -> Callable[[], Job | None]:
+    """Return what gives one job after the other, then None."""
+    left = iter(jobs)
+    return lambda: next(left, None)
 
 
 class Crew:

@@ -72,6 +72,11 @@ class Curve:
     def samples_per_second(self) -> float | None:
         return None if self.ended is None else self.ended.metrics.get("samples_per_second")
 
+    @property
+    def joules(self) -> float | None:
+        """Return the energy that the job's GPUs took, where it is measured."""
+        return self.peaks.get("system/gpu_energy_joules", self.peaks.get("system/gpu_0_energy_joules"))
+
     def seconds_to(self, target: float) -> float | None:
         """Return the training time until the metric first reached `target`; None where it has not.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankzero.config import override
@@ -15,7 +15,7 @@ from rankzero.search import confirm, controller, plan
 from rankzero.search.budget import REFERENCE_SECONDS, Budget, Options
 from rankzero.search.confirm import Turn
 from rankzero.search.controller import Followed, Say, Terms
-from rankzero.search.crew import Crew, Job
+from rankzero.search.crew import Crew, Job, in_turn
 from rankzero.search.launcher import Launcher
 from rankzero.search.objective import Objective, bar
 from rankzero.search.space import Space
@@ -82,7 +82,7 @@ class Session:
     def _reference(self) -> Objective:
         """Train the user's own configuration first; return the objective, its bar known."""
         if plan.reference_trial(self._study.trials(), self._space) is None:
-            self._crew.work(iter_jobs([self._reference_job()]))
+            self._crew.work(in_turn([self._reference_job()]))
             reference = plan.reference_trial(self._study.trials(), self._space)
             if reference is None:
                 raise RunFailed(
@@ -197,7 +197,7 @@ class Session:
                 return
             rounds = range(look * seeds, (look + 1) * seeds)
             todo = confirm.turns(contestants, self._space.reference.train.seed, rounds, self._kept())
-            self._crew.work(iter_jobs(self._turn_job(objective, turn) for turn in todo))
+            self._crew.work(in_turn(self._turn_job(objective, turn) for turn in todo))
             left = finalists(self._verdict(objective))
             contestants = [trial for trial in contestants if trial.number in left]
             if not self._budget.allows(contestants):
@@ -218,12 +218,6 @@ class Session:
 
     def _verdict(self, objective: Objective) -> Verdict:
         return confirm.verdict_of(self._study.trials(), self._space, objective, self._kept())
-
-
-def iter_jobs(jobs: Any) -> Callable[[], Job | None]:
-    """Return what gives one job after the other, then None."""
-    left: Iterator[Job] = iter(jobs)
-    return lambda: next(left, None)
 
 
 def _line(number: int, found: Followed, facts: Mapping[str, Any]) -> str:

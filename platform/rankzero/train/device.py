@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import torch
@@ -47,6 +48,13 @@ def gpu_uuids(ranks: Ranks) -> list[str]:
         return []
     shown = min(ranks.local_world_size, torch.cuda.device_count())
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(shown)]
+
+
+def peak_memory_megabytes(world: World) -> float:
+    """Return the most memory that this rank has held: of the GPU, as PyTorch reserves it, else of the host."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_reserved(world.device) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def describe(world: World) -> dict[str, str]:

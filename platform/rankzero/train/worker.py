@@ -95,7 +95,7 @@ def _told(log: RunLog, experiment: Experiment, request: Request, world: World, t
         telling.outcome = Outcome("KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED", cause.reason)
         raise
     finally:
-        telling.ended(error, tally.summary())
+        telling.ended(error, {**tally.summary(), "peak_memory_megabytes": device.peak_memory_megabytes(world)})
         log.close()
 
 

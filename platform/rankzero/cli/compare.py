@@ -1,0 +1,75 @@
+"""``rankzero compare EXP [--strategies single,ddp,…] [--nproc 1,2,4] [key=value…]``: one table of all ways to train."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import secrets
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from rankzero import config
+from rankzero.cli import search
+from rankzero.cli.console import program
+from rankzero.errors import UserError
+from rankzero.search import mirror
+from rankzero.search.host import Host
+from rankzero.tracking import store, sync
+from rankzero.tracking.journal import new_name
+
+if TYPE_CHECKING:
+    from rankzero.compare.bench import Bench
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    search.add_experiment_arguments(parser, nproc=False)
+    parser.add_argument("--strategies", help="which, with commas between (default: single,ddp; with GPUs dp, too)")
+    parser.add_argument("--nproc", help="numbers of devices, with commas between (default: 1 and all GPUs, or 1,2)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rankzero.compare import bench, words
+    from rankzero.compare.entries import entries
+
+    with contextlib.closing(Host(search.libraries(arguments))) as host:
+        described = host.describe(arguments.experiment, config.parse_assignments(arguments.settings), 1)
+        on_gpus = described.gpus > 0
+        strategies = arguments.strategies or ("single,dp,ddp" if on_gpus else "single,ddp")
+        counts = numbers(arguments.nproc or f"1,{max(2, described.gpus)}")
+        plan = entries([name.strip() for name in strategies.split(",")], counts)
+        found = made(arguments, host, described, "compare")
+        rows, notes, folder = bench.compare(found, plan, sys.argv)
+    table = Table(*words.COLUMNS, title="the same work, compared", title_justify="left")
+    for row in rows:
+        table.add_row(*words.cells(row))
+    terminal = Console(highlight=False)
+    terminal.print(table)
+    for note in notes:
+        terminal.print(f"not fair: {note}")
+    terminal.print(words.sentence(rows))
+    sync.wait(folder)
+    search.say(f"look:  {program()} ui   run: {folder.path.name}")
+    return 0 if any(row.speed_up is not None for row in rows) else 1
+
+
+def made(arguments: argparse.Namespace, host: Host, described: mirror.Description, verb: str) -> Bench:
+    """Return where to compare or profile: a run of its own, in the store that the command line names."""
+    from rankzero.compare import bench
+
+    reference = mirror.mirrored(described)
+    identity = search.identity_of(arguments, reference, described.processes, verb)
+    identity = dataclasses.replace(identity, name=new_name(f"{identity.experiment}-{verb}"), uuid=secrets.token_hex(16))
+    store.prepare_store(identity.tracking_uri)
+    return bench.Bench(host, reference, identity, arguments.dir / "runs", described.device, search.say)
+
+
+def numbers(text: str) -> list[int]:
+    """Return the whole numbers in ``1,2,4``. Raises UserError."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--nproc takes whole numbers with commas between, such as 1,2,4: got {text!r}") from None
