@@ -1,10 +1,11 @@
 """Searchers let loose on the recorded table, with the same accounting for all.   about 10 minutes, no training
 
-    python benchmarks/replay.py [--replays 50]
+    python benchmarks/replay.py [--replays 50] [--longer 10]
 
 Every searcher pays, by the recorded clock, for what it trains: the training seconds until it stops and the fixed cost
 of a run; probes and confirmations are charged too. What it would hand out is judged on seeds that no searcher ever saw:
 regret = its time to target there over the best cell's, minus 1. Ours is the real search, on the table's clock.
+--longer: as if training took so many times longer, and starting a run and probing a cell as long as they do.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rankzero.search.study import open_study
 SEARCH_SEEDS, CONFIRM_SEEDS = (0, 1), (2, 3, 4, 5, 6, 7)  # the others are held out
 GRID_SEEDS = 3  # the grid's evidence for a cell: what a confirmation asks for
 TARGET, SAMPLES, METRIC = 0.3, 1437, "val/loss"
-PROBE_SECONDS = 1.0  # what a cell of the probe map takes of runs this short, as `rankzero probe` measured
+PROBE_SECONDS = 1.2  # what a cell of the probe map takes of runs this short, by `rankzero probe`: see the README
 NEVER = 1e9
 MOST_TRIALS = 60
 Key = tuple[int, str, float]
@@ -95,10 +96,14 @@ class Table:
         return float(self.rows[key, seed]["samples_per_second"])
 
 
-def load() -> Table:
+def load(longer: float = 1.0) -> Table:
+    """Return the recorded table, training times `longer` times as long."""
     found = json.loads((RESULTS / "digits_table.json").read_text())
-    rows = {((row["batch_size"], row["precision"], row["factor"]), row["seed"]): row for row in found["rows"]}
     fixed = statistics.median(row["wall_seconds"] - row["points"][-1][0] for row in found["rows"])
+    for row in found["rows"]:
+        row["points"] = [(longer * seconds, value) for seconds, value in row["points"]]
+        row["samples_per_second"] /= longer
+    rows = {((row["batch_size"], row["precision"], row["factor"]), row["seed"]): row for row in found["rows"]}
     return Table(rows, tuple(found["batch_sizes"]), tuple(found["precisions"]), tuple(found["factors"]),
                  found["lr_exponent"], fixed)  # fmt: skip
 
@@ -335,8 +340,8 @@ def regret_at(steps: Sequence[Step], truth: dict[Key, float], cost: float) -> fl
     return truth[known[-1]] / min(truth.values()) - 1 if known else math.inf
 
 
-def draw(curves: dict[str, list[float]], shares: Sequence[float]) -> None:
-    """Draw the median regret against the cost, and write ``replay.png``."""
+def draw(curves: dict[str, list[float]], shares: Sequence[float], path: Path) -> None:
+    """Draw the median regret against the cost."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -350,15 +355,17 @@ def draw(curves: dict[str, list[float]], shares: Sequence[float]) -> None:
     axes.set(yscale="log", xlabel="cost, of the whole grid's", ylabel="median regret in time to target",
              title="What a searcher would hand out, by what it has cost")  # fmt: skip
     axes.legend(fontsize=7)
-    figure.savefig(RESULTS / "replay.png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replays", type=int, default=50)
-    replays = parser.parse_args().replays
+    parser.add_argument("--longer", type=float, default=1.0)
+    options = parser.parse_args()
+    replays, longer = options.replays, options.longer
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    table = load()
+    table = load(longer)
     quarter = budget(table)
     print(
         f"the grid: {len(table.keys)} cells, {GRID_SEEDS} seeds, {4 * quarter:.0f} s; a quarter of it: {quarter:.0f} s"
@@ -375,8 +382,9 @@ def main() -> None:
         found[name] = {key: statistics.median(one[key] for one in judged) for key in judged[0]}
         found[name]["share_within_5_percent"] = statistics.fmean(one["regret"] <= 0.05 for one in judged)
         print(f"{name:36}" + "  ".join(f"{key} {value:8.3f}" for key, value in found[name].items()), flush=True)
-    save("replay", replays=replays, grid_seconds=4 * quarter, target=TARGET, contestants=found)
-    draw(curves, shares)
+    name = "replay" if longer == 1 else f"replay_{longer:g}_times_longer"
+    save(name, replays=replays, grid_seconds=4 * quarter, target=TARGET, contestants=found)
+    draw(curves, shares, RESULTS / f"{name}.png")
 
 
 def _fast() -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from rankzero.search.space import Space
 from rankzero.train import failure
 from rankzero.train.launch import Nodes
 
-BELOW = 4  # a ladder starts at the user's batch size over this
+BELOW = 2  # a ladder starts at the user's batch size over this
 MOST_RESTARTS = 8
 NOT_PART = ("train.batch_size", "train.micro_batch", "train.precision", "train.seed", "train.epochs", "train.steps",
             "train.eval_every", "train.save_every", "train.keep", "train.log_model", "train.max_minutes",
@@ -135,15 +136,21 @@ def line(one: Measured) -> str:
 
 
 def guesses(space: Space, measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Return the parameters that the map suggests: its knee, and half of it, as the scaling rule has it."""
+    """Return the parameters that the map suggests, as the scaling rule has it: between the user's batch and the knee.
+
+    With samples to the target n0 (1 + B / B_crit) and speed X0 B / (B + B_hw), the best batch is sqrt(B_hw B_crit):
+    below the knee, where the speed levels off, and for a user who began small, above what they have.
+    """
     from rankzero.search.space import BATCH_INDEX, PRECISION
 
     found, own = ladder.knee(measured), space.reference_parameters()
     if found is None or BATCH_INDEX not in own:
         return []
-    near = [size for size in (found.batch_size, found.batch_size // 2) if size in space.batch_sizes]
+    knee = space.batch_sizes.index(found.batch_size) if found.batch_size in space.batch_sizes else own[BATCH_INDEX]
+    between = math.ceil((own[BATCH_INDEX] + knee) / 2)
     precision = {PRECISION: found.precision} if PRECISION in own and found.precision in space.precisions else {}
-    return [{**own, **precision, BATCH_INDEX: space.batch_sizes.index(size)} for size in near]
+    tried = [{**own, **precision, BATCH_INDEX: index} for index in dict.fromkeys((between, knee))]
+    return [parameters for parameters in tried if parameters != own]
 
 
 def failure_text(failures: Path) -> str:

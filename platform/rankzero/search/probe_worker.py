@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rankzero.train.loop import Job, State
     from rankzero.train.world import World
 
+Data = tuple[Any, Any]
+"""The training and the validation set."""
 SHORTEST_SECONDS, PART_OF_A_RUN = 0.5, 0.02
 WINDOWS = 10  # in the time that a cell is watched at most
 LOCAL_WINDOWS = 4  # without communication, to see what it costs
@@ -61,15 +63,17 @@ def main(request: Request) -> str:
 
 
 def _climb(request: Request, world: World) -> None:
+    from rankzero.train import worker
+
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
-    measured = list(request.known)
+    measured, data = list(request.known), worker.data_of(experiment)  # once: loading may take longer than a cell
     while True:
         cell = ladder.next_cell(measured, request.batch_sizes, request.precisions, world.size)
         if cell is None:
             return
         if world.ranks.first:
             _note(request, {"begun": dataclasses.asdict(cell)})
-        measured.append(_attempt(request, experiment, world, cell, cap_seconds(request, measured)))
+        measured.append(_attempt(request, experiment, data, world, cell, cap_seconds(request, measured)))
         if world.ranks.first:
             _note(request, dataclasses.asdict(measured[-1]))
 
@@ -82,13 +86,15 @@ def cap_seconds(request: Request, measured: Sequence[Measured]) -> float:
     return min(request.most_seconds, max(SHORTEST_SECONDS, PART_OF_A_RUN * request.run_samples / speeds[0]))
 
 
-def _attempt(request: Request, experiment: Experiment, world: World, cell: Cell, most_seconds: float) -> Measured:
+def _attempt(
+    request: Request, experiment: Experiment, data: Data, world: World, cell: Cell, most_seconds: float
+) -> Measured:
     """Measure a cell. Alone, a rank survives its own out-of-memory; together, the others would wait for ever."""
     import torch
 
     began = time.perf_counter()
     try:
-        return measure(experiment, world, cell, request.relative, most_seconds)
+        return measure(experiment, data, world, cell, request.relative, most_seconds)
     except torch.OutOfMemoryError as error:
         if world.together:
             raise
@@ -99,7 +105,9 @@ def _attempt(request: Request, experiment: Experiment, world: World, cell: Cell,
                     memory_limit_bytes=_limit(world), seconds=time.perf_counter() - began)  # fmt: skip
 
 
-def measure(experiment: Experiment, world: World, cell: Cell, relative: float, most_seconds: float) -> Measured:
+def measure(
+    experiment: Experiment, data: Data, world: World, cell: Cell, relative: float, most_seconds: float
+) -> Measured:
     """Measure a cell's steady speed with the real data loading. A collective."""
     import torch
 
@@ -113,7 +121,7 @@ def measure(experiment: Experiment, world: World, cell: Cell, relative: float, m
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     retries = _retries(world)
-    job, state = worker.build(config.override(experiment, settings), world)
+    job, state = worker.build(config.override(experiment, settings), world, data)
     batches = job.train_feed.train(job.plan, job.strategy.shard.rank, 0, ENDLESS)
     state.model.train()
     steady, steps, waits = _windows(job, state, batches, relative, most_seconds)

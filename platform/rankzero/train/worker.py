@@ -113,15 +113,18 @@ def _root_cause(error: BaseException, world: World) -> failure.Failure:
     return failure.Failure(**found)  # type: ignore[arg-type]
 
 
-def build(experiment: Experiment, world: World) -> tuple[Job, State]:
-    """Make what the experiment describes, on this rank's device, replicated. All ranks call it."""
+def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = None) -> tuple[Job, State]:
+    """Make what the experiment describes, on this rank's device, replicated. All ranks call it.
+
+    `data`: what the experiment's `data()` returned before, where that may be used again.
+    """
     train = experiment.train
     if train.deterministic:
         randomness.be_deterministic()
     device.set_threads(world.ranks)
     arithmetic = precision.set_up(train.precision, world.device)
     randomness.seed_all(train.seed)
-    train_set, val_set = _data(experiment)
+    train_set, val_set = data or data_of(experiment)
     plan = make_plan(train, len(train_set), strategies.shards(train.strategy, world.size))
     model = experiment.model().to(world.device)
     if train.compile:
@@ -145,7 +148,8 @@ def build(experiment: Experiment, world: World) -> tuple[Job, State]:
     return Job(experiment, world, plan, total, arithmetic, strategy, *feeds), state
 
 
-def _data(experiment: Experiment) -> tuple[Any, Any]:
+def data_of(experiment: Experiment) -> tuple[Any, Any]:
+    """Return the experiment's data sets. Raises UserError where they are none."""
     data = experiment.data()
     try:
         train_set, val_set = data
