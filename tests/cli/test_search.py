@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sqlite3
@@ -13,9 +14,10 @@ import pytest
 import yaml
 
 from cli.conftest import TINY, Command, events
-from rankzero.events import RunEnded
+from rankzero.events import RunEnded, StepsLogged
 from rankzero.search.study import default_storage, find_study
 from rankzero.tracking.catalog import last_end
+from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.mlflow import RunRecord, Tracker
 
 MOODY = TINY.with_name("moody.py")
@@ -127,6 +129,41 @@ def test_sigkill_of_the_search_leaves_no_process_and_no_run_running(rankzero: Co
         ["KILLED"],
     )
     assert "RUNNING" not in {run.status for run in mlflow_runs(rankzero).values()}
+
+
+@pytest.mark.timeout(300)
+def test_trials_side_by_side_and_a_second_command_that_helps(rankzero: Command) -> None:
+    storage = f"sqlite:///{rankzero.folder / 'shared.db'}"
+    words = ("search", MOODY.with_name("narrow.py"), "train.epochs=9", "step_seconds=0.05", "goal.target=0.9999", "--nproc", 1, "--trials", 7,
+             "--pruner", "none", "--no-probe", "--study", "s", "--storage", storage)  # fmt: skip
+    leads = rankzero.start(*words, "--parallel", 2)
+    rankzero.wait_for_step(1, "s-000")
+    code, helped = rankzero(*words)
+    assert code == 0, helped
+    output, _ = leads.communicate(timeout=200)
+    assert leads.returncode == 0, output
+    assert "leads this study" in helped and "confirms and decides" in helped and "use:" not in helped
+    assert "No configuration reached" in output and "use:" in output
+    trials = find_study(storage, "s").trials()
+    assert len([trial for trial in trials if "same_as" not in trial.facts]) == 7
+    assert len({trial.facts["owner"] for trial in trials}) == 2, "one of them did nothing"
+    assert at_once([rankzero.folder / "mlruns/runs" / f"s-{trial.number:03d}" for trial in trials]) >= 2
+    runs = mlflow_runs(rankzero)
+    study = runs.pop("s")
+    assert {run.status for run in runs.values()} <= {"FINISHED", "KILLED"}
+    assert {run.tags["mlflow.parentRunId"] for run in runs.values()} == {study.run_id}
+    code, output = rankzero("search", TINY, "--nproc", 1, "--parallel", 99, "--no-probe")
+    assert code == 2 and "needs as many processor cores" in output
+    assert gone(rankzero.folder)
+
+
+def at_once(folders: list[Path]) -> int:
+    """Return how many of these runs trained at the same time, at most."""
+    spans = []
+    for folder in folders:
+        times = [event.times[0] for event in events(RunFolder(folder)) if isinstance(event, StepsLogged)]
+        spans += [(times[0], 1), (times[-1], -1)] if times else []
+    return max(itertools.accumulate(change for _, change in sorted(spans)))
 
 
 def test_mistakes_are_told_in_one_message(rankzero: Command, tmp_path: Path) -> None:

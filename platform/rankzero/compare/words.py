@@ -73,12 +73,11 @@ def verdict(profile: Profile) -> str:
     """Return a profile in a paragraph."""
     found, step = profile.breakdown, profile.step_seconds
     bound = found.bound
-    slower = profile.profiled_seconds / step - 1
     return (
         f"A step takes {1e3 * step:.3g} ms ({profile.batch_size / step:,.0f} samples/s): {found.compute:.0%} compute, "
         f"{found.communication:.0%} communication that no computing hides, {found.data:.0%} waiting for data, "
         f"{found.other:.0%} other (Python, launching, waiting for another rank). What limits it is {bound}, "
-        f"{ADVICE[bound]} The profiler itself made steps {slower:.0%} slower."
+        f"{ADVICE[bound]} (Under the profiler a step took {1e3 * profile.profiled_seconds:.3g} ms.)"
     )
 
 

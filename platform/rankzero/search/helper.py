@@ -12,7 +12,7 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.search import members, record
 from rankzero.search.controller import Say
 from rankzero.search.host import Host
-from rankzero.search.quest import FIRST, PARENT_RUN, SPACE, Outcome, Quest, launchers, params_of
+from rankzero.search.quest import FIRST, PARENT, SPACE, Outcome, Quest, launchers, params_of
 from rankzero.search.session import TARGET, Session
 from rankzero.search.space import Space, narrowed
 from rankzero.search.study import OWNER, Study
@@ -25,7 +25,7 @@ def run(quest: Quest, study: Study, hosts: Sequence[Host], argv: Sequence[str], 
     """Do trials until the budget is spent."""
     where = members.host_of(study.members.leader)
     say(f"{where} leads this study: waiting until it has trained your own configuration")
-    _await(study, (SPACE, FIRST, TARGET))
+    _await(study, (SPACE, FIRST, PARENT, TARGET))
     space = agreed(study, quest.space)
     with record.Record(quest.root / "runs", _identity(quest, study), params_of(quest), argv) as kept:
         Session(study, space, launchers(quest, hosts, kept), quest.options, say).help(study.facts[FIRST])
@@ -36,10 +36,11 @@ def run(quest: Quest, study: Study, hosts: Sequence[Host], argv: Sequence[str], 
 
 
 def _identity(quest: Quest, study: Study) -> Identity:
-    """Return this process's own run: below the study's in MLflow, where that is known."""
+    """Return this process's own run: below the study's in MLflow, where both go to the same."""
+    above = study.facts[PARENT]
     return dataclasses.replace(
         quest.identity, name=f"{study.name}-helper-{os.getpid()}", uuid=secrets.token_hex(16),
-        parent_run_id=study.facts.get(PARENT_RUN),
+        parent_uuid=above["uuid"] if above["tracking_uri"] == quest.identity.tracking_uri else None,
     )  # fmt: skip
 
 

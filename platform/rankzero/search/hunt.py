@@ -18,7 +18,7 @@ from rankzero.search.controller import Say
 from rankzero.search.host import Host
 from rankzero.search.ladder import Measured
 from rankzero.search.mirror import Description
-from rankzero.search.quest import FIRST, PARENT_RUN, SPACE, Outcome, Quest, launchers, params_of
+from rankzero.search.quest import FIRST, PARENT, SPACE, Outcome, Quest, launchers, params_of
 from rankzero.search.session import Found, Session
 from rankzero.search.space import Space, narrowed
 from rankzero.search.study import Study, Trial, open_study
@@ -48,6 +48,8 @@ def _lead(quest: Quest, study: Study, hosts: Sequence[Host], argv: Sequence[str]
         began = time.monotonic()
         measured = probe_map(quest, hosts[0], kept, say) if quest.probes else []
         space = _agreed(study, quest.space, measured)
+        own = kept.folder.identity
+        study.note(PARENT, {"uuid": own.uuid, "tracking_uri": own.tracking_uri})
         if FIRST not in study.facts:
             study.note(FIRST, probe.guesses(space, measured) or plan.guesses(space))
         say(f"space  {shown(space)}")
@@ -182,8 +184,6 @@ class _Teller:
 
     def __call__(self, text: str) -> None:
         self._say(text)
-        if PARENT_RUN not in self._study.facts and self._kept.mlflow_run_id is not None:
-            self._study.note(PARENT_RUN, self._kept.mlflow_run_id)
         for trial in self._study.trials():
             if trial.state in ("COMPLETE", "PRUNED", "FAIL") and trial.number not in self._drawn:
                 self._drawn.add(trial.number)

@@ -80,7 +80,7 @@ class TrainLauncher:
                 experiment_file=identity.experiment_file,
                 project_dir=identity.project_dir,
                 parent=identity.name,
-                parent_run_id=identity.parent_run_id,
+                parent_uuid=identity.parent_uuid,
             ),
         )
         write_config(folder, experiment)

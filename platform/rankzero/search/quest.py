@@ -18,7 +18,7 @@ from rankzero.tracking.journal import Identity, RunFolder
 from rankzero.tracking.secrecy import settings_without_secrets
 from rankzero.train.launch import Nodes
 
-SPACE, FIRST, PARENT_RUN = "space", "first", "mlflow_run_id"
+SPACE, FIRST, PARENT = "space", "first", "parent"
 """Facts of a study: what is drawn from, what is tried first, its run in MLflow."""
 
 

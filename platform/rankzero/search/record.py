@@ -15,7 +15,7 @@ from rankzero import config
 from rankzero.events import RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.search.study import Trial
-from rankzero.tracking import progress, provenance
+from rankzero.tracking import provenance
 from rankzero.tracking.journal import Identity, write_atomically
 from rankzero.tracking.ranks import Ranks
 from rankzero.tracking.runlog import RunLog
@@ -58,11 +58,6 @@ class Record:
         metrics = {f"search/{name}": [float(value)] for name, value in known.items() if value is not None}
         self._log(StepsLogged([trial.number], [time.time()], metrics))
         self._log.flush()
-
-    @property
-    def mlflow_run_id(self) -> str | None:
-        """Return the study's run in MLflow, once there is one."""
-        return progress.load(progress.path_of(self.folder, 0)).run_id
 
     def finished(self, reason: str, summary: Mapping[str, float]) -> None:
         """Say how it ends: with `reason`."""

@@ -155,8 +155,8 @@ class Deliverer:
     def _open(self) -> bool:
         """Find or make the MLflow run; a node other than 0 waits for node 0 to make it."""
         identity = self._folder.identity
-        if identity.parent is not None and identity.parent_run_id is None:
-            identity = self._adopted(identity, identity.parent)
+        if identity.parent is not None or identity.parent_uuid is not None:
+            identity = dataclasses.replace(identity, parent_run_id=self._parent_run_id(identity))
             if identity.parent_run_id is None:
                 self._sending.fail()
                 return False
@@ -175,10 +175,15 @@ class Deliverer:
         self.commit()
         return True
 
-    def _adopted(self, identity: Identity, parent: str) -> Identity:
-        """Return the identity with its parent's run id, once that is known."""
-        found = state.load(state.path_of(RunFolder(self._folder.path.parent / parent), 0)).run_id
-        return dataclasses.replace(identity, parent_run_id=found)
+    def _parent_run_id(self, identity: Identity) -> str | None:
+        """Return the run that this one is shown below, once it is there."""
+        if identity.parent_uuid is None:
+            beside = RunFolder(self._folder.path.parent / (identity.parent or ""))
+            return state.load(state.path_of(beside, 0)).run_id
+        self._tracker = self._tracker or self._connect(identity.tracking_uri)
+        parent = dataclasses.replace(identity, uuid=identity.parent_uuid, mlflow_run_id=None)
+        found = self._tracker.find_open_run(parent)
+        return None if found is None else found.run_id
 
     def _adopt(self, run: OpenRun, from_elsewhere: bool) -> None:
         """Begin with what MLflow has of the run already, sent by a process whose progress is not here."""

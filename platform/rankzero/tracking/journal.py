@@ -40,8 +40,9 @@ class Identity:
     """The folder that the run was started in."""
     parent: str | None = None
     """The run that this one belongs to (a trial's study), by name: its folder lies beside; its courier serves both."""
+    parent_uuid: str | None = None
+    """The run to show this one below, where another process delivers that: a study that it leads."""
     parent_run_id: str | None = None
-    """The parent's MLflow run, where it is known beforehand (a study on another machine)."""
     mlflow_run_id: str | None = None
     """The MLflow run to go on with, where it is known from elsewhere (a resume on a new machine)."""
 

@@ -51,16 +51,31 @@ def status(folder: RunFolder) -> Delivery:
 def wait(
     folder: RunFolder, timeout: float = GRACE_SECONDS, on_progress: Callable[[Delivery], None] | None = None
 ) -> Delivery:
-    """Return once the recorder is done, has given up, or has made no progress for `timeout` seconds."""
-    before, moved = status(folder), time.monotonic()
+    """Return once the recorder is done, has given up, or has made no progress for `timeout` seconds.
+
+    A study is done when its trials are, which its recorder delivers, too.
+    """
+    before, moved = of_family(folder), time.monotonic()
     while not before.done and time.monotonic() - moved < timeout and _recorder_lives(folder):
         time.sleep(0.1)
-        now = status(folder)
+        now = of_family(folder)
         if now != before:
             before, moved = now, time.monotonic()
             if on_progress is not None:
                 on_progress(now)
-    return status(folder)
+    return of_family(folder)
+
+
+def of_family(folder: RunFolder) -> Delivery:
+    """Return how the delivery of a run and its children stands, as one."""
+    own = status(folder)
+    children = [status(child) for child in folder.children if child.events.exists()]
+    return own._replace(
+        delivered=own.delivered + sum(child.delivered for child in children),
+        pending=own.pending + sum(child.pending for child in children),
+        done=own.done and all(child.done for child in children),
+        error=own.error or next((child.error for child in children if child.error), None),
+    )
 
 
 def deliver(
