@@ -134,7 +134,8 @@ def test_sigkill_of_the_search_leaves_no_process_and_no_run_running(rankzero: Co
 @pytest.mark.timeout(300)
 def test_trials_side_by_side_and_a_second_command_that_helps(rankzero: Command) -> None:
     storage = f"sqlite:///{rankzero.folder / 'shared.db'}"
-    words = ("search", MOODY.with_name("narrow.py"), "train.epochs=9", "step_seconds=0.05", "goal.target=0.9999", "--nproc", 1, "--trials", 7,
+    words = ("search", MOODY.with_name("narrow.py"), "train.epochs=9", "step_seconds=0.05", "goal.target=0.9999",
+             "--nproc", 1, "--trials", 7,
              "--pruner", "none", "--no-probe", "--study", "s", "--storage", storage)  # fmt: skip
     leads = rankzero.start(*words, "--parallel", 2)
     rankzero.wait_for_step(1, "s-000")
