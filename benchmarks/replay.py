@@ -349,6 +349,7 @@ def draw(curves: dict[str, list[float]], shares: Sequence[float], path: Path) ->
     for name, curve in curves.items():
         shown = [min(max(regret, 0.005), 10.0) for regret in curve]
         axes.plot(shares, shown, label=name, linewidth=3 if name == "ours" else 1.2,
+                  color="black" if name == "ours" else None,
                   linestyle=":" if name.startswith("ours, ") else "-")  # fmt: skip
     axes.axvline(0.25, color="grey", linewidth=0.8)
     axes.axhline(0.05, color="grey", linewidth=0.8)
