@@ -75,6 +75,8 @@ class Train:
     """Samples per optimizer step, over all ranks."""
     micro_batch: int | None = None
     """Samples per forward on one rank; none: as many as the batch leaves for each rank."""
+    oom: Literal["halve", "fail"] = "halve"
+    """What to do where a device runs out of memory: halve the micro-batch on all ranks, the batch stays; or fail."""
     precision: Precision = "fp32"
     strategy: Literal["single", "dp", "ddp", "zero1", "fsdp", "tp", "pp"] = "ddp"
     """How the work is divided among processes; see docs/strategies.md."""

@@ -256,6 +256,23 @@ def mlflow_server(root: Path, port: int | None = None) -> Iterator[tuple[str, su
         process.wait()
 
 
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Command) -> None:
+    layered = TINY.with_name("layered.py")
+    assert rankzero("train", layered, "--nproc", 1, "--run-name", "roomy")[0] == 0
+    code, output = rankzero("train", layered, "--nproc", 2, "--run-name", "tight", "most_samples=2")
+    assert code == 0, output
+    assert "out of memory: micro-batch 8 -> 4 -> 2" in output
+    tight, roomy = (RunFolder(rankzero.folder / "mlruns/runs" / name) for name in ("tight", "roomy"))
+    assert losses(tight) == pytest.approx(losses(roomy), rel=1e-4)
+    run = tracked(tight)
+    assert run.status == "FINISHED" and run.tags["rankzero.out_of_memory"] == "micro-batch 8 -> 4 -> 2"
+    assert "micro_batch: 2" in tight.config.read_text() and run.params["train.batch_size"] == "16"
+    code, output = rankzero("train", layered, "--nproc", 2, "most_samples=2", "train.oom=fail")
+    assert code == 1 and "OutOfMemoryError" in output
+    code, output = rankzero("train", layered, "--nproc", 2, "most_samples=0")
+    assert code == 1 and "OutOfMemoryError" in output and "8 -> 4 -> 2 -> 1" in output
+
+
 def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     words = ("train", TINY, "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, "train.steps=12")

@@ -34,6 +34,7 @@ CASES = [
     Case("ddp-static", {"train__strategy": "ddp", "train__ddp_static_graph": True}),
     Case("fsdp-bf16", {"train__strategy": "fsdp", "train__precision": "bf16"}),
     Case("pp-bf16", {"train__strategy": "pp", "train__precision": "bf16"}),
+    Case("ddp-diverged", {"train__strategy": "ddp", "diverge": True}),
     Case("single", {"train__strategy": "single"}),
     Case("dp", {"train__strategy": "dp"}),
     Case("tp-planless", {"train__strategy": "tp", "plan": "none"}),
@@ -151,6 +152,7 @@ def shutil_copy(source: Path, target: Path) -> None:
     ("pp-cut-wrong", "split_points() names 'nowhere'"),
     ("pp-cut-often", "names 2 places, but 2 processes need 1"),
     ("tp-compiled", "do not go together"),
+    ("ddp-diverged", "the parameters of rank 1 are not rank 0's after step 4"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_with_what_to_change(folder: Path, name: str, says: str) -> None:
     error = seen(folder, name)["error"]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rankzero import config
 from rankzero.cli.console import Console
 from rankzero.cli.main import FAILED, FINISHED, RESUMABLE
 from rankzero.errors import RunFailed, UserError
@@ -17,7 +18,7 @@ from rankzero.experiment import Experiment, Train
 from rankzero.tracking import catalog, provenance, sync
 from rankzero.tracking.journal import RunFolder
 from rankzero.train import failure, launch
-from rankzero.train.request import request_for
+from rankzero.train.request import OUT_OF_MEMORY, request_for, write_config
 
 # Libraries whose import is slow and harmless in the server that workers are forked from: no threads, no CUDA.
 SLOW_LIBRARIES = {
@@ -43,25 +44,60 @@ class Attempt:
     nodes: launch.Nodes
     root: Path
     argv: Sequence[str]
+    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What else is known of it."""
 
 
 def run(attempt: Attempt) -> int:
-    """Launch, follow and report; return the exit code. Raises RunFailed with the reason."""
+    """Launch, follow and report; return the exit code. Raises RunFailed with the reason.
+
+    Where a device runs out of memory, all ranks begin again from the newest checkpoint with half the micro-batch.
+    """
+    folder = attempt.folder
+    console, status = _launched(attempt)
+    while (smaller := _with_half_the_micro_batch(attempt)) is not None:
+        attempt = smaller
+        console.notice(f"out of memory: {attempt.tags[OUT_OF_MEMORY]}, and on from the newest checkpoint")
+        write_config(folder, attempt.experiment)
+        console, status = _launched(attempt)
+    if not folder.events.exists():
+        return _without_rank_zero(attempt, status, console.failed)
+    _finish_tracking(attempt, console)
+    return _report(attempt, console)
+
+
+def _launched(attempt: Attempt) -> tuple[Console, str]:
+    """Launch and show until all processes have ended; return what was shown, and the status."""
     from rankzero.train import worker
 
-    folder = attempt.folder
-    environment = _provenance(attempt)
-    request = request_for(folder, attempt.experiment, environment)
-    console, status = Console(folder, attempt.experiment, attempt.root), "FAILED"
+    folder, status = attempt.folder, "FAILED"
+    request = request_for(folder, attempt.experiment, {**_provenance(attempt), **attempt.tags})
+    console = Console(folder, attempt.experiment, attempt.root)
     with console:
         try:
             status = launch.run(attempt.nodes, worker.main, request, folder.path / "logs")
         except launch.WorkersFailed as error:
             console.failed = str(error)
-    if not folder.events.exists():
-        return _without_rank_zero(attempt, status, console.failed)
-    _finish_tracking(attempt, console)
-    return _report(attempt, console)
+    return console, status
+
+
+def _with_half_the_micro_batch(attempt: Attempt) -> Attempt | None:
+    """Return the next attempt after an out-of-memory; None where that was not it, or nothing can be halved.
+
+    With several machines, only one of them knows why the ranks ended: there it fails.
+    """
+    train, nodes, first = attempt.experiment.train, attempt.nodes, failure.first(attempt.folder.failures)
+    if first is None or not failure.is_out_of_memory(first.reason) or train.oom == "fail" or nodes.nodes > 1:
+        return None
+    from rankzero.train import strategies
+    from rankzero.train.data import check_even
+
+    micro_batch = check_even(train, strategies.shards(train.strategy, nodes.processes))
+    if micro_batch % 2 or train.strategy == "pp":
+        return None
+    told = f"{attempt.tags.get(OUT_OF_MEMORY, f'micro-batch {micro_batch}')} -> {micro_batch // 2}"
+    experiment = config.override(attempt.experiment, {"train.micro_batch": micro_batch // 2})
+    return dataclasses.replace(attempt, experiment=experiment, tags={OUT_OF_MEMORY: told})
 
 
 def _without_rank_zero(attempt: Attempt, status: str, failed: str) -> int:

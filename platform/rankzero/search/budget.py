@@ -33,12 +33,16 @@ class Options:
 
 
 class Budget:
-    """A search's time and trials. `already_seconds`: what was spent on it before, the probe map for instance."""
+    """A search's time and trials.
+
+    `already_seconds`: what was spent on it before, the probe map for instance; `side_by_side`: trials at a time.
+    """
 
     def __init__(
         self, study: Study, space: Space, options: Options, clock: Callable[[], float] = time.monotonic,
-        already_seconds: float = 0.0,
+        already_seconds: float = 0.0, side_by_side: int = 1,
     ) -> None:  # fmt: skip
+        self._side_by_side = side_by_side
         self._study, self._space, self._options = study, space, options
         self._clock, self._started = clock, clock()
         self._spent = float(study.facts.get(SECONDS, 0.0)) + already_seconds
@@ -92,7 +96,8 @@ class Budget:
         reference = plan.reference_trial(self._study.trials(), self._space)
         own = 0.0 if reference is None else _train_seconds(reference)
         fixed = max(0.0, float(self._study.facts.get(REFERENCE_SECONDS, 0.0)) - own)
-        return MARGIN * self._options.seeds * sum(fixed + _train_seconds(trial) for trial in contestants)
+        each = sum(fixed + _train_seconds(trial) for trial in contestants)
+        return MARGIN * self._options.seeds * each / self._side_by_side
 
 
 def _train_seconds(trial: Trial) -> float:

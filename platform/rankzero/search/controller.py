@@ -25,9 +25,10 @@ from rankzero.search.curve import Curve
 from rankzero.search.launcher import Running
 from rankzero.search.objective import QUALITY, Objective
 from rankzero.search.study import State, Study
+from rankzero.train.failure import is_out_of_memory
 
 MEMORY = "memory"
-OUT_OF_MEMORY, DIVERGED = ("OutOfMemoryError", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"), ("NotFinite",)
+DIVERGED = "NotFinite"
 OF_A_TRIAL = {"train.save_every": 0, "train.log_model": False}  # a trial is judged, not kept
 Say = Callable[[str], None]
 
@@ -127,9 +128,9 @@ def classify(curve: Curve, objective: Objective, asked: str) -> Followed:
     if ended.status == "KILLED" and asked:
         return Followed("PRUNED", curve, reason, {QUALITY: objective.gap(curve), MEMORY: 0.0}, None)
     text = f"{ended.reason} {ended.error or ''}"
-    if any(word in text for word in OUT_OF_MEMORY):
+    if is_out_of_memory(text):
         return Followed("PRUNED", curve, ended.reason, {QUALITY: 1.0, MEMORY: 1.0}, None)
-    if any(word in text for word in DIVERGED):
+    if DIVERGED in text:
         return Followed("PRUNED", curve, ended.reason, {QUALITY: 1.0, MEMORY: 0.0}, None)
     return Followed("FAIL", curve, reason, {}, None)
 

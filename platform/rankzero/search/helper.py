@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from rankzero.errors import RunFailed, UserError
 from rankzero.search import members, record
+from rankzero.search.budget import Options
 from rankzero.search.controller import Say
 from rankzero.search.host import Host
-from rankzero.search.quest import FIRST, PARENT, SPACE, Outcome, Quest, launchers, params_of
+from rankzero.search.quest import FIRST, PARENT, SPACE, Outcome, Quest, launchers, params_of, signature
 from rankzero.search.session import TARGET, Session
 from rankzero.search.space import Space, narrowed
 from rankzero.search.study import OWNER, Study
@@ -26,7 +27,7 @@ def run(quest: Quest, study: Study, hosts: Sequence[Host], argv: Sequence[str], 
     where = members.host_of(study.members.leader)
     say(f"{where} leads this study: waiting until it has trained your own configuration")
     _await(study, (SPACE, FIRST, PARENT, TARGET))
-    space = agreed(study, quest.space)
+    space = agreed(study, quest.space, quest.options)
     with record.Record(quest.root / "runs", _identity(quest, study), params_of(quest), argv) as kept:
         Session(study, space, launchers(quest, hosts, kept), quest.options, say).help(study.facts[FIRST])
         mine = [trial for trial in study.trials() if trial.facts.get(OWNER) == members.name()]
@@ -44,14 +45,14 @@ def _identity(quest: Quest, study: Study) -> Identity:
     )  # fmt: skip
 
 
-def agreed(study: Study, space: Space) -> Space:
+def agreed(study: Study, space: Space, options: Options) -> Space:
     """Return the space that the leader found. Raises UserError where this machine's is another."""
     fact = study.facts[SPACE]
     found = narrowed(space, fact["batch_sizes"], fact["precisions"])
-    if repr(sorted(found.parameters().items())) != fact["parameters"]:
+    if signature(found, options) != fact["signature"]:
         raise UserError(
-            f"study {study.name} searches {fact['parameters']}, this command {sorted(found.parameters().items())!r}: "
-            "all who share a study need the same experiment, settings and --nproc, and devices alike"
+            f"study {study.name} searches {fact['signature']}, this command {signature(found, options)}: all who share "
+            "a study need the same experiment, settings, --nproc and --objective, and devices alike"
         )
     study.draw_from(found.parameters())
     return found

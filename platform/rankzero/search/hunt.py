@@ -14,11 +14,12 @@ from rankzero.config import flatten
 from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.search import controller, helper, ladder, plan, probe, record, sentence
+from rankzero.search.budget import Options
 from rankzero.search.controller import Say
 from rankzero.search.host import Host
 from rankzero.search.ladder import Measured
 from rankzero.search.mirror import Description
-from rankzero.search.quest import FIRST, PARENT, SPACE, Outcome, Quest, launchers, params_of
+from rankzero.search.quest import FIRST, PARENT, SPACE, Outcome, Quest, launchers, params_of, signature
 from rankzero.search.session import Found, Session
 from rankzero.search.space import Space, narrowed
 from rankzero.search.study import Study, Trial, open_study
@@ -47,7 +48,7 @@ def _lead(quest: Quest, study: Study, hosts: Sequence[Host], argv: Sequence[str]
     with record.Record(quest.root / "runs", quest.identity, params_of(quest), argv) as kept:
         began = time.monotonic()
         measured = probe_map(quest, hosts[0], kept, say) if quest.probes else []
-        space = _agreed(study, quest.space, measured)
+        space = _agreed(study, quest.space, measured, quest.options)
         own = kept.folder.identity
         study.note(PARENT, {"uuid": own.uuid, "tracking_uri": own.tracking_uri})
         if FIRST not in study.facts:
@@ -62,12 +63,12 @@ def _lead(quest: Quest, study: Study, hosts: Sequence[Host], argv: Sequence[str]
     return Outcome(says, kept.folder, decided=True)
 
 
-def _agreed(study: Study, space: Space, measured: Sequence[Measured]) -> Space:
+def _agreed(study: Study, space: Space, measured: Sequence[Measured], options: Options) -> Space:
     """Return the space that all who share the study draw from: what the leader found first, for good."""
     if SPACE not in study.facts:
         found = searched(space, measured)
         study.note(SPACE, {"batch_sizes": found.batch_sizes, "precisions": found.precisions,
-                           "parameters": repr(sorted(found.parameters().items()))})  # fmt: skip
+                           "signature": signature(found, options)})  # fmt: skip
     agreed = narrowed(space, study.facts[SPACE]["batch_sizes"], study.facts[SPACE]["precisions"])
     study.draw_from(agreed.parameters())
     return agreed

@@ -54,6 +54,12 @@ class Outcome:
     """Whether it is a verdict."""
 
 
+def signature(space: Space, options: Options) -> str:
+    """Return what all who share a study must have alike: what is drawn, and what for."""
+    wanted = options.objective, options.tolerance, options.trial_minutes
+    return repr((wanted, space.reference.goal, sorted(space.parameters().items())))
+
+
 def launchers(quest: Quest, hosts: Sequence[Host], kept: Record) -> list[TrainLauncher]:
     """Return a launcher for each host."""
     nodes = Nodes(quest.described.processes)

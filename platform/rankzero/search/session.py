@@ -45,7 +45,7 @@ class Session:
         clock: Callable[[], float] = time.monotonic, already_seconds: float = 0.0,
     ) -> None:  # fmt: skip
         self._study, self._space, self._crew, self._options, self._say = study, space, Crew(launchers), options, say
-        self._clock, self._budget = clock, Budget(study, space, options, clock, already_seconds)
+        self._clock, self._budget = clock, Budget(study, space, options, clock, already_seconds, len(launchers))
         self._guesses: Sequence[Mapping[str, Any]] = ()
         self._repeats = 0
 

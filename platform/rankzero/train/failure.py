@@ -13,6 +13,7 @@ from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.tracking.journal import write_atomically
 
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 OURS = str(Path(__file__).parents[1])
 
 
@@ -39,6 +40,11 @@ def reason(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}".rstrip(": ")
     place = _users_frame(error.__traceback__)
     return f"{text} ({place})" if place else text
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Tell whether a reason or a traceback is a device's lack of memory."""
+    return any(word in text for word in OUT_OF_MEMORY)
 
 
 def write(failure: Failure, folder: Path) -> None:

@@ -242,10 +242,11 @@ def validation_batches(job: Job) -> Iterator[tuple[Any, int]]:
 
 def evaluation(job: Job, state: State, report: Report) -> tuple[dict[str, float], bool]:
     """Evaluate, compare the replicas, and tell whether the goal metric is the best so far."""
-    if not job.world.same(job.strategy.checksum()):
+    unlike = job.world.unlike_the_first(job.strategy.checksum())
+    if unlike:
         raise UserError(
-            f"the ranks' parameters differ after step {state.step}: something changes the model on "
-            "one rank only, such as a write to a parameter outside the optimizer"
+            f"the parameters of rank {', '.join(map(str, unlike))} are not rank 0's after step {state.step}: something "
+            "changes the model on one rank only, such as a write to a parameter outside the optimizer"
         )
     metrics, goal = evaluate(job, state, list(report.values)), job.experiment.goal
     if goal.metric not in metrics:

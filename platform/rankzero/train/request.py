@@ -12,6 +12,9 @@ from rankzero.experiment import Experiment
 from rankzero.tracking.journal import Identity, RunFolder, write_atomically
 from rankzero.tracking.secrecy import blotted
 
+OUT_OF_MEMORY = "rankzero.out_of_memory"
+"""The tag of a run whose micro-batch had to be made smaller."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:

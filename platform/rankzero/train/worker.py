@@ -23,7 +23,7 @@ from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import make_plan
 from rankzero.train.feed import Feed
 from rankzero.train.loop import Job, State, Tally, fit, frozen_heap
-from rankzero.train.request import Request
+from rankzero.train.request import OUT_OF_MEMORY, Request
 from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, listen
 from rankzero.train.world import World, is_lost_contact, join
 
@@ -59,6 +59,8 @@ def attempt(request: Request, world: World, stop: Stop) -> Outcome:
         job, state = build(experiment, world)
         restore.newest(log.folder.checkpoints, job, state, log.notice)
         told.started(state.step, job.total_steps)
+        if OUT_OF_MEMORY in request.environment:
+            log.notice(f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.plan.batch_size}")
         told.outcome = _train(job, state, log, stop, tally)
     return told.outcome
 

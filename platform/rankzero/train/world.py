@@ -41,11 +41,12 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def same(self, values: Tensor) -> bool:
-        """Tell whether `values` (1-d) are bit-identical on every rank. A collective."""
+    def unlike_the_first(self, values: Tensor) -> list[int]:
+        """Return the ranks whose `values` (1-d) are not bit for bit rank 0's. A collective."""
         if not self.together:
-            return True
-        return bool((self.gather(values) == values).all())
+            return []
+        found = self.gather(values)
+        return [int(rank) for rank in (found != found[0]).any(dim=1).nonzero().flatten()]
 
     def gather(self, values: Tensor) -> Tensor:
         """Return every rank's `values` (1-d, equally long) as [world size, length]. A collective."""
