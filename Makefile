@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo test check lint format bench lock clean
+.PHONY: setup demo test test-integrations check lint format bench lock clean
 
 setup: $(STAMP)
 
@@ -21,6 +21,14 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+# The adapters against the real frameworks, which are extras, in an environment of their own.
+test-integrations: setup
+	grep -E '^[a-z].*==' requirements.lock | sed 's/ \\$$//' > .venv/constraints.txt
+	$(BIN)/uv --quiet venv --clear --python $(BIN)/python .venv-integrations
+	$(BIN)/uv --quiet pip install --python .venv-integrations/bin/python --constraint .venv/constraints.txt \
+	    --editable ".[lightning,transformers,accelerate,ignite]" pytest pytest-randomly pytest-timeout
+	.venv-integrations/bin/python -m pytest tests/integrations
 
 check: lint test
 

@@ -51,3 +51,15 @@ class Convnet(Workload):
             nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10),
         )  # fmt: skip
+
+
+class Wide(Convnet):
+    """A convnet that is bound by arithmetic: some 100 ms a step on one core."""
+
+    train: Train = Train(batch_size=128)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10),
+        )  # fmt: skip

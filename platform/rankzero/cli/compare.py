@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rankzero.compare import bench, words
     from rankzero.compare.entries import entries
 
+    asked = [name.strip() for name in (arguments.strategies or "single,ddp").split(",")]
+    entries(asked, numbers(arguments.nproc or "1,2"))  # mistakes are told before anything is started
     with contextlib.closing(Host(search.libraries(arguments))) as host:
         described = host.describe(arguments.experiment, config.parse_assignments(arguments.settings), 1)
         on_gpus = described.gpus > 0

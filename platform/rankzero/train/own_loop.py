@@ -65,7 +65,8 @@ def track(
     )
     RunFolder.open_or_create(root / "runs", identity)
     log = RunLog.open(root / "runs", identity, mine, gpu_uuids=None)
-    return TrackedRun(log, goal or Goal(), keep, settings_without_secrets(params_of(config)))
+    wanted = {} if goal is None else {f"goal.{key}": value for key, value in params_of(goal).items()}
+    return TrackedRun(log, goal or Goal(), keep, settings_without_secrets({**params_of(config), **wanted}))
 
 
 class TrackedRun:
@@ -123,6 +124,13 @@ class TrackedRun:
         self._rows.append((step, time.time(), {name: _kept(value) for name, value in metrics.items()}))
         if len(self._rows) >= FLUSH_ROWS or time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._flush()
+
+    def evaluated(self, metrics: Mapping[str, Any], step: int) -> bool:
+        """Log validation metrics; return whether the goal's is the best so far (False on other ranks than 0)."""
+        if self._log is None:
+            return False
+        self._flush()
+        return self._evaluated({name: _number(value) for name, value in metrics.items()}, step)
 
     def checkpoint(self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Keep `state_dict` (tensors and plain values) as the checkpoint of `step`; returns once it is copied.

@@ -1,0 +1,70 @@
+"""Samples/s of two processes over one, same global batch, one thread each; bare PyTorch beside it.   about 4 minutes
+
+    python benchmarks/scaling.py [--rounds 5]
+
+A round: rankzero with one process and with two, a bare loop with one and with two. Steady: without the first fifth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from harness import HERE, environment, line, rankzero, ratios, run, save
+
+from rankzero.events import StepsLogged
+from rankzero.tracking.journal import RunFolder, read_all
+
+WANTED, STEPS, WORKLOAD = 1.8, 120, "Wide"
+
+
+def bare(processes: int, folder: Path) -> float:
+    """Return a hand-written loop's steps per second."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    run([*command, str(HERE / "bare.py"), WORKLOAD, str(STEPS), str(folder / "bare.json")], environment(), folder)
+    return rate(json.loads((folder / "bare.json").read_text())["times"])
+
+
+def ours(processes: int, folder: Path) -> float:
+    """Return a tracked run's steps per second."""
+    name = f"run-{time.monotonic_ns()}"
+    run(rankzero("train", f"{HERE}/workloads.py:{WORKLOAD}", "--nproc", processes, "--run-name", name,
+                 f"train.steps={STEPS}", f"train.eval_every={STEPS}", "train.log_model=false"),
+        environment(RANKZERO_DIR=str(folder / "mlruns")), folder)  # fmt: skip
+    logged = read_all(RunFolder(folder / "mlruns/runs" / name).events)
+    return rate([time for event in logged if isinstance(event, StepsLogged) and "train/loss" in event.metrics
+                 for time in event.times])  # fmt: skip
+
+
+def rate(times: list[float]) -> float:
+    """Return steps per second without the first fifth."""
+    steady = times[len(times) // 5 :]
+    return (len(steady) - 1) / (steady[-1] - steady[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        readings = [(ours(1, folder), ours(2, folder), bare(1, folder), bare(2, folder)) for _ in range(rounds)]
+    one, two, bare_one, bare_two = zip(*readings, strict=True)
+    found = {
+        "rankzero": ratios(two, one),
+        "bare": ratios(bare_two, bare_one),
+        "two over bare two": ratios(two, bare_two),
+    }
+    for name, ratio in found.items():
+        print(line(f"2 processes over 1, {name}" if "over" not in name else name, ratio, f">= {WANTED}"))
+    if rounds > 2:
+        save("scaling", workload=WORKLOAD, steps=STEPS, wanted=WANTED, ratio=found,
+             steps_per_second={"rankzero": [one, two], "bare": [bare_one, bare_two]})  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

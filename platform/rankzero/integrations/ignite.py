@@ -1,0 +1,43 @@
+"""Ignite: a handler, for ``RankZeroHandler("my-experiment").attach(trainer, evaluator)``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rankzero.integrations.late import LateRun
+
+try:
+    from ignite.engine import Engine, Events
+except ImportError as error:
+    raise ImportError("rankzero.integrations.ignite needs it: pip install rankzero[ignite]") from error
+
+
+class RankZeroHandler:
+    """Sends a trainer's outputs and an evaluator's metrics to MLflow. `options`: those of `rankzero.track`."""
+
+    def __init__(self, experiment: str = "ignite", params: Mapping[str, Any] | None = None, **options: Any) -> None:
+        self._late = LateRun(experiment, **options)
+        self._late.params(params or {})
+
+    def attach(self, trainer: Engine, evaluator: Engine | None = None) -> RankZeroHandler:
+        """Follow a trainer, whose output is the loss or a mapping of metrics, and what evaluates it."""
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._iteration)
+        trainer.add_event_handler(Events.COMPLETED, lambda _: self._late.end())
+        trainer.add_event_handler(Events.EXCEPTION_RAISED, self._exception)
+        if evaluator is not None:
+            evaluator.add_event_handler(Events.COMPLETED, self._evaluated, trainer)
+        return self
+
+    def _iteration(self, trainer: Engine) -> None:
+        output = trainer.state.output
+        metrics = output if isinstance(output, Mapping) else {"loss": output}
+        self._late.run.log({f"train/{name}": value for name, value in metrics.items()}, trainer.state.iteration)
+
+    def _evaluated(self, evaluator: Engine, trainer: Engine) -> None:
+        metrics = {f"val/{name}": value for name, value in evaluator.state.metrics.items()}
+        self._late.run.evaluated(metrics, trainer.state.iteration)
+
+    def _exception(self, _: Engine, error: BaseException) -> None:
+        self._late.end(error)
+        raise error
