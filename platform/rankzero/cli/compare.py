@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         described = host.describe(arguments.experiment, config.parse_assignments(arguments.settings), 1)
         on_gpus = described.gpus > 0
         strategies = arguments.strategies or ("single,dp,ddp" if on_gpus else "single,ddp")
-        counts = numbers(arguments.nproc or f"1,{max(2, described.gpus)}")
+        counts = numbers(arguments.nproc or f"1,{described.gpus or 2}")
         plan = entries([name.strip() for name in strategies.split(",")], counts)
         found = made(arguments, host, described, "compare")
         rows, notes, folder = bench.compare(found, plan, sys.argv)
@@ -66,7 +66,7 @@ def made(arguments: argparse.Namespace, host: Host, described: mirror.Descriptio
     identity = search.identity_of(arguments, reference, described.processes, verb)
     identity = dataclasses.replace(identity, name=new_name(f"{identity.experiment}-{verb}"), uuid=secrets.token_hex(16))
     store.prepare_store(identity.tracking_uri)
-    return bench.Bench(host, reference, identity, arguments.dir / "runs", described.device, search.say)
+    return bench.Bench(host, reference, identity, arguments.dir / "runs", described.device, described.gpus, search.say)
 
 
 def numbers(text: str) -> list[int]:

@@ -37,6 +37,7 @@ class Bench:
     identity: Identity
     runs: Path
     device: str
+    gpus: int
     say: Say
 
 
@@ -93,6 +94,8 @@ def params_of(reference: Experiment) -> dict[str, str]:
 
 def _measured(bench: Bench, kept: Record, entry: Entry) -> Measured:
     """Train under one entry, then profile it: what limits it is measured, too."""
+    if entry.strategy == "dp" and entry.devices != bench.gpus > 0:
+        return Measured(entry, reason=f"dp takes all {bench.gpus} GPUs that it sees; set CUDA_VISIBLE_DEVICES")
     experiment = config.override(bench.reference, {"train.strategy": entry.strategy, **OF_A_TRIAL})
     name, ends = f"{bench.identity.name}-{entry.name}", list[Followed]()
     launcher = TrainLauncher(bench.host, kept.folder, Nodes(entry.processes), kept.environment)

@@ -1,0 +1,86 @@
+"""What the Lightning adapter costs Lightning's own loop, beside its MLFlowLogger.   about 5 minutes
+
+    .venv-integrations/bin/python benchmarks/adapters.py [--rounds 5]      (after `make test-integrations`)
+
+A round: no logger, ours with its callback (a point every step), Lightning's MLFlowLogger (a point every step), ours,
+no logger. A fresh process each; the time of `Trainer.fit`'s epochs but the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import HERE, line, ratios, save
+
+EPOCHS = 40
+WANTED = 0.98
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    readings = [{who: [measured(who) for _ in range(times)] for who, times in (("none", 1), ("ours", 1), ("mlflow", 1))}
+                | {"again": [measured("ours"), measured("none")]} for _ in range(rounds)]  # fmt: skip
+    none = [(one["none"][0] + one["again"][1]) / 2 for one in readings]
+    ours = [(one["ours"][0] + one["again"][0]) / 2 for one in readings]
+    mlflow = [one["mlflow"][0] for one in readings]
+    found = {"rankzero": ratios(none, ours), "MLFlowLogger": ratios(none, mlflow)}
+    for name, ratio in found.items():
+        print(line(f"steps/s with {name} over none", ratio, f">= {WANTED}"))
+    if rounds > 2:
+        save("adapters", ratio=found, seconds={"none": none, "rankzero": ours, "MLFlowLogger": mlflow}, wanted=WANTED)
+
+
+def measured(who: str) -> float:
+    """Return the seconds that a fresh process trains for with this logger."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, __file__, "--child", who], cwd=folder, capture_output=True, text=True,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stdout[-1000:] + done.stderr[-3000:])
+    return float(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def child(who: str) -> None:
+    """Train, and print how long the epochs but the first took."""
+    sys.path[:0] = [str(HERE.parent / "experiments"), str(HERE.parent / "experiments" / "integrations")]
+    from digits import Digits
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.loggers import MLFlowLogger
+    from lightning_digits import LitDigits
+    from torch.utils.data import DataLoader
+
+    from rankzero.integrations.lightning import RankZeroCallback, RankZeroLogger
+
+    class Clock(Callback):
+        start = 0.0
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            self.start = self.start or time.perf_counter()
+
+    clock, train = Clock(), Digits().data()[0]
+    logger: Any = False
+    callbacks: list[Any] = [clock]
+    if who == "ours":
+        logger = RankZeroLogger("adapters")
+        callbacks.append(RankZeroCallback(logger))
+    if who == "mlflow":
+        logger = MLFlowLogger("adapters", tracking_uri=f"sqlite:///{Path.cwd() / 'mlflow.db'}")
+    trainer = Trainer(max_epochs=EPOCHS, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks,
+                      log_every_n_steps=1 if who == "mlflow" else 50, enable_progress_bar=False,
+                      enable_checkpointing=False, enable_model_summary=False, limit_val_batches=0)  # fmt: skip
+    trainer.fit(LitDigits(), DataLoader(train, 64, shuffle=True, drop_last=True))
+    print(json.dumps(time.perf_counter() - clock.start))
+
+
+if __name__ == "__main__":
+    child(sys.argv[2]) if sys.argv[1:2] == ["--child"] else main()
