@@ -27,7 +27,7 @@ test-integrations: setup
 	grep -E '^[a-z].*==' requirements.lock | sed 's/ \\$$//' > .venv/constraints.txt
 	$(BIN)/uv --quiet venv --clear --python $(BIN)/python .venv-integrations
 	$(BIN)/uv --quiet pip install --python .venv-integrations/bin/python --constraint .venv/constraints.txt \
-	    --editable ".[lightning,transformers,accelerate,ignite]" pytest pytest-randomly pytest-timeout
+	    --editable ".[lightning,transformers,accelerate,ignite]" hypothesis pytest pytest-randomly pytest-timeout
 	.venv-integrations/bin/python -m pytest tests/integrations
 
 check: lint test
