@@ -36,7 +36,8 @@ def test_the_same_work_under_several_strategies(rankzero: Command) -> None:
     table = json.loads((artifacts / "compare.json").read_text())
     rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["data"]}
     assert rows["single"]["speed-up"] == "1.00x" and rows["ddp"]["speed-up"].endswith("x")
-    assert "GPUs" in rows["dp"]["time"] and all(rows[name]["limited by"] for name in ("single", "ddp", "fsdp", "pp"))
+    assert rows["dp"]["time"] == "not run" and "not run: dp-2: train.strategy=dp divides a batch among GPUs" in output
+    assert all(rows[name]["limited by"] for name in ("single", "ddp", "fsdp", "pp"))
     assert (artifacts / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert "Fastest" in output or "Nothing is faster" in output
 

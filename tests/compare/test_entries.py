@@ -49,7 +49,10 @@ def test_the_table_and_the_sentence() -> None:
     assert words.cells(found[1]) == [
         "ddp", "2", "55 s", "1,800 ± 1.1%", "1.80x", "90%", "520 MB", "", "", "communication 50%",
     ]  # fmt: skip
-    assert words.cells(found[2])[2] == "there is none: use ddp" and len(words.cells(found[2])) == len(words.COLUMNS)
+    assert words.cells(found[2])[2] == "not run" and len(words.cells(found[2])) == len(words.COLUMNS)
+    head, body = words.table(found)
+    assert "GPU" not in head and "memory" in head and {len(line) for line in body} == {len(head)}
+    assert words.reasons(found) == ["dp-2: there is none: use ddp"] and "Not run: dp-2" in words.markdown(found, [])
     assert words.sentence(found) == (
         "Fastest: ddp on 2 devices with 1,800 samples/s, 1.80x single on 1 device (90% of ideal)."
     )

@@ -45,14 +45,17 @@ def run(arguments: argparse.Namespace) -> int:
         plan = entries([name.strip() for name in strategies.split(",")], counts)
         found = made(arguments, host, described, "compare")
         rows, notes, folder = bench.compare(found, plan, sys.argv)
-    table = Table(*words.COLUMNS, title="the same work, compared", title_justify="left")
-    for row in rows:
-        table.add_row(*words.cells(row))
+    head, body = words.table(rows)
+    table = Table(title="the same work, compared", title_justify="left", padding=(0, 0))
+    for name in head:
+        table.add_column(name, no_wrap=True)
+    for line in body:
+        table.add_row(*line)
     terminal = Console(highlight=False)
     terminal.print(table)
-    for note in notes:
-        terminal.print(f"not fair: {note}")
-    terminal.print(words.sentence(rows))
+    for text in [*(f"not run: {reason}" for reason in words.reasons(rows)), *(f"not fair: {note}" for note in notes)]:
+        terminal.print(text, soft_wrap=True)
+    terminal.print(words.sentence(rows), soft_wrap=True)
     sync.wait(folder)
     search.say(f"look:  {program()} ui   run: {folder.path.name}")
     return 0 if any(row.speed_up is not None for row in rows) else 1

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_row(cost.name, f"{cost.milliseconds:.3g}", f"{cost.share:.0%}", f"{cost.calls:.3g}")
     terminal = Console(highlight=False)
     terminal.print(table)
-    terminal.print(words.verdict(profile))
+    terminal.print(words.verdict(profile), soft_wrap=True)
     sync.wait(folder)
     search.say(f"trace: {folder.artifacts / 'profile'} (open in ui.perfetto.dev)\nlook:  {program()} ui")
     return 0

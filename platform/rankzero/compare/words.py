@@ -33,7 +33,7 @@ def cells(row: Row) -> list[str]:
     """Return a row of the table, by `COLUMNS`."""
     one = row.measured
     if one.reason:
-        return [one.entry.strategy, str(one.entry.devices), one.reason, *[""] * (len(COLUMNS) - 3)]
+        return [one.entry.strategy, str(one.entry.devices), "not run", *[""] * (len(COLUMNS) - 3)]
     margin = "" if one.half_width is None else f" ± {one.half_width / one.samples_per_second:.1%}"
     return [
         one.entry.strategy,
@@ -49,11 +49,25 @@ def cells(row: Row) -> list[str]:
     ]
 
 
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the table, without columns in which nothing was measured."""
+    whole = [cells(row) for row in rows]
+    kept = [number for number in range(len(COLUMNS)) if any(line[number] for line in whole)]
+    return [COLUMNS[number] for number in kept], [[line[number] for number in kept] for line in whole]
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """Return why what was not run was not."""
+    return [f"{row.measured.entry.name}: {row.measured.reason}" for row in rows if row.measured.reason]
+
+
 def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """Return the table and the warnings for a run's page."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *(cells(row) for row in rows)]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n\n".join([table, *(f"**Not fair:** {note}" for note in notes)])
+    """Return the table, what was not run and the warnings, for a run's page."""
+    head, body = table(rows)
+    lines = [head, ["---"] * len(head), *body]
+    shown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n\n".join([shown, *(f"Not run: {reason}" for reason in reasons(rows)),
+                         *(f"**Not fair:** {note}" for note in notes)])  # fmt: skip
 
 
 def sentence(rows: Sequence[Row]) -> str:
