@@ -87,3 +87,19 @@ def test_a_narrowed_space_keeps_the_reference() -> None:
 def test_a_range_that_cannot_be_is_told(ranges: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make_space(searching(**ranges), 1, 1.0)
+
+
+def test_neighbours_are_one_step_away_in_one_direction() -> None:
+    class Wide(Plain):
+        search = {"train.batch_size": Choice(32, 64, 128), "width": Choice(16, 64, 32), "kind": Choice("a", "b")}
+        width: int = 32
+        kind: str = "a"
+
+    space = make_space(Wide(), 1, 1.0)
+    own = space.reference_parameters()
+    found = space.neighbours(own)
+    changed = [{name: value for name, value in near.items() if value != own[name]} for near in found]
+    assert changed == [{FACTOR: 2.0}, {FACTOR: 0.5}, {BATCH_INDEX: 2}, {BATCH_INDEX: 0}, {"width": 64}, {"width": 16}]
+    edge = {**own, FACTOR: 4.0, BATCH_INDEX: 2, "width": 64}
+    assert [near for near in space.neighbours(edge) if near[FACTOR] > 4 or near[BATCH_INDEX] > 2] == []
+    assert len(space.neighbours(edge)) == 3

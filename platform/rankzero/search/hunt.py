@@ -167,13 +167,19 @@ def table(study: Study) -> str:
     """Return the trials as Markdown, the best first."""
     ranked = sorted(study.trials(), key=lambda trial: (trial.value is None, trial.value or 0.0, trial.number))
     head = ("trial", "state", "value", "best", "samples_per_second", "batch_size", "precision", "lr")
+    titles = [f"{name.replace('_per_second', '/s').replace('_', ' ')}&emsp;" for name in head]
     rows = [[_cell(dict(zip(record.COLUMNS, record.row_of(trial), strict=True))[name]) for name in head]
             for trial in ranked]  # fmt: skip
-    return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)])
+    return "\n".join(["| " + " | ".join(row) + " |" for row in (titles, ["---"] * len(head), *rows)])
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    """Return a cell with some air behind it: MLflow sets the columns of a table without any."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}&emsp;" if abs(value) >= 1000 else f"{value:.4g}&emsp;"
+    return f"{value}&emsp;"
 
 
 class _Teller:

@@ -25,6 +25,7 @@ from rankzero.search.pictures import (
 from rankzero.search.study import Trial
 
 DOTS_PER_INCH = 120
+MOST_LABELS = 16  # on an axis
 
 
 def write(
@@ -110,6 +111,11 @@ def _draw_parallel(axes: Any, trials: Sequence[Trial]) -> None:
     for number in range(len(rows)):
         shade = (number + 1) / len(rows)
         axes.plot([columns[name][number] for name in names], color=BLUE, alpha=0.15 + 0.85 * shade**2)
+    for position, name in enumerate(names):
+        for value in sorted({row[name] for row in rows}, key=str)[:MOST_LABELS]:
+            height = columns[name][[row[name] for row in rows].index(value)]
+            label = f"{value:.3g}" if isinstance(value, float) else str(value)
+            axes.annotate(label, (position, height), xytext=(4, 2), textcoords="offset points", fontsize=7)
     axes.set_xticks(range(len(names)), names)
     axes.set_yticks([])
     axes.set(title="Configurations: each axis from its least to its greatest, the best line the darkest")

@@ -67,7 +67,11 @@ class Space:
         return {name: ours[name] if name in ours else known[name] for name in self.parameters()}
 
     def neighbours(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the parameters one step away: half and twice the learning rate, then the next batch sizes."""
+        """Return the parameters that are one step away.
+
+        Half and twice the learning rate, the next batch sizes, and of the experiment's own options, where those are
+        numbers, the next.
+        """
         found: list[dict[str, Any]] = []
         if FACTOR in parameters and FACTOR in self.parameters():
             tried = [parameters[FACTOR] * 2.0, parameters[FACTOR] / 2.0]
@@ -76,6 +80,8 @@ class Space:
         if BATCH_INDEX in parameters:
             near = [parameters[BATCH_INDEX] + 1, parameters[BATCH_INDEX] - 1]
             found += [{**parameters, BATCH_INDEX: index} for index in near if 0 <= index < len(self.batch_sizes)]
+        for key, range_ in self.extras.items():
+            found += [{**parameters, key: option} for option in _beside(parameters.get(key), range_)]
         return found
 
     def scaled_lr(self, batch_size: int) -> float:
@@ -163,6 +169,15 @@ def _batch_sizes(own: int, chosen: Range | None, world_size: int, samples: float
         sizes = {size for size in sizes if low <= size <= high}
     fitting = {size for size in sizes if 0 < size <= samples / 2 and size % world_size == 0}
     return tuple(sorted({own, *fitting}))
+
+
+def _beside(value: Any, range_: Range) -> list[Any]:
+    """Return the options next to one, where there is an order."""
+    if not isinstance(range_, Choice) or not all(type(option) in (int, float) for option in range_.options):
+        return []
+    options = sorted(range_.options)
+    place = options.index(value) if value in options else -2
+    return [options[near] for near in (place + 1, place - 1) if place >= 0 and 0 <= near < len(options)]
 
 
 def _factors(own: float, chosen: Range | None) -> LogUniform:
