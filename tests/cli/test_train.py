@@ -269,8 +269,8 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Comm
     assert "micro_batch: 2" in tight.config.read_text() and run.params["train.batch_size"] == "16"
     code, output = rankzero("train", layered, "--nproc", 2, "most_samples=2", "train.oom=fail")
     assert code == 1 and "OutOfMemoryError" in output
-    code, output = rankzero("train", layered, "--nproc", 2, "most_samples=0")
-    assert code == 1 and "OutOfMemoryError" in output and "8 -> 4 -> 2 -> 1" in output
+    code, output = rankzero("train", layered, "--nproc", 2, "train.micro_batch=2", "most_samples=0")
+    assert code == 1 and "OutOfMemoryError" in output and "micro-batch 2 -> 1" in output
 
 
 def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
