@@ -65,6 +65,11 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
     return _override(config, changes, "")
 
 
+def rendered(config: object) -> dict[str, str]:
+    """Return every setting of a config as text, by dotted key: what becomes of them in MLflow."""
+    return {key: render(value) for key, value in flatten(config).items()}
+
+
 def render(value: object) -> str:
     """Return `value` as the text that `override` reads back to the same value."""
     match value:

@@ -88,8 +88,8 @@ def profiled(bench: Bench, experiment: Experiment, processes: int, folder: Path,
 
 
 def params_of(reference: Experiment) -> dict[str, str]:
-    settings = {key: config.render(value) for key, value in config.flatten(reference).items()}
-    return settings_without_secrets(settings)
+    """Return what of a configuration MLflow may know."""
+    return settings_without_secrets(config.rendered(reference))
 
 
 def _measured(bench: Bench, kept: Record, entry: Entry) -> Measured:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rankzero import config
-from rankzero.config import flatten
 from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.search import controller, helper, ladder, plan, probe, record, sentence
@@ -86,7 +85,7 @@ def probe_alone(
     identity: Identity, root: Path, space: Space, described: Description, host: Host, argv: Sequence[str], say: Say
 ) -> list[Measured]:
     """Measure the map by itself, as a run of its own."""
-    params = {key: config.render(value) for key, value in flatten(space.reference).items()}
+    params = config.rendered(space.reference)
     with record.Record(root / "runs", identity, settings_without_secrets(params), argv) as kept:
         plan = probe.make_plan(space, described, identity.experiment_file or "", root)
         measured = probe.run(plan, host, say)

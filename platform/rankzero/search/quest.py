@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankzero import config
-from rankzero.config import flatten
 from rankzero.search.budget import Options
 from rankzero.search.host import Host
 from rankzero.search.launcher import TrainLauncher
@@ -67,7 +66,7 @@ def launchers(quest: Quest, hosts: Sequence[Host], kept: Record) -> list[TrainLa
 
 
 def params_of(quest: Quest) -> dict[str, str]:
-    settings = {key: config.render(value) for key, value in flatten(quest.space.reference).items()}
+    settings = config.rendered(quest.space.reference)
     options = {f"search.{name}": config.render(value) for name, value in dataclasses.asdict(quest.options).items()}
     chosen = {"search.sampler": quest.sampler, "search.pruner": quest.pruner}
     return {**settings_without_secrets(settings), **options, **chosen}

@@ -63,6 +63,6 @@ def make_folder(runs: Path, identity: Identity) -> RunFolder:
 def write_config(folder: RunFolder, experiment: Experiment) -> None:
     """Write the settings twice: whole, for this disk, and for MLflow without what looks like a secret."""
     write_atomically(folder.config, config.to_yaml(experiment))
-    hidden = blotted({key: config.render(value) for key, value in config.flatten(experiment).items()})
+    hidden = blotted(config.rendered(experiment))
     folder.artifacts.mkdir(exist_ok=True)
     write_atomically(folder.artifacts / folder.config.name, config.to_yaml(experiment, instead=hidden))

@@ -203,5 +203,5 @@ def _success(job: Job, state: State) -> str:
 
 
 def _params(experiment: Experiment, world: World) -> dict[str, str]:
-    settings = {key: config.render(value) for key, value in config.flatten(experiment).items()}
+    settings = config.rendered(experiment)
     return {**settings_without_secrets(settings), "world_size": str(world.size), "device": world.device.type}
