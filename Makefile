@@ -26,7 +26,7 @@ test: setup
 test-integrations: setup
 	grep -E '^[a-z].*==' requirements.lock | sed 's/ \\$$//' > .venv/constraints.txt
 	$(BIN)/uv --quiet venv --clear --python $(BIN)/python .venv-integrations
-	$(BIN)/uv --quiet pip install --python .venv-integrations/bin/python --constraint .venv/constraints.txt \
+	$(BIN)/uv --quiet pip install --compile-bytecode --python .venv-integrations/bin/python --constraint .venv/constraints.txt \
 	    --editable ".[lightning,transformers,accelerate,ignite]" hypothesis pytest pytest-randomly pytest-timeout
 	.venv-integrations/bin/python -m pytest tests/integrations
 

@@ -1,4 +1,8 @@
-"""Digits with Lightning, tracked.     python experiments/integrations/lightning_digits.py [epochs]"""
+"""Digits with Lightning, tracked.
+
+python experiments/integrations/lightning_digits.py [epochs]            with Lightning's own Trainer
+rankzero train experiments/integrations/lightning_digits.py --nproc 2   with RankZero's loop; also search, compare
+"""
 
 import sys
 from pathlib import Path
@@ -9,12 +13,19 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from rankzero import Goal
+from rankzero import Goal, Train
 from rankzero.integrations.lightning import RankZeroCallback, RankZeroLogger
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from digits import Digits, convnet
+
+goal = Goal("val/accuracy", "max", target=0.9)
+train = Train(epochs=5, batch_size=64)
+
+
+def data():
+    return Digits().data()
 
 
 class LitDigits(LightningModule):
@@ -23,15 +34,18 @@ class LitDigits(LightningModule):
         self.save_hyperparameters()
         self.net: nn.Module = convnet(width)
 
+    def forward(self, images):
+        return self.net(images)
+
     def training_step(self, batch, batch_idx):
         images, labels = batch
-        loss = cross_entropy(self.net(images), labels)
+        loss = cross_entropy(self(images), labels)
         self.log("train_loss_reported", loss)
         return loss
 
     def validation_step(self, batch, batch_idx):
         images, labels = batch
-        logits = self.net(images)
+        logits = self(images)
         self.log("val_loss", cross_entropy(logits, labels))
         self.log("val_accuracy", (logits.argmax(-1) == labels).float().mean())
 
@@ -40,13 +54,14 @@ class LitDigits(LightningModule):
 
 
 def main(epochs: int) -> None:
-    train, val = Digits().data()
-    logger = RankZeroLogger("lightning-digits", goal=Goal("val/accuracy", "max", target=0.9))
+    training_set, validation_set = data()
+    logger = RankZeroLogger("lightning-digits", goal=goal)
     trainer = Trainer(
         max_epochs=epochs, accelerator="auto", devices=1, logger=logger, callbacks=[RankZeroCallback(logger)],
         enable_progress_bar=False, enable_checkpointing=False, log_every_n_steps=10,
     )  # fmt: skip
-    trainer.fit(LitDigits(), DataLoader(train, 64, shuffle=True, drop_last=True), DataLoader(val, 360))
+    loader = DataLoader(training_set, train.batch_size, shuffle=True, drop_last=True)
+    trainer.fit(LitDigits(), loader, DataLoader(validation_set, 360))
 
 
 if __name__ == "__main__":

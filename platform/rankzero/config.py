@@ -109,7 +109,7 @@ def check_types(cls: Any, prefix: str = "") -> None:
     for name, annotation in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(annotation):
             check_types(annotation, f"{prefix}{name}.")
-        elif typing.get_origin(annotation) is not ClassVar and not _is_legal(annotation):
+        elif typing.get_origin(annotation) is not ClassVar and not is_setting(annotation):
             raise TypeError(f"{prefix}{name}: {_illegal(annotation)}")
 
 
@@ -156,12 +156,13 @@ def coerce(value: Any, annotation: Any) -> Any:
         raise TypeError(_illegal(annotation)) from None
 
 
-def _is_legal(annotation: Any) -> bool:
+def is_setting(annotation: Any) -> bool:
+    """Tell whether a setting may have this type: one that text can say."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
-        return all(_is_legal(arg) for arg in args)
+        return all(is_setting(arg) for arg in args)
     if origin is tuple:
-        return all(_is_legal(arg) for arg in args if arg is not Ellipsis)
+        return all(is_setting(arg) for arg in args if arg is not Ellipsis)
     return origin is Literal or annotation in _COERCE_SCALAR
 
 

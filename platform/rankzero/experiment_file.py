@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from rankzero.adopted import experiments_in
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 
 
 def load(reference: str) -> type[Experiment]:
-    """Return the Experiment class of a user's file. Raises UserError; what the file itself raises passes through."""
+    """Return the Experiment class of a user's file, or the experiment that its LightningModule is.
+
+    Raises UserError; what the file itself raises passes through.
+    """
     path, name = split(reference)
     module = _import(path)
     found = {
@@ -20,7 +24,7 @@ def load(reference: str) -> type[Experiment]:
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Experiment) and value.__module__ == module.__name__
     }
-    return _choose(found, name, path)
+    return _choose(found or experiments_in(module), name, path)
 
 
 def split(reference: str) -> tuple[Path, str | None]:
@@ -36,7 +40,9 @@ def split(reference: str) -> tuple[Path, str | None]:
 
 def _choose(found: dict[str, type[Experiment]], name: str | None, path: Path) -> type[Experiment]:
     if not found:
-        raise UserError(f"{path} defines no Experiment: add a class that derives from rankzero.Experiment")
+        raise UserError(
+            f"{path} defines no Experiment: add a class that derives from rankzero.Experiment, or a LightningModule"
+        )
     if name is not None:
         if name not in found:
             raise UserError(f"{path} has no experiment {name!r}, only {', '.join(found)}")

@@ -22,6 +22,10 @@ from rankzero.train.request import OUT_OF_MEMORY, request_for, write_config
 
 # Libraries whose import is slow and harmless in the server that workers are forked from: no threads, no CUDA.
 SLOW_LIBRARIES = {
+    "lightning",
+    "lightning.pytorch",
+    "pytorch_lightning",
+    "torchmetrics",
     "torchvision",
     "torchvision.datasets",
     "torchvision.models",

@@ -62,7 +62,7 @@ def best(folder: RunFolder) -> None:
     model_id = export.log_model(
         tracker,
         run,
-        model,
+        served(model),
         example_of(experiment, model),
         step=step,
         name=NAME,
@@ -74,19 +74,28 @@ def best(folder: RunFolder) -> None:
         tracker.delete_checkpoint(before["model_id"])
 
 
+def served(model: nn.Module) -> nn.Module:
+    """Return the part of a model that people will call: all of it, unless it says what (`Steps` does)."""
+    part = getattr(model, "served", model)
+    assert isinstance(part, nn.Module)
+    return part
+
+
 def example_of(experiment: Experiment, model: nn.Module) -> tuple[Tensor, ...]:
-    """Return what `measure` feeds the model for a small batch.
+    """Return what `measure` feeds the model for a small batch; of a model with a `served` part, what that is fed.
 
     Raises ValueError for a model that takes anything but tensors, by position.
     """
     _, val_set = experiment.data()
     feed = Feed(val_set, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate)
     seen: list[tuple[Any, Any]] = []
-    handle = model.register_forward_pre_hook(
+    handle = served(model).register_forward_pre_hook(
         lambda _module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
     )
     with handle, torch.no_grad():
         experiment.measure(model, next(iter(feed.evaluate(EXAMPLE_SAMPLES, 0, 1))))
+    if not seen:
+        raise ValueError("its steps never call the module itself, self(x); only what they call can be logged")
     args, kwargs = seen[0]
     if kwargs or not args or not all(isinstance(arg, Tensor) for arg in args):
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 
@@ -100,7 +101,12 @@ class Means:
         self._samples += samples
 
     def reduce(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the means over all ranks' samples. A collective: a rank without samples must call it too."""
+        """Return the means over all ranks' samples. A collective: a rank without samples must call it too.
+
+        `names`: what to expect where rank 0 has none to say.
+        """
+        told = self._world.broadcast(json.dumps(self._names).encode())
+        names = json.loads(told) or names
         sums = (
             self._sums
             if self._sums is not None
