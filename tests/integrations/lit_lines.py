@@ -1,13 +1,13 @@
 """A Lightning file with everything that is taken over: a data module, metrics objects, a scheduler, hyperparameters."""
 
 from lightning.pytorch import LightningDataModule, LightningModule
+from tests_data import points
 from torch import nn, optim
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from rankzero import Choice, Goal, Train
-from tests_data import points
 
 train = Train(epochs=3, batch_size=32)
 goal = Goal("val/acc", "max", target=0.9)

@@ -1,11 +1,11 @@
 """The same as lit_lines.py, as a plain experiment."""
 
+from tests_data import points
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import random_split
 
 from rankzero import Experiment, Goal, Train
-from tests_data import points
 
 
 class Lines(Experiment):
