@@ -12,7 +12,7 @@ from rankzero import config, experiment_file
 from rankzero.cli import attempt
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.tracking import store
+from rankzero.tracking import names, store
 from rankzero.tracking.journal import Identity, new_name
 from rankzero.train import launch
 from rankzero.train.request import make_folder, write_config
@@ -86,8 +86,7 @@ def _start(arguments: argparse.Namespace) -> Experiment:
 
 def _identity(arguments: argparse.Namespace, path: Path, cls: str | None) -> Identity:
     uri = store.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-    name = arguments.run_name or new_name(path.stem)
-    attempt.check_name(name)
+    name = new_name(path.stem) if arguments.run_name is None else names.checked_run(arguments.run_name)
     return Identity(
         name=name,
         uuid=secrets.token_hex(16),

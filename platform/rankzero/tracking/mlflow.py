@@ -128,9 +128,9 @@ class Tracker:
         tags = {**event.environment, "rankzero.attempt": str(event.attempt)}
         if "goal.metric" in event.params:
             tags["rankzero.goal"] = event.params["goal.metric"]
-        new = {}
+        new, names = {}, legal.names(event.params)
         for key, value in event.params.items():
-            name, value = legal.name(key), legal.head(value, legal.PARAM_LENGTH)
+            name, value = names[key], legal.head(value, legal.PARAM_LENGTH)
             known = run.data.params.get(name)
             if known is None:
                 new[name] = value

@@ -13,6 +13,7 @@ from rankzero.tracking.attempt import say_end
 from rankzero.tracking.courier import GRACE_SECONDS
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.trouble import trouble
 
 STARTUP_SECONDS = 20.0  # until a recorder on a busy machine can be expected to hold its lock
 
@@ -28,6 +29,8 @@ class Delivery(NamedTuple):
     run_id: str | None
     experiment_id: str | None
     reasons: tuple[str, ...]
+    trouble: tuple[str, ...] = ()
+    """What went wrong on the way, in words."""
 
 
 def status(folder: RunFolder) -> Delivery:
@@ -45,6 +48,7 @@ def status(folder: RunFolder) -> Delivery:
         progress.run_id,
         progress.experiment_id,
         tuple(progress.reasons),
+        tuple(trouble(progress)),
     )
 
 

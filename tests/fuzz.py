@@ -1,0 +1,16 @@
+"""How many cases the fuzz tests try: a few hundred, or as many as ``RANKZERO_FUZZ_CASES`` says (`make torture`)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+CASES = int(os.environ.get("RANKZERO_FUZZ_CASES") or 300)
+QUICK = CASES <= 1000
+
+thorough = settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+seldom = settings(thorough, max_examples=max(10, CASES // 20))
+"""For cases that cost twenty times as much."""
+patient = pytest.mark.timeout(120 if QUICK else 6 * 3600)
