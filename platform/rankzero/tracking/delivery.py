@@ -18,9 +18,8 @@ from rankzero.events import (
     encode,
 )
 from rankzero.tracking import legal
-from rankzero.tracking.progress import Progress
+from rankzero.tracking.progress import ARTIFACTS, Progress
 
-ARTIFACTS = "artifacts"
 WHOLE_RUN = "whole_run"  # sorts behind throughput, train and val
 
 

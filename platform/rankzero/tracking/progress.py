@@ -10,10 +10,13 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from rankzero.events import Event, RunEnded, decode
 from rankzero.tracking.journal import RunFolder, write_atomically
 from rankzero.tracking.secrecy import text_without_secrets
 
 REASONS_KEPT = 20
+ARTIFACTS = "artifacts"
+"""The upload of a run's artifacts, among what waits."""
 STEPS_REMEMBERED = 1000
 
 
@@ -118,9 +121,28 @@ def load(path: Path) -> Progress:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         kinds = typing.get_type_hints(Progress)
-        return Progress(**{name: _sound(value, kinds[name]) for name, value in fields.items() if name in kinds})
+        found = Progress(**{name: _sound(value, kinds[name]) for name, value in fields.items() if name in kinds})
+        return _without_foreign_words(found)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return Progress()
+
+
+def _without_foreign_words(found: Progress) -> Progress:
+    """Set aside what waits and is nothing that a journal told."""
+    for word in (*found.waiting, *filter(None, [found.ending])):
+        if word != ARTIFACTS and _event(word) is None:
+            found.reject(f"upload {word[:100]}", "it is no event")
+    found.waiting = [word for word in found.waiting if word == ARTIFACTS or _event(word) is not None]
+    if found.ending is not None and not isinstance(_event(found.ending), RunEnded):
+        found.ending = None
+    return found
+
+
+def _event(word: str) -> Event | None:
+    try:
+        return decode(word)
+    except ValueError:
+        return None
 
 
 def _sound(value: Any, kind: Any) -> Any:

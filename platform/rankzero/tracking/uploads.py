@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, decode
-from rankzero.tracking.delivery import ARTIFACTS, linked
+from rankzero.tracking.delivery import linked
 from rankzero.tracking.journal import RunFolder
-from rankzero.tracking.progress import Progress
+from rankzero.tracking.progress import ARTIFACTS, Progress
 from rankzero.tracking.retry import refusal
 
 if TYPE_CHECKING:
