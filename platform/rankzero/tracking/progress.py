@@ -99,7 +99,7 @@ class Progress:
 
     def remark(self, what: str, became: str) -> None:
         """Count something that MLflow does not get as it is, and remember what became of it."""
-        line = f"{what[:120]}: {became}"[:300]
+        line = f"{_short(what)}: {_short(became)}"
         if line not in self.remarks:
             self.altered += 1
             self.remarks = [*self.remarks, line][:REASONS_KEPT]
@@ -125,6 +125,10 @@ def load(path: Path) -> Progress:
         return _without_foreign_words(found)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return Progress()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 160 else f"{text[:80]}…{text[-40:]}"
 
 
 def _without_foreign_words(found: Progress) -> Progress:
