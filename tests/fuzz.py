@@ -7,10 +7,9 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-CASES = int(os.environ.get("RANKZERO_FUZZ_CASES") or 300)
-QUICK = CASES <= 1000
+CASES = int(os.environ.get("RANKZERO_FUZZ_CASES") or 200)
 
 thorough = settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 seldom = settings(thorough, max_examples=max(10, CASES // 20))
 """For cases that cost twenty times as much."""
-patient = pytest.mark.timeout(120 if QUICK else 6 * 3600)
+patient = pytest.mark.timeout(120 if CASES <= 1000 else 6 * 3600)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -51,6 +52,9 @@ def asked(*questions: Question, inside: int | None = None) -> list[str]:
 @pytest.fixture
 def elsewhere() -> Iterator[int]:
     """Another machine: a process in a network of its own, with a cable to here. Skips where the kernel forbids it."""
+    missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"no network namespace of one's own here: no {', '.join(missing)}")
     process = subprocess.Popen(["unshare", "-n", "sleep", "600"], stderr=subprocess.PIPE)
     link = f"rz{process.pid % 100_000}"
     try:

@@ -70,7 +70,12 @@ def _fetched(runs: Path, uri: str, name: str) -> RunFolder:
 def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     reference = folder.identity.experiment_file
     if reference is None:
-        raise UserError(f"{folder.path.name} was not started by `rankzero train`: resume it in its own program")
+        raise UserError(
+            f"{folder.path.name} names no experiment's file in this folder: say which it is, --experiment EXP; "
+            "a run of your own program goes on in that"
+        )
+    if Path(reference).resolve().is_relative_to(arguments.dir.resolve()):
+        raise UserError(f"{reference} lies among the runs: what came with a run is not executed; say --experiment EXP")
     try:
         cls = experiment_file.load(reference)
     except UserError as error:

@@ -40,7 +40,7 @@ def upload_artifacts(tracker: Tracker, run: OpenRun, folder: RunFolder, progress
     """Upload the files of the artifacts folder that are new or changed since the last time, and word of failures."""
     for path, parent in _artifacts(folder):
         name = str(path.relative_to(folder.path))
-        if leads_out(path, folder.path):
+        if leads_out(path, folder.path / path.relative_to(folder.path).parts[0]):
             progress.reject_once(f"artifact {name}", "it leads out of the run's folder")
             continue
         stat = path.stat()
