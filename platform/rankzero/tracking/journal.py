@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from rankzero.events import CheckpointSaved, Event, RunEnded, RunStarted, StepsLogged, decode, encode
 from rankzero.tracking import names
+from rankzero.tracking.secrecy import url_without_secrets
 
 EVENTS, CHILDREN = "events.jsonl", "children.txt"
 READ_BYTES = 1 << 20  # what a reader holds in memory at a time
@@ -74,7 +75,7 @@ class RunFolder:
         """Make the folder and write the identity. Raises UserError, FileExistsError, PermissionError."""
         folder = cls(_place(runs, identity))
         folder.path.mkdir(parents=True)
-        write_atomically(folder.path / "run.json", json.dumps(dataclasses.asdict(identity), indent=2))
+        folder.write_identity(identity)
         return folder
 
     @classmethod
@@ -83,8 +84,13 @@ class RunFolder:
         folder = cls(_place(runs, identity))
         if not (folder.path / "run.json").exists():
             folder.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder.path / "run.json", json.dumps(dataclasses.asdict(identity), indent=2))
+            folder.write_identity(identity)
         return folder
+
+    def write_identity(self, identity: Identity) -> None:
+        """Write down what the run is called; for its owner alone where the tracking URI holds a password."""
+        text = json.dumps(dataclasses.asdict(identity), indent=2)
+        write_atomically(self.path / "run.json", text, private=url_without_secrets(text) != text)
 
     @property
     def identity(self) -> Identity:
@@ -232,10 +238,15 @@ def new_name(stem: str) -> str:
     return f"{names.made_plain(stem)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)[:3]}"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` in one step: readers see the old file or the new one."""
+def write_atomically(path: Path, text: str, private: bool = False) -> None:
+    """Replace `path` by `text` in one step: readers see the old file or the new one.
+
+    `private`: its owner alone may read it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
+        if private:
+            os.fchmod(file.fileno(), 0o600)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
