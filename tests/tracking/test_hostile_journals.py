@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fuzz import patient, thorough
 from rankzero.cli import runs as runs_command
+from rankzero.cli import story
 from rankzero.cli.view import View, duration, progress_line, progress_panel
 from rankzero.events import Event, RunEnded, decode, encode
 from rankzero.experiment import Goal
@@ -104,6 +105,7 @@ def test_every_reader_of_a_journal_bears_every_line(
     [listed] = catalog.listed(folder.path.parent)
     assert listed.status == "FINISHED" and all(isinstance(cell, str) for cell in runs_command._cells(listed))
     _show(list(read_all(folder.events)))
+    assert all(isinstance(line, str) for _, lines in story.told(folder) for line in lines)
 
 
 def _is_event(line: bytes) -> bool:

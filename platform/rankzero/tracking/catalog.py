@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rankzero.tracking import progress as delivery
 from rankzero.tracking.journal import RunFolder, read
 
 TAIL_BYTES = 1 << 16
+STARTING_SECONDS = 120.0  # from a run's folder to its first process, on a busy machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Listed:
     name: str
     experiment: str
     status: str
-    """FINISHED, FAILED, KILLED, RUNNING; DIED where the writer is gone without a word."""
+    """FINISHED, FAILED, KILLED, STARTING, RUNNING; DIED where the writer is gone without a word."""
     started: float
     goal: str
     best: float | None
@@ -97,7 +99,7 @@ def _listed(folder: RunFolder) -> Listed | None:
         folder=folder,
         name=identity.name,
         experiment=identity.experiment,
-        status=ended.status if ended else "RUNNING" if incumbent.writer_lives(folder) else "DIED",
+        status=ended.status if ended else _unended(folder),
         started=started.time if started else (folder.path / "run.json").stat().st_mtime,
         goal=goal,
         best=legal.number(ended.metrics.get("best")) if ended else _latest_goal(tail, goal),
@@ -105,6 +107,13 @@ def _listed(folder: RunFolder) -> Listed | None:
         undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) > 0,
         parent=identity.parent,
     )
+
+
+def _unended(folder: RunFolder) -> str:
+    if incumbent.writer_lives(folder):
+        return "RUNNING"
+    begun = folder.events.exists() or time.time() - incumbent.beat(folder) > STARTING_SECONDS
+    return "DIED" if begun else "STARTING"
 
 
 def _tail(path: Path) -> list[Event]:

@@ -66,6 +66,7 @@ class Deliverer:
         self._tracker: Tracker | None = None
         self._run: OpenRun | None = None
         self._sending, self._uploading = Backoff(), Backoff()
+        self._away_since: float | None = None
         self._hurry = False
 
     @property
@@ -122,9 +123,9 @@ class Deliverer:
             did = action()
         except Exception as error:  # a hostile value, a full disk, a server on fire: none of them may end the delivery
             return self._failed(error, backoff, set_aside)
-        if did and backoff.failures:
-            self.progress.outages += 1
-            self.progress.away_seconds += backoff.seconds
+        if did and self._away_since is not None:
+            self.progress.away_seconds += time.monotonic() - self._away_since
+            self._away_since = None
         backoff.reset()
         self.progress.error = None
         return did
@@ -140,6 +141,9 @@ class Deliverer:
             return self._try(lambda: self._aside(set_aside, reason, backoff), backoff)
         backoff.fail()
         self.progress.failures += 1
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            self.progress.outages += 1
         self.progress.error = text_without_secrets(f"{type(error).__name__}: {error}"[:500])
         log.warning("try %d failed: %s", backoff.failures, self.progress.error)
         self.commit()

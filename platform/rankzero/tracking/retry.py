@@ -15,12 +15,7 @@ class Backoff:
     """When to try again: after about 1, 2, 4 … 30 seconds, at random, so that recorders do not march in step."""
 
     def __init__(self) -> None:
-        self.failures, self._at, self._since = 0, 0.0, 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Return how long ago the first of the failures in a row was."""
-        return time.monotonic() - self._since if self.failures else 0.0
+        self.failures, self._at = 0, 0.0
 
     @property
     def over(self) -> bool:
@@ -30,7 +25,6 @@ class Backoff:
     def fail(self) -> None:
         """Wait before the next try, longer with each failure in a row."""
         wait = min(LONGEST_WAIT_SECONDS, 2.0 ** min(self.failures, 10))
-        self._since = self._since if self.failures else time.monotonic()
         self.failures += 1
         self._at = time.monotonic() + wait * random.uniform(0.5, 1.0)
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rankzero.events import RunEnded, RunStarted
-from rankzero.tracking import incumbent
+from rankzero.tracking import incumbent, stale
 from rankzero.tracking import progress as state
-from rankzero.tracking.attempt import say_end
 from rankzero.tracking.courier import GRACE_SECONDS
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import RunFolder, read_all
@@ -106,8 +105,7 @@ def _deliver_node(
     folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None, patience: float
 ) -> None:
     if node == 0 and not incumbent.writer_lives(folder) and not _is_ended(folder):
-        claim = incumbent.latest(folder, 0)
-        say_end(folder, claim.time if claim else 0.0)
+        stale.close(folder)
     deliverer, moved = Deliverer(folder, node), time.monotonic()
     deliverer.hasten()
     while not deliverer.complete and time.monotonic() - moved < patience:
