@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo test test-integrations check lint format bench lock clean
+.PHONY: setup demo test test-integrations check lint audit format bench lock clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Known vulnerabilities of what the lock names; asks the advisory database, so it needs the network and is not part of CI.
+audit: setup
+	@$(BIN)/uv tool run --quiet --from pip-audit pip-audit --strict --require-hashes --disable-pip --progress-spinner off \
+	    --requirement requirements.lock \
+	    || { echo "audit: see above: a vulnerability to mend (make lock), or no network, and then nothing is known"; exit 1; }
 
 format: setup
 	$(BIN)/ruff check --fix-only --quiet .

@@ -18,7 +18,7 @@ from rankzero.errors import UserError
 from rankzero.tracking.store import server_command
 
 LOOPBACK = "127.0.0.1"
-ANYWHERE = ("0.0.0.0", "::")
+ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what people write; nothing is bound to it unasked
 USERS, SETTINGS = "auth.db", "auth.ini"
 USER, PASSWORD = "MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD"
 LEAST_PASSWORD = 12  # characters, MLflow's own rule
