@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from torch.nn.functional import cross_entropy
 
 from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved, Evaluated
+from rankzero.tracking.ranks import Ranks
 from rankzero.train import checkpoint
 from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length
 from rankzero.train.stop import TIME_LIMIT, Stop
+from rankzero.train.world import World
 from train.conftest import Trainer, tiny, weights
 
 
@@ -152,3 +155,18 @@ def test_windows_grow_to_a_second_and_stay_bounded() -> None:
     assert lengths[:8] == [1, 2, 4, 8, 16, 32, 64, 100] and lengths[-1] == 100
     assert next_length(4096, 1e-6) == LONGEST_WINDOW
     assert next_length(50, 30.0) == 1
+
+
+def test_the_clock_is_read_once_the_device_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("rankzero.train.world.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.append(clock.pop() + 3.0))
+    assert World(Ranks(), torch.device("cuda", 0)).now() == 3.0
+    assert World(Ranks(), torch.device("cpu")).now() == 3.0, "nothing to wait for"
+
+
+def test_a_windows_seconds_are_those_of_the_device(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 6.0)
+    monkeypatch.setattr(World, "now", lambda world: next(clock))
+    trained = train(tiny(train__steps=6, train__log_every=2, train__eval_every=6))
+    assert list(trained.series("throughput/step_seconds").values()) == [3.0, 3.0, 3.0]

@@ -115,7 +115,7 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
     window, length = Window(job.world), train.log_every or 1
     state.model.train()
     times: list[float] = []
-    waited, better, start = 0.0, False, time.perf_counter()
+    waited, better, start = 0.0, False, job.world.now()
     while state.step < total:
         metrics, wait = train_step(job, state, batches)
         window.add(metrics)
@@ -126,7 +126,7 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
         save_due = save_every > 0 and (state.step % save_every == 0 or state.step == total)
         if len(window) < length and not evaluation_due and not save_due:
             continue
-        report = window.reduce(stop.code, time.perf_counter() - start, waited)
+        report = window.reduce(stop.code, job.world.now() - start, waited)
         tally.add(report, plan.batch_size)
         for event in window_events(job, state, report, times):
             emit(event)
@@ -145,7 +145,7 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
             emit(event)
         if report.stop_code and state.step < total:
             return REASONS[report.stop_code]
-        times, waited, start = [], 0.0, time.perf_counter()
+        times, waited, start = [], 0.0, job.world.now()
     return None
 
 

@@ -35,6 +35,12 @@ class World:
         """Tell whether there is anybody to talk to."""
         return self.size > 1
 
+    def now(self) -> float:
+        """Return the clock once the device has done all that it was given: a kernel that is launched has not run."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
     def sum(self, values: Tensor) -> Tensor:
         """Add `values` over all ranks, in place; every rank gets the same bits. A collective."""
         if self.together:
