@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,3 +171,29 @@ def test_a_windows_seconds_are_those_of_the_device(train: Trainer, monkeypatch: 
     monkeypatch.setattr(World, "now", lambda world: next(clock))
     trained = train(tiny(train__steps=6, train__log_every=2, train__eval_every=6))
     assert list(trained.series("throughput/step_seconds").values()) == [3.0, 3.0, 3.0]
+
+
+class Counting(torch.optim.SGD):
+    """Keeps what it learns among its options, as some optimizers do."""
+
+    def __init__(self, *words: Any, **options: Any) -> None:
+        super().__init__(*words, **options)
+        self.param_groups[0]["taken"] = 0
+
+    def step(self, *words: Any) -> None:  # type: ignore[override]
+        super().step(*words)
+        self.param_groups[0]["taken"] += 1
+
+
+def test_a_changed_option_of_the_optimizer_is_used_and_what_it_learnt_is_kept(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tiny(train__steps=5)
+    monkeypatch.setattr(
+        type(first), "optimizer", lambda self, model: Counting(model.parameters(), lr=self.lr, momentum=self.momentum)
+    )
+    train(first)
+    (group,) = train(tiny(train__steps=8, momentum=0.5)).state.optimizer.param_groups
+    assert group["momentum"] == 0.5 and group["taken"] == 8
+    (group,) = train(tiny(train__steps=9, momentum=0.5)).state.optimizer.param_groups
+    assert group["momentum"] == 0.5 and group["taken"] == 9

@@ -27,6 +27,11 @@ CASES = [
     *(Case(f"{name}-clip", {"train__strategy": name, "train__clip": 0.05}) for name in STRATEGIES),
     *(Case(f"{name}-blocks", {"train__strategy": name, "blocks": True, "cut_at": "blocks.1", "plan": "none"})
       for name in ("ddp", "fsdp", "pp")),
+    *(Case(f"{name}-decayed", {"train__strategy": name, "weight_decay": 3.0}, stop_at=4, before={"weight_decay": 0.0})
+      for name in STRATEGIES),
+    Case("tp-dropout", {"train__strategy": "tp", "dropout": 0.3}),
+    *(Case(f"tp-dropout-after-{name}", {"train__strategy": "tp", "dropout": 0.3}, stop_at=3,
+           before={"train__strategy": name}) for name in ("tp", "ddp", "pp")),
     Case("fsdp-accumulated", {"train__strategy": "fsdp", "train__micro_batch": 2}),
     Case("pp-accumulated", {"train__strategy": "pp", "train__micro_batch": 2}),
     Case("pp-gpipe", {"train__strategy": "pp", "train__pp_schedule": "gpipe", "cut_at": "3"}),
@@ -108,6 +113,22 @@ def test_stopped_and_gone_on_is_as_if_never_stopped(folder: Path, name: str) -> 
     again = seen(folder, f"{name}-again")
     assert again["losses"] == seen(folder, name)["losses"], "not bit for bit"
     assert again["evaluated"] == seen(folder, name)["evaluated"]
+
+
+@pytest.mark.parametrize("name", ["tp", "ddp", "pp"])
+def test_ranks_that_share_their_samples_drop_out_the_same(folder: Path, name: str) -> None:
+    """Else the weights that all have whole would come apart, which evaluation compares."""
+    again = seen(folder, f"tp-dropout-after-{name}")
+    assert "error" not in again and list(again["losses"]) == [str(step) for step in range(1, 9)]
+    assert (again["losses"] == seen(folder, "tp-dropout")["losses"]) == (name == "tp")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_run_goes_on_with_the_options_it_is_given(folder: Path, tmp_path: Path, name: str) -> None:
+    case = Case("alone", {"weight_decay": 3.0}, stop_at=4, before={"weight_decay": 0.0})
+    one, two = attempted(World(Ranks(), torch.device("cpu")), case, tmp_path), seen(folder, f"{name}-decayed")
+    assert "error" not in two and two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert one["losses"]["8"] != pytest.approx(seen(folder, name)["losses"]["8"], rel=1e-2)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -1,11 +1,14 @@
-"""The optimizers PyTorch can run as one kernel, run so."""
+"""The optimizers PyTorch can run as one kernel, run so; their options, when a run goes on."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 
 def fused(optimizer: Optimizer) -> Optimizer:
@@ -37,3 +40,27 @@ def one_by_one(optimizer: Optimizer) -> Optimizer:
     for group in optimizer.param_groups:
         group.update({name: False for name in ("foreach", "fused") if name in group})
     return optimizer
+
+
+def options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return each group's options, without the learning rate, which the schedule has."""
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
+
+
+def as_values(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return options as values that nothing changes any more."""
+    values: list[dict[str, Any]] = tree_map(lambda value: value.tolist() if isinstance(value, Tensor) else value, found)
+    return values
+
+
+def change_options(optimizer: Optimizer, now: Sequence[Mapping[str, Any]], then: Sequence[Mapping[str, Any]]) -> None:
+    """Set the options that differ between `then` and `now`, both as the experiment makes them.
+
+    The others keep what a checkpoint had: some optimizers keep what they learn among their options.
+    """
+    for group, mine, before in zip(optimizer.param_groups, now, then, strict=True):
+        (values,) = as_values([dict(mine)])
+        group.update({name: mine[name] for name in mine if name not in before or values[name] != before[name]})

@@ -22,7 +22,9 @@ from rankzero.train import device, failure, precision, randomness, restore, stra
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import make_plan
 from rankzero.train.feed import Feed
-from rankzero.train.loop import Job, State, Tally, fit, frozen_heap
+from rankzero.train.loop import Job, State, fit, frozen_heap
+from rankzero.train.meters import Tally
+from rankzero.train.optimizers import as_values, options
 from rankzero.train.request import OUT_OF_MEMORY, Request
 from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, listen
 from rankzero.train.world import World, is_lost_contact, join
@@ -146,7 +148,7 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     randomness.seed_all(train.seed, 1 + strategy.shard.rank)
     total = train.steps or (train.epochs or 0) * plan.steps_per_epoch
     base_lrs = [float(group["lr"]) for group in strategy.optimizer.param_groups]
-    state = State(strategy.model, strategy.optimizer, base_lrs)
+    state = State(strategy.model, strategy.optimizer, base_lrs, as_values(options(strategy.optimizer)))
     return Job(experiment, world, plan, total, arithmetic, strategy, *feeds), state
 
 

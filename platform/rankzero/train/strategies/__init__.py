@@ -21,6 +21,11 @@ def shards(name: str, world_size: int) -> int:
     return 1 if name in SAME_SAMPLES else world_size
 
 
+def layout(name: str, world_size: int) -> str:
+    """Return whose random streams the ranks have: where it is the same, a saved stream is the same rank's."""
+    return f"{name if name in SAME_SAMPLES and world_size > 1 else 'data'} x {world_size}"
+
+
 def build(experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]) -> Strategy:
     """Make `model`, on this rank's device, ready under ``train.strategy``. All ranks call it.
 
