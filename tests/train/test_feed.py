@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from rankzero.train.batch import rows_of, samples_in, to_device
 from rankzero.train.data import Plan
-from rankzero.train.feed import Feed, loader_workers, samples_in, to_device
+from rankzero.train.feed import Feed, loader_workers
 
 CPU = torch.device("cpu")
 
@@ -75,7 +77,8 @@ def test_evaluation_sees_every_sample_once_and_again(dataset: Any) -> None:
     for _ in range(2):
         seen = [batch for rank in (0, 1, 2) for batch in mine.evaluate(2, rank, 3)] if dataset.__class__ is not Noise \
             else list(mine.evaluate(3, 0, 1))  # fmt: skip
-        assert sum(samples_in(batch) for batch in seen) == len(dataset)
+        assert sum(samples for _, samples in seen) == len(dataset)
+        assert [samples_in(batch) for batch, _ in seen] == [samples for _, samples in seen]
 
 
 def test_a_data_sets_own_batched_access_is_used() -> None:
@@ -93,6 +96,41 @@ def test_nested_batches_move_and_are_counted() -> None:
     moved = to_device(batch, CPU)
     assert moved["x"][1] == "text" and isinstance(moved["y"], tuple)
     assert samples_in("nothing") == 0
+
+
+class Encoded(UserDict[str, Any]):
+    """A mapping that is no dict, as tokenizers make them."""
+
+
+class Graph:
+    """No tensor, but can be moved as one."""
+
+    def __init__(self, device: str = "nowhere") -> None:
+        self.device = device
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(device.type)
+
+
+def test_whatever_has_tensors_or_moves_is_moved() -> None:
+    meta = torch.device("meta")
+    encoded = Encoded(ids=torch.zeros(3, 2), graph=Graph(), texts=["a"])
+    moved = to_device(encoded, meta)
+    assert isinstance(moved, Encoded) and moved["ids"].device == meta and moved["graph"].device == "meta"
+    assert encoded["ids"].device == CPU and moved["texts"] == ["a"]
+    assert rows_of(encoded, torch.tensor([2]))["ids"].shape == (1, 2) and samples_in(encoded) == 3
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    assert to_device(packed, CPU).data.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_samples_are_counted_by_what_was_asked_for_and_not_by_what_came() -> None:
+    """The first tensor of a batch may have nodes or tokens in its rows."""
+
+    def collate(items: list[Tensor]) -> dict[str, Tensor]:
+        return {"tokens": torch.cat(items), "lengths": torch.tensor([len(item) for item in items])}
+
+    mine = Feed(Noise(), CPU, seed=3, workers=0, collate=collate)
+    assert [(len(batch["tokens"]), samples) for batch, samples in mine.evaluate(8, 0, 1)] == [(32, 8), (32, 8), (16, 4)]
 
 
 def test_loaders_get_the_cores_that_training_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

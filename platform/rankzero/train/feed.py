@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from rankzero.train.batch import to_device
 from rankzero.train.data import Plan, mix, shard
 
 RESIDENT_BYTES = 1 << 30  # a tensor data set up to this size is copied to the GPU once, and gathered there
@@ -57,9 +58,12 @@ class Feed:
             return self._gather(keys, self._tensors)
         return self._load(self._loader(keys, self._workers))
 
-    def evaluate(self, batch_size: int, rank: int, world_size: int) -> Iterator[Any]:
-        """Yield `rank`'s share of the data set once, on the device; the last batch may be smaller."""
+    def evaluate(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, int]]:
+        """Yield `rank`'s share of the data set once, on the device, with each batch's number of samples."""
         keys = [(0, indices) for indices in shard(self.samples, batch_size, rank, world_size)]
+        return zip(self._evaluated(keys), [len(indices) for _, indices in keys], strict=True)
+
+    def _evaluated(self, keys: Sequence[tuple[int, Tensor]]) -> Iterator[Any]:
         if self._tensors is not None:
             return self._gather(keys, self._tensors)
         if self._evaluation is None:  # kept, so that its processes start once
@@ -118,27 +122,6 @@ def loader_workers(asked: int | None, local_world_size: int) -> int:
         return asked
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(0, min(MOST_WORKERS, cores // local_world_size - 1))
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with every tensor in it (lists, tuples, mappings) on `device`."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
-def samples_in(batch: Any) -> int:
-    """Return the length of the first tensor found in `batch`, which is its number of samples."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 0
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((count for count in map(samples_in, values) if count), 0)
 
 
 class _KeyBatches:

@@ -30,7 +30,7 @@ from rankzero.experiment import Experiment
 from rankzero.train import randomness, strategies
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import Plan, most_batches
-from rankzero.train.feed import Feed, samples_in
+from rankzero.train.feed import Feed
 from rankzero.train.meters import Means, Report, Tally, Window
 from rankzero.train.precision import Precision
 from rankzero.train.stop import REASONS, Stop
@@ -200,9 +200,9 @@ def validation_batches(job: Job) -> Iterator[tuple[Any, int]]:
     """
     shard, batch_size = job.strategy.shard, job.plan.micro_batch
     batch, count = None, 0
-    for batch in job.val_feed.evaluate(batch_size, shard.rank, shard.size):
+    for batch, samples in job.val_feed.evaluate(batch_size, shard.rank, shard.size):
         count += 1
-        yield batch, samples_in(batch)
+        yield batch, samples
     if job.strategy.lockstep:
         if batch is None:
             raise UserError("the validation set has fewer samples than there are processes: give it more, or use ddp")

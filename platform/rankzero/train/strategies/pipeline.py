@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from rankzero.experiment import Train
-from rankzero.train.feed import samples_in
+from rankzero.train.batch import rows_of, samples_in
 from rankzero.train.strategies import naming
 from rankzero.train.strategies.interface import Arithmetic, Metrics, Shard, Strategy, loss_of, total_norm_factor
-from rankzero.train.strategies.seams import Given, given_to, rows_of
+from rankzero.train.strategies.seams import Given, given_to
 from rankzero.train.world import World
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}

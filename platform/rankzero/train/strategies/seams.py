@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
-from torch.utils._pytree import tree_map
 
 from rankzero.errors import UserError
 from rankzero.train.strategies.interface import Measure
@@ -48,11 +47,6 @@ def given_to(measure: Measure, batch: Any) -> Tensor:
         found: Tensor = taken.given
         return found
     raise UserError("train.strategy=pp needs measure() to call the model it is given")
-
-
-def rows_of(batch: Any, rows: Tensor) -> Any:
-    """Return some samples of a batch: those rows of every tensor in it."""
-    return tree_map(lambda value: value.index_select(0, rows) if isinstance(value, Tensor) else value, batch)
 
 
 def make_stage(
