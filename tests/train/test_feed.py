@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from rankzero.experiment import Experiment
 from rankzero.train.batch import rows_of, samples_in, to_device
 from rankzero.train.data import Plan
 from rankzero.train.feed import Feed, loader_workers
@@ -69,6 +70,19 @@ def test_a_tensor_data_set_is_gathered_batch_by_batch() -> None:
     for rank in (0, 1):
         x, y = next(feed(dataset).train(plan, rank, 0, 1))
         assert x.tolist() == y.tolist() == plan.micro_batches(0, rank)[0].tolist()
+
+
+def test_a_collate_of_ones_own_is_used_whatever_the_data_set() -> None:
+    class Shifted(Experiment):
+        def collate(self, samples: list[Any]) -> Any:
+            return torch.stack([value + 100 for (value,) in samples])
+
+    def first(experiment: Experiment) -> Any:
+        mine = Feed(TensorDataset(torch.arange(20)), CPU, seed=3, workers=0, collate=experiment.collate)
+        return next(mine.train(Plan(20, 8, 8, 1, 3), 0, 0, 1))
+
+    plain = first(Experiment())
+    assert isinstance(plain, list) and torch.equal(first(Shifted()), plain[0] + 100)
 
 
 @pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(11)), Noise()])

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from rankzero.experiment import Experiment
 from rankzero.train.batch import to_device
 from rankzero.train.data import Plan, mix, shard
 
@@ -30,7 +31,8 @@ Key = tuple[int, int]  # (epoch, index)
 class Feed:
     """A data set on its way to `device`, for one rank.
 
-    `workers`: loading processes; None: as many as the cores allow, none for a TensorDataset.
+    `workers`: loading processes; None: as many as the cores allow, none for a TensorDataset, which is
+    gathered in memory where `collate` is PyTorch's own way.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Feed:
     ) -> None:
         self.device = device
         self.samples = len(dataset)
-        self._tensors = _tensors(dataset, device)
+        self._tensors = _tensors(dataset, device) if stacks(collate) else None
         self._dataset = Augmented(dataset, seed)
         self._collate = collate
         self._workers = loader_workers(workers, local_world_size)
@@ -114,6 +116,11 @@ class Augmented(Dataset[Any]):
     def _item(self, epoch: int, index: int) -> Any:
         _seed_all(mix(self._seed, epoch, index))
         return self._dataset[index]
+
+
+def stacks(collate: Collate) -> bool:
+    """Tell whether a batch is PyTorch's own: the same as gathering its rows."""
+    return collate is default_collate or getattr(collate, "__func__", None) is Experiment.collate
 
 
 def loader_workers(asked: int | None, local_world_size: int) -> int:
