@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from rankzero.experiment import Experiment
 from rankzero.train.batch import rows_of, samples_in, to_device
@@ -102,6 +102,16 @@ def test_a_data_sets_own_batched_access_is_used() -> None:
 
     batch = next(feed(Batched()).train(Plan(20, 8, 8, 1, 3), 0, 0, 1))
     assert batch[:, 1:].abs().sum() == 0 and len(batch) == 8
+
+
+def test_a_part_of_a_data_set_has_each_samples_own_augmentation() -> None:
+    part = Subset(Subset(Noise(), range(20)), range(20))  # as random_split makes them
+
+    def rows(dataset: Any, batch_size: int) -> dict[int, list[float]]:
+        batches = feed(dataset).train(Plan(20, batch_size, batch_size, 1, 3), 0, 0, 20 // batch_size)
+        return {int(row[0]): row[1:] for batch in batches for row in batch.tolist()}
+
+    assert rows(part, 10) == rows(Noise(), 10) == rows(part, 5)
 
 
 def test_nested_batches_move_and_are_counted() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from rankzero.experiment import Experiment
 from rankzero.train.batch import to_device
@@ -101,14 +101,14 @@ class Augmented(Dataset[Any]):
     """A map-style data set keyed by (epoch, index), each item drawn under a seed of its own."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
+        self._dataset, self._seed, self._batched = dataset, seed, has_batched_access(dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
         with _own_randomness():
-            if hasattr(self._dataset, "__getitems__"):
+            if self._batched:
                 _seed_all(mix(self._seed, *keys[0]))
                 return list(self._dataset.__getitems__([index for _, index in keys]))
             return [self._item(*key) for key in keys]
@@ -116,6 +116,13 @@ class Augmented(Dataset[Any]):
     def _item(self, epoch: int, index: int) -> Any:
         _seed_all(mix(self._seed, epoch, index))
         return self._dataset[index]
+
+
+def has_batched_access(dataset: Any) -> bool:
+    """Tell whether a data set makes whole batches itself; a Subset only passes on what it is a part of."""
+    while getattr(type(dataset), "__getitems__", None) is Subset.__getitems__:
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
 
 
 def stacks(collate: Collate) -> bool:
