@@ -93,6 +93,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
             checkpoint.load(newest)
 
 
+def test_a_broken_checkpoint_is_left_and_stops_no_later_one(tmp_path: Path) -> None:
+    saved(tmp_path, {1: 0.1})
+    _damage(tmp_path / "checkpoints/step_00000001", "torn manifest")
+    events = saved(tmp_path, {2: 0.2, 3: 0.3, 4: 0.4})
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [2, 3, 4]
+    assert steps_in(tmp_path) == [1, 2, 4]
+    assert checkpoint.best(tmp_path / "checkpoints", GOAL) == tmp_path / "checkpoints/step_00000002"
+
+
 def _damage(folder: Path, how: str) -> None:
     state, manifest = folder / checkpoint.STATE, folder / checkpoint.MANIFEST
     content = state.read_bytes()
