@@ -41,6 +41,7 @@ class Outcome:
 def main(request: Request) -> str:
     """Train; return the status of the attempt on this rank. The entry point of every worker."""
     ranks = launcher.detect()
+    failure.forget(Path(request.failures), ranks.rank)
     stop = Stop()
     listen(stop)
     try:
