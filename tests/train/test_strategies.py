@@ -38,7 +38,7 @@ CASES = [
     Case("ddp-compressed", {"train__strategy": "ddp", "train__ddp_compression": "bf16", "train__ddp_bucket_mb": 1.0}),
     Case("ddp-static", {"train__strategy": "ddp", "train__ddp_static_graph": True}),
     Case("fsdp-bf16", {"train__strategy": "fsdp", "train__precision": "bf16"}),
-    Case("pp-bf16", {"train__strategy": "pp", "train__precision": "bf16"}),
+    *(Case(f"{name}-bf16", {"train__strategy": name, "train__precision": "bf16"}) for name in ("ddp", "tp", "pp")),
     Case("ddp-diverged", {"train__strategy": "ddp", "diverge": True}),
     Case("single", {"train__strategy": "single"}),
     Case("dp", {"train__strategy": "dp"}),
@@ -106,6 +106,13 @@ def test_variants_change_nothing(folder: Path, alone: Any, name: str) -> None:
 def test_half_the_bits_change_little(folder: Path, alone: Any, name: str) -> None:
     found = seen(folder, name)["losses"]
     assert found == pytest.approx(alone()["losses"], rel=0.05) and found != seen(folder, "ddp")["losses"]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])
+def test_evaluation_computes_as_training_does_in_its_own_mode(folder: Path, name: str) -> None:
+    for case, bits in ((name, 32), (f"{name}-bf16", 16)):
+        evaluated = seen(folder, case)["evaluated"].values()
+        assert [(found["val/bits"], found["val/training"]) for found in evaluated] == [(bits, 0), (bits, 0)]
 
 
 @pytest.mark.parametrize("name", DIVIDED)

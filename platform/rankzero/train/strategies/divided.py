@@ -61,7 +61,8 @@ class Divided:
         return backward(how, self.model, batch)
 
     def metrics(self, how: Arithmetic, batch: Any) -> Mapping[str, Any]:
-        return how.measure(self.model, batch)
+        with how.autocast:
+            return how.measure(self.model, batch)
 
     def align(self) -> None:
         self.world.broadcast_buffers(self.model)

@@ -75,7 +75,7 @@ class Pipeline:
         if not self._stage.is_last:
             return None
         with how.autocast:
-            return how.measure(Given(output[:samples]), batch)
+            return how.measure(Given(output[:samples], self.model.training), batch)
 
     def align(self) -> None:
         """Do nothing: no two ranks have the same buffers."""
@@ -112,7 +112,7 @@ class Pipeline:
         self._how, self._batch, self._measured = how, batch, []
         with how.autocast:
             if self._stage.is_first:
-                return go(given_to(how.measure, batch))
+                return go(given_to(how.measure, batch, self.model.training))
             if self._stage.is_last:
                 return go(target=torch.arange(self._samples, device=self._world.device))
             return go()
@@ -120,7 +120,7 @@ class Pipeline:
     def _loss(self, output: Tensor, rows: Tensor) -> Tensor:
         """Measure a micro-batch on the last rank: those rows of the batch."""
         assert self._how is not None
-        values = self._how.measure(Given(output), rows_of(self._batch, rows))
+        values = self._how.measure(Given(output, self.model.training), rows_of(self._batch, rows))
         loss: Tensor = loss_of(values)
         self._measured.append({name: value.detach() for name, value in values.items()})
         return loss

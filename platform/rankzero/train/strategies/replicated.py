@@ -41,7 +41,8 @@ class Replicated:
         return backward(how, self.replica, batch)
 
     def metrics(self, how: Arithmetic, batch: Any) -> Mapping[str, Any]:
-        return how.measure(self.model, batch)
+        with how.autocast:
+            return how.measure(self.model, batch)
 
     def align(self) -> None:
         self.world.broadcast_buffers(self.model)

@@ -29,20 +29,20 @@ class _Taker(nn.Module):
 
 
 class Given(nn.Module):
-    """A model that has its output already."""
+    """A model that has its output already, in the mode that its stages are in."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: Any, training: bool) -> None:
         super().__init__()
-        self._output = output
+        self._output, self.training = output, training
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self._output
 
 
-def given_to(measure: Measure, batch: Any) -> Tensor:
+def given_to(measure: Measure, batch: Any, training: bool = True) -> Tensor:
     """Return what `measure` gives the model. Raises UserError where that is not one tensor, or nothing."""
     try:
-        measure(_Taker(), batch)
+        measure(_Taker().train(training), batch)
     except _Taken as taken:
         found: Tensor = taken.given
         return found
