@@ -6,17 +6,20 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 
-def fused(optimizer: Optimizer) -> Optimizer:
-    """Return `optimizer` in its fused form, where PyTorch has one and the user left the choice open.
+def fused(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+    """Return `optimizer` of `model` in its fused form, where PyTorch has one and the user left the choice open.
 
-    Only PyTorch's own classes with `fused=None`, and only before their first step.
+    Only PyTorch's own classes with `fused=None`, as they are made: before their first step, without hooks. Not where
+    gradients are sparse: fused forms do not take them.
     """
-    if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state:
+    if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state or _has_hooks(optimizer):
+        return optimizer
+    if any(getattr(module, "sparse", False) is True for module in model.modules()):
         return optimizer
     if any(
         group.get("fused", False) is not None or group.get("foreach") or group.get("differentiable")
@@ -26,6 +29,12 @@ def fused(optimizer: Optimizer) -> Optimizer:
     with contextlib.suppress(RuntimeError, ValueError, TypeError):  # this device or number format has no fused form
         return _rebuilt(optimizer)
     return optimizer
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Tell whether the user hung something on the optimizer, which another would not have."""
+    own = vars(optimizer)
+    return "step" in own or any(own[name] for name in own if name.endswith("_hooks"))
 
 
 def _rebuilt(optimizer: Optimizer) -> Optimizer:

@@ -72,4 +72,4 @@ def _pipeline(experiment: Experiment, model: nn.Module, world: World, example: C
         return seams.given_to(experiment.measure, example())[:size]
 
     stage = seams.make_stage(model, experiment.split_points(), world.ranks.rank, world.size, world.device, micro_batch)
-    return Pipeline(stage, fused(experiment.optimizer(stage.submod)), names, train, world)
+    return Pipeline(stage, fused(experiment.optimizer(stage.submod), stage.submod), names, train, world)

@@ -104,7 +104,7 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Divided:
         mesh = init_device_mesh(world.device.type, (world.size,))
         for unit in [*units(model), model]:
             fully_shard(unit, mesh=mesh)
-    return Divided(model, fused(experiment.optimizer(model)), Shard(world.ranks.rank, world.size), world)
+    return Divided(model, fused(experiment.optimizer(model), model), Shard(world.ranks.rank, world.size), world)
 
 
 def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> Divided:
