@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from rankzero.errors import UserError
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import checkpoint, launch
 from rankzero.train.strategies import naming, shards
+from rankzero.train.strategies.interface import Arithmetic
+from rankzero.train.strategies.pipeline import Pipeline
 from rankzero.train.strategies.seams import balanced, cut
 from rankzero.train.world import World
 from train import two_ranks
@@ -48,6 +51,7 @@ CASES = [
     Case("pp-uncut", {"train__strategy": "pp", "blocks": True}),
     Case("pp-cut-wrong", {"train__strategy": "pp", "cut_at": "nowhere"}),
     Case("pp-cut-often", {"train__strategy": "pp", "cut_at": "2,5"}),
+    *(Case(f"ddp-odd-{odd}", {"odd": odd}) for odd in ("metric", "loss")),
     Case("tp-compiled", {"train__strategy": "tp", "train__compile": True}),
 ]  # fmt: skip
 
@@ -180,11 +184,23 @@ def shutil_copy(source: Path, target: Path) -> None:
     ("pp-cut-wrong", "split_points() names 'nowhere'"),
     ("pp-cut-often", "names 2 places, but 2 processes need 1"),
     ("tp-compiled", "do not go together"),
+    ("ddp-odd-metric", "measure()['text'] must be a 0-d tensor"),
+    ("ddp-odd-loss", "measure()['loss'] must be a 0-d tensor"),
     ("ddp-diverged", "the parameters of rank 1 are not rank 0's after step 4"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_with_what_to_change(folder: Path, name: str, says: str) -> None:
     error = seen(folder, name)["error"]
     assert error.startswith("UserError: ") and says in error
+
+
+@pytest.mark.parametrize("odd", ["metric", "loss"])
+def test_a_pipelines_last_rank_says_what_measure_did_wrong(odd: str) -> None:
+    last = Pipeline.__new__(Pipeline)
+    last._metric_names, last._measured, last._batch = [], [], (torch.ones(4, 8), torch.ones(4))
+    last._how = Arithmetic(two_ranks.layered(odd=odd).measure, contextlib.nullcontext(), None, 1)
+    last.model = nn.Linear(1, 1)
+    with pytest.raises(UserError, match="must be a 0-d tensor"):
+        last._loss(torch.ones(2, 2), torch.arange(2))
 
 
 def test_a_sequence_is_cut_where_the_weights_are() -> None:

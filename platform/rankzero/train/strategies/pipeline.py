@@ -28,8 +28,9 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from rankzero.experiment import Train
 from rankzero.train.batch import rows_of, samples_in
+from rankzero.train.meters import check_metrics
 from rankzero.train.strategies import naming
-from rankzero.train.strategies.interface import Arithmetic, Metrics, Shard, Strategy, loss_of, total_norm_factor
+from rankzero.train.strategies.interface import Arithmetic, Metrics, Shard, Strategy, total_norm_factor
 from rankzero.train.strategies.seams import Given, given_to
 from rankzero.train.world import World
 
@@ -121,7 +122,9 @@ class Pipeline:
         """Measure a micro-batch on the last rank: those rows of the batch."""
         assert self._how is not None
         values = self._how.measure(Given(output, self.model.training), rows_of(self._batch, rows))
-        loss: Tensor = loss_of(values)
+        if not self._metric_names:
+            check_metrics(values)
+        loss: Tensor = values["loss"]
         self._measured.append({name: value.detach() for name, value in values.items()})
         return loss
 
