@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rankzero.errors import UserError
+from rankzero.experiment import Train
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import checkpoint, launch
+from rankzero.train.device import gpu_uuids
 from rankzero.train.strategies import naming, shards
 from rankzero.train.strategies.interface import Arithmetic
-from rankzero.train.strategies.pipeline import Pipeline
+from rankzero.train.strategies.pipeline import SCHEDULES, Pipeline
 from rankzero.train.strategies.seams import balanced, cut
 from rankzero.train.world import World
 from train import two_ranks
@@ -52,7 +56,7 @@ CASES = [
     Case("pp-cut-wrong", {"train__strategy": "pp", "cut_at": "nowhere"}),
     Case("pp-cut-often", {"train__strategy": "pp", "cut_at": "2,5"}),
     *(Case(f"ddp-odd-{odd}", {"odd": odd}) for odd in ("metric", "loss")),
-    Case("tp-compiled", {"train__strategy": "tp", "train__compile": True}),
+    *(Case(f"{name}-compiled", {"train__strategy": name, "train__compile": True}) for name in ("dp", "tp")),
 ]  # fmt: skip
 
 
@@ -183,6 +187,7 @@ def shutil_copy(source: Path, target: Path) -> None:
     ("pp-uncut", "def split_points(self)"),
     ("pp-cut-wrong", "split_points() names 'nowhere'"),
     ("pp-cut-often", "names 2 places, but 2 processes need 1"),
+    ("dp-compiled", "do not go together"),
     ("tp-compiled", "do not go together"),
     ("ddp-odd-metric", "measure()['text'] must be a 0-d tensor"),
     ("ddp-odd-loss", "measure()['loss'] must be a 0-d tensor"),
@@ -201,6 +206,34 @@ def test_a_pipelines_last_rank_says_what_measure_did_wrong(odd: str) -> None:
     last.model = nn.Linear(1, 1)
     with pytest.raises(UserError, match="must be a 0-d tensor"):
         last._loss(torch.ones(2, 2), torch.arange(2))
+
+
+def test_a_pipelines_checkpoint_is_gathered_on_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the stages talk through: through NCCL, all of a model would be on one GPU."""
+    gathered = []
+
+    def gather(mine: Any, found: list[Any], group: Any) -> None:
+        found[0] = mine
+        gathered.append(group)
+
+    monkeypatch.setattr(dist, "new_group", lambda backend: backend)
+    monkeypatch.setattr(dist, "gather_object", gather)
+    model = nn.Linear(2, 1)
+    stage = SimpleNamespace(submod=model, is_last=True, has_backward=True)
+    monkeypatch.setitem(SCHEDULES, "1f1b", lambda *words, **named: None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    only = Pipeline(stage, optimizer, ["weight", "bias"], Train(), World(Ranks(), torch.device("cpu")))
+    assert set(only.state()["model"]) == {"weight", "bias"} and gathered == ["gloo"]
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("ddp", 1), ("dp", 3)])
+def test_the_gpus_of_a_run_are_those_that_it_uses(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, expected: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=index))
+    assert gpu_uuids(Ranks(), strategy) == [f"GPU-{index}" for index in range(expected)]
 
 
 def test_a_sequence_is_cut_where_the_weights_are() -> None:

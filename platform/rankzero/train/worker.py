@@ -56,7 +56,8 @@ def attempt(request: Request, world: World, stop: Stop) -> Outcome:
     """Train once, tracked, among processes that have joined each other already. All ranks call it."""
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     identity = Identity(**json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode())))
-    log = RunLog.open(Path(request.runs), identity, world.ranks, device.gpu_uuids(world.ranks))
+    gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
+    log = RunLog.open(Path(request.runs), identity, world.ranks, gpus)
     tally = Tally()
     with _told(log, experiment, request, world, tally) as told:
         job, state = build(experiment, world)

@@ -32,7 +32,7 @@ def build(experiment: Experiment, model: nn.Module, world: World, example: Calla
     `example`: a micro-batch, for those that trace the model. Raises UserError where the strategy cannot be had.
     """
     train = experiment.train
-    if train.compile and train.strategy in ("tp", "pp"):
+    if train.compile and train.strategy in ("dp", "tp", "pp"):
         raise UserError(
             f"train.compile and train.strategy={train.strategy} do not go together: set train.compile=false"
         )

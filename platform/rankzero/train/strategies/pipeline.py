@@ -55,6 +55,7 @@ class Pipeline:
         self.optimizer = optimizer
         self._stage, self._names, self._world, self._samples = stage, names, world, train.batch_size
         self._micro_batches = micro_batches(train, world.size)
+        self._hosts: Any = dist.new_group(backend="gloo")  # NCCL would gather a checkpoint in one GPU's memory
         self._schedule = SCHEDULES[train.pp_schedule](stage, self._micro_batches, loss_fn=self._loss)
         self._how: Arithmetic | None = None
         self._batch: Any = None
@@ -93,7 +94,7 @@ class Pipeline:
     def state(self) -> dict[str, Any]:
         mine = get_model_state_dict(self.model), get_optimizer_state_dict(self.model, self.optimizer)
         found: list[Any] | None = [None] * self._world.size if self._world.ranks.first else None
-        dist.gather_object(naming.on_host(mine), found)
+        dist.gather_object(naming.on_host(mine), found, group=self._hosts)
         if found is None:
             return {}
         weights = {name: value for model, _ in found for name, value in model.items()}
