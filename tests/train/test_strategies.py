@@ -47,6 +47,11 @@ CASES = [
     Case("fsdp-bf16", {"train__strategy": "fsdp", "train__precision": "bf16"}),
     *(Case(f"{name}-bf16", {"train__strategy": name, "train__precision": "bf16"}) for name in ("ddp", "tp", "pp")),
     Case("ddp-diverged", {"train__strategy": "ddp", "diverge": True}),
+    Case("fsdp-tied", {"train__strategy": "fsdp", "tied": True}, stop_at=3),
+    Case("pp-tied-in-a-stage", {"train__strategy": "pp", "tied": True, "cut_at": "2"}, stop_at=3),
+    Case("pp-tied", {"train__strategy": "pp", "tied": True, "cut_at": "3"}),
+    Case("pp-blocks-tied", {"train__strategy": "pp", "tied": True, "blocks": True, "cut_at": "blocks.1"}),
+    Case("tp-tied", {"train__strategy": "tp", "tied": True}),
     Case("single", {"train__strategy": "single"}),
     Case("dp", {"train__strategy": "dp"}),
     Case("tp-planless", {"train__strategy": "tp", "plan": "none"}),
@@ -108,6 +113,16 @@ def test_models_that_are_no_sequence(folder: Path, alone: Any, name: str) -> Non
 @pytest.mark.parametrize("name", ["fsdp-accumulated", "pp-accumulated", "pp-gpipe", "ddp-static"])
 def test_variants_change_nothing(folder: Path, alone: Any, name: str) -> None:
     assert seen(folder, name)["losses"] == pytest.approx(alone()["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fsdp-tied", "pp-tied-in-a-stage"])
+def test_a_shared_weight_stays_one(folder: Path, alone: Any, name: str) -> None:
+    two = seen(folder, name)
+    assert "error" not in two and two["losses"] == pytest.approx(alone(tied=True)["losses"], rel=1e-4)
+    path, _ = checkpoint.newest_intact(folder / name / "checkpoints")
+    assert path is not None
+    weights = checkpoint.load(path)["model"]
+    assert torch.equal(weights["2.weight"], weights["6.weight"])
 
 
 @pytest.mark.parametrize("name", ["ddp-compressed", "fsdp-bf16", "pp-bf16"])
@@ -187,6 +202,9 @@ def shutil_copy(source: Path, target: Path) -> None:
     ("pp-uncut", "def split_points(self)"),
     ("pp-cut-wrong", "split_points() names 'nowhere'"),
     ("pp-cut-often", "names 2 places, but 2 processes need 1"),
+    ("pp-tied", "in several places ('2.weight', '6.weight')"),
+    ("pp-blocks-tied", "in several places ('blocks.0.1.weight', 'blocks.1.1.weight')"),
+    ("tp-tied", "in several places ('2.weight', '6.weight')"),
     ("dp-compiled", "do not go together"),
     ("tp-compiled", "do not go together"),
     ("ddp-odd-metric", "measure()['text'] must be a 0-d tensor"),

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.train.optimizers import fused, one_by_one
-from rankzero.train.strategies import naming
+from rankzero.train.strategies import naming, ties
 from rankzero.train.strategies.interface import (
     Arithmetic,
     Metrics,
@@ -98,11 +98,12 @@ class Divided:
 def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Divided:
     """Make the model ready for fully sharded data parallel: parameters, gradients and optimizer state in parts.
 
-    Units that are gathered together: the items of the outermost `nn.Sequential` or `nn.ModuleList`s, and the rest.
+    Units that are gathered together: the items of the outermost `nn.Sequential` or `nn.ModuleList`s, and the rest, with
+    which stays what shares a weight with something outside of it.
     """
     if world.together:
         mesh = init_device_mesh(world.device.type, (world.size,))
-        for unit in [*units(model), model]:
+        for unit in [*ties.unshared(list(units(model)), model), model]:
             fully_shard(unit, mesh=mesh)
     return Divided(model, fused(experiment.optimizer(model), model), Shard(world.ranks.rank, world.size), world)
 
@@ -110,7 +111,8 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Divided:
 def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> Divided:
     """Make the model ready for tensor parallel, by the experiment's `parallelize()`. All ranks see the same samples.
 
-    Raises UserError without a plan, and with fp16, whose loss scaler knows no mixture of whole and divided weights.
+    Raises UserError without a plan, where it parts a weight that two modules share, and with fp16, whose loss scaler
+    knows no mixture of whole and divided weights.
     """
     plan = experiment.parallelize()
     if not plan:
@@ -123,8 +125,10 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> D
     missing = [name for name in plan if name not in dict(model.named_modules())]
     if missing:
         raise UserError(f"parallelize() names {missing[0]!r}, which the model does not have")
+    tied = ties.shared(model)
     if world.together:
         parallelize_module(model, init_device_mesh(world.device.type, (world.size,)), dict(plan))
+    ties.check_together(model, tied, "tp")
     return Divided(model, one_by_one(experiment.optimizer(model)), Shard(0, 1), world)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 from rankzero.errors import UserError
+from rankzero.train.strategies import ties
 from rankzero.train.strategies.interface import Measure
 
 
@@ -61,7 +63,9 @@ def make_stage(
     if split_points and len(split_points) != size - 1:
         raise UserError(f"split_points() names {len(split_points)} places, but {size} processes need {size - 1}")
     if isinstance(model, nn.Sequential):
-        return PipelineStage(cut(model, split_points, size)[rank], rank, size, device)
+        stages = cut(model, split_points, size)
+        ties.check_stages(stages)
+        return PipelineStage(stages[rank], rank, size, device)
     if not split_points:
         raise UserError(
             "train.strategy=pp needs a model that is an nn.Sequential, or the experiment to say where it is cut: "
@@ -71,6 +75,8 @@ def make_stage(
     if missing:
         raise UserError(f"split_points() names {missing[0]!r}, which the model does not have")
     whole = pipeline(model, mb_args=(example(),), split_spec=dict.fromkeys(split_points, SplitPoint.BEGINNING))
+    for uses in whole.replicated_params:  # by stage; a module that is called in two has a number behind its name
+        ties.refuse([re.sub(r"@\d+", "", name) for name in uses.values()], "pp")
     return whole.build_stage(rank, device)
 
 
