@@ -52,6 +52,7 @@ CASES = [
     Case("pp-tied", {"train__strategy": "pp", "tied": True, "cut_at": "3"}),
     Case("pp-blocks-tied", {"train__strategy": "pp", "tied": True, "blocks": True, "cut_at": "blocks.1"}),
     Case("tp-tied", {"train__strategy": "tp", "tied": True}),
+    Case("tp-sequence", {"train__strategy": "tp", "plan": "sequence", "train__clip": 0.05, "held_out": 32}),
     Case("single", {"train__strategy": "single"}),
     Case("dp", {"train__strategy": "dp"}),
     Case("tp-planless", {"train__strategy": "tp", "plan": "none"}),
@@ -101,6 +102,13 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole(folder: Path, alone: Any
     one = alone(train__clip=0.05)
     assert seen(folder, f"{name}-clip")["losses"] == pytest.approx(one["losses"], rel=1e-4)
     assert one["losses"] != alone()["losses"]
+
+
+def test_gradients_that_each_rank_has_a_summand_of_are_clipped_by_their_sum(folder: Path, alone: Any) -> None:
+    """Those of the norms between the parts of a sequence, under SequenceParallel."""
+    two = seen(folder, "tp-sequence")
+    assert "error" not in two
+    assert two["losses"] == pytest.approx(alone(train__clip=0.05)["losses"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "pp"])

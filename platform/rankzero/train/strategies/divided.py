@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 from rankzero.errors import UserError
@@ -68,6 +68,8 @@ class Divided:
         self.world.broadcast_buffers(self.model)
 
     def clip(self, norm: float) -> None:
+        for p in self.model.parameters():
+            p.grad = _summed(p.grad)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         parts = [_local(gradient) for gradient in gradients if _is_part(gradient)]
         whole = [_local(gradient) for gradient in gradients if not _is_part(gradient)]
@@ -149,6 +151,13 @@ def _without_reduction(model: FSDPModule) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+
+
+def _summed(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient of which each rank has a summand (a norm's, under SequenceParallel) as the sum."""
+    if not isinstance(gradient, DTensor) or not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
 
 
 def _is_part(tensor: Tensor) -> bool:
