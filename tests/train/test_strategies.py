@@ -18,7 +18,7 @@ from rankzero.experiment import Train
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import checkpoint, launch
 from rankzero.train.device import gpu_uuids
-from rankzero.train.strategies import naming, shards
+from rankzero.train.strategies import build, naming, shards
 from rankzero.train.strategies.interface import Arithmetic
 from rankzero.train.strategies.pipeline import SCHEDULES, Pipeline
 from rankzero.train.strategies.seams import balanced, cut
@@ -250,6 +250,29 @@ def test_a_pipelines_checkpoint_is_gathered_on_the_hosts(monkeypatch: pytest.Mon
     optimizer = torch.optim.AdamW(model.parameters())
     only = Pipeline(stage, optimizer, ["weight", "bias"], Train(), World(Ranks(), torch.device("cpu")))
     assert set(only.state()["model"]) == {"weight", "bias"} and gathered == ["gloo"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp", "pp"])
+def test_a_model_that_is_divided_is_moved_in_parts(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    model, divided = two_ranks.layered().model(), []
+
+    def divide(part: nn.Module, *_: Any, **__: Any) -> Any:
+        divided.append({parameter.device.type for parameter in model.parameters()})
+        return SimpleNamespace(submod=part)
+
+    for name in (
+        "divided.fully_shard",
+        "divided.parallelize_module",
+        "divided.init_device_mesh",
+        "seams.PipelineStage",
+    ):
+        monkeypatch.setattr(f"rankzero.train.strategies.{name}", divide if "mesh" not in name else lambda *_: None)
+    monkeypatch.setattr("rankzero.train.strategies.pipeline.Pipeline", lambda stage, *_: stage.submod)
+    experiment = two_ranks.layered(train__strategy=strategy)
+    made = build(experiment, model, World(Ranks(0, 2), torch.device("meta")), lambda: None)
+    assert divided[0] == ({"cpu", "meta"} if strategy == "pp" else {"cpu"})
+    mine = made if isinstance(made, nn.Module) else made.model
+    assert {parameter.device.type for parameter in mine.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("ddp", 1), ("dp", 3)])

@@ -51,6 +51,13 @@ def gpu_uuids(ranks: Ranks, strategy: str) -> list[str]:
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(shown)]
 
 
+def forget_peak_memory(world: World) -> None:
+    """Begin to count anew: building a divided model takes more for a moment than training it."""
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
+
+
 def peak_memory_megabytes(world: World) -> float:
     """Return the most memory that this rank has held: of the GPU, as PyTorch reserves it, else of the host."""
     if world.device.type == "cuda":

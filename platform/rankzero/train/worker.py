@@ -61,6 +61,7 @@ def attempt(request: Request, world: World, stop: Stop) -> Outcome:
     tally = Tally()
     with _told(log, experiment, request, world, tally) as told:
         job, state = build(experiment, world)
+        device.forget_peak_memory(world)
         restore.newest(log.folder.checkpoints, job, state, log.notice)
         told.started(state.step, job.total_steps)
         if OUT_OF_MEMORY in request.environment:
@@ -132,7 +133,7 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     randomness.seed_all(train.seed)
     train_set, val_set = data or data_of(experiment)
     plan = make_plan(train, len(train_set), strategies.shards(train.strategy, world.size))
-    model = experiment.model().to(world.device)
+    model = experiment.model()  # on the host: a strategy moves what of it this rank needs
     if train.compile:
         model.compile()
     feeds = [

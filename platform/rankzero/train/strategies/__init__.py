@@ -27,8 +27,9 @@ def layout(name: str, world_size: int) -> str:
 
 
 def build(experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]) -> Strategy:
-    """Make `model`, on this rank's device, ready under ``train.strategy``. All ranks call it.
+    """Make `model`, which is on the host, ready under ``train.strategy`` on this rank's device. All ranks call it.
 
+    A model that is divided is moved in parts: the whole of it need not fit, unless it is traced.
     `example`: a micro-batch, for those that trace the model. Raises UserError where the strategy cannot be had.
     """
     train = experiment.train
@@ -42,7 +43,7 @@ def build(experiment: Experiment, model: nn.Module, world: World, example: Calla
 
             make = {"single": replicated.single, "dp": replicated.data_parallel, "ddp": replicated.ddp,
                     "zero1": replicated.zero1}[train.strategy]  # fmt: skip
-            return make(experiment, model, world)
+            return make(experiment, model.to(world.device), world)
         case "fsdp":
             from rankzero.train.strategies import divided
 
@@ -64,7 +65,7 @@ def _pipeline(experiment: Experiment, model: nn.Module, world: World, example: C
     if train.precision == "fp16":
         raise UserError("train.strategy=pp does not do fp16: use bf16")
     if not world.together:
-        return replicated.single(experiment, model, world)
+        return replicated.single(experiment, model.to(world.device), world)
     names = naming.order(model, experiment.optimizer(model))
     size = train.batch_size // micro_batches(train, world.size)
 

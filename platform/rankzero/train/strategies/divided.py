@@ -106,7 +106,8 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Divided:
     if world.together:
         mesh = init_device_mesh(world.device.type, (world.size,))
         for unit in [*ties.unshared(list(units(model)), model), model]:
-            fully_shard(unit, mesh=mesh)
+            fully_shard(unit, mesh=mesh)  # moves it to the device, too
+    model.to(world.device)
     return Divided(model, fused(experiment.optimizer(model), model), Shard(world.ranks.rank, world.size), world)
 
 
@@ -131,6 +132,7 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> D
     if world.together:
         parallelize_module(model, init_device_mesh(world.device.type, (world.size,)), dict(plan))
     ties.check_together(model, tied, "tp")
+    model.to(world.device)
     return Divided(model, one_by_one(experiment.optimizer(model)), Shard(0, 1), world)
 
 

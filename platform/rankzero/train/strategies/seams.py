@@ -65,7 +65,7 @@ def make_stage(
     if isinstance(model, nn.Sequential):
         stages = cut(model, split_points, size)
         ties.check_stages(stages)
-        return PipelineStage(stages[rank], rank, size, device)
+        return PipelineStage(stages[rank].to(device), rank, size, device)
     if not split_points:
         raise UserError(
             "train.strategy=pp needs a model that is an nn.Sequential, or the experiment to say where it is cut: "
@@ -74,7 +74,8 @@ def make_stage(
     missing = [name for name in split_points if name not in dict(model.named_modules())]
     if missing:
         raise UserError(f"split_points() names {missing[0]!r}, which the model does not have")
-    whole = pipeline(model, mb_args=(example(),), split_spec=dict.fromkeys(split_points, SplitPoint.BEGINNING))
+    cuts = dict.fromkeys(split_points, SplitPoint.BEGINNING)
+    whole = pipeline(model.to(device), mb_args=(example(),), split_spec=cuts)  # a trace knows the device it was made on
     for uses in whole.replicated_params:  # by stage; a module that is called in two has a number behind its name
         ties.refuse([re.sub(r"@\d+", "", name) for name in uses.values()], "pp")
     return whole.build_stage(rank, device)
