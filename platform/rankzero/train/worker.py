@@ -54,7 +54,8 @@ def main(request: Request) -> str:
 
 def attempt(request: Request, world: World, stop: Stop) -> Outcome:
     """Train once, tracked, among processes that have joined each other already. All ranks call it."""
-    experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
+    settings = world.broadcast(request.config.encode()).decode()  # rank 0's: another machine may have been told others
+    experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
     identity = Identity(**json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode())))
     gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
     log = RunLog.open(Path(request.runs), identity, world.ranks, gpus)
