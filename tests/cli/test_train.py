@@ -273,14 +273,25 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Comm
     assert code == 1 and "OutOfMemoryError" in output and "micro-batch 2 -> 1" in output
 
 
+@pytest.mark.parametrize(("later", "ending"), [("room", "FINISHED"), ("exit", "FAILED")])
+def test_what_an_earlier_start_ran_out_of_is_over(rankzero: Command, later: str, ending: str) -> None:
+    words = ("train", TINY.with_name("layered.py"), "--nproc", 2, "--max-restarts", 1, "most_samples=2")
+    code, output = rankzero(*words, f"later={later}")
+    assert code == (0 if ending == "FINISHED" else 1), output
+    assert "micro-batch" not in output
+    attempts = [event.attempt for event in events(rankzero.runs[-1]) if isinstance(event, RunStarted)]
+    assert attempts == [1, 2] and tracked(rankzero.runs[-1]).status == ending
+
+
 def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     words = ("train", TINY, "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, "train.steps=12")
-    nodes = [rankzero.start(*words, "--dir", tmp_path / f"node_{number}") for number in (0, 1)]
+    nodes = [rankzero.start(*words, f"lr=0.0{3 + number}", "--dir", tmp_path / f"node_{number}") for number in (0, 1)]
     outputs = [node.communicate(timeout=90)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert rankzero("train", TINY, "--run-name", "alone", "train.steps=12")[0] == 0
     (first,) = [folder for number in (0, 1) for folder in folders(tmp_path / f"node_{number}" / "runs")
                 if folder.events.exists()]  # fmt: skip
+    (lr,) = re.findall(r"^lr: .*", first.config.read_text(), re.MULTILINE)  # rank 0's, whichever node that is
+    assert rankzero("train", TINY, "--run-name", "alone", "train.steps=12", lr.replace(": ", "="))[0] == 0
     assert losses(first) == pytest.approx(losses(rankzero.runs[0]), rel=1e-5)
     assert sum("FINISHED" in output for output in outputs) == 1

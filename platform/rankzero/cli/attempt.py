@@ -59,7 +59,7 @@ def run(attempt: Attempt) -> int:
     """
     folder = attempt.folder
     console, status = _launched(attempt)
-    while (smaller := _with_half_the_micro_batch(attempt)) is not None:
+    while status == "FAILED" and (smaller := _with_half_the_micro_batch(attempt)) is not None:
         attempt = smaller
         console.notice(f"out of memory: {attempt.tags[OUT_OF_MEMORY]}, and on from the newest checkpoint")
         write_config(folder, attempt.experiment)

@@ -9,6 +9,7 @@ renamed. Loading verifies the checksums and never executes code.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -103,7 +104,7 @@ class Checkpoints:
         return [saved, *self._prune()]
 
     def _prune(self) -> Iterator[Event]:
-        manifests = {path: read_manifest(path) for path in _complete(self._folder)}
+        manifests = _manifests(self._folder)
         for path in superseded(manifests, self._keep, self._goal):
             _delete(path)
             yield CheckpointDeleted(time.time(), manifests[path].step, str(path.relative_to(self._root)))
@@ -159,7 +160,7 @@ def newest_intact(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 def best(checkpoints: Path, goal: Goal) -> Path | None:
     """Return the checkpoint with the best goal metric; the last one where none was evaluated."""
-    manifests = {path: read_manifest(path) for path in _complete(checkpoints)}
+    manifests = _manifests(checkpoints)
     judged = [path for path in manifests if _judged(manifests[path], goal)]
     if not judged:
         return max(manifests, key=lambda path: manifests[path].step, default=None)
@@ -191,6 +192,15 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 def _complete(checkpoints: Path) -> list[Path]:
     return sorted(path for path in checkpoints.glob("step_*") if (path / MANIFEST).exists())
+
+
+def _manifests(checkpoints: Path) -> dict[Path, Manifest]:
+    """Return the checkpoints with what is known of each, without those that do not say: a broken one stops nobody."""
+    found = {}
+    for path in _complete(checkpoints):
+        with contextlib.suppress(BrokenCheckpoint):
+            found[path] = read_manifest(path)
+    return found
 
 
 def _judged(manifest: Manifest, goal: Goal) -> bool:

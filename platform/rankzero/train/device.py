@@ -42,12 +42,20 @@ def set_threads(ranks: Ranks) -> None:
     torch.set_num_threads(max(1, cores // ranks.local_world_size))
 
 
-def gpu_uuids(ranks: Ranks) -> list[str]:
+def gpu_uuids(ranks: Ranks, strategy: str) -> list[str]:
     """Return the UUIDs of the GPUs that this node's ranks use, by local rank; empty without GPUs."""
     if not torch.cuda.is_available():
         return []
-    shown = min(ranks.local_world_size, torch.cuda.device_count())
+    visible = torch.cuda.device_count()
+    shown = visible if strategy == "dp" else min(ranks.local_world_size, visible)
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(shown)]
+
+
+def forget_peak_memory(world: World) -> None:
+    """Begin to count anew: building a divided model takes more for a moment than training it."""
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
 
 
 def peak_memory_megabytes(world: World) -> float:

@@ -53,6 +53,11 @@ def write(failure: Failure, folder: Path) -> None:
     write_atomically(folder / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(failure)))
 
 
+def forget(folder: Path, rank: int) -> None:
+    """Remove what a rank said of an earlier start: who is started again begins without a failure."""
+    (folder / f"rank_{rank}.json").unlink(missing_ok=True)
+
+
 def first(folder: Path) -> Failure | None:
     """Return the earliest failure that a rank left in `folder`: the others follow from it."""
     found = []

@@ -1,4 +1,4 @@
-"""Running values on the device, one fused reduction per report, and throughput with its confidence interval."""
+"""Running values on the device, one fused reduction per report; throughput with its confidence interval; the sum."""
 
 from __future__ import annotations
 
@@ -146,6 +146,38 @@ class Throughput:
     def half_width(self) -> float | None:
         """Half the 95 % interval, in samples per second; None with fewer than two windows."""
         return half_width([samples / seconds for samples, seconds in self._windows])
+
+
+@dataclasses.dataclass
+class Tally:
+    """What the run's summary is made of."""
+
+    throughput: Throughput = dataclasses.field(default_factory=Throughput)
+    steps: int = 0
+    train_seconds: float = 0.0
+    data_wait_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    best: float | None = None
+    last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def add(self, report: Report, batch_size: int) -> None:
+        self.throughput.add(report.steps * batch_size, report.seconds)
+        self.steps += report.steps
+        self.train_seconds += report.seconds
+        self.data_wait_seconds += report.data_wait_seconds
+
+    def summary(self) -> dict[str, float]:
+        """Return the run's figures; one that was not measured is left out."""
+        figures = {
+            "best": self.best,
+            "samples_per_second": self.throughput.samples_per_second,
+            "samples_per_second_half_width": self.throughput.half_width,
+            "steps": float(self.steps),
+            "train_seconds": self.train_seconds,
+            "data_wait_fraction": self.data_wait_seconds / self.train_seconds if self.train_seconds else None,
+            "checkpoint_blocked_seconds": self.blocked_seconds,
+        }
+        return {**self.last_metrics, **{name: value for name, value in figures.items() if value is not None}}
 
 
 def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:

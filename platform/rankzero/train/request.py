@@ -22,7 +22,7 @@ class Request:
 
     experiment_file: str
     config: str
-    """The experiment's settings, as YAML."""
+    """The experiment's settings, as YAML; rank 0's count."""
     runs: str
     """The folder of all runs."""
     identity: Identity

@@ -22,7 +22,9 @@ from rankzero.train import device, failure, precision, randomness, restore, stra
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import make_plan
 from rankzero.train.feed import Feed
-from rankzero.train.loop import Job, State, Tally, fit, frozen_heap
+from rankzero.train.loop import Job, State, fit, frozen_heap
+from rankzero.train.meters import Tally
+from rankzero.train.optimizers import as_values, options
 from rankzero.train.request import OUT_OF_MEMORY, Request
 from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, listen
 from rankzero.train.world import World, is_lost_contact, join
@@ -39,6 +41,7 @@ class Outcome:
 def main(request: Request) -> str:
     """Train; return the status of the attempt on this rank. The entry point of every worker."""
     ranks = launcher.detect()
+    failure.forget(Path(request.failures), ranks.rank)
     stop = Stop()
     listen(stop)
     try:
@@ -51,12 +54,15 @@ def main(request: Request) -> str:
 
 def attempt(request: Request, world: World, stop: Stop) -> Outcome:
     """Train once, tracked, among processes that have joined each other already. All ranks call it."""
-    experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
+    settings = world.broadcast(request.config.encode()).decode()  # rank 0's: another machine may have been told others
+    experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
     identity = Identity(**json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode())))
-    log = RunLog.open(Path(request.runs), identity, world.ranks, device.gpu_uuids(world.ranks))
+    gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
+    log = RunLog.open(Path(request.runs), identity, world.ranks, gpus)
     tally = Tally()
     with _told(log, experiment, request, world, tally) as told:
         job, state = build(experiment, world)
+        device.forget_peak_memory(world)
         restore.newest(log.folder.checkpoints, job, state, log.notice)
         told.started(state.step, job.total_steps)
         if OUT_OF_MEMORY in request.environment:
@@ -128,7 +134,7 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     randomness.seed_all(train.seed)
     train_set, val_set = data or data_of(experiment)
     plan = make_plan(train, len(train_set), strategies.shards(train.strategy, world.size))
-    model = experiment.model().to(world.device)
+    model = experiment.model()  # on the host: a strategy moves what of it this rank needs
     if train.compile:
         model.compile()
     feeds = [
@@ -146,7 +152,7 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     randomness.seed_all(train.seed, 1 + strategy.shard.rank)
     total = train.steps or (train.epochs or 0) * plan.steps_per_epoch
     base_lrs = [float(group["lr"]) for group in strategy.optimizer.param_groups]
-    state = State(strategy.model, strategy.optimizer, base_lrs)
+    state = State(strategy.model, strategy.optimizer, base_lrs, as_values(options(strategy.optimizer)))
     return Job(experiment, world, plan, total, arithmetic, strategy, *feeds), state
 
 
