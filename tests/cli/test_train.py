@@ -80,7 +80,7 @@ def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command
     assert ended.reason.startswith("stopped by SIGTERM")
     first_id = mlflow_id(stopped)
 
-    code, output = rankzero("resume", "stopped", "step_seconds=0", "--nproc", 2)
+    code, output = rankzero("resume", "stopped", "step_seconds=0")  # with as many processes as before
     assert code == 0, output
     straight = RunFolder(rankzero.folder / "mlruns/runs/straight")
     assert losses(stopped) == losses(straight)
@@ -156,6 +156,18 @@ def test_the_users_exception_is_shown_in_a_line_and_the_run_has_failed(rankzero:
     run = tracked(rankzero.runs[-1])
     assert run.status == "FAILED" and says in run.tags["rankzero.reason"]
     assert says in run.tags["rankzero.error"]
+
+
+def test_a_rank_that_hangs_ends_the_run_and_is_named(rankzero: Command) -> None:
+    rankzero.environ["TORTURE_RANK"] = "hang 1 20"
+    code, output = rankzero("train", TINY.with_name("clocked.py"), "--nproc", 2, "train.hang_minutes=0.05")
+    assert code == 1, output
+    (folder,) = rankzero.runs
+    run = tracked(folder)
+    assert run.status == "FAILED"
+    assert re.search(r"rank 1 hung for \d s \(.*clocked.py, line \d+, in hurt\)", run.tags["rankzero.reason"])
+    log = next((folder.path / "logs").glob("*/attempt_0/1/stderr.log")).read_text()
+    assert "most recent call first" in log and "clocked.py" in log and "train.hang_minutes sets the limit" in log
 
 
 def test_a_truncated_checkpoint_is_passed_over(rankzero: Command) -> None:

@@ -158,6 +158,6 @@ def test_samples_are_counted_by_what_was_asked_for_and_not_by_what_came() -> Non
 
 
 def test_loaders_get_the_cores_that_training_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankzero.train.feed.os.sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr("rankzero.train.feed.usable_cores", lambda: list(range(16)))
     assert [loader_workers(None, ranks) for ranks in (1, 2, 4, 16)] == [8, 7, 3, 0]
     assert loader_workers(5, 16) == 5

@@ -46,6 +46,8 @@ CASES = [
     Case("ddp-static", {"train__strategy": "ddp", "train__ddp_static_graph": True}),
     Case("fsdp-bf16", {"train__strategy": "fsdp", "train__precision": "bf16"}),
     *(Case(f"{name}-bf16", {"train__strategy": name, "train__precision": "bf16"}) for name in ("ddp", "tp", "pp")),
+    Case("ddp-compiled", {"train__strategy": "ddp", "train__compile": True, "blocks": True}),
+    Case("fsdp-compiled", {"train__strategy": "fsdp", "train__compile": True, "blocks": True}),
     Case("ddp-diverged", {"train__strategy": "ddp", "diverge": True}),
     Case("fsdp-tied", {"train__strategy": "fsdp", "tied": True}, stop_at=3),
     Case("pp-tied-in-a-stage", {"train__strategy": "pp", "tied": True, "cut_at": "2"}, stop_at=3),
@@ -116,6 +118,13 @@ def test_models_that_are_no_sequence(folder: Path, alone: Any, name: str) -> Non
     two = seen(folder, f"{name}-blocks")
     assert "error" not in two
     assert two["losses"] == pytest.approx(alone(blocks=True)["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_compiled_models_train_the_same(folder: Path, name: str) -> None:
+    compiled, plain = seen(folder, f"{name}-compiled"), seen(folder, f"{name}-blocks")
+    assert "error" not in compiled and compiled["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    assert compiled["losses"] != plain["losses"], "the very same bits: nothing was compiled"
 
 
 @pytest.mark.parametrize("name", ["fsdp-accumulated", "pp-accumulated", "pp-gpipe", "ddp-static"])

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if incumbent.writer_lives(folder):
         raise UserError(f"{folder.path.name} is training still: stop it first, or wait for its end")
     experiment = _experiment(folder, arguments)
-    _require_checkpoint(folder)
+    _as_many_processes(_require_checkpoint(folder), arguments)
     nodes = attempt.nodes_of(arguments, experiment.train)
     store.prepare_store(folder.identity.tracking_uri)
     write_config(folder, experiment)
@@ -99,14 +99,30 @@ def _complete(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dict[s
     return {**settings, **{key: changes[key] for key in hidden}}
 
 
-def _require_checkpoint(folder: RunFolder) -> None:
+def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> None:
+    """Let the run go on with as many processes as before, unless the user said how many or there are fewer GPUs."""
+    from rankzero.train import checkpoint
+    from rankzero.train.device import gpu_count
+
+    before = checkpoint.read_manifest(checkpoint_path).world_size
+    if arguments.nproc is not None or before is None or before % arguments.nnodes:
+        return
+    processes, gpus = before // arguments.nnodes, gpu_count()
+    if 0 < gpus < processes:
+        print(f"note: {before} processes trained before, and this machine shows {gpus} GPUs: not bit for bit the same")
+        return
+    arguments.nproc = processes
+
+
+def _require_checkpoint(folder: RunFolder) -> Path:
+    """Return the newest intact checkpoint, fetched from MLflow where there is none here. Raises UserError."""
     from rankzero.train import checkpoint
 
     path, problems = checkpoint.newest_intact(folder.checkpoints)
     for problem in problems:
         print(f"note: {problem}")
     if path is not None:
-        return
+        return path
     if catalog.mlflow_id(folder):
         from rankzero.tracking import fetch
 
@@ -118,3 +134,4 @@ def _require_checkpoint(folder: RunFolder) -> None:
             f"{folder.path.name} has no intact checkpoint, here or in MLflow: start it anew"
             + "".join(f"\n  {problem}" for problem in problems)
         )
+    return path

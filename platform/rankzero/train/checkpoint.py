@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import threading
 import time
@@ -42,6 +43,8 @@ class Manifest:
     metrics: Mapping[str, float]
     best: bool
     files: Mapping[str, Mapping[str, Any]]
+    world_size: int | None = None
+    """Ranks that trained; None: one's own loop, which does not say."""
     format: int = FORMAT
     torch: str = torch.__version__
 
@@ -57,8 +60,8 @@ class Checkpoints:
     in flight: a second `save` waits for it, and what it waited counts into `blocked_seconds`.
     """
 
-    def __init__(self, run_folder: Path, keep: int, goal: Goal) -> None:
-        self._root, self._keep, self._goal = run_folder, keep, goal
+    def __init__(self, run_folder: Path, keep: int, goal: Goal, world_size: int | None = None) -> None:
+        self._root, self._keep, self._goal, self._world_size = run_folder, keep, goal, world_size
         self._folder = run_folder / "checkpoints"
         self._staging = Staging()
         self._writer = ThreadPoolExecutor(1, "checkpoint", _lowest_priority)
@@ -99,7 +102,7 @@ class Checkpoints:
 
     def _write(self, staged: Staged, step: int, metrics: dict[str, float], best: bool) -> list[Event]:
         target = folder_of(self._folder, step)
-        write(target, lambda path: torch.save(staged.wait(), path), step, metrics, best)
+        write(target, lambda path: torch.save(staged.wait(), path), step, metrics, best, self._world_size)
         saved = CheckpointSaved(time.time(), step, str(target.relative_to(self._root)), best, metrics)
         return [saved, *self._prune()]
 
@@ -121,7 +124,12 @@ def superseded(manifests: Mapping[Path, Manifest], keep: int, goal: Goal) -> lis
 
 
 def write(
-    target: Path, save_state: Callable[[Path], None], step: int, metrics: Mapping[str, float], best: bool
+    target: Path,
+    save_state: Callable[[Path], None],
+    step: int,
+    metrics: Mapping[str, float],
+    best: bool,
+    world_size: int | None = None,
 ) -> None:
     """Write a checkpoint's folder in one step: a reader sees all of it or nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +138,7 @@ def write(
     temporary.mkdir()
     save_state(temporary / STATE)
     _sync(temporary / STATE)
-    manifest = Manifest(step, metrics, best, {STATE: _fingerprint(temporary / STATE)})
+    manifest = Manifest(step, metrics, best, {STATE: _fingerprint(temporary / STATE)}, world_size)
     (temporary / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2))
     _sync(temporary / MANIFEST)
     _sync(temporary)
@@ -139,9 +147,12 @@ def write(
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's state, on the CPU. Raises BrokenCheckpoint where it is not intact."""
+    """Return a checkpoint's state, on the CPU. Raises BrokenCheckpoint where it is not intact, or more than data."""
     verify(folder)
-    state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # with the checksum right, this was written so: nothing of it was run
+        raise BrokenCheckpoint(f"{folder} would run code when loaded, and is refused: {error}") from error
     return state
 
 

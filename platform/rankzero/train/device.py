@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from rankzero.errors import UserError
+from rankzero.tracking.host import usable_cores
 from rankzero.tracking.ranks import Ranks
 from rankzero.train.world import World
 
@@ -23,9 +24,14 @@ def choose(ranks: Ranks) -> torch.device:
     return device
 
 
+def gpu_count() -> int:
+    """Return how many GPUs this process sees."""
+    return torch.cuda.device_count()
+
+
 def check_gpus(processes: int) -> None:
     """Raise UserError where a node has GPUs, but fewer than `processes`."""
-    gpus = torch.cuda.device_count()
+    gpus = gpu_count()
     if 0 < gpus < processes:
         raise UserError(
             f"{processes} processes need {processes} GPUs, but this machine shows {gpus}: "
@@ -38,7 +44,7 @@ def set_threads(ranks: Ranks) -> None:
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(max(1, int(os.environ["OMP_NUM_THREADS"])))
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(usable_cores())
     torch.set_num_threads(max(1, cores // ranks.local_world_size))
 
 

@@ -6,8 +6,8 @@ import dataclasses
 import json
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
@@ -38,7 +38,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, (UserError, ConfigError)):
         return str(error)
     text = f"{type(error).__name__}: {error}".rstrip(": ")
-    place = _users_frame(error.__traceback__)
+    place = place_of(traceback.extract_tb(error.__traceback__))
     return f"{text} ({place})" if place else text
 
 
@@ -69,11 +69,11 @@ def first(folder: Path) -> Failure | None:
     return min(found, key=lambda failure: failure.time, default=None)
 
 
-def _users_frame(trace: TracebackType | None) -> str | None:
+def place_of(stack: Iterable[traceback.FrameSummary]) -> str | None:
     """Return ``file.py, line 31, in measure`` of the innermost frame that is the user's."""
     frames = [
         frame
-        for frame in traceback.extract_tb(trace)
+        for frame in stack
         if not frame.filename.startswith((OURS, "<"))
         and "site-packages" not in frame.filename
         and "/lib/python" not in frame.filename

@@ -7,7 +7,6 @@ same on one rank or many, with or without loader processes, before and after a r
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from rankzero.experiment import Experiment
+from rankzero.tracking.host import usable_cores
 from rankzero.train.batch import to_device
 from rankzero.train.data import Plan, mix, shard
 
@@ -134,7 +134,7 @@ def loader_workers(asked: int | None, local_world_size: int) -> int:
     """Return how many loading processes each rank gets: the cores that training leaves, at most 8."""
     if asked is not None:
         return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(usable_cores())
     return max(0, min(MOST_WORKERS, cores // local_world_size - 1))
 
 

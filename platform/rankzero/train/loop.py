@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ class Job:
     """Has `State`'s model and optimizer, and divides the work among the ranks."""
     train_feed: Feed
     val_feed: Feed
+    beat: Callable[[], None] = lambda: None
+    """Says that this rank gets on; see `watchdog`."""
 
 
 class NotFinite(Exception):
@@ -139,6 +141,7 @@ def train_step(job: Job, state: State, batches: Iterator[Any]) -> tuple[dict[str
         asked = time.perf_counter()
         batch = next(batches)
         waited += time.perf_counter() - asked
+        job.beat()
         if index < accumulation - 1:
             with strategy.accumulating():
                 values = strategy.gradients(how, batch)
@@ -187,6 +190,7 @@ def evaluate(job: Job, state: State, names: Sequence[str]) -> dict[str, float]:
     with torch.no_grad():
         for batch, samples in validation_batches(job):
             values = strategy.metrics(how, batch)
+            job.beat()
             if values is not None:
                 means.add(values, samples)
     state.model.train()

@@ -26,7 +26,8 @@ from rankzero.train.loop import Job, State, fit, frozen_heap
 from rankzero.train.meters import Tally
 from rankzero.train.optimizers import as_values, options
 from rankzero.train.request import OUT_OF_MEMORY, Request
-from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, listen
+from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, end_with_launcher, listen
+from rankzero.train.watchdog import Watchdog
 from rankzero.train.world import World, is_lost_contact, join
 
 
@@ -44,6 +45,7 @@ def main(request: Request) -> str:
     failure.forget(Path(request.failures), ranks.rank)
     stop = Stop()
     listen(stop)
+    end_with_launcher(stop)
     try:
         with join(ranks, device.choose(ranks)) as world:
             return attempt(request, world, stop).status
@@ -135,8 +137,6 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     train_set, val_set = data or data_of(experiment)
     plan = make_plan(train, len(train_set), strategies.shards(train.strategy, world.size))
     model = experiment.model()  # on the host: a strategy moves what of it this rank needs
-    if train.compile:
-        model.compile()
     feeds = [
         Feed(
             dataset,
@@ -153,7 +153,7 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     total = train.steps or (train.epochs or 0) * plan.steps_per_epoch
     base_lrs = [float(group["lr"]) for group in strategy.optimizer.param_groups]
     state = State(strategy.model, strategy.optimizer, base_lrs, as_values(options(strategy.optimizer)))
-    return Job(experiment, world, plan, total, arithmetic, strategy, *feeds), state
+    return Job(experiment, world, plan, total, arithmetic, strategy, feeds[0], feeds[1]), state
 
 
 def data_of(experiment: Experiment) -> tuple[Any, Any]:
@@ -174,11 +174,12 @@ def data_of(experiment: Experiment) -> tuple[Any, Any]:
 def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Outcome:
     train, world = job.experiment.train, job.world
     stop.limit(train.max_minutes)
-    checkpoints = Checkpoints(log.folder.path, train.keep, job.experiment.goal) if world.ranks.first else None
+    checkpoints = _checkpoints(job, log)
     tally.best = state.best
+    watchdog = Watchdog(train.hang_minutes, world.ranks.rank, lambda failed: _leave_word(failed, log, world))
     try:
-        with frozen_heap():
-            reason = fit(job, state, log, stop, checkpoints, tally)
+        with frozen_heap(), watchdog.watching():
+            reason = fit(dataclasses.replace(job, beat=watchdog.beat), state, log, stop, checkpoints, tally)
     finally:
         if checkpoints is not None:
             _finish(checkpoints, log, tally)
@@ -190,6 +191,19 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Out
         told = f"{reason} at step {state.step}" + (f": {why}" if why else "")
         return Outcome("FINISHED" if over else "KILLED", told)
     return Outcome("FINISHED", _success(job, state))
+
+
+def _checkpoints(job: Job, log: RunLog) -> Checkpoints | None:
+    """Return what keeps rank 0's checkpoints; None on other ranks."""
+    experiment, world = job.experiment, job.world
+    if not world.ranks.first:
+        return None
+    return Checkpoints(log.folder.path, experiment.train.keep, experiment.goal, world.size)
+
+
+def _leave_word(failed: failure.Failure, log: RunLog, world: World) -> None:
+    failure.write(failed, log.folder.failures)
+    world.report_failure(dataclasses.asdict(failed))
 
 
 def _finish(checkpoints: Checkpoints, emit: RunLog, tally: Tally) -> None:

@@ -43,6 +43,8 @@ def build(experiment: Experiment, model: nn.Module, world: World, example: Calla
 
             make = {"single": replicated.single, "dp": replicated.data_parallel, "ddp": replicated.ddp,
                     "zero1": replicated.zero1}[train.strategy]  # fmt: skip
+            if train.compile:
+                model.compile()
             return make(experiment, model.to(world.device), world)
         case "fsdp":
             from rankzero.train.strategies import divided

@@ -100,12 +100,15 @@ class Divided:
 def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Divided:
     """Make the model ready for fully sharded data parallel: parameters, gradients and optimizer state in parts.
 
-    Units that are gathered together: the items of the outermost `nn.Sequential` or `nn.ModuleList`s, and the rest, with
-    which stays what shares a weight with something outside of it.
+    Units that are gathered, and compiled, together: the items of the outermost `nn.Sequential` or `nn.ModuleList`s,
+    and the rest, with which stays what shares a weight with something outside of it.
     """
+    parts = ties.unshared(list(units(model)), model) if world.together else []
+    for part in (parts or [model]) if experiment.train.compile else ():
+        part.compile()  # each by itself: around them, parameters come and go
     if world.together:
         mesh = init_device_mesh(world.device.type, (world.size,))
-        for unit in [*ties.unshared(list(units(model)), model), model]:
+        for unit in [*parts, model]:
             fully_shard(unit, mesh=mesh)  # moves it to the device, too
     model.to(world.device)
     return Divided(model, fused(experiment.optimizer(model), model), Shard(world.ranks.rank, world.size), world)
