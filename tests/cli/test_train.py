@@ -295,6 +295,7 @@ def test_what_an_earlier_start_ran_out_of_is_over(rankzero: Command, later: str,
     assert attempts == [1, 2] and tracked(rankzero.runs[-1]).status == ending
 
 
+@pytest.mark.timeout(200)
 def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     words = ("train", TINY, "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, "train.steps=12")
@@ -307,3 +308,23 @@ def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     assert rankzero("train", TINY, "--run-name", "alone", "train.steps=12", lr.replace(": ", "="))[0] == 0
     assert losses(first) == pytest.approx(losses(rankzero.runs[0]), rel=1e-5)
     assert sum("FINISHED" in output for output in outputs) == 1
+
+    held = first.path.parents[1]  # the other machine has neither settings nor checkpoints
+    resume = ("resume", first.path.name, "train.steps=16", "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint)
+    helped = next(tmp_path / name for name in ("node_0", "node_1") if tmp_path / name != held)
+    nodes = [rankzero.start(*resume, "--dir", folder) for folder in (held, helped)]
+    outputs = [node.communicate(timeout=90)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert list(losses(first)) == list(range(1, 17))
+
+
+def test_two_nodes_with_one_disk_share_a_name(rankzero: Command) -> None:
+    words = ("train", TINY, "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
+             "train.steps=8", "train.log_model=true", "--run-name", "shared")  # fmt: skip
+    nodes = [rankzero.start(*words) for _ in (0, 1)]
+    outputs = [node.communicate(timeout=90)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    (folder,) = rankzero.runs
+    assert list(losses(folder)) == list(range(1, 9)) and tracked(folder).status == "FINISHED"
+    code, output = rankzero(*words)
+    assert code == 2 and "there is a run 'shared' already" in output

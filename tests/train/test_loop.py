@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved, Evaluated
 from rankzero.tracking.ranks import Ranks
-from rankzero.train import checkpoint
+from rankzero.train import checkpoint, restore
 from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length
 from rankzero.train.stop import TIME_LIMIT, Stop
 from rankzero.train.world import World
@@ -147,6 +147,12 @@ def test_another_model_cannot_resume(train: Trainer) -> None:
     train(tiny(train__steps=5))
     with pytest.raises(UserError, match="does not fit"):
         train(tiny(train__steps=9, width=8))
+
+
+def test_going_on_needs_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
+    trained = train(tiny(train__steps=1, train__save_every=0))
+    with pytest.raises(UserError, match="no intact checkpoint where rank 0 runs"):
+        restore.newest(tmp_path / "none", trained.job, trained.state, pytest.fail, required=True)
 
 
 def test_windows_grow_to_a_second_and_stay_bounded() -> None:

@@ -36,12 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
     folder = _folder(arguments)
     if incumbent.writer_lives(folder):
         raise UserError(f"{folder.path.name} is training still: stop it first, or wait for its end")
-    experiment = _experiment(folder, arguments)
-    _as_many_processes(_require_checkpoint(folder), arguments)
+    joins = arguments.nnodes > 1 and not folder.events.exists() and not catalog.mlflow_id(folder)
+    experiment = _told(folder, arguments) if joins else _experiment(folder, arguments)
+    if not joins:
+        _as_many_processes(_require_checkpoint(folder), arguments)
     nodes = attempt.nodes_of(arguments, experiment.train)
-    store.prepare_store(folder.identity.tracking_uri)
-    write_config(folder, experiment)
-    return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv))
+    if not joins:
+        store.prepare_store(folder.identity.tracking_uri)
+        write_config(folder, experiment)
+    return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv, resumes=True))
 
 
 def _folder(arguments: argparse.Namespace) -> RunFolder:
@@ -67,14 +70,23 @@ def _fetched(runs: Path, uri: str, name: str) -> RunFolder:
     return fetch.run_folder(runs, uri, name)
 
 
-def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
+def _class(folder: RunFolder) -> type[Experiment]:
     reference = folder.identity.experiment_file
     if reference is None:
         raise UserError(f"{folder.path.name} was not started by `rankzero train`: resume it in its own program")
     try:
-        cls = experiment_file.load(reference)
+        return experiment_file.load(reference)
     except UserError as error:
         raise UserError(f"{error}; if the file has moved, say where: --experiment EXP") from error
+
+
+def _told(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
+    """Return what this machine was told, which helps another with its run: that one's settings count."""
+    return config.override(_class(folder)(), config.parse_assignments(arguments.settings))
+
+
+def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
+    cls = _class(folder)
     changes = config.parse_assignments(arguments.settings)
     saved = config.override(cls(), _complete(config.read_yaml(folder.config.read_text()), changes))
     ended = catalog.last_end(folder)

@@ -14,9 +14,10 @@ from rankzero.train import checkpoint, optimizers, randomness, strategies
 from rankzero.train.loop import Job, State
 
 
-def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], None]) -> None:
-    """Set `state` to the newest intact checkpoint; leave it fresh where there is none. All ranks call it.
+def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], None], *, required: bool = False) -> None:
+    """Set `state` to rank 0's newest intact checkpoint; leave it fresh where there is none. All ranks call it.
 
+    Raises UserError where there is none and one is `required`.
     Ranks that see the folder read it; where any rank does not, rank 0 sends the bytes.
     """
     path, problems = checkpoint.newest_intact(checkpoints)
@@ -25,6 +26,8 @@ def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], No
     saved = _agreed(path, job)
     if saved is not None:
         apply(saved, job, state)
+    elif required:
+        raise UserError("there is no intact checkpoint where rank 0 runs: resume on the machine that has the run")
 
 
 def apply(saved: dict[str, Any], job: Job, state: State) -> None:

@@ -65,7 +65,7 @@ def attempt(request: Request, world: World, stop: Stop) -> Outcome:
     with _told(log, experiment, request, world, tally) as told:
         job, state = build(experiment, world)
         device.forget_peak_memory(world)
-        restore.newest(log.folder.checkpoints, job, state, log.notice)
+        restore.newest(log.folder.checkpoints, job, state, log.notice, required=request.resumes)
         told.started(state.step, job.total_steps)
         if OUT_OF_MEMORY in request.environment:
             log.notice(f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.plan.batch_size}")
