@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from integrations.examples import EXAMPLES, checkpoints, needs, run, steps_of, tracked
+from integrations.examples import EXAMPLES, SECONDS, checkpoints, needs, run, steps_of, tracked
+
+pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 FRAMEWORKS = ("lightning", "transformers", "accelerate", "ignite")
 

@@ -63,7 +63,7 @@ def test_two_replicas_are_one_run_with_every_batch(tmp_path: Path) -> None:
     assert steps_of(tmp_path, found, "train/loss") == list(range(1, 67))
     assert steps_of(tmp_path, found, "val/loss") == steps_of(tmp_path, found, "lr") == [22, 44, 66]
     assert found.params["replicas"] == "2" and found.params["batch_size"] == "64"
-    assert found.params["optimizer.name"] == "adamw" and float(found.params["optimizer.learning_rate"]) > 0.002
+    assert found.params["optimizer.name"] == "adam_w" and float(found.params["optimizer.learning_rate"]) > 0.002
 
 
 def test_a_checkpoint_gives_the_weights_and_the_optimizer_back(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ from pathlib import Path
 
 class Keep(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
-        self.all = [np.array(array) for array in self.model.get_weights()], int(self.model.optimizer.iterations)
+        self.all = [np.array(array) for array in self.model.get_weights()], int(self.model.optimizer.iterations.numpy())
 
 keep = Keep()
 example.main(1, keep)
@@ -81,7 +81,7 @@ example.main(1, keep)
 fresh = example.convnet(16)
 restore(fresh, checkpoint)
 weights, iterations = keep.all
-assert iterations == int(fresh.optimizer.iterations) == 22
+assert iterations == int(fresh.optimizer.iterations.numpy()) == 22
 assert all(np.array_equal(a, b) for a, b in zip(weights, fresh.get_weights(), strict=True))
 try:
     restore(example.convnet(8), checkpoint)
@@ -124,6 +124,32 @@ assert "torch" not in sys.modules
     assert "left before its end" in runs["FAILED"].tags["rankzero.reason"]
     assert steps_of(tmp_path, runs["FINISHED"], "train/loss") == list(range(45, 89))
     assert not checkpoints(tmp_path)
+
+
+def test_a_backend_that_calls_from_threads_loses_no_batch(tmp_path: Path) -> None:
+    code, output = run(
+        script(tmp_path, """
+import threading
+
+class Threads(keras.callbacks.Callback):
+    async_safe = True
+
+    def on_train_batch_end(self, batch, logs=None):
+        print("called from", threading.current_thread().name)
+
+model = example.convnet(4)
+images, labels = np.ones((320, 8, 8, 1), "float32"), np.zeros(320)
+tracker = example.RankZeroCallback("threads")
+model.fit(images, labels, batch_size=8, epochs=2, validation_split=0.1, callbacks=[tracker, Threads()], verbose=0)
+"""),
+        tmp_path, KERAS_BACKEND="torch",
+    )  # fmt: skip
+    assert code == 0, output
+    assert "called from ThreadPoolExecutor" in output
+    found = tracked(tmp_path)
+    assert found.status == "FINISHED" and found.params["backend"] == "torch"
+    assert steps_of(tmp_path, found, "train/loss") == list(range(1, 73))
+    assert steps_of(tmp_path, found, "val/loss") == [36, 72] and checkpoints(tmp_path)
 
 
 def test_two_workers_are_one_run_of_the_chief(tmp_path: Path) -> None:
