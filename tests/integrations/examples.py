@@ -54,8 +54,8 @@ def tracker(folder: Path) -> Tracker:
 
 
 def all_tracked(folder: Path) -> list[RunRecord]:
-    """Return the runs, once everything is in MLflow."""
-    assert all(deliver(found).done for found in folders(folder / "mlruns" / "runs"))
+    """Return the runs, once everything is in MLflow: on a busy machine, idle processor time is long in coming."""
+    assert all(deliver(found, patience=SECONDS).done for found in folders(folder / "mlruns" / "runs"))
     return tracker(folder).list_runs()
 
 

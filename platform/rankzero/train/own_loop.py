@@ -47,8 +47,8 @@ def track(
 
     `config` is a mapping (may be nested) or a dataclass; it becomes the run's params. Call it on
     every rank: rank 0 writes, on other ranks nothing happens. An existing `name` is gone on with.
-    Who is rank 0 says the launcher's environment; without one (``torch.multiprocessing.spawn``), the process group of
-    torch.distributed: join it before. Other ways to start processes must set RANK and WORLD_SIZE.
+    Who is rank 0 says the process group of torch.distributed, where it has been joined, else the launcher's
+    environment: under ``torch.multiprocessing.spawn``, join it before. Other ways must set RANK and WORLD_SIZE.
     Raises TrackingError where the store cannot be used; once the block is entered, tracking cannot raise.
     """
     mine = _mine()
@@ -185,7 +185,7 @@ class TrackedRun:
 
 
 def _mine() -> ranks.Ranks:
-    """Return which rank this is: as the launcher says, unless it knows less than torch.distributed."""
+    """Return which rank this is: as the launcher says, unless torch.distributed knows better."""
     said = ranks.detect()
     if "torch.distributed" not in sys.modules:
         return said
