@@ -47,9 +47,11 @@ def track(
 
     `config` is a mapping (may be nested) or a dataclass; it becomes the run's params. Call it on
     every rank: rank 0 writes, on other ranks nothing happens. An existing `name` is gone on with.
+    Who is rank 0 says the process group of torch.distributed, where it has been joined, else the launcher's
+    environment: under ``torch.multiprocessing.spawn``, join it before. Other ways must set RANK and WORLD_SIZE.
     Raises TrackingError where the store cannot be used; once the block is entered, tracking cannot raise.
     """
-    mine = ranks.detect()
+    mine = _mine()
     if not mine.first:
         return TrackedRun(None, goal or Goal(), keep)
     root = Path(folder or os.environ.get("RANKZERO_DIR", "mlruns")).absolute()
@@ -189,6 +191,19 @@ class TrackedRun:
         for name in sorted(odd.keys() - self._told):
             self._told.add(name)
             self._log.notice(f"{name} is no number but {odd[name]!r}: it is logged as NaN; log its mean, for instance")
+
+
+def _mine() -> ranks.Ranks:
+    """Return which rank this is: as the launcher says, unless torch.distributed knows better."""
+    said = ranks.detect()
+    if "torch.distributed" not in sys.modules:
+        return said
+    from rankzero.train.world import joined
+
+    group = joined()
+    if group is None or (group.rank, group.world_size) == (said.rank, said.world_size):
+        return said
+    return group  # a process that spawns others is one task to its launcher
 
 
 def params_of(config: object) -> dict[str, str]:

@@ -133,6 +133,17 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
     dist.destroy_process_group()
 
 
+def joined() -> Ranks | None:
+    """Return this process's place in the process group that the user's script has joined; None where it is alone.
+
+    A group does not say who shares a machine: it is taken for one machine's.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Ranks(rank, size, local_rank=rank, local_world_size=size)
+
+
 def is_lost_contact(error: BaseException) -> bool:
     """Tell whether `error` is what a rank sees of another's end, and not a failure of its own."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
