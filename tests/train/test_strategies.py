@@ -48,6 +48,7 @@ CASES = [
     *(Case(f"{name}-bf16", {"train__strategy": name, "train__precision": "bf16"}) for name in ("ddp", "tp", "pp")),
     Case("ddp-compiled", {"train__strategy": "ddp", "train__compile": True, "blocks": True}),
     Case("fsdp-compiled", {"train__strategy": "fsdp", "train__compile": True, "blocks": True}),
+    Case("ddp-slow", {"train__strategy": "ddp", "train__log_every": 1, "slow_rank": 1}),
     Case("ddp-diverged", {"train__strategy": "ddp", "diverge": True}),
     Case("fsdp-tied", {"train__strategy": "fsdp", "tied": True}, stop_at=3),
     Case("pp-tied-in-a-stage", {"train__strategy": "pp", "tied": True, "cut_at": "2"}, stop_at=3),
@@ -118,6 +119,11 @@ def test_models_that_are_no_sequence(folder: Path, alone: Any, name: str) -> Non
     two = seen(folder, f"{name}-blocks")
     assert "error" not in two
     assert two["losses"] == pytest.approx(alone(blocks=True)["losses"], rel=1e-4)
+
+
+def test_a_rank_that_is_slow_is_named(folder: Path) -> None:
+    found = seen(folder, "ddp-slow")["straggler"]
+    assert found["straggler_rank"] == 1 and found["straggler_forward_ratio"] > 2
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

@@ -84,7 +84,9 @@ def train(world: World, experiment: Experiment, folder: Path, seen: dict[str, An
             seen["evaluated"][str(event.step)] = dict(event.metrics)
 
     try:
-        seen["reason"] = fit(job, state, emit, stop, checkpoints, Tally())
+        tally = Tally()
+        seen["reason"] = fit(job, state, emit, stop, checkpoints, tally)
+        seen["straggler"] = tally.paces.straggler()
     finally:
         if checkpoints is not None:
             checkpoints.close()

@@ -34,6 +34,7 @@ from rankzero.train.feed import Feed
 from rankzero.train.meters import Means, Report, Tally, Window
 from rankzero.train.precision import Precision
 from rankzero.train.stop import REASONS, Stop
+from rankzero.train.straggler import Stopwatch
 from rankzero.train.strategies.interface import Arithmetic, Strategy
 from rankzero.train.world import World
 
@@ -67,6 +68,7 @@ class Job:
     """Has `State`'s model and optimizer, and divides the work among the ranks."""
     train_feed: Feed
     val_feed: Feed
+    stopwatch: Stopwatch
     beat: Callable[[], None] = lambda: None
     """Says that this rank gets on; see `watchdog`."""
 
@@ -98,7 +100,7 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
         save_due = save_every > 0 and (state.step % save_every == 0 or state.step == total)
         if len(window) < length and not evaluation_due and not save_due:
             continue
-        report = window.reduce(stop.code, job.world.now() - start, waited)
+        report = window.reduce(stop.code, job.world.now() - start, waited, job.stopwatch.read())
         tally.add(report, plan.batch_size)
         for event in window_events(job, state, report, times):
             emit(event)
@@ -155,7 +157,9 @@ def train_step(job: Job, state: State, batches: Iterator[Any]) -> tuple[dict[str
 def arithmetic(job: Job) -> Arithmetic:
     """Return how a micro-batch is computed."""
     precision = job.precision
-    return Arithmetic(job.experiment.measure, precision.autocast, precision.scaler, job.plan.accumulation)
+    return Arithmetic(
+        job.stopwatch.timed(job.experiment.measure), precision.autocast, precision.scaler, job.plan.accumulation
+    )
 
 
 def update(job: Job, state: State) -> None:

@@ -27,6 +27,7 @@ from rankzero.train.meters import Tally
 from rankzero.train.optimizers import as_values, options
 from rankzero.train.request import OUT_OF_MEMORY, Request
 from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, end_with_launcher, listen
+from rankzero.train.straggler import Stopwatch
 from rankzero.train.watchdog import Watchdog
 from rankzero.train.world import World, is_lost_contact, join
 
@@ -153,7 +154,7 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     total = train.steps or (train.epochs or 0) * plan.steps_per_epoch
     base_lrs = [float(group["lr"]) for group in strategy.optimizer.param_groups]
     state = State(strategy.model, strategy.optimizer, base_lrs, as_values(options(strategy.optimizer)))
-    return Job(experiment, world, plan, total, arithmetic, strategy, feeds[0], feeds[1]), state
+    return Job(experiment, world, plan, total, arithmetic, strategy, feeds[0], feeds[1], Stopwatch(world.device)), state
 
 
 def data_of(experiment: Experiment) -> tuple[Any, Any]:
