@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuzz import patient, thorough
+from fuzz import often, patient, thorough
 from rankzero.cli import runs as runs_command
 from rankzero.cli import story
 from rankzero.cli.view import View, duration, progress_line, progress_panel
@@ -85,7 +85,7 @@ def run_whole(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
     raise AssertionError(f"hangs: {deliverer.progress}")
 
 
-@thorough
+@often
 @given(st.lists(lines(), max_size=6))
 def test_every_reader_of_a_journal_bears_every_line(
     tmp_path_factory: pytest.TempPathFactory, foreign: list[bytes]
@@ -153,7 +153,7 @@ def test_foreign_lines_are_counted_and_told(tmp_path: Path) -> None:
     assert any("3 lines are no events" in line for line in sync.status(folder).trouble)
 
 
-@thorough
+@often
 @given(st.text(max_size=60) | st.dictionaries(st.sampled_from([*vars(Progress()), "x"]), values).map(json.dumps))
 def test_any_progress_file_is_read_or_begun_anew(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = make_folder(tmp_path_factory.mktemp("run"))

@@ -49,6 +49,9 @@ class Attempt:
     argv: Sequence[str]
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What else is known of it."""
+    resumes: bool = False
+    joined: bool = False
+    """Whether another machine began the run in this folder, and does what is done once."""
 
 
 def run(attempt: Attempt) -> int:
@@ -58,7 +61,7 @@ def run(attempt: Attempt) -> int:
     """
     folder = attempt.folder
     console, status = _launched(attempt)
-    while (smaller := _with_half_the_micro_batch(attempt)) is not None:
+    while status == "FAILED" and (smaller := _with_half_the_micro_batch(attempt)) is not None:
         attempt = smaller
         console.notice(f"out of memory: {attempt.tags[OUT_OF_MEMORY]}, and on from the newest checkpoint")
         write_config(folder, attempt.experiment)
@@ -74,8 +77,8 @@ def _launched(attempt: Attempt) -> tuple[Console, str]:
     from rankzero.train import worker
 
     folder, status = attempt.folder, "FAILED"
-    request = request_for(folder, attempt.experiment, {**_provenance(attempt), **attempt.tags})
-    console = Console(folder, attempt.experiment, attempt.root)
+    request = request_for(folder, attempt.experiment, {**_provenance(attempt), **attempt.tags}, resumes=attempt.resumes)
+    console = Console(folder, attempt.experiment, attempt.root, attempt.nodes.processes)
     with console:
         try:
             status = launch.run(attempt.nodes, worker.main, request, folder.path / "logs")
@@ -106,7 +109,8 @@ def _with_half_the_micro_batch(attempt: Attempt) -> Attempt | None:
 def _without_rank_zero(attempt: Attempt, status: str, failed: str) -> int:
     """Report where rank 0 ran on another machine, or did not come so far as to start a run."""
     folder = attempt.folder
-    (folder.path / "run.json").unlink()  # what is left here are logs: no run
+    if not any(folder.path.glob("system-node_*.jsonl")):
+        (folder.path / "run.json").unlink()  # what is left here are logs: no run
     first = failure.first(folder.failures)
     if status == "FAILED":
         raise RunFailed(f"{first.reason if first else failed}; see {folder.path / 'logs'}")
@@ -168,7 +172,7 @@ def _finish_tracking(attempt: Attempt, console: Console) -> None:
     for line in delivery.trouble:
         console.notice(line)
     finished = console.ended is not None and console.ended.status == "FINISHED"
-    if finished and attempt.experiment.train.log_model:
+    if finished and attempt.experiment.train.log_model and not attempt.joined:
         with console.status("logging the best model to MLflow"):
             export.in_new_process(attempt.folder, console.notice)
 

@@ -16,9 +16,11 @@ from rich.console import Console as Terminal
 from rich.live import Live
 from rich.table import Table
 
+from rankzero.cli.advice import DataWait
 from rankzero.cli.view import View, progress_line, progress_panel
 from rankzero.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, SystemSampled
 from rankzero.experiment import Experiment
+from rankzero.tracking.host import usable_cores
 from rankzero.tracking.journal import RunFolder, read
 from rankzero.tracking.secrecy import url_without_secrets
 from rankzero.train.launch import log_files
@@ -34,10 +36,11 @@ class Console:
     What rank 0 prints appears above.
     """
 
-    def __init__(self, folder: RunFolder, experiment: Experiment, root: Path) -> None:
+    def __init__(self, folder: RunFolder, experiment: Experiment, root: Path, processes: int) -> None:
         self._folder, self._root = folder, root
         self._terminal = Terminal(highlight=False, soft_wrap=True)
         self._view = View(experiment.goal)
+        self._data_wait = DataWait(experiment.train.workers, processes, len(usable_cores()))
         self._logs_before = {path: path.stat().st_size for path in log_files(folder.path / "logs", 0)}
         self._offsets = {path: path.stat().st_size for path in (folder.events, folder.system(0)) if path.exists()}
         self._stopping = threading.Event()
@@ -104,6 +107,9 @@ class Console:
             for event in self._news(path):
                 self._view(event)
                 self._show(event)
+                advice = self._data_wait(event)
+                if advice is not None:
+                    self.notice(advice)
         if self._live is not None:
             self._live.update(progress_panel(self._view))
         elif self._view.step and time.monotonic() >= self._next_plain:

@@ -23,6 +23,7 @@ from rankzero.search.objective import NAMES
 from rankzero.search.share import shares, visible_gpus
 from rankzero.search.space import Space, make_space
 from rankzero.tracking import names, store, sync
+from rankzero.tracking.host import usable_cores
 from rankzero.tracking.journal import Identity
 
 PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes")
@@ -81,11 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
         side_by_side = [hosts.enter_context(contextlib.closing(Host(libraries(arguments), share))) for share in found]
         return _search(arguments, side_by_side, described, space)
-
-
-def usable_cores() -> list[int]:
-    """Return the processor cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def libraries(arguments: argparse.Namespace) -> list[str]:

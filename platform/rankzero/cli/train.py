@@ -63,9 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = attempt.nodes_of(arguments, experiment.train)
     identity = _identity(arguments, path, cls)
     store.prepare_store(identity.tracking_uri)
-    folder = make_folder(arguments.dir / "runs", identity)
-    write_config(folder, experiment)
-    return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv))
+    folder = make_folder(arguments.dir / "runs", identity, machines=nodes.nodes)
+    joined = folder.identity.uuid != identity.uuid
+    if not joined:
+        write_config(folder, experiment)
+    return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv, joined=joined))
 
 
 def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experiment:

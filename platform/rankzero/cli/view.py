@@ -14,6 +14,7 @@ from rich.text import Text
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
 from rankzero.tracking import legal
+from rankzero.tracking.report import straggler
 
 BAR_WIDTH = 32
 
@@ -92,6 +93,9 @@ class View:
             yield "samples/s", f"{figures['samples_per_second']:,.0f}{spread}"
         if "data_wait_fraction" in figures:
             yield "waiting for data", f"{figures['data_wait_fraction']:.1%}"
+        slowest = straggler(figures)
+        if slowest:
+            yield "slowest rank", slowest
         yield "steps", f"{figures.get('steps', 0):,.0f}"
         yield "time", duration(ended.time - self.started)
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from rankzero.errors import UserError
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, decode
+from rankzero.experiment import Goal
 from rankzero.tracking import incumbent, legal, names, report
 from rankzero.tracking import progress as delivery
-from rankzero.tracking.journal import RunFolder, read
+from rankzero.tracking.journal import RunFolder, read, read_all
 
 TAIL_BYTES = 1 << 16
 STARTING_SECONDS = 120.0  # from a run's folder to its first process, on a busy machine
@@ -82,6 +83,16 @@ def last_end(folder: RunFolder) -> RunEnded | None:
         if isinstance(event, RunStarted):
             return None
     return None
+
+
+def best_so_far(folder: RunFolder, goal: Goal) -> float | None:
+    """Return the best value of the goal's metric that the run's earlier attempts reached."""
+    best: float | None = None
+    for event in read_all(folder.events):
+        value = event.metrics.get(goal.metric) if isinstance(event, Evaluated) else None
+        if value is not None and goal.better(value, best):
+            best = value
+    return best
 
 
 def _listed(folder: RunFolder) -> Listed | None:

@@ -24,6 +24,7 @@ from rankzero.tracking.secrecy import url_without_secrets
 EVENTS, CHILDREN = "events.jsonl", "children.txt"
 READ_BYTES = 1 << 20  # what a reader holds in memory at a time
 MOST_WAITING_BYTES = 64 << 20  # what a writer holds while it cannot write
+STEPS_SECONDS = 0.5  # between writes of steps: a run that reports each step does not pay a write for each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +152,8 @@ class RunFolder:
 class Journal:
     """Appends events to a file; a `Hook`.
 
-    StepsLogged lines wait in memory for the next other event or `flush`; everything else is
-    handed to the operating system at once, so it survives the death of the process.
+    Events are handed to the operating system at once, so they survive the death of the process; of
+    StepsLogged only those a while after the last, others wait in memory for the next event or `flush`.
     RunStarted, CheckpointSaved and RunEnded are also synced to the disk. While the disk is
     full, lines wait in memory, and the next event tries again; past `MOST_WAITING_BYTES` it raises OSError.
     """
@@ -160,10 +161,11 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._waiting = bytearray() if _ends_with_newline(path) else bytearray(b"\n")
+        self._steps_written = 0.0
 
     def __call__(self, event: Event) -> None:
         self._waiting += (encode(event) + "\n").encode()
-        if not isinstance(event, StepsLogged):
+        if self._is_due(event):
             self._write()
         if isinstance(event, (RunStarted, CheckpointSaved, RunEnded)):
             with contextlib.suppress(OSError):  # network file systems tell of a full disk here; the journal goes on
@@ -179,6 +181,16 @@ class Journal:
             self._drain()
         finally:
             os.close(self._descriptor)
+
+    def _is_due(self, event: Event) -> bool:
+        """Tell whether to write now. What ends at the same time, as the events of one window do, goes together."""
+        if not isinstance(event, StepsLogged) or not event.times:
+            return True
+        since = event.times[-1] - self._steps_written
+        if 0 < since < STEPS_SECONDS:
+            return False
+        self._steps_written = event.times[-1]
+        return True
 
     def _write(self) -> None:
         try:

@@ -26,6 +26,7 @@ for _name, _value in {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }.items():
     os.environ.setdefault(_name, _value)
 

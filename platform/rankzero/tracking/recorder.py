@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rankzero.tracking import incumbent
+from rankzero.tracking import incumbent, ranks
 from rankzero.tracking.journal import RunFolder
 
 SOURCE_ROOT = str(Path(__file__).parents[2])
@@ -109,7 +109,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _job_root(environ: Mapping[str, str]) -> int:
     """Return the process above all of this node's ranks."""
-    return os.getppid() if int(environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else os.getpid()
+    return os.getppid() if ranks.detect(environ).local_world_size > 1 else os.getpid()
 
 
 def _reap() -> None:

@@ -198,6 +198,19 @@ def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
     wait = number(end.metrics.get("data_wait_fraction"))
     if wait is not None:
         yield "Waiting for data", f"{wait:.1%} of the training time"
+    slowest = straggler(end.metrics)
+    if slowest:
+        yield "Slowest rank", slowest
+
+
+def straggler(metrics: Mapping[str, float]) -> str | None:
+    """Say which rank kept the others waiting, by a run's summary; None where none did."""
+    rank, ratio = number(metrics.get("straggler_rank")), number(metrics.get("straggler_forward_ratio"))
+    wait = number(metrics.get("straggler_data_wait_fraction"))
+    if rank is None:
+        return None
+    did = f"waits for its data {wait:.0%} of the time" if wait else f"computes {ratio or 1:.1f}x as long as the others"
+    return f"rank {rank:.0f} {did}"
 
 
 def _gpu_rows(facts: Facts) -> Iterator[tuple[str, str]]:
