@@ -37,8 +37,8 @@ class Stop:
     def __init__(self) -> None:
         self._code = 0
         self._deadline = float("inf")
-        self.heard = False
-        """Whether the training has begun that hears a wish: before, there is nothing to save."""
+        self.training = False
+        """Whether there is a training that hears a wish, and something to save."""
 
     def limit(self, minutes: float | None) -> None:
         """Ask the run to stop once `minutes` have passed from now; None: never."""
@@ -50,7 +50,6 @@ class Stop:
 
     @property
     def code(self) -> int:
-        self.heard = True
         if time.monotonic() > self._deadline:
             self(TIME_LIMIT)
         return self._code
@@ -66,8 +65,9 @@ def listen(stop: Stop) -> None:
 def end_with_launcher(stop: Stop) -> None:
     """See to it that this process does not outlive its launcher, nor the server it was forked from.
 
-    The launcher's death is a wish to stop, with a checkpoint; who cannot, ends two minutes later, and at once where the
-    training has not begun. Nobody could start ranks again whose server died, or know of them: they end with it.
+    The launcher's death is a wish to stop, with a checkpoint. Then, or two minutes later, the process ends, as it does
+    at once before and after the training: PyTorch's agent would have it wait for the launcher's answer. Nobody could
+    start ranks again whose server died, or know of them: they end with it.
     """
     launcher = multiprocessing.parent_process()
     if launcher is None:
@@ -78,7 +78,9 @@ def end_with_launcher(stop: Stop) -> None:
     def follow() -> None:
         launcher.join()
         stop(LAUNCHER_DIED)
-        time.sleep(ORPHAN_SECONDS if stop.heard else 0)
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while stop.training and time.monotonic() < deadline:
+            time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=follow, name="launcher", daemon=True).start()
