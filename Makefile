@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo test test-integrations torture check lint format bench lock clean
+.PHONY: setup demo test test-integrations torture fuzz check lint audit format bench lock clean
 .PHONY: test-with-integrations test-with-keras test-with-deepspeed
 
 setup: $(STAMP)
@@ -43,6 +43,12 @@ $(FRAMEWORKS:%=test-with-%): test-with-%: setup
 torture: setup
 	PYTHONPATH=tests $(BIN)/python -m torture.campaign $(ARGS)
 
+# Bad input in quantity: config files, key=value, journals, names and values; minutes (FUZZ=1000000: hours).
+FUZZ ?= 100000
+fuzz: setup
+	RANKZERO_FUZZ_CASES=$(FUZZ) $(BIN)/pytest tests/test_config_fuzz.py tests/tracking/test_hostile_journals.py \
+	    tests/tracking/test_hostile_values.py tests/tracking/test_planted.py
+
 check: lint test
 
 lint: setup
@@ -50,6 +56,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Known vulnerabilities of what the lock names; asks the advisory database, so it needs the network and is not part of CI.
+audit: setup
+	@$(BIN)/uv tool run --quiet --from pip-audit pip-audit --strict --require-hashes --disable-pip --progress-spinner off \
+	    --requirement requirements.lock \
+	    || { echo "audit: see above: a vulnerability to mend (make lock), or no network, and then nothing is known"; exit 1; }
 
 format: setup
 	$(BIN)/ruff check --fix-only --quiet .

@@ -29,15 +29,16 @@ from rankzero.events import (
 from rankzero.tracking.journal import Identity, Journal, RunFolder, new_name, read, read_all, write_atomically
 
 numbers = st.floats()
+times = st.floats(-1e10, 1e10)
 metrics = st.dictionaries(st.text(max_size=8), numbers, max_size=3)
 events = st.one_of(
-    st.builds(RunStarted, numbers, st.dictionaries(st.text(), st.text()), st.just({}), st.integers(1)),
+    st.builds(RunStarted, times, st.dictionaries(st.text(), st.text()), st.just({}), st.integers(1)),
     st.builds(StepsLogged, st.lists(st.integers()), st.lists(numbers), st.dictionaries(st.text(), st.lists(numbers))),
-    st.builds(Evaluated, numbers, st.integers(0), metrics, st.booleans()),
-    st.builds(CheckpointSaved, numbers, st.integers(0), st.text(), st.booleans(), metrics),
-    st.builds(CheckpointDeleted, numbers, st.integers(0), st.text()),
-    st.builds(SystemSampled, numbers, st.integers(0), metrics),
-    st.builds(RunEnded, numbers, st.sampled_from(["FINISHED", "FAILED"]), st.text(), st.none() | st.text(), metrics),
+    st.builds(Evaluated, times, st.integers(0), metrics, st.booleans()),
+    st.builds(CheckpointSaved, times, st.integers(0), st.text(), st.booleans(), metrics),
+    st.builds(CheckpointDeleted, times, st.integers(0), st.text()),
+    st.builds(SystemSampled, times, st.integers(0), metrics),
+    st.builds(RunEnded, times, st.sampled_from(["FINISHED", "FAILED"]), st.text(), st.none() | st.text(), metrics),
 )
 
 

@@ -1,6 +1,8 @@
 """Checkpoints: atomic, checksummed, asynchronous; what is kept; nothing that is loaded executes code."""
 
 import contextlib
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,58 @@ def test_loading_executes_nothing(tmp_path: Path) -> None:
     checkpoint.write(target, lambda path: torch.save({"x": Bomb()}, path), 1, {}, False)
     with pytest.raises(BrokenCheckpoint, match="more than tensors and plain values"):
         checkpoint.load(target)
+
+
+class Writer:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (self.path, "w"))
+
+
+@pytest.mark.parametrize("place", ["state", "in a list", "protocol 4", "a plain pickle"])
+def test_a_planted_pickle_writes_nothing(tmp_path: Path, place: str) -> None:
+    bomb, target = Writer(tmp_path / "executed"), tmp_path / "checkpoints/step_00000001"
+    save = {
+        "state": lambda path: torch.save(bomb, path),
+        "in a list": lambda path: torch.save({"model": [torch.zeros(1), bomb]}, path),
+        "protocol 4": lambda path: torch.save({"x": bomb}, path, pickle_protocol=4),
+        "a plain pickle": lambda path: path.write_bytes(pickle.dumps(bomb)),
+    }[place]
+    checkpoint.write(target, save, 1, {}, False)
+    with pytest.raises(Exception, match=r"(?i)weights.only|unsupported|legacy|magic"):
+        checkpoint.load(target)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/x", "..", ""])
+def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, {1: 0.1, 2: 0.2})
+    (tmp_path / "x").write_text("x")
+    newest = tmp_path / "checkpoints/step_00000002"
+    manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
+    manifest["files"][name] = {"sha256": "0", "bytes": 1}
+    (newest / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(BrokenCheckpoint, match="no file of its own"):
+        checkpoint.load(newest)
+    assert checkpoint.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000001"
+
+
+def test_a_manifest_that_vouches_for_nothing_and_a_link_are_broken(tmp_path: Path) -> None:
+    saved(tmp_path, {1: 0.1, 2: 0.2})
+    first, second = (tmp_path / f"checkpoints/step_0000000{step}" for step in (1, 2))
+    manifest = json.loads((first / checkpoint.MANIFEST).read_text())
+    for files in ({}, [], None):
+        (first / checkpoint.MANIFEST).write_text(json.dumps({**manifest, "files": files}))
+        with pytest.raises(BrokenCheckpoint, match="does not name"):
+            checkpoint.load(first)
+    (second / checkpoint.STATE).rename(tmp_path / "elsewhere")
+    (second / checkpoint.STATE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BrokenCheckpoint, match="no file of its own"):
+        checkpoint.load(second)
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import argparse
 import ast
 import dataclasses
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -138,15 +137,6 @@ def nodes_of(arguments: argparse.Namespace, train: Train) -> launch.Nodes:
     return launch.Nodes(processes, arguments.nnodes, endpoint, arguments.rdzv_id, arguments.max_restarts)
 
 
-def check_name(name: str) -> None:
-    """Raise UserError for a run name that is no plain folder name."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
-        raise UserError(
-            f"a run's name may have letters, digits, '.', '_' and '-', and starts with a letter or a "
-            f"digit: got {name!r}"
-        )
-
-
 def libraries_of(path: Path) -> list[str]:
     """Return the slow libraries that a file imports at its top, for the server to load beforehand."""
     try:
@@ -179,8 +169,8 @@ def _finish_tracking(attempt: Attempt, console: Console) -> None:
             f"lost: rankzero sync {attempt.folder.path.name}"
         )
         return
-    for reason in delivery.reasons:
-        console.notice(f"MLflow refused something: {reason}")
+    for line in delivery.trouble:
+        console.notice(line)
     finished = console.ended is not None and console.ended.status == "FINISHED"
     if finished and attempt.experiment.train.log_model and not attempt.joined:
         with console.status("logging the best model to MLflow"):

@@ -22,6 +22,7 @@ from rankzero.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStar
 from rankzero.experiment import Experiment
 from rankzero.tracking.host import usable_cores
 from rankzero.tracking.journal import RunFolder, read
+from rankzero.tracking.secrecy import url_without_secrets
 from rankzero.train.launch import log_files
 
 LIVE_SECONDS, POLL_SECONDS = 0.25, 1.0  # each look at the files takes a core from a rank for a moment
@@ -52,7 +53,7 @@ class Console:
     def __enter__(self) -> Console:
         identity = self._folder.identity
         self._terminal.print(f"run    [bold]{identity.name}[/]  (MLflow experiment {identity.experiment})")
-        self._terminal.print(f"store  {identity.tracking_uri}   look: {self._ui_command()}")
+        self._terminal.print(f"store  {url_without_secrets(identity.tracking_uri)}   look: {self._ui_command()}")
         self._thread.start()
         return self
 

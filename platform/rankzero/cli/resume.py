@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rankzero import config, experiment_file
 from rankzero.cli import attempt
@@ -17,10 +14,9 @@ from rankzero.cli.train import add_launch_arguments
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import catalog, incumbent, store
-from rankzero.tracking.journal import RunFolder, write_atomically
-from rankzero.tracking.secrecy import BLOT
+from rankzero.tracking.journal import RunFolder
 from rankzero.train import launch
-from rankzero.train.request import write_config
+from rankzero.train.request import with_secrets, write_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +55,7 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
     if arguments.experiment:
         path, cls = experiment_file.split(arguments.experiment)
         moved = dataclasses.replace(found.identity, experiment_file=f"{path}:{cls}" if cls else str(path))
-        write_atomically(found.path / "run.json", json.dumps(dataclasses.asdict(moved), indent=2))
+        found.write_identity(moved)
     return found
 
 
@@ -70,10 +66,15 @@ def _fetched(runs: Path, uri: str, name: str) -> RunFolder:
     return fetch.run_folder(runs, uri, name)
 
 
-def _class(folder: RunFolder) -> type[Experiment]:
+def _class(folder: RunFolder, store_folder: Path) -> type[Experiment]:
     reference = folder.identity.experiment_file
     if reference is None:
-        raise UserError(f"{folder.path.name} was not started by `rankzero train`: resume it in its own program")
+        raise UserError(
+            f"{folder.path.name} names no experiment's file in this folder: say which it is, --experiment EXP; "
+            "a run of your own program goes on in that"
+        )
+    if Path(reference).resolve().is_relative_to(store_folder.resolve()):
+        raise UserError(f"{reference} lies among the runs: what came with a run is not executed; say --experiment EXP")
     try:
         return experiment_file.load(reference)
     except UserError as error:
@@ -82,13 +83,13 @@ def _class(folder: RunFolder) -> type[Experiment]:
 
 def _told(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     """Return what this machine was told, which helps another with its run: that one's settings count."""
-    return config.override(_class(folder)(), config.parse_assignments(arguments.settings))
+    return config.override(_class(folder, arguments.dir)(), config.parse_assignments(arguments.settings))
 
 
 def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
-    cls = _class(folder)
+    cls = _class(folder, arguments.dir)
     changes = config.parse_assignments(arguments.settings)
-    saved = config.override(cls(), _complete(config.read_yaml(folder.config.read_text()), changes))
+    saved = config.override(cls(), with_secrets(config.read_yaml(folder.config.read_text()), changes))
     ended = catalog.last_end(folder)
     if ended is not None and ended.status == "FINISHED" and not arguments.settings:
         raise UserError(
@@ -100,15 +101,6 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
         if config.flatten(changed)[key] != config.flatten(saved)[key]:
             raise UserError(f"{key} decides the order of the data and cannot change within a run: start a new run")
     return changed
-
-
-def _complete(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings; of those that MLflow was not told, as they look secret, what `changes` say."""
-    hidden = [key for key, value in settings.items() if BLOT in str(value)]
-    unknown = [key for key in hidden if key not in changes]
-    if unknown:
-        raise UserError(f"MLflow was not told what looks like a secret: say it again, {'=… '.join(unknown)}=…")
-    return {**settings, **{key: changes[key] for key in hidden}}
 
 
 def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from rankzero.errors import UserError
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, decode
 from rankzero.experiment import Goal
-from rankzero.tracking import incumbent
+from rankzero.tracking import incumbent, legal, names, report
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.journal import RunFolder, read, read_all
 
 TAIL_BYTES = 1 << 16
+STARTING_SECONDS = 120.0  # from a run's folder to its first process, on a busy machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Listed:
     name: str
     experiment: str
     status: str
-    """FINISHED, FAILED, KILLED, RUNNING; DIED where the writer is gone without a word."""
+    """FINISHED, FAILED, KILLED, STARTING, RUNNING; DIED where the writer is gone without a word."""
     started: float
     goal: str
     best: float | None
@@ -42,10 +44,12 @@ def folders(runs: Path) -> list[RunFolder]:
 
 def find(runs: Path, name_or_id: str) -> RunFolder | None:
     """Return the folder of the run with this name or MLflow run id; None where it is not on this disk."""
+    if not names.is_plain(name_or_id):
+        return None
     by_name = RunFolder(runs / name_or_id)
-    if (by_name.path / "run.json").exists() and by_name.path.parent == runs:
+    if (by_name.path / "run.json").exists():
         return by_name
-    return next((folder for folder in folders(runs) if name_or_id and mlflow_id(folder) == name_or_id), None)
+    return next((folder for folder in folders(runs) if mlflow_id(folder) == name_or_id), None)
 
 
 def require(runs: Path, name_or_id: str) -> RunFolder:
@@ -54,13 +58,15 @@ def require(runs: Path, name_or_id: str) -> RunFolder:
     if found is None:
         newest = [run.name for run in listed(runs)[:3]]
         known = f"the newest are {', '.join(newest)}" if newest else f"there are no runs in {runs}"
-        raise UserError(f"no run is called {name_or_id!r}; {known}")
+        raise UserError(f"no run is called {names.shown(name_or_id)}; {known}")
     return found
 
 
 def mlflow_id(folder: RunFolder) -> str | None:
     """Return the run's id in MLflow, once it is there."""
-    return delivery.load(delivery.path_of(folder, 0)).run_id or folder.identity.mlflow_run_id
+    with contextlib.suppress(names.BrokenRun):
+        return delivery.load(delivery.path_of(folder, 0)).run_id or folder.identity.mlflow_run_id
+    return None
 
 
 def listed(runs: Path) -> list[Listed]:
@@ -92,7 +98,7 @@ def best_so_far(folder: RunFolder, goal: Goal) -> float | None:
 def _listed(folder: RunFolder) -> Listed | None:
     try:
         identity = folder.identity
-    except (OSError, ValueError, TypeError):
+    except names.BrokenRun:
         return None
     head, tail = read(folder.events, 0, 1)[0], _tail(folder.events)
     started = next((event for event in head if isinstance(event, RunStarted)), None)
@@ -104,14 +110,21 @@ def _listed(folder: RunFolder) -> Listed | None:
         folder=folder,
         name=identity.name,
         experiment=identity.experiment,
-        status=ended.status if ended else "RUNNING" if incumbent.writer_lives(folder) else "DIED",
+        status=ended.status if ended else _unended(folder),
         started=started.time if started else (folder.path / "run.json").stat().st_mtime,
         goal=goal,
-        best=ended.metrics.get("best") if ended else _latest_goal(tail, goal),
-        samples_per_second=ended.metrics.get("samples_per_second") if ended else _latest_speed(tail),
+        best=legal.number(ended.metrics.get("best")) if ended else _latest_goal(tail, goal),
+        samples_per_second=legal.number(ended.metrics.get("samples_per_second")) if ended else _latest_speed(tail),
         undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) > 0,
         parent=identity.parent,
     )
+
+
+def _unended(folder: RunFolder) -> str:
+    if incumbent.writer_lives(folder):
+        return "RUNNING"
+    begun = folder.events.exists() or time.time() - incumbent.beat(folder) > STARTING_SECONDS
+    return "DIED" if begun else "STARTING"
 
 
 def _tail(path: Path) -> list[Event]:
@@ -133,24 +146,17 @@ def _tail(path: Path) -> list[Event]:
 def _decoded(line: str) -> Event | None:
     try:
         return decode(line)
-    except (ValueError, json.JSONDecodeError):
+    except ValueError:
         return None
 
 
 def _latest_goal(events: list[Event], goal: str) -> float | None:
-    return next(
-        (event.metrics[goal] for event in reversed(events) if isinstance(event, Evaluated) and goal in event.metrics),
-        None,
+    found = (
+        event.metrics[goal] for event in reversed(events) if isinstance(event, Evaluated) and goal in event.metrics
     )
+    return legal.number(next(found, None))
 
 
 def _latest_speed(events: list[Event]) -> float | None:
-    name = "throughput/samples_per_second"
-    return next(
-        (
-            event.metrics[name][-1]
-            for event in reversed(events)
-            if isinstance(event, StepsLogged) and name in event.metrics
-        ),
-        None,
-    )
+    columns = (event.metrics.get(report.SPEED) for event in reversed(events) if isinstance(event, StepsLogged))
+    return next((legal.number(column[-1]) for column in columns if column), None)

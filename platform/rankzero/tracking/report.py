@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rankzero.events import (
     CheckpointDeleted,
     CheckpointSaved,
     Evaluated,
     Event,
+    Noticed,
     RunEnded,
     RunStarted,
     StepsLogged,
     SystemSampled,
 )
 from rankzero.experiment import Goal
+from rankzero.tracking import legal
 from rankzero.tracking.legal import number
 
 SPEED = "throughput/samples_per_second"
 HIGHLIGHTS = ("train.batch_size", "train.micro_batch", "train.precision", "train.epochs", "train.steps", "train.seed")
 ERROR_LINES = 25
+MOST_NOTES = 30
 GAP = "&nbsp;\n\n"  # MLflow's page puts headings right below what is above
 _GPU = re.compile(r"system/(?:node_\d+/)?gpu_\d+_(.+)")
 
@@ -46,6 +49,7 @@ class Facts:
     speed: float | None = None
     checkpoints: dict[int, bool] = dataclasses.field(default_factory=dict)
     gpu_sums: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+    notices: list[str] = dataclasses.field(default_factory=list)
 
 
 def fold(events: Iterable[Event]) -> Facts:
@@ -56,14 +60,16 @@ def fold(events: Iterable[Event]) -> Facts:
     return facts
 
 
-def markdown(name: str, facts: Facts, end: RunEnded) -> str:
-    """Return the report. `name` is what `rankzero train --resume` takes."""
+def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()) -> str:
+    """Return the report. `name` is what `rankzero resume` takes, `trouble` what the delivery had."""
     parts = [
         _headline(end),
         _lead(facts, end),
         _results(facts, end),
         _error(end),
         _checkpoints(name, facts, end),
+        _notes("What went wrong on the way", facts.notices),
+        _notes("Delivery to MLflow", trouble),
         _setting(facts),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -85,6 +91,8 @@ def _fold_one(facts: Facts, event: Event) -> None:
             facts.checkpoints.pop(event.step, None)
         case SystemSampled():
             _system(facts, event)
+        case Noticed():
+            facts.notices.append(event.text)
         case RunEnded():
             _elapse(facts, event.time)
 
@@ -99,12 +107,11 @@ def _start(facts: Facts, event: RunStarted) -> None:
 
 
 def _steps(facts: Facts, event: StepsLogged) -> None:
-    if event.steps:
-        facts.steps = max(facts.steps, event.steps[-1])
-        _elapse(facts, event.times[-1])
-    speeds = event.metrics.get(SPEED)
-    if speeds and speeds[-1] is not None:
-        facts.speed = speeds[-1]
+    facts.steps = max([facts.steps, *(legal.step(number) or 0 for number in event.steps[-1:])])
+    for moment in event.times[-1:]:
+        _elapse(facts, number(moment) or 0.0)
+    for speed in (event.metrics.get(SPEED) or [])[-1:]:
+        facts.speed = number(speed) or facts.speed
 
 
 def _evaluation(facts: Facts, event: Evaluated) -> None:
@@ -237,6 +244,14 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
     further = f" train.epochs={2 * int(epochs)}" if finished and epochs.isdecimal() else ""
     command = f"```sh\nrankzero resume {name}{further}\n```"
     return f"{GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n{command}"
+
+
+def _notes(heading: str, lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    shown = [f"- {_inline(line).removeprefix('- ')}" for line in lines[:MOST_NOTES]]
+    more = [f"- and {len(lines) - MOST_NOTES} more"] if len(lines) > MOST_NOTES else []
+    return f"{GAP}### {heading}\n\n" + "\n".join([*shown, *more])
 
 
 def _setting(facts: Facts) -> str:

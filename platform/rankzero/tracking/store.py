@@ -112,14 +112,17 @@ def artifact_root(tracking_uri: str) -> str | None:
     return None if path is None else str(path.parent / ARTIFACTS)
 
 
-def server_command(root: Path, port: int) -> list[str]:
-    """Return the command that serves the embedded store of `root`, artifacts included, to this machine only."""
+def server_command(root: Path, port: int, host: str = "127.0.0.1") -> list[str]:
+    """Return the command that serves the embedded store of `root`, artifacts included; by itself to this machine only.
+
+    `server.command` adds who may get in where it is reached from elsewhere.
+    """
     artifacts = str(root.absolute() / ARTIFACTS)
     return [
         *(sys.executable, "-P", "-m", "mlflow", "server"),
         *("--backend-store-uri", default_tracking_uri(root)),
         *("--default-artifact-root", artifacts, "--artifacts-destination", artifacts),
-        *("--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
+        *("--host", host, "--port", str(port), "--workers", "1"),
     ]
 
 

@@ -182,6 +182,7 @@ def best(checkpoints: Path, goal: Goal) -> Path | None:
 def verify(folder: Path) -> Manifest:
     """Return the manifest of an intact checkpoint. Raises BrokenCheckpoint."""
     manifest = read_manifest(folder)
+    _require_own_files(manifest, folder)
     for name, expected in manifest.files.items():
         if _fingerprint(folder / name) != dict(expected):
             raise BrokenCheckpoint(f"{folder / name} is truncated or altered: its checksum does not match")
@@ -194,6 +195,15 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(**json.loads((folder / MANIFEST).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise BrokenCheckpoint(f"{folder} has no readable manifest: {error}") from error
+
+
+def _require_own_files(manifest: Manifest, folder: Path) -> None:
+    """Raise BrokenCheckpoint where a manifest names anything but files in its own folder, the state among them."""
+    if not isinstance(manifest.files, dict) or STATE not in manifest.files:
+        raise BrokenCheckpoint(f"{folder} has a manifest that does not name {STATE}")
+    for name in manifest.files:
+        if name in ("", "..") or Path(name).name != name or (folder / name).is_symlink():
+            raise BrokenCheckpoint(f"{folder} has a manifest that names {name!r}, which is no file of its own")
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:

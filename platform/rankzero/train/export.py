@@ -16,6 +16,7 @@ from rankzero import config, experiment_file
 from rankzero.experiment import Experiment
 from rankzero.tracking import sync
 from rankzero.tracking.journal import RunFolder, write_atomically
+from rankzero.tracking.secrecy import text_without_secrets
 from rankzero.train import checkpoint
 from rankzero.train.feed import Feed
 
@@ -121,5 +122,5 @@ def _child(folder: str, problems: Any) -> None:
     try:
         best(RunFolder(Path(folder)))
     except Exception as error:
-        (Path(folder) / "export.log").write_text(traceback.format_exc())
-        problems.put(f"{type(error).__name__}: {error}")
+        (Path(folder) / "export.log").write_text(text_without_secrets(traceback.format_exc()))
+        problems.put(text_without_secrets(f"{type(error).__name__}: {error}"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.tracking.journal import write_atomically
+from rankzero.tracking.secrecy import text_without_secrets
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 OURS = str(Path(__file__).parents[1])
@@ -28,9 +29,9 @@ class Failure:
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """Return the failure behind an exception."""
-    trace = "".join(traceback.format_exception(error))
-    return Failure(time.time(), rank, reason(error), trace)
+    """Return the failure behind an exception, in words without secrets: MLflow will be told."""
+    trace = text_without_secrets("".join(traceback.format_exception(error)))
+    return Failure(time.time(), rank, text_without_secrets(reason(error)), trace)
 
 
 def reason(error: BaseException) -> str:

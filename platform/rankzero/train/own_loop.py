@@ -252,7 +252,7 @@ def _numbers(values: list[Any]) -> list[float]:
 def _number(value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return float("nan")  # telemetry cannot kill a run
 
 

@@ -6,12 +6,13 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rankzero import config
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking.journal import Identity, RunFolder, write_atomically
-from rankzero.tracking.secrecy import blotted
+from rankzero.tracking.secrecy import BLOT, blotted
 
 MAKING_SECONDS = 5.0
 OUT_OF_MEMORY = "rankzero.out_of_memory"
@@ -70,6 +71,18 @@ def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFold
         raise UserError(f"cannot write to {runs}: {error.strerror}; choose another folder with --dir") from error
 
 
+def with_secrets(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dict[str, Any]:
+    """Return settings as a file has them; of those that were hidden, as they look secret, what `changes` say.
+
+    Raises UserError for those that they do not.
+    """
+    hidden = [key for key, value in settings.items() if BLOT in str(value)]
+    unknown = [key for key in hidden if key not in changes]
+    if unknown:
+        raise UserError(f"what looks like a secret is not written down there: say it again, {'=… '.join(unknown)}=…")
+    return {**settings, **{key: changes[key] for key in hidden}}
+
+
 def _is_made(folder: RunFolder) -> bool:
     """Tell whether a folder is a run's, after a moment if need be: another machine may be about to make it."""
     deadline = time.monotonic() + MAKING_SECONDS
@@ -80,7 +93,7 @@ def _is_made(folder: RunFolder) -> bool:
 
 def write_config(folder: RunFolder, experiment: Experiment) -> None:
     """Write the settings twice: whole, for this disk, and for MLflow without what looks like a secret."""
-    write_atomically(folder.config, config.to_yaml(experiment))
     hidden = blotted(config.rendered(experiment))
+    write_atomically(folder.config, config.to_yaml(experiment), private=bool(hidden))
     folder.artifacts.mkdir(exist_ok=True)
     write_atomically(folder.artifacts / folder.config.name, config.to_yaml(experiment, instead=hidden))

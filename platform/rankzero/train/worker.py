@@ -53,7 +53,9 @@ def main(request: Request) -> str:
             return attempt(request, world, stop).status
     except BaseException as error:
         failure.write(failure.describe(error, ranks.rank), Path(request.failures))
-        raise
+        if not isinstance(error, Exception):
+            raise
+        raise SystemExit(1) from None  # the exception itself torchrun would write into logs/, secrets included
     finally:
         stop.training = False
 
