@@ -122,7 +122,7 @@ def damaged_checkpoints(ground: Ground, reference: Losses) -> None:
     run = _run(ground)
     whole = ground.folder / "whole"
     shutil.copytree(run.checkpoints, whole)
-    for _ in range(12):
+    for _ in range(20):
         damage = ground.random.choice(tuple(DAMAGES))
         newest = sorted(run.checkpoints.glob("step_*"))[-1]
         ground.hurt(f"checkpoint {damage}")
@@ -140,11 +140,11 @@ def damaged_checkpoints(ground: Ground, reference: Losses) -> None:
         saved = checkpoint.load(path)
         if saved["step"] != checkpoint.load(whole / path.name)["step"]:
             raise Broken(f"corrupt: after {damage}, {path.name} is another")
-        if ground.random.random() < 0.15:
-            ground.run("resume", "run", f"train.steps={STEPS}")
-            promises.nothing_is_lost(run, reference, steps=STEPS)
         shutil.rmtree(run.checkpoints)
         shutil.copytree(whole, run.checkpoints)
+    DAMAGES[ground.random.choice(("truncated", "bit-flipped", "emptied"))](newest, ground.random, proof)
+    ground.run("resume", "run", f"train.steps={STEPS}")
+    promises.nothing_is_lost(run, reference, steps=STEPS)
 
 
 def hurt_ranks(ground: Ground, reference: Losses) -> None:

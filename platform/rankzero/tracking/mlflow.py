@@ -43,7 +43,7 @@ from rankzero.tracking.delivery import WHOLE_RUN, Point  # noqa: E402
 from rankzero.tracking.journal import Identity  # noqa: E402
 from rankzero.tracking.report import SPEED  # noqa: E402
 from rankzero.tracking.secrecy import url_without_secrets  # noqa: E402
-from rankzero.tracking.store import RunGone, TrackingError, artifact_root, prepare_store  # noqa: E402
+from rankzero.tracking.store import RunGone, TrackingError, artifact_root, make_tables, prepare_store  # noqa: E402
 
 LONGEST_FOLDER = 200
 UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
@@ -94,6 +94,7 @@ class Tracker:
         self._uri = tracking_uri
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations between MLflow and sqlalchemy: nothing to do for us
+            make_tables(tracking_uri, lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
             self._client = MlflowClient(tracking_uri=tracking_uri)
         logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # each error comes to us as an exception as well
         logging.getLogger("alembic").setLevel(logging.ERROR)

@@ -37,6 +37,8 @@ class Stop:
     def __init__(self) -> None:
         self._code = 0
         self._deadline = float("inf")
+        self.training = False
+        """Whether there is a training that hears a wish, and something to save."""
 
     def limit(self, minutes: float | None) -> None:
         """Ask the run to stop once `minutes` have passed from now; None: never."""
@@ -63,8 +65,9 @@ def listen(stop: Stop) -> None:
 def end_with_launcher(stop: Stop) -> None:
     """See to it that this process does not outlive its launcher, nor the server it was forked from.
 
-    The launcher's death is a wish to stop, with a checkpoint; who cannot, ends two minutes later. Nobody could start
-    ranks again whose server died, or know of them: they end with it.
+    The launcher's death is a wish to stop, with a checkpoint. Then, or two minutes later, the process ends, as it does
+    at once before and after the training: PyTorch's agent would have it wait for the launcher's answer. Nobody could
+    start ranks again whose server died, or know of them: they end with it.
     """
     launcher = multiprocessing.parent_process()
     if launcher is None:
@@ -75,7 +78,9 @@ def end_with_launcher(stop: Stop) -> None:
     def follow() -> None:
         launcher.join()
         stop(LAUNCHER_DIED)
-        time.sleep(ORPHAN_SECONDS)
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while stop.training and time.monotonic() < deadline:
+            time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=follow, name="launcher", daemon=True).start()

@@ -49,12 +49,15 @@ def main(request: Request) -> str:
     end_with_launcher(stop)
     try:
         with join(ranks, device.choose(ranks)) as world:
+            stop.training = True
             return attempt(request, world, stop).status
     except BaseException as error:
         failure.write(failure.describe(error, ranks.rank), Path(request.failures))
         if not isinstance(error, Exception):
             raise
         raise SystemExit(1) from None  # the exception itself torchrun would write into logs/, secrets included
+    finally:
+        stop.training = False
 
 
 def attempt(request: Request, world: World, stop: Stop) -> Outcome:
