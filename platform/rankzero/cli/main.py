@@ -25,7 +25,7 @@ VERBS = {
     "runs": "list runs",
     "ui": "open the MLflow UI on the embedded store",
     "sync": "deliver to MLflow what a run's recorder left",
-    "doctor": "check this machine",
+    "doctor": "check this machine, or tell what became of a run",
 }
 
 
