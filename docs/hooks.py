@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ from mkdocs.structure.files import File, Files
 from rankzero import Goal, Train, experiment
 from rankzero.cli import main
 from rankzero.config import describe_type, leaves, render
-import itertools
 
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?!\w+\.md|decisions|reference)[^)]*\)")
 
