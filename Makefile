@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo test test-integrations torture fuzz check lint audit format bench lock clean
+.PHONY: setup demo test test-integrations docs torture fuzz check lint audit format bench lock clean
 .PHONY: test-with-integrations test-with-keras test-with-deepspeed
 
 setup: $(STAMP)
@@ -38,6 +38,10 @@ $(FRAMEWORKS:%=test-with-%): test-with-%: setup
 	$(BIN)/uv --quiet pip install --compile-bytecode --python .venv-$*/bin/python --constraint .venv/constraints-$*.txt \
 	    --editable ".[$(EXTRAS_$*)]" hypothesis pytest pytest-randomly pytest-timeout
 	.venv-$*/bin/python -m pytest tests/integrations
+
+# The documentation's site, into site/.
+docs: setup
+	$(BIN)/mkdocs build --strict
 
 # Faults against the real command, and what users are promised of them. ARGS="--faults 500 --seed 7": more of it.
 torture: setup

@@ -1,0 +1,58 @@
+"""The documentation: its site builds without a broken link, its code runs, its commands are legal."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankzero.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for found, text in BLOCK.findall(page.read_text()) if found == language]
+
+
+def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, text=True, capture_output=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    settings = (tmp_path / "site/reference/settings/index.html").read_text()
+    assert "train.hang_minutes" in settings and "names the rank" not in settings
+    assert "rankzero compare" in (tmp_path / "site/reference/commands/index.html").read_text()
+    pages = "".join(path.read_text() for path in (tmp_path / "site").rglob("*.html"))
+    assert "fonts.googleapis.com" not in pages, "the site opens offline"
+
+
+@pytest.mark.parametrize("page", ["experiments.md", "own-loop.md"])
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks(ROOT / "docs" / page, "python")))
+    words = [sys.executable, str(script)]
+    if page == "experiments.md":
+        words = [sys.executable, "-m", "rankzero", "train", str(script), "train.epochs=1", "train.log_model=false"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))}
+    done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=False, timeout=110, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert any((tmp_path / "mlruns/runs").iterdir())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_are_legal(page: Path) -> None:
+    lines = [line for text in (*blocks(page, "sh"), *blocks(page, "")) for line in text.splitlines()]
+    for line in lines:
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        if words[:1] == ["rankzero"] and "…" not in line:
+            verb, *rest = words[1:]
+            main.parser_of(verb).parse_intermixed_args(rest)
