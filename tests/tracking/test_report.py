@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 
 from rankzero.events import Event, StepsLogged, SystemSampled
-from rankzero.tracking.report import fold, markdown
+from rankzero.tracking.facts import fold
+from rankzero.tracking.report import markdown
 from tracking.runs import T0, deleted, ended, evaluated, make_folder, saved, started, steps
 
 

@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run:
         waiting = [catalog.require(runs, arguments.run)]
     else:
-        waiting = [one.folder for one in catalog.listed(runs) if one.undelivered]
+        waiting = [one.folder for one in catalog.listed(runs) if one.summary.undelivered]
     if not waiting:
         print("nothing waits: everything is in MLflow")
     return max([_deliver(folder) for folder in waiting], default=FINISHED)

@@ -1,57 +1,60 @@
-"""The runs on this disk, out of their journals: found by name or by MLflow id, listed without reading them whole."""
+"""The runs on this disk: found by name or by MLflow id, listed without reading again those that have ended.
+
+What a list needs of a run that has ended is kept in ``runs/.summaries.jsonl``: a line for each, with sizes and times of
+the files that it was taken from. The file may go at any time: it is made again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rankzero.errors import UserError
-from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, decode
-from rankzero.tracking import incumbent
+from rankzero.events import RunEnded
 from rankzero.tracking import progress as delivery
-from rankzero.tracking.journal import RunFolder, read
+from rankzero.tracking import summary
+from rankzero.tracking.journal import EVENTS, RunFolder
+from rankzero.tracking.summary import Summary
 
-TAIL_BYTES = 1 << 16
+CACHE = ".summaries.jsonl"
+IDENTITY, DELIVERY = "run.json", "delivery.json"
+SPARE_LINES = 1000  # outdated ones, before the cache is begun anew
 
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """One run as a list shows it."""
+    """A run in a list."""
 
     folder: RunFolder
-    name: str
-    experiment: str
-    status: str
-    """FINISHED, FAILED, KILLED, RUNNING; DIED where the writer is gone without a word."""
-    started: float
-    goal: str
-    best: float | None
-    samples_per_second: float | None
-    undelivered: bool
-    parent: str | None = None
-    """The study that a trial belongs to."""
+    summary: Summary
 
 
 def folders(runs: Path) -> list[RunFolder]:
     """Return every run's folder."""
-    return [RunFolder(path.parent) for path in runs.glob("*/run.json")]
+    with contextlib.suppress(FileNotFoundError), os.scandir(runs) as entries:
+        return [RunFolder(Path(entry.path)) for entry in entries if os.path.exists(f"{entry.path}/{IDENTITY}")]  # noqa: PTH110
+    return []
 
 
 def find(runs: Path, name_or_id: str) -> RunFolder | None:
     """Return the folder of the run with this name or MLflow run id; None where it is not on this disk."""
     by_name = RunFolder(runs / name_or_id)
-    if (by_name.path / "run.json").exists() and by_name.path.parent == runs:
+    if (by_name.path / IDENTITY).exists() and by_name.path.parent == runs:
         return by_name
-    return next((folder for folder in folders(runs) if name_or_id and mlflow_id(folder) == name_or_id), None)
+    found = (one.folder for one in listed(runs) if name_or_id and one.summary.mlflow_run_id == name_or_id)
+    return next(found, None)
 
 
 def require(runs: Path, name_or_id: str) -> RunFolder:
     """Return the run's folder. Raises UserError, naming the newest runs, where there is none."""
     found = find(runs, name_or_id)
     if found is None:
-        newest = [run.name for run in listed(runs)[:3]]
+        newest = [one.summary.name for one in listed(runs)[:3]]
         known = f"the newest are {', '.join(newest)}" if newest else f"there are no runs in {runs}"
         raise UserError(f"no run is called {name_or_id!r}; {known}")
     return found
@@ -62,84 +65,69 @@ def mlflow_id(folder: RunFolder) -> str | None:
     return delivery.load(delivery.path_of(folder, 0)).run_id or folder.identity.mlflow_run_id
 
 
-def listed(runs: Path) -> list[Listed]:
-    """Return all runs, the newest first."""
-    found = [_listed(folder) for folder in folders(runs)]
-    return sorted((run for run in found if run is not None), key=lambda run: -run.started)
-
-
 def last_end(folder: RunFolder) -> RunEnded | None:
     """Return how the newest attempt ended; None where it runs, or did not say."""
-    for event in reversed(_tail(folder.events)):
-        if isinstance(event, RunEnded):
-            return event
-        if isinstance(event, RunStarted):
-            return None
-    return None
+    return summary.last_end(summary.tail(folder.events))
 
 
-def _listed(folder: RunFolder) -> Listed | None:
+def listed(runs: Path) -> list[Listed]:
+    """Return all runs, the newest first."""
+    known, lines = _cached(runs / CACHE)
+    found, new = [], []
+    for folder in folders(runs):
+        signature = _signature(folder)
+        kept = known.get(folder.path.name)
+        if kept is not None and kept[0] == signature:
+            found.append(Listed(folder, kept[1]))
+            continue
+        made = summary.read_summary(folder)
+        if made is not None:
+            found.append(Listed(folder, made))
+            new += [(folder.path.name, signature, made)] if made.ended else []
+    _keep(runs / CACHE, new, anew=lines > len(found) + SPARE_LINES)
+    return sorted(found, key=lambda one: -one.summary.started)
+
+
+Signature = list[list[int]]
+
+
+def _signature(folder: RunFolder) -> Signature:
+    """Return what changes whenever the run's summary does."""
+    return [_stamp(f"{folder.path}/{name}") for name in (IDENTITY, EVENTS, DELIVERY)]
+
+
+def _stamp(path: str) -> list[int]:
     try:
-        identity = folder.identity
-    except (OSError, ValueError, TypeError):
-        return None
-    head, tail = read(folder.events, 0, 1)[0], _tail(folder.events)
-    started = next((event for event in head if isinstance(event, RunStarted)), None)
-    ended = last_end(folder)
-    params: Mapping[str, str] = started.params if started else {}
-    goal = params.get("goal.metric", "")
-    state = delivery.load(delivery.path_of(folder, 0))
-    return Listed(
-        folder=folder,
-        name=identity.name,
-        experiment=identity.experiment,
-        status=ended.status if ended else "RUNNING" if incumbent.writer_lives(folder) else "DIED",
-        started=started.time if started else (folder.path / "run.json").stat().st_mtime,
-        goal=goal,
-        best=ended.metrics.get("best") if ended else _latest_goal(tail, goal),
-        samples_per_second=ended.metrics.get("samples_per_second") if ended else _latest_speed(tail),
-        undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) > 0,
-        parent=identity.parent,
-    )
+        stat = os.stat(path)  # noqa: PTH116 - thousands of them
+    except OSError:
+        return []
+    return [stat.st_size, stat.st_mtime_ns]
 
 
-def _tail(path: Path) -> list[Event]:
-    """Return the events in the file's last bytes; more of them where one line is longer than that."""
-    size = path.stat().st_size if path.exists() else 0
-    events: list[Event] = []
-    span = TAIL_BYTES
-    while not events and size:
-        with path.open("rb") as file:
-            file.seek(max(0, size - span))
-            lines = file.read().decode(errors="replace").splitlines()
-        events = [event for event in map(_decoded, lines) if event is not None]
-        if span >= size:
-            break
-        span *= 8
-    return events
-
-
-def _decoded(line: str) -> Event | None:
+def _cached(path: Path) -> tuple[dict[str, tuple[Signature, Summary]], int]:
+    """Return the summaries that are kept, by the folder's name, and how many lines they take."""
     try:
-        return decode(line)
-    except (ValueError, json.JSONDecodeError):
-        return None
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return {}, 0
+    known = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):  # a torn line, or one of another version
+            name, signature, fields = json.loads(line)
+            known[name] = (signature, Summary(**fields))
+    return known, len(lines)
 
 
-def _latest_goal(events: list[Event], goal: str) -> float | None:
-    return next(
-        (event.metrics[goal] for event in reversed(events) if isinstance(event, Evaluated) and goal in event.metrics),
-        None,
-    )
+def _keep(path: Path, new: Sequence[tuple[str, Signature, Summary]], *, anew: bool) -> None:
+    """Append to the cache; on a disk that cannot be written to, the next list reads the journals again."""
+    lines = [json.dumps([name, signature, _fields(one)], separators=(",", ":")) + "\n" for name, signature, one in new]
+    with contextlib.suppress(OSError):
+        if anew:
+            path.unlink()
+        elif lines:
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(lines))
 
 
-def _latest_speed(events: list[Event]) -> float | None:
-    name = "throughput/samples_per_second"
-    return next(
-        (
-            event.metrics[name][-1]
-            for event in reversed(events)
-            if isinstance(event, StepsLogged) and name in event.metrics
-        ),
-        None,
-    )
+def _fields(one: Summary) -> dict[str, Any]:
+    return vars(one)

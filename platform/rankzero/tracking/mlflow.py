@@ -38,8 +38,8 @@ with warnings.catch_warnings():
 from rankzero.events import CheckpointSaved, RunEnded, RunStarted  # noqa: E402
 from rankzero.tracking import legal  # noqa: E402
 from rankzero.tracking.delivery import WHOLE_RUN, Point  # noqa: E402
+from rankzero.tracking.facts import SPEED  # noqa: E402
 from rankzero.tracking.journal import Identity  # noqa: E402
-from rankzero.tracking.report import SPEED  # noqa: E402
 from rankzero.tracking.store import RunGone, TrackingError, artifact_root, prepare_store  # noqa: E402
 
 UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
