@@ -76,7 +76,7 @@ def _launched(attempt: Attempt) -> tuple[Console, str]:
 
     folder, status = attempt.folder, "FAILED"
     request = request_for(folder, attempt.experiment, {**_provenance(attempt), **attempt.tags})
-    console = Console(folder, attempt.experiment, attempt.root)
+    console = Console(folder, attempt.experiment.goal, attempt.root)
     with console:
         try:
             status = launch.run(attempt.nodes, worker.main, request, folder.path / "logs")

@@ -105,7 +105,7 @@ def _start(facts: Facts, event: RunStarted) -> None:
     facts.started = facts.last_time = event.time
     facts.attempts = event.attempt
     facts.params, facts.environment, facts.total_steps = event.params, event.environment, event.total_steps
-    facts.goal, facts.end = _goal(event.params) or facts.goal, None
+    facts.goal, facts.end = goal_of(event.params) or facts.goal, None
     command = event.environment.get(COMMAND)
     if command and command not in facts.commands:
         facts.commands.append(command)
@@ -142,7 +142,7 @@ def _elapse(facts: Facts, at: float) -> None:
     facts.last_time = max(facts.last_time, at)
 
 
-def _goal(params: Mapping[str, str]) -> Goal | None:
+def goal_of(params: Mapping[str, str]) -> Goal | None:
     target = number(params.get("goal.target"))
     try:
         return Goal(params["goal.metric"], params["goal.mode"], target)  # type: ignore[arg-type]
