@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ def candidates(line: str, root: Path) -> list[str]:
     elif before[1] not in VERBS:
         return []
     else:
-        named = dict(zip(before, before[1:], strict=False)).get("--dir")
+        named = dict(itertools.pairwise(before)).get("--dir")
         found = _after(parser_of(before[1]), before[2:], word, Path(named) if named else root)
     return sorted({name for name in found if name.startswith(word)})
 

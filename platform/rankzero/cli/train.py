@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="start",
         metavar="FILE",
-        help="settings to start from: a sweet_spot.yaml, or a study's or a run's name",
+        help="settings to start from: a file such as sweet_spot.yaml, a study, a run",
     )
     add_launch_arguments(parser)
     parser.add_argument("--run-name", help="what to call the run (default: the file's name and the time)")
