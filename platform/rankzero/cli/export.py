@@ -9,11 +9,12 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankzero.cli import report, runs
+from rankzero.cli import runs
 from rankzero.errors import UserError
 from rankzero.tracking import catalog
 from rankzero.tracking.facts import fold
 from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.page import page
 from rankzero.tracking.report import for_terminal
 from rankzero.tracking.summary import read_summary
 
@@ -57,7 +58,7 @@ def written(folder: RunFolder, target: Path, kind: str) -> list[Path]:
     files.append(target / "run.json")
     files[-1].write_text(json.dumps(described(folder), indent=2) + "\n")
     files.append(target / "report.md")
-    files[-1].write_text(for_terminal(report.page(folder)))
+    files[-1].write_text(for_terminal(page(folder)))
     picture = target / "figures" / "learning_curves.png"
     if curves.write(picture, metrics, facts.goal.metric):
         files.append(picture)

@@ -18,7 +18,7 @@ from rankzero.events import RunStarted
 from rankzero.tracking import catalog, differences, facts, provenance, report
 from rankzero.tracking.differences import Section, Side
 from rankzero.tracking.journal import RunFolder, read
-from rankzero.tracking.summary import read_summary
+from rankzero.tracking.page import page, status
 
 PATCH_LINES = 40
 STUDIES = "studies.db"
@@ -54,14 +54,6 @@ def is_study(folder: RunFolder) -> bool:
     return any(isinstance(event, RunStarted) and A_SEARCH in event.params for event in head)
 
 
-def page(folder: RunFolder) -> str:
-    """Return what the run's page in MLflow says, or will say once it has ended."""
-    if folder.description.exists():
-        return folder.description.read_text()
-    found = facts.fold(folder.all_events())
-    return report.markdown(folder.identity.name, found, found.end or report.so_far(found, _status(folder)))
-
-
 def show_markdown(text: str) -> None:
     """Print Markdown: set for a terminal, as it is into a pipe."""
     text, terminal = report.for_terminal(text), plain_or_fitting()
@@ -75,7 +67,7 @@ def side(folder: RunFolder) -> Side:
     """Return all that is compared of a run, from its folder."""
     return Side(
         name=folder.identity.name,
-        status=_status(folder),
+        status=status(folder),
         facts=facts.fold(folder.all_events()),
         packages=provenance.read_packages(folder.artifacts),
         patch=provenance.read_diff(folder.artifacts),
@@ -128,8 +120,3 @@ def _show_study_of_others(arguments: argparse.Namespace, name: str) -> None:
         with contextlib.suppress(UserError):
             return _show_study(arguments, name)
     catalog.require(arguments.dir / "runs", name)
-
-
-def _status(folder: RunFolder) -> str:
-    found = read_summary(folder)
-    return found.status if found else "DIED"
