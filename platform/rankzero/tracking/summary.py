@@ -17,7 +17,7 @@ from rankzero.tracking.facts import SPEED
 from rankzero.tracking.journal import RunFolder, read
 from rankzero.tracking.legal import number
 
-TAIL_BYTES, LONGEST_TAIL_BYTES = 1 << 12, 1 << 18
+TAIL_BYTES, LONGEST_TAIL_BYTES = 1 << 12, 1 << 20
 
 OF_A_REPORT = 4  # keys that the loop logs with each report, besides those of `measure`
 
