@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo test test-integrations check lint format bench lock clean
+.PHONY: setup demo test test-integrations torture fuzz check lint audit format bench lock clean
+.PHONY: test-with-integrations test-with-keras test-with-deepspeed
 
 setup: $(STAMP)
 
@@ -22,13 +23,31 @@ demo: setup
 test: setup
 	$(BIN)/pytest
 
-# The adapters against the real frameworks, which are extras, in an environment of their own.
-test-integrations: setup
-	grep -E '^[a-z].*==' requirements.lock | sed 's/ \\$$//' > .venv/constraints.txt
-	$(BIN)/uv --quiet venv --clear --python $(BIN)/python .venv-integrations
-	$(BIN)/uv --quiet pip install --compile-bytecode --python .venv-integrations/bin/python --constraint .venv/constraints.txt \
-	    --editable ".[lightning,transformers,accelerate,ignite]" hypothesis pytest pytest-randomly pytest-timeout
-	.venv-integrations/bin/python -m pytest tests/integrations
+# The adapters against the real frameworks, which are extras. TensorFlow and DeepSpeed have environments of their own:
+# whoever finds them imports them, too. What needs Debian's openmpi-bin or a C++ compiler says so where it is skipped.
+FRAMEWORKS := integrations keras deepspeed
+EXTRAS_integrations := lightning,transformers,accelerate,ignite
+EXTRAS_keras := keras
+EXTRAS_deepspeed := deepspeed
+
+test-integrations: $(FRAMEWORKS:%=test-with-%)
+
+$(FRAMEWORKS:%=test-with-%): test-with-%: setup
+	grep -E '^[a-z].*==' requirements.lock | sed 's/ \\$$//' > .venv/constraints-$*.txt
+	$(BIN)/uv --quiet venv --clear --python $(BIN)/python .venv-$*
+	$(BIN)/uv --quiet pip install --compile-bytecode --python .venv-$*/bin/python --constraint .venv/constraints-$*.txt \
+	    --editable ".[$(EXTRAS_$*)]" hypothesis pytest pytest-randomly pytest-timeout
+	.venv-$*/bin/python -m pytest tests/integrations
+
+# Faults against the real command, and what users are promised of them. ARGS="--faults 500 --seed 7": more of it.
+torture: setup
+	PYTHONPATH=tests $(BIN)/python -m torture.campaign $(ARGS)
+
+# Bad input in quantity: config files, key=value, journals, names and values; minutes (FUZZ=1000000: hours).
+FUZZ ?= 100000
+fuzz: setup
+	RANKZERO_FUZZ_CASES=$(FUZZ) $(BIN)/pytest tests/test_config_fuzz.py tests/tracking/test_hostile_journals.py \
+	    tests/tracking/test_hostile_values.py tests/tracking/test_planted.py
 
 check: lint test
 
@@ -37,6 +56,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Known vulnerabilities of what the lock names; asks the advisory database, so it needs the network and is not part of CI.
+audit: setup
+	@$(BIN)/uv tool run --quiet --from pip-audit pip-audit --strict --require-hashes --disable-pip --progress-spinner off \
+	    --requirement requirements.lock \
+	    || { echo "audit: see above: a vulnerability to mend (make lock), or no network, and then nothing is known"; exit 1; }
 
 format: setup
 	$(BIN)/ruff check --fix-only --quiet .
@@ -55,4 +80,4 @@ lock:
 	    --custom-compile-command "make lock" pyproject.toml --output-file requirements.lock
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache

@@ -13,16 +13,18 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar, Union
 
-import yaml
+from rankzero import yaml_text
 
 Config = TypeVar("Config")
 NONE_WORDS = {"none", "null", "~"}
 LARGEST_EXACT = 2.0**53
+LONGEST_SHOWN = 200
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -85,7 +87,7 @@ def render(value: object) -> str:
 
 def to_yaml(config: object, instead: Mapping[str, str] | None = None) -> str:
     """Return `config` as YAML, nested by group; the keys of `instead` with those texts for their values."""
-    return yaml.dump(_nested(config, instead or {}), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml_text.dump(_nested(config, instead or {}))
 
 
 def from_yaml(cls: type[Config], text: str) -> Config:
@@ -96,9 +98,9 @@ def from_yaml(cls: type[Config], text: str) -> Config:
 def read_yaml(text: str) -> dict[str, Any]:
     """Return {dotted key: value} of what `to_yaml` wrote. Raises ConfigError for what it cannot have written."""
     try:
-        loaded = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}") from error
+        loaded = yaml_text.load(text) or {}
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"expected a mapping of settings, got {type(loaded).__name__}")
     return dict(_flat_mapping(loaded))
@@ -119,7 +121,7 @@ def parse_assignments(words: Iterable[str]) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{word!r} is not of the form key=value")
+            raise ConfigError(f"{_shown(word)} is not of the form key=value")
         pairs[key.strip()] = value
     return pairs
 
@@ -176,7 +178,7 @@ def _illegal(annotation: Any) -> str:
 def _reject_unknown(changes: Iterable[str], known: Mapping[str, Any]) -> None:
     for key in changes:
         if key not in known:
-            raise ConfigError(f"unknown key {key!r}{_suggestion(key, known)}")
+            raise ConfigError(f"unknown key {_shown(key)}{_suggestion(key[:LONGEST_SHOWN], known)}")
 
 
 def _suggestion(key: str, known: Iterable[str]) -> str:
@@ -216,7 +218,16 @@ def _coerce_setting(key: str, value: Any, annotation: Any) -> Any:
     try:
         return coerce(value, annotation)
     except ValueError as error:
-        raise ConfigError(f"{key}: expected {describe_type(annotation)}, got {render(value)!r}") from error
+        raise ConfigError(f"{key}: expected {describe_type(annotation)}, got {_shown(value)}") from error
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a message may show it: its beginning, where it is long."""
+    try:
+        text = render(value)
+    except (ValueError, TypeError):  # a number of more digits than Python writes, a list of what JSON has no word for
+        text = f"<{type(value).__name__}>"
+    return repr(text) if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]!r}… of {len(text):,} characters"
 
 
 def _coerce_bool(value: Any) -> bool:
@@ -234,11 +245,13 @@ def _coerce_int(value: Any) -> int:
     if isinstance(value, float) and not (value.is_integer() and abs(value) <= LARGEST_EXACT):
         raise ValueError("not a whole number, or one that a float only comes close to")
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
         return _coerce_int(float(value))  # 1e5
     except (OverflowError, TypeError) as error:
         raise ValueError("not a whole number") from error
+    str(number)  # raises ValueError where it has more digits than Python writes
+    return number
 
 
 def _coerce_float(value: Any) -> float:
@@ -248,14 +261,15 @@ def _coerce_float(value: Any) -> float:
         number = float(value)
     except (OverflowError, TypeError) as error:
         raise ValueError("not a number") from error
-    if number != number:
-        raise ValueError("not a number")
+    if number != number or (isinstance(value, str) and math.isinf(number) and "inf" not in value.lower()):
+        raise ValueError("not a number, or none that a float holds")
     return number
 
 
 def _coerce_str(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("not text")
+    value.encode()  # raises ValueError for half a surrogate pair, which no file can hold
     return value
 
 
@@ -316,23 +330,9 @@ def _items(value: Any) -> list[Any]:
 def _items_of_text(text: str) -> list[Any]:
     if not text.startswith("["):
         return [item.strip() for item in text.split(",")] if text else []
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         return list(json.loads(text))  # what `render` wrote; YAML reads some characters of JSON otherwise
-    try:
-        return list(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise ValueError("not a list") from error
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes text so that it is read back, whatever line breaks Unicode puts in it."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
-
-
-_Dumper.add_representer(str, _represent_text)
+    return list(yaml_text.load(text))
 
 
 def _nested(config: object, instead: Mapping[str, str], prefix: str = "") -> dict[str, Any]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
+LATEST = 1e11  # seconds: the year 5138; no clock says more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,14 @@ class SystemSampled:
 
 
 @dataclasses.dataclass(frozen=True)
+class Noticed:
+    """Something about the run that people should know: a hook disabled, a checkpoint not written."""
+
+    time: float
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
 class RunEnded:
     """An attempt is over. `error` is the traceback of a failure, `metrics` the run's summary."""
 
@@ -85,13 +94,10 @@ class RunEnded:
     metrics: Mapping[str, float]
 
 
-Event = RunStarted | StepsLogged | Evaluated | CheckpointSaved | CheckpointDeleted | SystemSampled | RunEnded
+Event = RunStarted | StepsLogged | Evaluated | CheckpointSaved | CheckpointDeleted | SystemSampled | Noticed | RunEnded
 Hook = Callable[[Event], None]
 
-_TYPES: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (RunStarted, StepsLogged, Evaluated, CheckpointSaved, CheckpointDeleted, SystemSampled, RunEnded)
-}
+_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
 
 
 def encode(event: Event) -> str:
@@ -100,10 +106,51 @@ def encode(event: Event) -> str:
 
 
 def decode(line: str) -> Event:
-    """Read what `encode` wrote. Raises ValueError for anything else."""
+    """Read what `encode` wrote. Raises ValueError for anything else.
+
+    Of the metrics it checks that they are columns or values by name; what the values are is the readers' to judge.
+    """
     try:
         fields = json.loads(line)
         event: Event = _TYPES[fields.pop("event")](**fields)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not an event: {line[:80]!r}") from error
+    if not all(_CHECKS[name](value) for name, value in vars(event).items()) or not _in_columns(event):
+        raise ValueError(f"not an event: {line[:80]!r}")
     return event
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and -LATEST < value < LATEST
+
+
+def _is_one_of(*types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types)
+
+
+def _is_text_by_name(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _in_columns(event: Event) -> bool:
+    return not isinstance(event, StepsLogged) or all(isinstance(column, list) for column in event.metrics.values())
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "time": _is_time,
+    "params": _is_text_by_name,
+    "environment": _is_text_by_name,
+    "metrics": _is_one_of(dict),
+    "steps": _is_one_of(list),
+    "times": _is_one_of(list),
+    "attempt": _is_one_of(int),
+    "step": _is_one_of(int),
+    "sample": _is_one_of(int),
+    "total_steps": _is_one_of(int, type(None)),
+    "best": _is_one_of(bool),
+    "path": _is_one_of(str),
+    "reason": _is_one_of(str),
+    "text": _is_one_of(str),
+    "error": _is_one_of(str, type(None)),
+    "status": lambda value: value in get_args(Status),
+}

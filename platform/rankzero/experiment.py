@@ -110,6 +110,8 @@ class Train:
     """Log the best model to MLflow at the end of a finished run, for `mlflow.pytorch.load_model`."""
     max_minutes: float | None = None
     """Stop, with a checkpoint, after this many minutes; none: no limit."""
+    hang_minutes: float | None = 10.0
+    """End the run, naming the rank, where one makes no progress for so long; none: wait for ever."""
     stop_at_target: bool = False
     """Finish at the first evaluation that reaches `goal.target`."""
 
@@ -120,7 +122,7 @@ class Train:
             _require(name, getattr(self, name), at_least=1)
         for name in ("warmup_steps", "save_every", "keep", "workers", "seed"):
             _require(name, getattr(self, name), at_least=0)
-        for name in ("clip", "max_minutes", "ddp_bucket_mb"):
+        for name in ("clip", "max_minutes", "hang_minutes", "ddp_bucket_mb"):
             _require(name, getattr(self, name), above=0)
 
 

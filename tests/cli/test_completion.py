@@ -133,7 +133,7 @@ def bash(folder: Path) -> Iterator[Keyboard]:
     environ = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PS1": "$ ", "TERM": "dumb"}
     child, terminal = pty.fork()
     if child == 0:
-        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environ)
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environ)  # noqa: S606
     keyboard = Keyboard(terminal)
     keyboard.type("bind 'set bell-style none'\n")
     try:

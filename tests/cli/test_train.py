@@ -9,6 +9,7 @@ import re
 import signal
 import statistics
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command
     assert ended.reason.startswith("stopped by SIGTERM")
     first_id = mlflow_id(stopped)
 
-    code, output = rankzero("resume", "stopped", "step_seconds=0", "--nproc", 2)
+    code, output = rankzero("resume", "stopped", "step_seconds=0")  # with as many processes as before
     assert code == 0, output
     straight = RunFolder(rankzero.folder / "mlruns/runs/straight")
     assert losses(stopped) == losses(straight)
@@ -158,6 +159,18 @@ def test_the_users_exception_is_shown_in_a_line_and_the_run_has_failed(rankzero:
     assert says in run.tags["rankzero.error"]
 
 
+def test_a_rank_that_hangs_ends_the_run_and_is_named(rankzero: Command) -> None:
+    rankzero.environ["TORTURE_RANK"] = "hang 1 20"
+    code, output = rankzero("train", TINY.with_name("clocked.py"), "--nproc", 2, "train.hang_minutes=0.05")
+    assert code == 1, output
+    (folder,) = rankzero.runs
+    run = tracked(folder)
+    assert run.status == "FAILED"
+    assert re.search(r"rank 1 hung for \d s \(.*clocked.py, line \d+, in hurt\)", run.tags["rankzero.reason"])
+    log = next((folder.path / "logs").glob("*/attempt_0/1/stderr.log")).read_text()
+    assert "most recent call first" in log and "clocked.py" in log and "train.hang_minutes sets the limit" in log
+
+
 def test_a_truncated_checkpoint_is_passed_over(rankzero: Command) -> None:
     assert rankzero("train", TINY, "train.steps=20", "train.save_every=10", "train.eval_every=5", "train.keep=3",
                     "--run-name", "torn")[0] == 0  # fmt: skip
@@ -193,6 +206,8 @@ def test_mlflow_is_not_told_a_secret_and_a_resume_elsewhere_asks_for_it(rankzero
     assert "api_key: hunter2" in folder.config.read_text()
     folder.path.rename(tmp_path / "elsewhere")
     code, output = rankzero("resume", run.run_id, "train.steps=8")
+    assert code == 2 and "--experiment EXP" in output  # MLflow names a file that is not below this folder
+    code, output = rankzero("resume", run.run_id, "train.steps=8", "--experiment", TINY)
     assert code == 2 and "say it again, api_key=…" in output
     code, output = rankzero("resume", run.run_id, "train.steps=8", "api_key=hunter2")
     assert code == 0, output
@@ -203,10 +218,11 @@ def test_mlflow_is_not_told_a_secret_and_a_resume_elsewhere_asks_for_it(rankzero
 def test_output_of_rank_zero_and_a_broken_pipe(rankzero: Command) -> None:
     code, _ = rankzero("train", TINY, "train.steps=2")
     assert code == 0
-    shell = f"{subprocess.list2cmdline([os.sys.executable])} -m rankzero runs | head -n 1"  # type: ignore[attr-defined]
-    done = subprocess.run(shell, shell=True, cwd=rankzero.folder, env=rankzero.environ, capture_output=True, text=True,
-                          check=True)  # fmt: skip
-    assert "Traceback" not in done.stderr
+    runs = subprocess.Popen([sys.executable, "-m", "rankzero", "runs"], cwd=rankzero.folder, env=rankzero.environ,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    assert runs.stdout is not None
+    runs.stdout.close()  # as head does
+    assert "Traceback" not in runs.communicate()[1]
 
 
 @pytest.mark.timeout(200)
@@ -273,14 +289,46 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Comm
     assert code == 1 and "OutOfMemoryError" in output and "micro-batch 2 -> 1" in output
 
 
+@pytest.mark.parametrize(("later", "ending"), [("room", "FINISHED"), ("exit", "FAILED")])
+def test_what_an_earlier_start_ran_out_of_is_over(rankzero: Command, later: str, ending: str) -> None:
+    words = ("train", TINY.with_name("layered.py"), "--nproc", 2, "--max-restarts", 1, "most_samples=2")
+    code, output = rankzero(*words, f"later={later}")
+    assert code == (0 if ending == "FINISHED" else 1), output
+    assert "micro-batch" not in output
+    attempts = [event.attempt for event in events(rankzero.runs[-1]) if isinstance(event, RunStarted)]
+    assert attempts == [1, 2] and tracked(rankzero.runs[-1]).status == ending
+
+
+@pytest.mark.timeout(200)
 def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     words = ("train", TINY, "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, "train.steps=12")
-    nodes = [rankzero.start(*words, "--dir", tmp_path / f"node_{number}") for number in (0, 1)]
+    nodes = [rankzero.start(*words, f"lr=0.0{3 + number}", "--dir", tmp_path / f"node_{number}") for number in (0, 1)]
     outputs = [node.communicate(timeout=90)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert rankzero("train", TINY, "--run-name", "alone", "train.steps=12")[0] == 0
     (first,) = [folder for number in (0, 1) for folder in folders(tmp_path / f"node_{number}" / "runs")
                 if folder.events.exists()]  # fmt: skip
+    (lr,) = re.findall(r"^lr: .*", first.config.read_text(), re.MULTILINE)  # rank 0's, whichever node that is
+    assert rankzero("train", TINY, "--run-name", "alone", "train.steps=12", lr.replace(": ", "="))[0] == 0
     assert losses(first) == pytest.approx(losses(rankzero.runs[0]), rel=1e-5)
     assert sum("FINISHED" in output for output in outputs) == 1
+
+    held = first.path.parents[1]  # the other machine has neither settings nor checkpoints
+    resume = ("resume", first.path.name, "train.steps=16", "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint)
+    helped = next(tmp_path / name for name in ("node_0", "node_1") if tmp_path / name != held)
+    nodes = [rankzero.start(*resume, "--dir", folder) for folder in (held, helped)]
+    outputs = [node.communicate(timeout=90)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert list(losses(first)) == list(range(1, 17))
+
+
+def test_two_nodes_with_one_disk_share_a_name(rankzero: Command) -> None:
+    words = ("train", TINY, "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
+             "train.steps=8", "train.log_model=true", "--run-name", "shared")  # fmt: skip
+    nodes = [rankzero.start(*words) for _ in (0, 1)]
+    outputs = [node.communicate(timeout=90)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    (folder,) = rankzero.runs
+    assert list(losses(folder)) == list(range(1, 9)) and tracked(folder).status == "FINISHED"
+    code, output = rankzero(*words)
+    assert code == 2 and "there is a run 'shared' already" in output

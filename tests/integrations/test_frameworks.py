@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
-from rankzero.tracking.catalog import folders
-from rankzero.tracking.mlflow import RunRecord, Tracker
-from rankzero.tracking.sync import deliver
+from integrations.examples import EXAMPLES, SECONDS, checkpoints, needs, run, steps_of, tracked
 
-EXAMPLES = Path(__file__).parents[2] / "experiments" / "integrations"
-FRAMEWORKS = {"lightning": "lightning", "transformers": "transformers", "accelerate": "accelerate", "ignite": "ignite"}
+pytestmark = pytest.mark.timeout(2 * SECONDS)
 
-
-def needs(framework: str) -> None:
-    pytest.importorskip(FRAMEWORKS[framework], reason=f"an extra: pip install rankzero[{framework}]")
+FRAMEWORKS = ("lightning", "transformers", "accelerate", "ignite")
 
 
-def run(script: str, folder: Path, *words: str, **environ: str) -> tuple[int, str]:
-    """Run a script as a user would, in a folder of its own."""
-    done = subprocess.run(
-        [sys.executable, script, *words], cwd=folder, check=False, text=True, capture_output=True, timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environ},
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
-
-
-def tracked(folder: Path) -> RunRecord:
-    """Return the only run, once everything is in MLflow."""
-    (only,) = folders(folder / "mlruns" / "runs")
-    assert deliver(only).done
-    (found,) = Tracker(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}").list_runs()
-    return found
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, "keras"])
+def test_an_adapter_without_its_framework_names_the_extra(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, framework, None)
+    monkeypatch.delitem(sys.modules, f"rankzero.integrations.{framework}", raising=False)
+    for name in [name for name in sys.modules if name.startswith(f"{framework}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=rf"pip install rankzero\[{framework}\]"):
+        importlib.import_module(f"rankzero.integrations.{framework}")
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -45,11 +32,9 @@ def test_the_example_is_tracked_to_its_end(framework: str, tmp_path: Path) -> No
     assert code == 0, output
     found = tracked(tmp_path)
     assert found.status == "FINISHED" and (found.best or 0.0) > 0.8
-    losses = Tracker(f"sqlite:///{tmp_path / 'mlruns' / 'mlflow.db'}").history(found.run_id, "train/loss")
-    assert len(losses) == 3 * 22, "a point for every step"
+    assert steps_of(tmp_path, found, "train/loss") == list(range(1, 3 * 22 + 1))
     assert any("lr" in name or "learning_rate" in name for name in found.params), found.params
-    checkpoints = list((tmp_path / "mlruns/runs").glob("*/checkpoints/step_*"))
-    assert checkpoints or framework in ("transformers", "ignite")
+    assert checkpoints(tmp_path) or framework in ("transformers", "ignite")
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Command, events, losses, new_store, rankzero
-from integrations.test_frameworks import needs
+from integrations.examples import needs
 from rankzero.events import Evaluated
 from rankzero.tracking.mlflow import RunRecord, Tracker
 

@@ -15,15 +15,15 @@ from tracking.runs import T0, append, ended, evaluated, make_folder, started, st
 def test_a_run_in_short(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, parent="study")
     append(folder, started(), steps(1, 20), evaluated(10, 0.7), evaluated(20, 0.6, best=False))
-    going = catalog.listed(tmp_path / "runs")[0].summary
+    going = catalog.listed(tmp_path / "runs")[0]
     assert (going.status, going.best, going.reason, going.parent) == ("DIED", 0.7, "", "study")
     assert going.metrics["val/accuracy"] == 0.6 and going.metrics["train/loss"] == 1 / 20
     append(folder, ended(metrics={"best": 0.7, "samples_per_second": 9.0}))
-    done = catalog.listed(tmp_path / "runs")[0].summary
+    done = catalog.listed(tmp_path / "runs")[0]
     assert (done.status, done.best, done.samples_per_second, done.seconds) == ("FINISHED", 0.7, 9.0, 100.0)
     assert done.undelivered and done.metrics["whole_run/best"] == 0.7
     append(folder, started(2, step=20))
-    assert catalog.listed(tmp_path / "runs")[0].summary.status == "DIED"
+    assert catalog.listed(tmp_path / "runs")[0].status == "DIED"
 
 
 def test_a_long_journal_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +40,13 @@ def test_what_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for number in range(3):
         append(make_folder(tmp_path), dataclasses.replace(started(), time=T0 + number), ended())
     first = catalog.listed(runs)
-    assert [one.summary.started for one in first] == [T0 + 2, T0 + 1, T0]
+    assert [one.started for one in first] == [T0 + 2, T0 + 1, T0]
     read: list[Path] = []
     real = summary.read_summary
     monkeypatch.setattr(summary, "read_summary", lambda folder: read.append(folder.path) or real(folder))
     assert catalog.listed(runs) == first and not read
     append(first[1].folder, started(2), ended("FAILED", "no"))
-    assert catalog.listed(runs)[1].summary.reason == "no" and read == [first[1].folder.path]
+    assert catalog.listed(runs)[1].reason == "no" and read == [first[1].folder.path]
     (runs / catalog.CACHE).write_text("torn\n[1]\n")
     assert len(catalog.listed(runs)) == 3 and len(read) == 4
     (runs / catalog.CACHE).unlink()
@@ -59,7 +59,7 @@ def test_outdated_lines_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = make_folder(tmp_path)
     for attempt in range(1, 8):
         append(folder, started(attempt), ended(at=T0 + attempt))
-        assert catalog.listed(tmp_path / "runs")[0].summary.seconds == attempt
+        assert catalog.listed(tmp_path / "runs")[0].seconds == attempt
     assert len((tmp_path / "runs" / catalog.CACHE).read_text().splitlines()) <= 4
 
 

@@ -29,15 +29,16 @@ from rankzero.events import (
 from rankzero.tracking.journal import Identity, Journal, RunFolder, new_name, read, read_all, write_atomically
 
 numbers = st.floats()
+times = st.floats(-1e10, 1e10)
 metrics = st.dictionaries(st.text(max_size=8), numbers, max_size=3)
 events = st.one_of(
-    st.builds(RunStarted, numbers, st.dictionaries(st.text(), st.text()), st.just({}), st.integers(1)),
+    st.builds(RunStarted, times, st.dictionaries(st.text(), st.text()), st.just({}), st.integers(1)),
     st.builds(StepsLogged, st.lists(st.integers()), st.lists(numbers), st.dictionaries(st.text(), st.lists(numbers))),
-    st.builds(Evaluated, numbers, st.integers(0), metrics, st.booleans()),
-    st.builds(CheckpointSaved, numbers, st.integers(0), st.text(), st.booleans(), metrics),
-    st.builds(CheckpointDeleted, numbers, st.integers(0), st.text()),
-    st.builds(SystemSampled, numbers, st.integers(0), metrics),
-    st.builds(RunEnded, numbers, st.sampled_from(["FINISHED", "FAILED"]), st.text(), st.none() | st.text(), metrics),
+    st.builds(Evaluated, times, st.integers(0), metrics, st.booleans()),
+    st.builds(CheckpointSaved, times, st.integers(0), st.text(), st.booleans(), metrics),
+    st.builds(CheckpointDeleted, times, st.integers(0), st.text()),
+    st.builds(SystemSampled, times, st.integers(0), metrics),
+    st.builds(RunEnded, times, st.sampled_from(["FINISHED", "FAILED"]), st.text(), st.none() | st.text(), metrics),
 )
 
 
@@ -80,16 +81,27 @@ def test_a_torn_last_line_is_passed_over_and_closed_off(tmp_path: Path) -> None:
     assert later == [ended("second")]
 
 
-def test_windows_wait_for_the_next_other_event(tmp_path: Path) -> None:
+def test_a_window_is_on_the_disk_at_once_and_together(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     journal = Journal(path)
-    journal(StepsLogged([1], [0.0], {"loss": [1.0]}))
-    assert read(path)[0] == []
+    for window in (1, 2):
+        journal(StepsLogged([2 * window, 2 * window + 1], [1000.0 * window - 1, 1000.0 * window], {"loss": [1.0, 1.0]}))
+        journal(StepsLogged([2 * window + 1], [1000.0 * window], {"throughput": [1.0]}))
+        assert len(read(path)[0]) == 2 * window
+    journal.close()
+
+
+def test_steps_that_follow_each_other_quickly_wait_for_the_next_event(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    journal = Journal(path)
+    for step, time in enumerate((1000.0, 1000.1, 1000.4, 1000.6, 1000.7)):
+        journal(StepsLogged([step], [time], {"loss": [1.0]}))
+        assert len(read(path)[0]) == (1, 1, 1, 4, 4)[step]
     journal.flush()
-    assert len(read(path)[0]) == 1
-    journal(StepsLogged([2], [0.0], {"loss": [1.0]}))
+    assert len(read(path)[0]) == 5
+    journal(StepsLogged([5], [1000.8], {"loss": [1.0]}))
     journal(ended())
-    assert len(list(read_all(path))) == 3
+    assert len(list(read_all(path))) == 7
     journal.close()
 
 
@@ -182,12 +194,12 @@ def test_a_writer_that_is_killed_loses_what_it_had_not_ended(tmp_path: Path) -> 
     code = (
         "import os, signal, sys; from pathlib import Path; from rankzero.events import *\n"
         "from rankzero.tracking.journal import Journal; journal = Journal(Path(sys.argv[1]))\n"
-        "journal(StepsLogged([1], [0.0], {})); journal(Evaluated(0.0, 1, {}, True))\n"
-        "journal(StepsLogged([2], [0.0], {}))\n"
+        "journal(StepsLogged([1], [1.0], {})); journal(Evaluated(0.0, 1, {}, True))\n"
+        "journal(StepsLogged([2], [1.1], {}))\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-P", "-c", code, path], check=False)
-    assert list(read_all(path)) == [StepsLogged([1], [0.0], {}), Evaluated(0.0, 1, {}, True)]
+    assert list(read_all(path)) == [StepsLogged([1], [1.0], {}), Evaluated(0.0, 1, {}, True)]
 
 
 @pytest.mark.parametrize("damage", [b"\xff\xfe\x00", b"\x00" * 5000, b'{"event":"RunEnded"}', b"[" * 100])

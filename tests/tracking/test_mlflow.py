@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import sqlite3
+import subprocess
+import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +290,62 @@ def test_postgres_takes_a_batch_again_too(postgres: str, tmp_path: Path) -> None
     assert len(tracker.history(run.run_id, "train/nan")) == 1
     assert [one.status for one in tracker.list_checkpoints(run)] == ["READY"]
     assert tracker.open_run(folder.identity, T0).marks["train/loss"] == 1200
+
+
+FIRST = """
+import sys
+from pathlib import Path
+from rankzero.tracking.mlflow import Tracker
+print("ready", flush=True)
+sys.stdin.readline()
+Tracker(sys.argv[1]).list_runs()
+"""
+
+DYING = """
+import os
+import sys
+from sqlalchemy import Engine, event
+from rankzero.tracking.mlflow import Tracker
+
+@event.listens_for(Engine, "after_cursor_execute")
+def die(connection, cursor, statement, *_):
+    if "CREATE TABLE registered_models" in statement:
+        os._exit(9)
+
+Tracker(sys.argv[1]).list_runs()
+"""
+
+
+def beginner(uri: str) -> subprocess.Popen[str]:
+    """Start a process that is ready to be the first in a store."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FIRST, uri], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def begin(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def test_processes_that_are_the_first_at_once_share_one_store(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    processes = [beginner(uri) for _ in range(2)]
+    for process in processes:
+        begin(process)
+    for process in processes:
+        process.communicate(timeout=60)
+    assert [process.returncode for process in processes] == [0, 0]
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_a_process_that_dies_while_it_makes_the_tables_leaves_a_store_for_the_next(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    died = subprocess.run([sys.executable, "-c", DYING, uri], check=False, timeout=60)
+    assert died.returncode == 9
+    assert Tracker(uri).list_runs() == []
+    assert not list(tmp_path.glob(".setup-*"))

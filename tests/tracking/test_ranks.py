@@ -25,6 +25,10 @@ def tf_config(kind: str, index: int) -> str:
             Ranks(5, 8, 1, 4, 1),
         ),
         (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1"},
+            Ranks(3, 4, 1, 2, 1),
+        ),
+        (
             {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"},
             Ranks(1, 2, 1, 2, 0),
         ),

@@ -74,7 +74,7 @@ def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
     assert delivery.done, log_of(folder)
     assert (last(folder).status, last(folder).reason) == ("FAILED", UNSAID)
     record = Tracker(sqlite).find_run(str(delivery.run_id))
-    assert (record.status, record.tags["rankzero.reason"]) == ("FAILED", UNSAID)
+    assert record.status == "FAILED" and record.tags["rankzero.reason"].startswith(UNSAID)
     assert curve(sqlite, delivery.run_id) == list(range(1, 41))
     assert "system/cpu_utilization_percentage" in record.metrics
     assert log_of(folder) == ""
@@ -163,7 +163,7 @@ def test_sync_closes_what_nobody_is_left_to_close(folder: RunFolder, sqlite: str
     assert delivery.done
     assert told
     record = Tracker(sqlite).find_run(str(delivery.run_id))
-    assert (record.status, record.tags["rankzero.reason"]) == ("FAILED", UNSAID)
+    assert record.status == "FAILED" and record.tags["rankzero.reason"].startswith(UNSAID)
     assert curve(sqlite, delivery.run_id) == list(range(1, 21))
     assert sync.deliver(folder, patience=5) == delivery
 

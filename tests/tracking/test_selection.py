@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 
 import pytest
 
 from rankzero.errors import UserError
+from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.selection import parse, select
 from rankzero.tracking.summary import Summary
 
-ONE = Summary("a", "digits", "FINISHED", "", time.time() - 3600, 5.0, "val/accuracy", 0.9, 100.0, False, None, "id",
-              {"lr": "0.01", "augment": "true"}, {"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9})  # fmt: skip
+ONE = Summary(
+    RunFolder(Path("a")), "a", "digits", "FINISHED", "", time.time() - 3600, 5.0, "val/accuracy", 0.9, 100.0, False,
+    None, "id", {"lr": "0.01", "augment": "true"}, {"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("word", "holds"), [

@@ -16,7 +16,8 @@ from rankzero.experiment import Experiment
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import restore
 from rankzero.train.checkpoint import Checkpoints
-from rankzero.train.loop import Job, State, Tally, fit
+from rankzero.train.loop import Job, State, fit
+from rankzero.train.meters import Tally
 from rankzero.train.stop import Stop
 from rankzero.train.worker import build
 from rankzero.train.world import World

@@ -1,5 +1,7 @@
 """Checkpoints: atomic, checksummed, asynchronous; what is kept; nothing that is loaded executes code."""
 
+import contextlib
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
 from rankzero.experiment import Goal
-from rankzero.train import checkpoint
+from rankzero.train import checkpoint, staging
 from rankzero.train.checkpoint import BrokenCheckpoint, Checkpoints, Manifest
 
 GOAL = Goal("val/loss", "min")
@@ -92,6 +94,15 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
             checkpoint.load(newest)
 
 
+def test_a_broken_checkpoint_is_left_and_stops_no_later_one(tmp_path: Path) -> None:
+    saved(tmp_path, {1: 0.1})
+    _damage(tmp_path / "checkpoints/step_00000001", "torn manifest")
+    events = saved(tmp_path, {2: 0.2, 3: 0.3, 4: 0.4})
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [2, 3, 4]
+    assert steps_in(tmp_path) == [1, 2, 4]
+    assert checkpoint.best(tmp_path / "checkpoints", GOAL) == tmp_path / "checkpoints/step_00000002"
+
+
 def _damage(folder: Path, how: str) -> None:
     state, manifest = folder / checkpoint.STATE, folder / checkpoint.MANIFEST
     content = state.read_bytes()
@@ -116,8 +127,60 @@ class Bomb:
 def test_loading_executes_nothing(tmp_path: Path) -> None:
     target = tmp_path / "checkpoints/step_00000001"
     checkpoint.write(target, lambda path: torch.save({"x": Bomb()}, path), 1, {}, False)
-    with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights"):
+    with pytest.raises(BrokenCheckpoint, match="more than tensors and plain values"):
         checkpoint.load(target)
+
+
+class Writer:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (self.path, "w"))
+
+
+@pytest.mark.parametrize("place", ["state", "in a list", "protocol 4", "a plain pickle"])
+def test_a_planted_pickle_writes_nothing(tmp_path: Path, place: str) -> None:
+    bomb, target = Writer(tmp_path / "executed"), tmp_path / "checkpoints/step_00000001"
+    save = {
+        "state": lambda path: torch.save(bomb, path),
+        "in a list": lambda path: torch.save({"model": [torch.zeros(1), bomb]}, path),
+        "protocol 4": lambda path: torch.save({"x": bomb}, path, pickle_protocol=4),
+        "a plain pickle": lambda path: path.write_bytes(pickle.dumps(bomb)),
+    }[place]
+    checkpoint.write(target, save, 1, {}, False)
+    with pytest.raises(Exception, match=r"(?i)weights.only|unsupported|legacy|magic"):
+        checkpoint.load(target)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/x", "..", ""])
+def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, {1: 0.1, 2: 0.2})
+    (tmp_path / "x").write_text("x")
+    newest = tmp_path / "checkpoints/step_00000002"
+    manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
+    manifest["files"][name] = {"sha256": "0", "bytes": 1}
+    (newest / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(BrokenCheckpoint, match="no file of its own"):
+        checkpoint.load(newest)
+    assert checkpoint.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000001"
+
+
+def test_a_manifest_that_vouches_for_nothing_and_a_link_are_broken(tmp_path: Path) -> None:
+    saved(tmp_path, {1: 0.1, 2: 0.2})
+    first, second = (tmp_path / f"checkpoints/step_0000000{step}" for step in (1, 2))
+    manifest = json.loads((first / checkpoint.MANIFEST).read_text())
+    for files in ({}, [], None):
+        (first / checkpoint.MANIFEST).write_text(json.dumps({**manifest, "files": files}))
+        with pytest.raises(BrokenCheckpoint, match="does not name"):
+            checkpoint.load(first)
+    (second / checkpoint.STATE).rename(tmp_path / "elsewhere")
+    (second / checkpoint.STATE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BrokenCheckpoint, match="no file of its own"):
+        checkpoint.load(second)
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
@@ -134,3 +197,23 @@ def test_a_checkpoint_that_cannot_be_written_is_a_problem_and_no_error(tmp_path:
     checkpoints.save({"weights": torch.zeros(3)}, 1, {}, False)
     assert checkpoints.close() == []
     assert "could not be written" in checkpoints.problems[0]
+
+
+def test_a_copy_has_arrived_when_that_of_every_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that lies on several GPUs: an event on the current one's stream says nothing of the others."""
+    waited: list[str] = []
+
+    class Recorded:
+        def record(self, stream: str) -> None:
+            self.stream = stream
+
+        def synchronize(self) -> None:
+            waited.append(self.stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: f"of {gpu}")
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert staging.Staged("state", staging.recorded(gpus)).wait() == "state"
+    assert waited == ["of cuda:0", "of cuda:1"]
+    assert staging.Staging().copy({"x": torch.zeros(1)}).arrived == []

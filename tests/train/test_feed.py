@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+from rankzero.experiment import Experiment
+from rankzero.train.batch import rows_of, samples_in, to_device
 from rankzero.train.data import Plan
-from rankzero.train.feed import Feed, loader_workers, samples_in, to_device
+from rankzero.train.feed import Feed, loader_workers
 
 CPU = torch.device("cpu")
 
@@ -69,13 +72,27 @@ def test_a_tensor_data_set_is_gathered_batch_by_batch() -> None:
         assert x.tolist() == y.tolist() == plan.micro_batches(0, rank)[0].tolist()
 
 
+def test_a_collate_of_ones_own_is_used_whatever_the_data_set() -> None:
+    class Shifted(Experiment):
+        def collate(self, samples: list[Any]) -> Any:
+            return torch.stack([value + 100 for (value,) in samples])
+
+    def first(experiment: Experiment) -> Any:
+        mine = Feed(TensorDataset(torch.arange(20)), CPU, seed=3, workers=0, collate=experiment.collate)
+        return next(mine.train(Plan(20, 8, 8, 1, 3), 0, 0, 1))
+
+    plain = first(Experiment())
+    assert isinstance(plain, list) and torch.equal(first(Shifted()), plain[0] + 100)
+
+
 @pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(11)), Noise()])
 def test_evaluation_sees_every_sample_once_and_again(dataset: Any) -> None:
     mine = feed(dataset)
     for _ in range(2):
         seen = [batch for rank in (0, 1, 2) for batch in mine.evaluate(2, rank, 3)] if dataset.__class__ is not Noise \
             else list(mine.evaluate(3, 0, 1))  # fmt: skip
-        assert sum(samples_in(batch) for batch in seen) == len(dataset)
+        assert sum(samples for _, samples in seen) == len(dataset)
+        assert [samples_in(batch) for batch, _ in seen] == [samples for _, samples in seen]
 
 
 def test_a_data_sets_own_batched_access_is_used() -> None:
@@ -87,6 +104,16 @@ def test_a_data_sets_own_batched_access_is_used() -> None:
     assert batch[:, 1:].abs().sum() == 0 and len(batch) == 8
 
 
+def test_a_part_of_a_data_set_has_each_samples_own_augmentation() -> None:
+    part = Subset(Subset(Noise(), range(20)), range(20))  # as random_split makes them
+
+    def rows(dataset: Any, batch_size: int) -> dict[int, list[float]]:
+        batches = feed(dataset).train(Plan(20, batch_size, batch_size, 1, 3), 0, 0, 20 // batch_size)
+        return {int(row[0]): row[1:] for batch in batches for row in batch.tolist()}
+
+    assert rows(part, 10) == rows(Noise(), 10) == rows(part, 5)
+
+
 def test_nested_batches_move_and_are_counted() -> None:
     batch = {"x": [torch.zeros(4, 2), "text"], "y": (torch.zeros(4),)}
     assert samples_in(batch) == 4
@@ -95,7 +122,42 @@ def test_nested_batches_move_and_are_counted() -> None:
     assert samples_in("nothing") == 0
 
 
+class Encoded(UserDict[str, Any]):
+    """A mapping that is no dict, as tokenizers make them."""
+
+
+class Graph:
+    """No tensor, but can be moved as one."""
+
+    def __init__(self, device: str = "nowhere") -> None:
+        self.device = device
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(device.type)
+
+
+def test_whatever_has_tensors_or_moves_is_moved() -> None:
+    meta = torch.device("meta")
+    encoded = Encoded(ids=torch.zeros(3, 2), graph=Graph(), texts=["a"])
+    moved = to_device(encoded, meta)
+    assert isinstance(moved, Encoded) and moved["ids"].device == meta and moved["graph"].device == "meta"
+    assert encoded["ids"].device == CPU and moved["texts"] == ["a"]
+    assert rows_of(encoded, torch.tensor([2]))["ids"].shape == (1, 2) and samples_in(encoded) == 3
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    assert to_device(packed, CPU).data.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_samples_are_counted_by_what_was_asked_for_and_not_by_what_came() -> None:
+    """The first tensor of a batch may have nodes or tokens in its rows."""
+
+    def collate(items: list[Tensor]) -> dict[str, Tensor]:
+        return {"tokens": torch.cat(items), "lengths": torch.tensor([len(item) for item in items])}
+
+    mine = Feed(Noise(), CPU, seed=3, workers=0, collate=collate)
+    assert [(len(batch["tokens"]), samples) for batch, samples in mine.evaluate(8, 0, 1)] == [(32, 8), (32, 8), (16, 4)]
+
+
 def test_loaders_get_the_cores_that_training_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankzero.train.feed.os.sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr("rankzero.train.feed.usable_cores", lambda: list(range(16)))
     assert [loader_workers(None, ranks) for ranks in (1, 2, 4, 16)] == [8, 7, 3, 0]
     assert loader_workers(5, 16) == 5

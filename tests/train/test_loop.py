@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from torch.nn.functional import cross_entropy
 
 from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved, Evaluated
-from rankzero.train import checkpoint
+from rankzero.tracking.ranks import Ranks
+from rankzero.train import checkpoint, restore
 from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length
 from rankzero.train.stop import TIME_LIMIT, Stop
+from rankzero.train.world import World
 from train.conftest import Trainer, tiny, weights
 
 
@@ -145,6 +149,12 @@ def test_another_model_cannot_resume(train: Trainer) -> None:
         train(tiny(train__steps=9, width=8))
 
 
+def test_going_on_needs_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
+    trained = train(tiny(train__steps=1, train__save_every=0))
+    with pytest.raises(UserError, match="no intact checkpoint where rank 0 runs"):
+        restore.newest(tmp_path / "none", trained.job, trained.state, pytest.fail, required=True)
+
+
 def test_windows_grow_to_a_second_and_stay_bounded() -> None:
     lengths = [1]
     for _ in range(12):
@@ -152,3 +162,44 @@ def test_windows_grow_to_a_second_and_stay_bounded() -> None:
     assert lengths[:8] == [1, 2, 4, 8, 16, 32, 64, 100] and lengths[-1] == 100
     assert next_length(4096, 1e-6) == LONGEST_WINDOW
     assert next_length(50, 30.0) == 1
+
+
+def test_the_clock_is_read_once_the_device_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("rankzero.train.world.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.append(clock.pop() + 3.0))
+    assert World(Ranks(), torch.device("cuda", 0)).now() == 3.0
+    assert World(Ranks(), torch.device("cpu")).now() == 3.0, "nothing to wait for"
+
+
+def test_a_windows_seconds_are_those_of_the_device(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 6.0)
+    monkeypatch.setattr(World, "now", lambda world: next(clock))
+    trained = train(tiny(train__steps=6, train__log_every=2, train__eval_every=6))
+    assert list(trained.series("throughput/step_seconds").values()) == [3.0, 3.0, 3.0]
+
+
+class Counting(torch.optim.SGD):
+    """Keeps what it learns among its options, as some optimizers do."""
+
+    def __init__(self, *words: Any, **options: Any) -> None:
+        super().__init__(*words, **options)
+        self.param_groups[0]["taken"] = 0
+
+    def step(self, *words: Any) -> None:  # type: ignore[override]
+        super().step(*words)
+        self.param_groups[0]["taken"] += 1
+
+
+def test_a_changed_option_of_the_optimizer_is_used_and_what_it_learnt_is_kept(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tiny(train__steps=5)
+    monkeypatch.setattr(
+        type(first), "optimizer", lambda self, model: Counting(model.parameters(), lr=self.lr, momentum=self.momentum)
+    )
+    train(first)
+    (group,) = train(tiny(train__steps=8, momentum=0.5)).state.optimizer.param_groups
+    assert group["momentum"] == 0.5 and group["taken"] == 8
+    (group,) = train(tiny(train__steps=9, momentum=0.5)).state.optimizer.param_groups
+    assert group["momentum"] == 0.5 and group["taken"] == 9

@@ -110,3 +110,40 @@ def test_what_is_no_number_is_told_and_does_not_stop_the_loop(
         assert all(math.isnan(event.metrics[name][0]) for name in ("text", "many", "none"))
     told = capsys.readouterr().out
     assert told.count("a tensor of shape (3,)") == told.count("'x'") == told.count("'None'") == 1
+
+
+@pytest.fixture
+def untracked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start no recorder."""
+    monkeypatch.setattr("rankzero.tracking.recorder.start", lambda *words, **options: Closed())
+
+
+@pytest.mark.usefixtures("untracked")
+def test_going_on_with_a_run_goes_on_with_its_best() -> None:
+    for value, best in ((0.9, True), (0.5, False), (0.95, True)):
+        with rankzero.track("mine", name="r1", goal=Goal("val/accuracy", "max")) as run:
+            assert run.evaluated({"val/accuracy": value}, step=1) is best
+    assert run.folder is not None
+    ended = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, RunEnded)]
+    assert [event.metrics["best"] for event in ended] == [0.9, 0.9, 0.95]
+
+
+@pytest.mark.usefixtures("untracked")
+def test_a_written_checkpoint_is_told_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankzero.train.own_loop.FLUSH_ROWS", 1)
+    with rankzero.track("mine") as run:
+        assert run.folder is not None
+        run.checkpoint({"x": torch.zeros(1)}, step=1)
+        run._checkpoints._pending.result()
+        run.log({"loss": 1.0}, step=2)
+        assert any(isinstance(event, CheckpointSaved) for event in read_all(run.folder / "events.jsonl"))
+
+
+@pytest.mark.usefixtures("untracked")
+def test_a_checkpoint_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with rankzero.track("mine") as run:
+        assert run.folder is not None
+        (run.folder / "checkpoints").write_text("in the way")
+        for step in (1, 2):
+            run.checkpoint({"x": torch.zeros(1)}, step=step)
+    assert capsys.readouterr().out.count("a checkpoint could not be written") == 2

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rankzero.errors import UserError
+from rankzero.experiment import Train
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import checkpoint, launch
-from rankzero.train.strategies import naming, shards
+from rankzero.train.device import gpu_uuids
+from rankzero.train.strategies import build, naming, shards
+from rankzero.train.strategies.interface import Arithmetic
+from rankzero.train.strategies.pipeline import SCHEDULES, Pipeline
 from rankzero.train.strategies.seams import balanced, cut
 from rankzero.train.world import World
 from train import two_ranks
@@ -27,14 +34,28 @@ CASES = [
     *(Case(f"{name}-clip", {"train__strategy": name, "train__clip": 0.05}) for name in STRATEGIES),
     *(Case(f"{name}-blocks", {"train__strategy": name, "blocks": True, "cut_at": "blocks.1", "plan": "none"})
       for name in ("ddp", "fsdp", "pp")),
+    *(Case(f"{name}-decayed", {"train__strategy": name, "weight_decay": 3.0}, stop_at=4, before={"weight_decay": 0.0})
+      for name in STRATEGIES),
+    Case("tp-dropout", {"train__strategy": "tp", "dropout": 0.3}),
+    *(Case(f"tp-dropout-after-{name}", {"train__strategy": "tp", "dropout": 0.3}, stop_at=3,
+           before={"train__strategy": name}) for name in ("tp", "ddp", "pp")),
     Case("fsdp-accumulated", {"train__strategy": "fsdp", "train__micro_batch": 2}),
     Case("pp-accumulated", {"train__strategy": "pp", "train__micro_batch": 2}),
     Case("pp-gpipe", {"train__strategy": "pp", "train__pp_schedule": "gpipe", "cut_at": "3"}),
     Case("ddp-compressed", {"train__strategy": "ddp", "train__ddp_compression": "bf16", "train__ddp_bucket_mb": 1.0}),
     Case("ddp-static", {"train__strategy": "ddp", "train__ddp_static_graph": True}),
     Case("fsdp-bf16", {"train__strategy": "fsdp", "train__precision": "bf16"}),
-    Case("pp-bf16", {"train__strategy": "pp", "train__precision": "bf16"}),
+    *(Case(f"{name}-bf16", {"train__strategy": name, "train__precision": "bf16"}) for name in ("ddp", "tp", "pp")),
+    Case("ddp-compiled", {"train__strategy": "ddp", "train__compile": True, "blocks": True}),
+    Case("fsdp-compiled", {"train__strategy": "fsdp", "train__compile": True, "blocks": True}),
+    Case("ddp-slow", {"train__strategy": "ddp", "train__log_every": 1, "slow_rank": 1}),
     Case("ddp-diverged", {"train__strategy": "ddp", "diverge": True}),
+    Case("fsdp-tied", {"train__strategy": "fsdp", "tied": True}, stop_at=3),
+    Case("pp-tied-in-a-stage", {"train__strategy": "pp", "tied": True, "cut_at": "2"}, stop_at=3),
+    Case("pp-tied", {"train__strategy": "pp", "tied": True, "cut_at": "3"}),
+    Case("pp-blocks-tied", {"train__strategy": "pp", "tied": True, "blocks": True, "cut_at": "blocks.1"}),
+    Case("tp-tied", {"train__strategy": "tp", "tied": True}),
+    Case("tp-sequence", {"train__strategy": "tp", "plan": "sequence", "train__clip": 0.05, "held_out": 32}),
     Case("single", {"train__strategy": "single"}),
     Case("dp", {"train__strategy": "dp"}),
     Case("tp-planless", {"train__strategy": "tp", "plan": "none"}),
@@ -43,7 +64,8 @@ CASES = [
     Case("pp-uncut", {"train__strategy": "pp", "blocks": True}),
     Case("pp-cut-wrong", {"train__strategy": "pp", "cut_at": "nowhere"}),
     Case("pp-cut-often", {"train__strategy": "pp", "cut_at": "2,5"}),
-    Case("tp-compiled", {"train__strategy": "tp", "train__compile": True}),
+    *(Case(f"ddp-odd-{odd}", {"odd": odd}) for odd in ("metric", "loss")),
+    *(Case(f"{name}-compiled", {"train__strategy": name, "train__compile": True}) for name in ("dp", "tp")),
 ]  # fmt: skip
 
 
@@ -85,6 +107,13 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole(folder: Path, alone: Any
     assert one["losses"] != alone()["losses"]
 
 
+def test_gradients_that_each_rank_has_a_summand_of_are_clipped_by_their_sum(folder: Path, alone: Any) -> None:
+    """Those of the norms between the parts of a sequence, under SequenceParallel."""
+    two = seen(folder, "tp-sequence")
+    assert "error" not in two
+    assert two["losses"] == pytest.approx(alone(train__clip=0.05)["losses"], rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "pp"])
 def test_models_that_are_no_sequence(folder: Path, alone: Any, name: str) -> None:
     two = seen(folder, f"{name}-blocks")
@@ -92,9 +121,31 @@ def test_models_that_are_no_sequence(folder: Path, alone: Any, name: str) -> Non
     assert two["losses"] == pytest.approx(alone(blocks=True)["losses"], rel=1e-4)
 
 
+def test_a_rank_that_is_slow_is_named(folder: Path) -> None:
+    found = seen(folder, "ddp-slow")["straggler"]
+    assert found["straggler_rank"] == 1 and found["straggler_forward_ratio"] > 2
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_compiled_models_train_the_same(folder: Path, name: str) -> None:
+    compiled, plain = seen(folder, f"{name}-compiled"), seen(folder, f"{name}-blocks")
+    assert "error" not in compiled and compiled["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    assert compiled["losses"] != plain["losses"], "the very same bits: nothing was compiled"
+
+
 @pytest.mark.parametrize("name", ["fsdp-accumulated", "pp-accumulated", "pp-gpipe", "ddp-static"])
 def test_variants_change_nothing(folder: Path, alone: Any, name: str) -> None:
     assert seen(folder, name)["losses"] == pytest.approx(alone()["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fsdp-tied", "pp-tied-in-a-stage"])
+def test_a_shared_weight_stays_one(folder: Path, alone: Any, name: str) -> None:
+    two = seen(folder, name)
+    assert "error" not in two and two["losses"] == pytest.approx(alone(tied=True)["losses"], rel=1e-4)
+    path, _ = checkpoint.newest_intact(folder / name / "checkpoints")
+    assert path is not None
+    weights = checkpoint.load(path)["model"]
+    assert torch.equal(weights["2.weight"], weights["6.weight"])
 
 
 @pytest.mark.parametrize("name", ["ddp-compressed", "fsdp-bf16", "pp-bf16"])
@@ -103,11 +154,34 @@ def test_half_the_bits_change_little(folder: Path, alone: Any, name: str) -> Non
     assert found == pytest.approx(alone()["losses"], rel=0.05) and found != seen(folder, "ddp")["losses"]
 
 
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])
+def test_evaluation_computes_as_training_does_in_its_own_mode(folder: Path, name: str) -> None:
+    for case, bits in ((name, 32), (f"{name}-bf16", 16)):
+        evaluated = seen(folder, case)["evaluated"].values()
+        assert [(found["val/bits"], found["val/training"]) for found in evaluated] == [(bits, 0), (bits, 0)]
+
+
 @pytest.mark.parametrize("name", DIVIDED)
 def test_stopped_and_gone_on_is_as_if_never_stopped(folder: Path, name: str) -> None:
     again = seen(folder, f"{name}-again")
     assert again["losses"] == seen(folder, name)["losses"], "not bit for bit"
     assert again["evaluated"] == seen(folder, name)["evaluated"]
+
+
+@pytest.mark.parametrize("name", ["tp", "ddp", "pp"])
+def test_ranks_that_share_their_samples_drop_out_the_same(folder: Path, name: str) -> None:
+    """Else the weights that all have whole would come apart, which evaluation compares."""
+    again = seen(folder, f"tp-dropout-after-{name}")
+    assert "error" not in again and list(again["losses"]) == [str(step) for step in range(1, 9)]
+    assert (again["losses"] == seen(folder, "tp-dropout")["losses"]) == (name == "tp")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_run_goes_on_with_the_options_it_is_given(folder: Path, tmp_path: Path, name: str) -> None:
+    case = Case("alone", {"weight_decay": 3.0}, stop_at=4, before={"weight_decay": 0.0})
+    one, two = attempted(World(Ranks(), torch.device("cpu")), case, tmp_path), seen(folder, f"{name}-decayed")
+    assert "error" not in two and two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert one["losses"]["8"] != pytest.approx(seen(folder, name)["losses"]["8"], rel=1e-2)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -151,12 +225,79 @@ def shutil_copy(source: Path, target: Path) -> None:
     ("pp-uncut", "def split_points(self)"),
     ("pp-cut-wrong", "split_points() names 'nowhere'"),
     ("pp-cut-often", "names 2 places, but 2 processes need 1"),
+    ("pp-tied", "in several places ('2.weight', '6.weight')"),
+    ("pp-blocks-tied", "in several places ('blocks.0.1.weight', 'blocks.1.1.weight')"),
+    ("tp-tied", "in several places ('2.weight', '6.weight')"),
+    ("dp-compiled", "do not go together"),
     ("tp-compiled", "do not go together"),
+    ("ddp-odd-metric", "measure()['text'] must be a 0-d tensor"),
+    ("ddp-odd-loss", "measure()['loss'] must be a 0-d tensor"),
     ("ddp-diverged", "the parameters of rank 1 are not rank 0's after step 4"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_with_what_to_change(folder: Path, name: str, says: str) -> None:
     error = seen(folder, name)["error"]
     assert error.startswith("UserError: ") and says in error
+
+
+@pytest.mark.parametrize("odd", ["metric", "loss"])
+def test_a_pipelines_last_rank_says_what_measure_did_wrong(odd: str) -> None:
+    last = Pipeline.__new__(Pipeline)
+    last._metric_names, last._measured, last._batch = [], [], (torch.ones(4, 8), torch.ones(4))
+    last._how = Arithmetic(two_ranks.layered(odd=odd).measure, contextlib.nullcontext(), None, 1)
+    last.model = nn.Linear(1, 1)
+    with pytest.raises(UserError, match="must be a 0-d tensor"):
+        last._loss(torch.ones(2, 2), torch.arange(2))
+
+
+def test_a_pipelines_checkpoint_is_gathered_on_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the stages talk through: through NCCL, all of a model would be on one GPU."""
+    gathered = []
+
+    def gather(mine: Any, found: list[Any], group: Any) -> None:
+        found[0] = mine
+        gathered.append(group)
+
+    monkeypatch.setattr(dist, "new_group", lambda backend: backend)
+    monkeypatch.setattr(dist, "gather_object", gather)
+    model = nn.Linear(2, 1)
+    stage = SimpleNamespace(submod=model, is_last=True, has_backward=True)
+    monkeypatch.setitem(SCHEDULES, "1f1b", lambda *words, **named: None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    only = Pipeline(stage, optimizer, ["weight", "bias"], Train(), World(Ranks(), torch.device("cpu")))
+    assert set(only.state()["model"]) == {"weight", "bias"} and gathered == ["gloo"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp", "pp"])
+def test_a_model_that_is_divided_is_moved_in_parts(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    model, divided = two_ranks.layered().model(), []
+
+    def divide(part: nn.Module, *_: Any, **__: Any) -> Any:
+        divided.append({parameter.device.type for parameter in model.parameters()})
+        return SimpleNamespace(submod=part)
+
+    for name in (
+        "divided.fully_shard",
+        "divided.parallelize_module",
+        "divided.init_device_mesh",
+        "seams.PipelineStage",
+    ):
+        monkeypatch.setattr(f"rankzero.train.strategies.{name}", divide if "mesh" not in name else lambda *_: None)
+    monkeypatch.setattr("rankzero.train.strategies.pipeline.Pipeline", lambda stage, *_: stage.submod)
+    experiment = two_ranks.layered(train__strategy=strategy)
+    made = build(experiment, model, World(Ranks(0, 2), torch.device("meta")), lambda: None)
+    assert divided[0] == ({"cpu", "meta"} if strategy == "pp" else {"cpu"})
+    mine = made if isinstance(made, nn.Module) else made.model
+    assert {parameter.device.type for parameter in mine.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("ddp", 1), ("dp", 3)])
+def test_the_gpus_of_a_run_are_those_that_it_uses(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, expected: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=index))
+    assert gpu_uuids(Ranks(), strategy) == [f"GPU-{index}" for index in range(expected)]
 
 
 def test_a_sequence_is_cut_where_the_weights_are() -> None:

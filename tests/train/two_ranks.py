@@ -15,7 +15,8 @@ from rankzero.experiment import Experiment
 from rankzero.tracking import ranks as launcher
 from rankzero.train import restore
 from rankzero.train.checkpoint import Checkpoints
-from rankzero.train.loop import Tally, fit
+from rankzero.train.loop import fit
+from rankzero.train.meters import Tally
 from rankzero.train.stop import Stop
 from rankzero.train.worker import build
 from rankzero.train.world import World, join
@@ -25,11 +26,15 @@ LAYERED = Path(__file__).parents[1] / "fixtures" / "layered.py"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An experiment to train, in a folder of its own; `stop_at`: a step after which to stop and begin again."""
+    """An experiment to train, in a folder of its own.
+
+    `stop_at`: a step after which to stop and begin again; `before`: what is otherwise until then.
+    """
 
     name: str
     changes: dict[str, Any]
     stop_at: int | None = None
+    before: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def layered(**changes: Any) -> Experiment:
@@ -55,8 +60,9 @@ def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     seen: dict[str, Any] = {"losses": {}, "evaluated": {}}
     try:
-        for stop_at in [None] if case.stop_at is None else [case.stop_at, None]:
-            train(world, layered(**case.changes), folder, seen, stop_at)
+        if case.stop_at is not None:
+            train(world, layered(**case.changes | case.before), folder, seen, case.stop_at)
+        train(world, layered(**case.changes), folder, seen, None)
     except Exception as error:
         seen["error"] = f"{type(error).__name__}: {error}"
     return seen
@@ -78,7 +84,9 @@ def train(world: World, experiment: Experiment, folder: Path, seen: dict[str, An
             seen["evaluated"][str(event.step)] = dict(event.metrics)
 
     try:
-        seen["reason"] = fit(job, state, emit, stop, checkpoints, Tally())
+        tally = Tally()
+        seen["reason"] = fit(job, state, emit, stop, checkpoints, tally)
+        seen["straggler"] = tally.paces.straggler()
     finally:
         if checkpoints is not None:
             checkpoints.close()

@@ -32,7 +32,7 @@ def runs(*filters: str, sort: str | None = None, all: bool = False, dir: str | P
     """
     import pandas
 
-    listed = [one.summary for one in catalog.listed(root_of(dir) / "runs")]
+    listed = catalog.listed(root_of(dir) / "runs")
     top = [one for one in listed if all or one.parent is None]
     found = selection.select(top, map(selection.parse, filters), sort)
     table = pandas.DataFrame.from_records([_row(one) for one in found], columns=None if found else list(_COLUMNS))

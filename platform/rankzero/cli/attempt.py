@@ -6,16 +6,17 @@ import argparse
 import ast
 import dataclasses
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankzero import config
+from rankzero.cli.advice import DataWait
 from rankzero.cli.console import Console
 from rankzero.cli.main import FAILED, FINISHED, RESUMABLE
 from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.tracking import catalog, provenance, sync
+from rankzero.tracking.host import usable_cores
 from rankzero.tracking.journal import RunFolder
 from rankzero.train import failure, launch
 from rankzero.train.request import OUT_OF_MEMORY, request_for, write_config
@@ -50,6 +51,9 @@ class Attempt:
     argv: Sequence[str]
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What else is known of it."""
+    resumes: bool = False
+    joined: bool = False
+    """Whether another machine began the run in this folder, and does what is done once."""
 
 
 def run(attempt: Attempt) -> int:
@@ -59,7 +63,7 @@ def run(attempt: Attempt) -> int:
     """
     folder = attempt.folder
     console, status = _launched(attempt)
-    while (smaller := _with_half_the_micro_batch(attempt)) is not None:
+    while status == "FAILED" and (smaller := _with_half_the_micro_batch(attempt)) is not None:
         attempt = smaller
         console.notice(f"out of memory: {attempt.tags[OUT_OF_MEMORY]}, and on from the newest checkpoint")
         write_config(folder, attempt.experiment)
@@ -75,8 +79,9 @@ def _launched(attempt: Attempt) -> tuple[Console, str]:
     from rankzero.train import worker
 
     folder, status = attempt.folder, "FAILED"
-    request = request_for(folder, attempt.experiment, {**_provenance(attempt), **attempt.tags})
-    console = Console(folder, attempt.experiment.goal, attempt.root)
+    request = request_for(folder, attempt.experiment, {**_provenance(attempt), **attempt.tags}, resumes=attempt.resumes)
+    advice = DataWait(attempt.experiment.train.workers, attempt.nodes.processes, len(usable_cores()))
+    console = Console(folder, attempt.experiment.goal, attempt.root, advise=advice)
     with console:
         try:
             status = launch.run(attempt.nodes, worker.main, request, folder.path / "logs")
@@ -107,7 +112,8 @@ def _with_half_the_micro_batch(attempt: Attempt) -> Attempt | None:
 def _without_rank_zero(attempt: Attempt, status: str, failed: str) -> int:
     """Report where rank 0 ran on another machine, or did not come so far as to start a run."""
     folder = attempt.folder
-    (folder.path / "run.json").unlink()  # what is left here are logs: no run
+    if not any(folder.path.glob("system-node_*.jsonl")):
+        (folder.path / "run.json").unlink()  # what is left here are logs: no run
     first = failure.first(folder.failures)
     if status == "FAILED":
         raise RunFailed(f"{first.reason if first else failed}; see {folder.path / 'logs'}")
@@ -132,15 +138,6 @@ def nodes_of(arguments: argparse.Namespace, train: Train) -> launch.Nodes:
     check_even(train, strategies.shards(train.strategy, processes * arguments.nnodes))
     endpoint = arguments.rdzv_endpoint or "localhost:0"
     return launch.Nodes(processes, arguments.nnodes, endpoint, arguments.rdzv_id, arguments.max_restarts)
-
-
-def check_name(name: str) -> None:
-    """Raise UserError for a run name that is no plain folder name."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.\-]*", name):
-        raise UserError(
-            f"a run's name may have letters, digits, '.', '_' and '-', and starts with a letter or a "
-            f"digit: got {name!r}"
-        )
 
 
 def libraries_of(path: Path) -> list[str]:
@@ -175,10 +172,10 @@ def _finish_tracking(attempt: Attempt, console: Console) -> None:
             f"lost: rankzero sync {attempt.folder.path.name}"
         )
         return
-    for reason in delivery.reasons:
-        console.notice(f"MLflow refused something: {reason}")
+    for line in delivery.trouble:
+        console.notice(line)
     finished = console.ended is not None and console.ended.status == "FINISHED"
-    if finished and attempt.experiment.train.log_model:
+    if finished and attempt.experiment.train.log_model and not attempt.joined:
         with console.status("logging the best model to MLflow"):
             export.in_new_process(attempt.folder, console.notice)
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +20,7 @@ from rankzero.cli.view import View, progress_line, progress_panel
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
 from rankzero.tracking.journal import RunFolder, read
+from rankzero.tracking.secrecy import url_without_secrets
 from rankzero.train.launch import log_files
 
 LIVE_SECONDS, POLL_SECONDS = 0.25, 1.0  # each look at the files takes a core from a rank for a moment
@@ -33,10 +34,13 @@ class Console:
     What rank 0 prints appears above, or another rank. It begins with what comes from now on.
     """
 
-    def __init__(self, folder: RunFolder, goal: Goal, root: Path, rank: int = 0) -> None:
+    def __init__(
+        self, folder: RunFolder, goal: Goal, root: Path, rank: int = 0,
+        advise: Callable[[Event], str | None] = lambda event: None,
+    ) -> None:  # fmt: skip
         self._folder, self._root = folder, root
         self._terminal = Terminal(highlight=False, soft_wrap=True)
-        self._view, self._rank = View(goal), rank
+        self._view, self._rank, self._advise = View(goal), rank, advise
         self._logs_before = {path: path.stat().st_size for path in self._logs()}
         self._offsets = {path: path.stat().st_size for path in (folder.events, folder.system(0)) if path.exists()}
         self._stopping = threading.Event()
@@ -49,7 +53,7 @@ class Console:
     def __enter__(self) -> Console:
         identity = self._folder.identity
         self._terminal.print(f"run    [bold]{identity.name}[/]  (MLflow experiment {identity.experiment})")
-        self._terminal.print(f"store  {identity.tracking_uri}   look: {self._ui_command()}")
+        self._terminal.print(f"store  {url_without_secrets(identity.tracking_uri)}   look: {self._ui_command()}")
         self._thread.start()
         return self
 
@@ -117,6 +121,9 @@ class Console:
                 self._view(event)
                 self._take_end(event)
                 self._show(event)
+                advice = self._advise(event)
+                if advice is not None:
+                    self.notice(advice)
         if self._live is not None:
             self._live.update(progress_panel(self._view))
         elif self._view.step and time.monotonic() >= self._next_plain:

@@ -1,4 +1,4 @@
-"""``rankzero doctor``: is this machine fit to train on? Each line is ok, or says the fix."""
+"""``rankzero doctor [RUN]``: is this machine fit to train on, each line ok or the fix; or, what became of a run?"""
 
 from __future__ import annotations
 
@@ -35,10 +35,15 @@ class Check(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", nargs="?", help="tell what happened to this run (its name or MLflow id)")
     parser.add_argument("--tracking-uri", help="the tracking store to check (default: as `rankzero train` finds it)")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if getattr(arguments, "run", None):
+        from rankzero.cli import story
+
+        return story.run(arguments.dir / "runs", arguments.run)
     console = Console(highlight=False, soft_wrap=True)
     checks = list(_shown(console, checks_of(arguments.dir, arguments.tracking_uri)))
     wrong = [check.name for check in checks if check.fix is not None]

@@ -107,14 +107,12 @@ def _report(error: Exception) -> int:
     """Say what went wrong in one message; return the exit code."""
     from rankzero.config import ConfigError
     from rankzero.errors import RunFailed, UserError
+    from rankzero.tracking.secrecy import url_without_secrets
 
-    if isinstance(error, (UserError, ConfigError)):
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
-    if isinstance(error, RunFailed):
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
+    if isinstance(error, (UserError, ConfigError, RunFailed)):
+        print(f"error: {url_without_secrets(str(error))}", file=sys.stderr)
+        return FAILED if isinstance(error, RunFailed) else USAGE
     from rankzero.train.failure import reason
 
-    print(f"error: {reason(error)}\n(--debug shows the traceback)", file=sys.stderr)
+    print(f"error: {url_without_secrets(reason(error))}\n(--debug shows the traceback)", file=sys.stderr)
     return FAILED

@@ -9,6 +9,7 @@ import shlex
 from rankzero.errors import RunFailed, UserError
 from rankzero.tracking import catalog, store, sync
 from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.secrecy import url_without_secrets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     model = f"models:/{arguments.model_name}/{version}"
     print(f"{model} is the best model of {found.name}")
     print(f'load:  mlflow.pytorch.load_model("{model}")')
-    print(f"serve: MLFLOW_TRACKING_URI={shlex.quote(uri)} mlflow models serve -m {model} --env-manager local")
+    where = shlex.quote(url_without_secrets(uri))
+    print(f"serve: MLFLOW_TRACKING_URI={where} mlflow models serve -m {model} --env-manager local")
     return 0
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rankzero import config, experiment_file
 from rankzero.cli import attempt
@@ -17,10 +14,9 @@ from rankzero.cli.train import add_launch_arguments
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import catalog, incumbent, store
-from rankzero.tracking.journal import RunFolder, write_atomically
-from rankzero.tracking.secrecy import BLOT
+from rankzero.tracking.journal import RunFolder
 from rankzero.train import launch
-from rankzero.train.request import write_config
+from rankzero.train.request import with_secrets, write_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +32,15 @@ def run(arguments: argparse.Namespace) -> int:
     folder = _folder(arguments)
     if incumbent.writer_lives(folder):
         raise UserError(f"{folder.path.name} is training still: stop it first, or wait for its end")
-    experiment = _experiment(folder, arguments)
-    _require_checkpoint(folder)
+    joins = arguments.nnodes > 1 and not folder.events.exists() and not catalog.mlflow_id(folder)
+    experiment = _told(folder, arguments) if joins else _experiment(folder, arguments)
+    if not joins:
+        _as_many_processes(_require_checkpoint(folder), arguments)
     nodes = attempt.nodes_of(arguments, experiment.train)
-    store.prepare_store(folder.identity.tracking_uri)
-    write_config(folder, experiment)
-    return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv))
+    if not joins:
+        store.prepare_store(folder.identity.tracking_uri)
+        write_config(folder, experiment)
+    return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv, resumes=True))
 
 
 def _folder(arguments: argparse.Namespace) -> RunFolder:
@@ -56,7 +55,7 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
     if arguments.experiment:
         path, cls = experiment_file.split(arguments.experiment)
         moved = dataclasses.replace(found.identity, experiment_file=f"{path}:{cls}" if cls else str(path))
-        write_atomically(found.path / "run.json", json.dumps(dataclasses.asdict(moved), indent=2))
+        found.write_identity(moved)
     return found
 
 
@@ -67,16 +66,30 @@ def _fetched(runs: Path, uri: str, name: str) -> RunFolder:
     return fetch.run_folder(runs, uri, name)
 
 
-def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
+def _class(folder: RunFolder, store_folder: Path) -> type[Experiment]:
     reference = folder.identity.experiment_file
     if reference is None:
-        raise UserError(f"{folder.path.name} was not started by `rankzero train`: resume it in its own program")
+        raise UserError(
+            f"{folder.path.name} names no experiment's file in this folder: say which it is, --experiment EXP; "
+            "a run of your own program goes on in that"
+        )
+    if Path(reference).resolve().is_relative_to(store_folder.resolve()):
+        raise UserError(f"{reference} lies among the runs: what came with a run is not executed; say --experiment EXP")
     try:
-        cls = experiment_file.load(reference)
+        return experiment_file.load(reference)
     except UserError as error:
         raise UserError(f"{error}; if the file has moved, say where: --experiment EXP") from error
+
+
+def _told(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
+    """Return what this machine was told, which helps another with its run: that one's settings count."""
+    return config.override(_class(folder, arguments.dir)(), config.parse_assignments(arguments.settings))
+
+
+def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
+    cls = _class(folder, arguments.dir)
     changes = config.parse_assignments(arguments.settings)
-    saved = config.override(cls(), _complete(config.read_yaml(folder.config.read_text()), changes))
+    saved = config.override(cls(), with_secrets(config.read_yaml(folder.config.read_text()), changes))
     ended = catalog.last_end(folder)
     if ended is not None and ended.status == "FINISHED" and not arguments.settings:
         raise UserError(
@@ -90,23 +103,30 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     return changed
 
 
-def _complete(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings; of those that MLflow was not told, as they look secret, what `changes` say."""
-    hidden = [key for key, value in settings.items() if BLOT in str(value)]
-    unknown = [key for key in hidden if key not in changes]
-    if unknown:
-        raise UserError(f"MLflow was not told what looks like a secret: say it again, {'=… '.join(unknown)}=…")
-    return {**settings, **{key: changes[key] for key in hidden}}
+def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> None:
+    """Let the run go on with as many processes as before, unless the user said how many or there are fewer GPUs."""
+    from rankzero.train import checkpoint
+    from rankzero.train.device import gpu_count
+
+    before = checkpoint.read_manifest(checkpoint_path).world_size
+    if arguments.nproc is not None or before is None or before % arguments.nnodes:
+        return
+    processes, gpus = before // arguments.nnodes, gpu_count()
+    if 0 < gpus < processes:
+        print(f"note: {before} processes trained before, and this machine shows {gpus} GPUs: not bit for bit the same")
+        return
+    arguments.nproc = processes
 
 
-def _require_checkpoint(folder: RunFolder) -> None:
+def _require_checkpoint(folder: RunFolder) -> Path:
+    """Return the newest intact checkpoint, fetched from MLflow where there is none here. Raises UserError."""
     from rankzero.train import checkpoint
 
     path, problems = checkpoint.newest_intact(folder.checkpoints)
     for problem in problems:
         print(f"note: {problem}")
     if path is not None:
-        return
+        return path
     if catalog.mlflow_id(folder):
         from rankzero.tracking import fetch
 
@@ -118,3 +138,4 @@ def _require_checkpoint(folder: RunFolder) -> None:
             f"{folder.path.name} has no intact checkpoint, here or in MLflow: start it anew"
             + "".join(f"\n  {problem}" for problem in problems)
         )
+    return path

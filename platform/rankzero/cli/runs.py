@@ -1,23 +1,29 @@
-"""``rankzero runs [FILTER…]``: the runs on this disk, newest first, or in another order."""
+"""``rankzero runs [FILTER…]``: the runs on this disk; those that died without a word get their end."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from rankzero.cli.terminal import plain_or_fitting
 from rankzero.cli.view import duration
-from rankzero.tracking import catalog, selection
+from rankzero.tracking import catalog, selection, stale, sync
 from rankzero.tracking.summary import Summary
 
-COLOURS = {"FINISHED": "green", "FAILED": "red", "DIED": "red", "KILLED": "yellow", "RUNNING": "cyan"}
+COLOURS = {
+    "FINISHED": "green", "FAILED": "red", "DIED": "red", "KILLED": "yellow", "RUNNING": "cyan", "STARTING": "cyan",
+}  # fmt: skip
+SILENT_SECONDS = 120.0
+PATIENCE_SECONDS = 5.0
 SHOWN, WAITS = 20, "*"
 IN_THE_TABLE = ("run", "status", "goal", "best", "samples/s", "age", "started")  # keys that need no column of their own
 
@@ -39,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     conditions = [selection.parse(word) for word in arguments.filters]
-    runs = [one.summary for one in catalog.listed(arguments.dir / "runs")]
+    runs = _closed(arguments.dir / "runs")
     top = [one for one in runs if arguments.all or one.parent is None]
     found = selection.select(top, conditions, arguments.sort)
     if arguments.json:
@@ -54,7 +60,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 def record(one: Summary) -> dict[str, Any]:
     """Return a run as JSON has it: the same keys for every run; what is no number there is null."""
-    return {key: _finite(value) for key, value in vars(one).items()}
+    return {key: _finite(value) for key, value in one.fields().items()}
+
+
+def _closed(runs: Path) -> list[Summary]:
+    """Return all runs, after the end, here and in MLflow, of those that say RUNNING and are not."""
+    listed = catalog.listed(runs)
+    found = [one.folder for one in listed if one.status == "DIED" and stale.is_stale(one.folder)]
+    for folder in found:
+        print(f"{folder.path.name}: FAILED, {stale.close(folder)}", file=sys.stderr, flush=True)
+    for folder in found:
+        result = sync.deliver(folder, patience=PATIENCE_SECONDS)
+        if result.pending:
+            why = result.error or "no answer"
+            print(f"{folder.path.name}: MLflow does not know yet ({why}): rankzero sync", file=sys.stderr)
+    return catalog.listed(runs) if found else listed
 
 
 def show(found: Sequence[Summary], limit: int, asked: Sequence[str] = ()) -> None:
@@ -65,7 +85,8 @@ def show(found: Sequence[Summary], limit: int, asked: Sequence[str] = ()) -> Non
     extra = [key for key in dict.fromkeys(asked) if key not in (*IN_THE_TABLE, goal)]
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "status", goal, "samples/s", "age", *extra):
-        table.add_column(heading, justify="right" if heading in ("samples/s", "age") else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if heading in ("samples/s", "age") else "left"
+        table.add_column(escape(heading), justify=justify, overflow="fold")
     for one in found[:limit]:
         table.add_row(*_cells(one, goal), *(_cell(one, key) for key in extra))
     terminal.print(table)
@@ -81,13 +102,18 @@ def _say_what_is_missing(terminal: Console, found: Sequence[Summary], limit: int
         terminal.print("no run is like that")
 
 
-def _cells(one: Summary, goal: str) -> tuple[Text | str, ...]:
+def _cells(one: Summary, goal: str = "") -> tuple[str, ...]:
     """Return a row; the goal's name in it, unless the heading has it."""
-    status = Text(one.status + (WAITS if _waits(one) else ""), style=COLOURS[one.status])
-    named = "" if one.goal == goal else f"{one.goal} "
+    named = "" if one.goal == goal else f"{escape(one.goal)} "
     best = "" if one.best is None else f"{named}{one.best:.4f}"
     speed = "" if one.samples_per_second is None else f"{one.samples_per_second:,.0f}"
+    status = f"[{COLOURS[one.status]}]{one.status}{WAITS if _waits(one) else ''}[/]{_silence(one)}"
     return one.name, status, best, speed, age(time.time() - one.started)
+
+
+def _silence(one: Summary) -> str:
+    quiet = stale.silence(one.folder) if one.status == "RUNNING" else 0.0
+    return f", silent for {age(quiet)}" if quiet > SILENT_SECONDS else ""
 
 
 def age(seconds: float) -> str:
@@ -99,14 +125,14 @@ def age(seconds: float) -> str:
 
 
 def _waits(one: Summary) -> bool:
-    return one.undelivered and one.status != "RUNNING"
+    return one.undelivered and one.status not in ("RUNNING", "STARTING")
 
 
 def _cell(one: Summary, key: str) -> str:
     value = selection.value_of(one, key)
     if key == "duration":
         return duration(one.seconds)
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else escape(str(value))
 
 
 def _finite(value: Any) -> Any:

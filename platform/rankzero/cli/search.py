@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankzero import config, experiment_file
-from rankzero.cli.attempt import check_name, libraries_of
+from rankzero.cli.attempt import libraries_of
 from rankzero.cli.console import program
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
@@ -22,7 +22,8 @@ from rankzero.search.host import Host
 from rankzero.search.objective import NAMES
 from rankzero.search.share import shares, visible_gpus
 from rankzero.search.space import Space, make_space
-from rankzero.tracking import store, sync
+from rankzero.tracking import names, store, sync
+from rankzero.tracking.host import usable_cores
 from rankzero.tracking.journal import Identity
 
 PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes")
@@ -81,11 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
         side_by_side = [hosts.enter_context(contextlib.closing(Host(libraries(arguments), share))) for share in found]
         return _search(arguments, side_by_side, described, space)
-
-
-def usable_cores() -> list[int]:
-    """Return the processor cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def libraries(arguments: argparse.Namespace) -> list[str]:
@@ -169,8 +165,8 @@ def identity_of(arguments: argparse.Namespace, reference: Experiment, processes:
     path, cls = experiment_file.split(arguments.experiment)
     how = {key: value for key, value in vars(arguments).items() if key in PART_OF_THE_NAME}
     what = repr((str(path), cls, config.to_yaml(reference), processes, sorted(how.items())))
-    base = arguments.study or f"{path.stem}-{verb}-{hashlib.sha256(what.encode()).hexdigest()[:6]}"
-    check_name(base)
+    base = arguments.study or f"{names.made_plain(path.stem)}-{verb}-{hashlib.sha256(what.encode()).hexdigest()[:6]}"
+    names.checked_run(base)
     name = newest(arguments.dir / "runs", base, arguments.new)
     uri = store.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     return Identity(

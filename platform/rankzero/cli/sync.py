@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run:
         waiting = [catalog.require(runs, arguments.run)]
     else:
-        waiting = [one.folder for one in catalog.listed(runs) if one.summary.undelivered]
+        waiting = [one.folder for one in catalog.listed(runs) if one.undelivered]
     if not waiting:
         print("nothing waits: everything is in MLflow")
     return max([_deliver(folder) for folder in waiting], default=FINISHED)
@@ -35,8 +35,9 @@ def _deliver(folder: RunFolder) -> int:
             f"try again later: rankzero sync {name}"
         )
         return FAILED
-    refused = f", {result.rejected} refused: {'; '.join(result.reasons)}" if result.rejected else ""
-    print(f"{name}: complete, {result.delivered:,} values in MLflow{refused}")
+    print(f"{name}: complete, {result.delivered:,} values in MLflow")
+    for line in result.trouble:
+        print(f"  {line}")
     ended = catalog.last_end(folder)
     if ended is not None and ended.status == "FINISHED":
         export.in_new_process(folder, lambda text: print(f"{name}: {text}"))

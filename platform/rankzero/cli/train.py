@@ -6,16 +6,17 @@ import argparse
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rankzero import config, experiment_file
 from rankzero.cli import attempt
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.tracking import store
+from rankzero.tracking import names, store
 from rankzero.tracking.journal import Identity, RunFolder, new_name
 from rankzero.train import launch
-from rankzero.train.request import make_folder, write_config
+from rankzero.train.request import make_folder, with_secrets, write_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,16 +62,18 @@ def run(arguments: argparse.Namespace) -> int:
     path, cls = experiment_file.split(arguments.experiment)
     launch.warm_up(attempt.libraries_of(path))
     settings = config.parse_assignments(arguments.settings)
-    experiment = config.override(_start(arguments), settings)
+    experiment = config.override(_start(arguments, settings), settings)
     nodes = attempt.nodes_of(arguments, experiment.train)
     identity = _identity(arguments, path, cls)
     store.prepare_store(identity.tracking_uri)
-    folder = make_folder(arguments.dir / "runs", identity)
-    write_config(folder, experiment)
-    return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv))
+    folder = make_folder(arguments.dir / "runs", identity, machines=nodes.nodes)
+    joined = folder.identity.uuid != identity.uuid
+    if not joined:
+        write_config(folder, experiment)
+    return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv, joined=joined))
 
 
-def _start(arguments: argparse.Namespace) -> Experiment:
+def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experiment:
     """Return the experiment with its own settings, or with those of ``--from``."""
     cls = experiment_file.load(arguments.experiment)
     if arguments.start is None:
@@ -78,7 +81,7 @@ def _start(arguments: argparse.Namespace) -> Experiment:
     folder = RunFolder(arguments.dir / "runs" / arguments.start)
     for path in (Path(arguments.start), folder.artifacts / "sweet_spot.yaml", folder.config):
         if path.is_file():
-            return config.from_yaml(cls, path.read_text())
+            return config.override(cls(), with_secrets(config.read_yaml(path.read_text()), settings))
     raise UserError(
         f"--from {arguments.start}: neither a file, nor a run in {arguments.dir}, nor a study there that has found "
         "a sweet spot"
@@ -87,8 +90,7 @@ def _start(arguments: argparse.Namespace) -> Experiment:
 
 def _identity(arguments: argparse.Namespace, path: Path, cls: str | None) -> Identity:
     uri = store.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-    name = arguments.run_name or new_name(path.stem)
-    attempt.check_name(name)
+    name = new_name(path.stem) if arguments.run_name is None else names.checked_run(arguments.run_name)
     return Identity(
         name=name,
         uuid=secrets.token_hex(16),

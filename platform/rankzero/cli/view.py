@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Group
 from rich.progress_bar import ProgressBar
@@ -12,6 +13,8 @@ from rich.text import Text
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
+from rankzero.tracking import legal
+from rankzero.tracking.report import straggler
 
 BAR_WIDTH = 32
 
@@ -34,12 +37,12 @@ class View:
                 self.first_step = self.step = event.step
                 self.total_steps, self.started = event.total_steps, event.time
             case StepsLogged():
-                self.step = max(self.step, event.steps[-1])
-                self.values |= {name: column[-1] for name, column in event.metrics.items()}
+                self.step = max([self.step, *(legal.step(number) or 0 for number in event.steps[-1:])])
+                self.values |= _numbers({name: column[-1] for name, column in event.metrics.items() if column})
             case Evaluated():
-                self.values |= event.metrics
+                self.values |= _numbers(event.metrics)
             case SystemSampled():
-                self.system |= event.metrics
+                self.system |= _numbers(event.metrics)
             case _:
                 pass
 
@@ -47,7 +50,7 @@ class View:
     def eta_seconds(self) -> float | None:
         """Return the time left at the newest step time; None while it is unknown."""
         step_seconds = self.values.get("throughput/step_seconds")
-        if step_seconds is None or self.total_steps is None:
+        if step_seconds is None or self.total_steps is None or not math.isfinite(step_seconds):
             return None
         return (self.total_steps - self.step) * step_seconds
 
@@ -59,6 +62,7 @@ class View:
             facts.append(f"loss {self.values['train/loss']:.4g}")
         if "throughput/samples_per_second" in self.values:
             facts.append(f"{self.values['throughput/samples_per_second']:,.0f} samples/s")
+        if "throughput/data_wait_fraction" in self.values:
             facts.append(f"data wait {self.values['throughput/data_wait_fraction']:.0%}")
         gpus = [
             value for name, value in self.system.items() if "/gpu_" in name and name.endswith("_utilization_percentage")
@@ -71,13 +75,14 @@ class View:
 
     def evaluation_line(self, event: Evaluated) -> str:
         """Return an evaluation in a line, the goal's metric first."""
-        names = sorted(event.metrics, key=lambda name: (name != self.goal.metric, name))
-        shown = "  ".join(f"{name} {event.metrics[name]:.4f}" for name in names)
+        values = _numbers(event.metrics)
+        names = sorted(values, key=lambda name: (name != self.goal.metric, name))
+        shown = "  ".join(f"{name} {values[name]:.4f}" for name in names)
         return f"step {event.step:>7,}  {shown}{'  best' if event.best else ''}"
 
     def results(self, ended: RunEnded) -> Iterator[tuple[str, str]]:
         """Yield the rows of the result table."""
-        figures = ended.metrics
+        figures = _numbers(ended.metrics)
         yield "result", ended.reason
         if "best" in figures:
             target = "" if self.goal.target is None else f"  (target {self.goal.target:g})"
@@ -88,8 +93,17 @@ class View:
             yield "samples/s", f"{figures['samples_per_second']:,.0f}{spread}"
         if "data_wait_fraction" in figures:
             yield "waiting for data", f"{figures['data_wait_fraction']:.1%}"
+        slowest = straggler(figures)
+        if slowest:
+            yield "slowest rank", slowest
         yield "steps", f"{figures.get('steps', 0):,.0f}"
         yield "time", duration(ended.time - self.started)
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+    """Return what of a journal's values is a number: only that can be shown as one."""
+    numbers = {name: legal.number(value) for name, value in values.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def progress_line(view: View) -> str:
@@ -111,7 +125,7 @@ def progress_panel(view: View) -> Group | Text:
 
 def duration(seconds: float) -> str:
     """Return seconds as people say them: 12 s, 3 min 20 s, 2 h 05 min."""
-    whole = max(0, round(seconds))
+    whole = max(0, round(seconds)) if math.isfinite(seconds) else 0
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:

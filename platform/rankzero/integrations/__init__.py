@@ -4,6 +4,7 @@
     pip install rankzero[transformers]   from rankzero.integrations.transformers import RankZeroCallback
     pip install rankzero[accelerate]     from rankzero.integrations.accelerate import RankZeroTracker
     pip install rankzero[ignite]         from rankzero.integrations.ignite import RankZeroHandler
+    pip install rankzero[keras]          from rankzero.integrations.keras import RankZeroCallback
 
 All are safe on every rank, and stand on `rankzero.track`: journal, recorder, GPU use, checkpoints, truthful status.
 """

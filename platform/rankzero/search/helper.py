@@ -18,6 +18,7 @@ from rankzero.search.session import TARGET, Session
 from rankzero.search.space import Space, narrowed
 from rankzero.search.study import OWNER, Study
 from rankzero.tracking.journal import Identity
+from rankzero.tracking.secrecy import url_without_secrets
 
 LOOK_SECONDS = 0.5
 
@@ -39,9 +40,10 @@ def run(quest: Quest, study: Study, hosts: Sequence[Host], argv: Sequence[str], 
 def _identity(quest: Quest, study: Study) -> Identity:
     """Return this process's own run: below the study's in MLflow, where both go to the same."""
     above = study.facts[PARENT]
+    same = above["tracking_uri"] == url_without_secrets(quest.identity.tracking_uri)
     return dataclasses.replace(
         quest.identity, name=f"{study.name}-helper-{os.getpid()}", uuid=secrets.token_hex(16),
-        parent_uuid=above["uuid"] if above["tracking_uri"] == quest.identity.tracking_uri else None,
+        parent_uuid=above["uuid"] if same else None,
     )  # fmt: skip
 
 

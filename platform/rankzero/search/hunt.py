@@ -23,7 +23,7 @@ from rankzero.search.session import Found, Session
 from rankzero.search.space import Space, narrowed
 from rankzero.search.study import Study, Trial, open_study
 from rankzero.tracking.journal import Identity
-from rankzero.tracking.secrecy import settings_without_secrets
+from rankzero.tracking.secrecy import settings_without_secrets, url_without_secrets
 
 
 def run(quest: Quest, hosts: Sequence[Host], argv: Sequence[str], say: Say) -> Outcome:
@@ -49,7 +49,7 @@ def _lead(quest: Quest, study: Study, hosts: Sequence[Host], argv: Sequence[str]
         measured = probe_map(quest, hosts[0], kept, say) if quest.probes else []
         space = _agreed(study, quest.space, measured, quest.options)
         own = kept.folder.identity
-        study.note(PARENT, {"uuid": own.uuid, "tracking_uri": own.tracking_uri})
+        study.note(PARENT, {"uuid": own.uuid, "tracking_uri": url_without_secrets(own.tracking_uri)})
         if FIRST not in study.facts:
             study.note(FIRST, probe.guesses(space, measured) or plan.guesses(space))
         say(f"space  {shown(space)}")

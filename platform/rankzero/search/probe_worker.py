@@ -167,13 +167,12 @@ def _window(job: Job, state: State, batches: Iterator[Any], steps: int) -> tuple
     from rankzero.train.loop import train_step
     from rankzero.train.meters import Window
 
-    window, waited, start = Window(job.world), 0.0, time.perf_counter()
+    window, waited, start = Window(job.world), 0.0, job.world.now()
     for _ in range(steps):
         metrics, wait = train_step(job, state, batches)
         window.add(metrics)
         waited += wait
-    _finish(job)
-    report = window.reduce(0, time.perf_counter() - start, waited)
+    report = window.reduce(0, job.world.now() - start, waited)
     return report.seconds, report.data_wait_seconds
 
 
@@ -185,13 +184,6 @@ def _local_seconds(job: Job, state: State, batches: Iterator[Any], steps: int) -
     alone = dataclasses.replace(job, strategy=strategy)
     times = [_window(alone, state, batches, steps)[0] for _ in range(LOCAL_WINDOWS)]
     return min(times) / steps
-
-
-def _finish(job: Job) -> None:
-    import torch
-
-    if job.world.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _retries(world: World) -> int:

@@ -19,6 +19,7 @@ from rankzero.tracking import provenance
 from rankzero.tracking.journal import Identity, write_atomically
 from rankzero.tracking.ranks import Ranks
 from rankzero.tracking.runlog import RunLog
+from rankzero.tracking.secrecy import blotted
 
 SWEET_SPOT, TRIALS = "sweet_spot.yaml", "trials"
 COLUMNS = ("trial", "state", "value", "best", "samples_per_second", "batch_size", "precision", "lr", "train_seconds",
@@ -97,6 +98,6 @@ def row_of(trial: Trial) -> list[Any]:
 
 
 def sweet_spot_yaml(experiment: Experiment, says: str, command: str) -> str:
-    """Return the configuration that a search hands out, with its evidence as comments."""
+    """Return the configuration that a search hands out, less what looks secret, with its evidence as comments."""
     head = [f"# {line}" for line in (says, f"Use it: {command}")]
-    return "\n".join([*head, config.to_yaml(experiment)])
+    return "\n".join([*head, config.to_yaml(experiment, instead=blotted(config.rendered(experiment)))])

@@ -21,6 +21,7 @@ from optuna.trial import TrialState
 from rankzero.errors import UserError
 from rankzero.experiment import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.search import members
+from rankzero.tracking.secrecy import text_without_secrets, url_without_secrets
 
 State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
 SAMPLERS = ("tpe", "gp", "random", "grid")
@@ -161,7 +162,7 @@ def find_study(storage: str, name: str) -> Study:
         names = optuna.get_all_study_names(_storage(storage))
         if name not in names:
             known = f"there are {', '.join(sorted(names))}" if names else "there are none yet"
-            raise UserError(f"no study is called {name!r} in {storage}; {known}")
+            raise UserError(f"no study is called {name!r} in {url_without_secrets(storage)}; {known}")
         return Study(optuna.load_study(study_name=name, storage=_storage(storage)), "random", 0)
 
 
@@ -242,8 +243,8 @@ def _told(storage: str) -> Iterator[None]:
     except Exception as error:  # sqlalchemy's, alembic's, Optuna's own: there is no common root
         first = (str(error).splitlines() or [repr(error)])[0]
         raise UserError(
-            f"the study database {storage} cannot be used: {first}; nothing was changed. Choose another with --storage "
-            "(it must not be MLflow's)"
+            f"the study database {url_without_secrets(storage)} cannot be used: {text_without_secrets(first)}; "
+            "nothing was changed. Choose another with --storage (it must not be MLflow's)"
         ) from error
 
 

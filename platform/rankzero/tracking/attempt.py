@@ -68,14 +68,17 @@ def closed(pipe: int, seconds: float = 0.0) -> bool:
     return bool(readable) and not os.read(pipe, 1)
 
 
-def say_end(folder: RunFolder, since: float) -> None:
-    """Append the RunEnded that a dead rank 0 could not, with the first failure that any rank left word of."""
+def say_end(folder: RunFolder, since: float, unsaid: str = UNSAID, at: float | None = None) -> None:
+    """Append the RunEnded that a dead rank 0 could not, with the first failure that any rank left word of.
+
+    Where none did, `unsaid` is the reason. `at`: when it ended, if that is not now.
+    """
     found = []
     for path in folder.failures.glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             failure = json.loads(path.read_text())
             found.append((float(failure["time"]), str(failure["reason"]), str(failure["error"] or "")))
-    _, reason, error = min((failure for failure in found if failure[0] >= since), default=(0.0, UNSAID, ""))
+    _, reason, error = min((failure for failure in found if failure[0] >= since), default=(0.0, unsaid, ""))
     journal = Journal(folder.events)
-    journal(RunEnded(time.time(), "FAILED", reason, error or None, {}))
+    journal(RunEnded(at or time.time(), "FAILED", reason, error or None, {}))
     journal.close()

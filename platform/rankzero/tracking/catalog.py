@@ -7,7 +7,6 @@ the files that it was taken from. The file may go at any time: it is made again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -15,23 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.errors import UserError
-from rankzero.events import RunEnded
+from rankzero.events import Evaluated, RunEnded
+from rankzero.experiment import Goal
+from rankzero.tracking import names, summary
 from rankzero.tracking import progress as delivery
-from rankzero.tracking import summary
-from rankzero.tracking.journal import EVENTS, RunFolder
+from rankzero.tracking.journal import EVENTS, RunFolder, read_all
 from rankzero.tracking.summary import Summary
 
 CACHE = ".summaries.jsonl"
 IDENTITY, DELIVERY = "run.json", "delivery.json"
+FIELDS = set(Summary.__dataclass_fields__) - {"folder"}
 SPARE_LINES = 1000  # outdated ones, before the cache is begun anew
-
-
-@dataclasses.dataclass(frozen=True)
-class Listed:
-    """A run in a list."""
-
-    folder: RunFolder
-    summary: Summary
 
 
 def folders(runs: Path) -> list[RunFolder]:
@@ -43,26 +36,29 @@ def folders(runs: Path) -> list[RunFolder]:
 
 def find(runs: Path, name_or_id: str) -> RunFolder | None:
     """Return the folder of the run with this name or MLflow run id; None where it is not on this disk."""
+    if not names.is_plain(name_or_id):
+        return None
     by_name = RunFolder(runs / name_or_id)
-    if (by_name.path / IDENTITY).exists() and by_name.path.parent == runs:
+    if (by_name.path / IDENTITY).exists():
         return by_name
-    found = (one.folder for one in listed(runs) if name_or_id and one.summary.mlflow_run_id == name_or_id)
-    return next(found, None)
+    return next((one.folder for one in listed(runs) if one.mlflow_run_id == name_or_id), None)
 
 
 def require(runs: Path, name_or_id: str) -> RunFolder:
     """Return the run's folder. Raises UserError, naming the newest runs, where there is none."""
     found = find(runs, name_or_id)
     if found is None:
-        newest = [one.summary.name for one in listed(runs)[:3]]
+        newest = [one.name for one in listed(runs)[:3]]
         known = f"the newest are {', '.join(newest)}" if newest else f"there are no runs in {runs}"
-        raise UserError(f"no run is called {name_or_id!r}; {known}")
+        raise UserError(f"no run is called {names.shown(name_or_id)}; {known}")
     return found
 
 
 def mlflow_id(folder: RunFolder) -> str | None:
     """Return the run's id in MLflow, once it is there."""
-    return delivery.load(delivery.path_of(folder, 0)).run_id or folder.identity.mlflow_run_id
+    with contextlib.suppress(names.BrokenRun):
+        return delivery.load(delivery.path_of(folder, 0)).run_id or folder.identity.mlflow_run_id
+    return None
 
 
 def last_end(folder: RunFolder) -> RunEnded | None:
@@ -70,7 +66,7 @@ def last_end(folder: RunFolder) -> RunEnded | None:
     return summary.last_end(summary.tail(folder.events))
 
 
-def listed(runs: Path) -> list[Listed]:
+def listed(runs: Path) -> list[Summary]:
     """Return all runs, the newest first."""
     known, lines = _cached(runs / CACHE)
     found, new = [], []
@@ -78,14 +74,24 @@ def listed(runs: Path) -> list[Listed]:
         signature = _signature(folder)
         kept = known.get(folder.path.name)
         if kept is not None and kept[0] == signature:
-            found.append(Listed(folder, kept[1]))
+            found.append(Summary(folder=folder, **kept[1]))
             continue
         made = summary.read_summary(folder)
         if made is not None:
-            found.append(Listed(folder, made))
+            found.append(made)
             new += [(folder.path.name, signature, made)] if made.ended else []
     _keep(runs / CACHE, new, anew=lines > len(found) + SPARE_LINES)
-    return sorted(found, key=lambda one: -one.summary.started)
+    return sorted(found, key=lambda one: -one.started)
+
+
+def best_so_far(folder: RunFolder, goal: Goal) -> float | None:
+    """Return the best value of the goal's metric that the run's earlier attempts reached."""
+    best: float | None = None
+    for event in read_all(folder.events):
+        value = event.metrics.get(goal.metric) if isinstance(event, Evaluated) else None
+        if value is not None and goal.better(value, best):
+            best = value
+    return best
 
 
 Signature = list[list[int]]
@@ -104,7 +110,7 @@ def _stamp(path: str) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns]
 
 
-def _cached(path: Path) -> tuple[dict[str, tuple[Signature, Summary]], int]:
+def _cached(path: Path) -> tuple[dict[str, tuple[Signature, dict[str, Any]]], int]:
     """Return the summaries that are kept, by the folder's name, and how many lines they take."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -112,22 +118,19 @@ def _cached(path: Path) -> tuple[dict[str, tuple[Signature, Summary]], int]:
         return {}, 0
     known = {}
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError):  # a torn line, or one of another version
+        with contextlib.suppress(ValueError, TypeError, RecursionError):  # a torn line, or one of another version
             name, signature, fields = json.loads(line)
-            known[name] = (signature, Summary(**fields))
+            if fields.keys() == FIELDS:
+                known[name] = (signature, fields)
     return known, len(lines)
 
 
 def _keep(path: Path, new: Sequence[tuple[str, Signature, Summary]], *, anew: bool) -> None:
     """Append to the cache; on a disk that cannot be written to, the next list reads the journals again."""
-    lines = [json.dumps([name, signature, _fields(one)], separators=(",", ":")) + "\n" for name, signature, one in new]
+    lines = [json.dumps([name, signature, one.fields()], separators=(",", ":")) + "\n" for name, signature, one in new]
     with contextlib.suppress(OSError):
         if anew:
             path.unlink()
         elif lines:
             with path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
-
-
-def _fields(one: Summary) -> dict[str, Any]:
-    return vars(one)

@@ -22,6 +22,7 @@ from rankzero.tracking.attempt import Attempt, closed
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.family import Family
 from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.logs import log_without_secrets
 from rankzero.tracking.provenance import write_packages
 
 TICK_SECONDS = 0.5
@@ -133,7 +134,7 @@ def _guarded(action: Callable[[], object]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Deliver one attempt's journals of one node."""
     options = _parse(arguments)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    log_without_secrets()
     _go_to_the_background(options.nice)
     folder = RunFolder(options.folder)
     if options.node == 0:  # a tenth of a second that the training process need not spend

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING
 from rankzero.events import Event, RunEnded, RunStarted, decode
 from rankzero.tracking import facts, report
 from rankzero.tracking import progress as state
-from rankzero.tracking.delivery import End, Item, Points, Tags, ending, translate
-from rankzero.tracking.journal import EVENTS, READ_BYTES, Identity, RunFolder, read
+from rankzero.tracking.delivery import End, Item, Points, Tags, ending, translate, trouble_of
+from rankzero.tracking.journal import EVENTS, READ_BYTES, Identity, RunFolder, read, take
 from rankzero.tracking.retry import Backoff, refusal
+from rankzero.tracking.secrecy import text_without_secrets
 from rankzero.tracking.store import RunGone
+from rankzero.tracking.trouble import trouble
 from rankzero.tracking.uploads import upload
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class Deliverer:
         self._tracker: Tracker | None = None
         self._run: OpenRun | None = None
         self._sending, self._uploading = Backoff(), Backoff()
+        self._away_since: float | None = None
         self._hurry = False
 
     @property
@@ -119,6 +122,9 @@ class Deliverer:
             did = action()
         except Exception as error:  # a hostile value, a full disk, a server on fire: none of them may end the delivery
             return self._failed(error, backoff, set_aside)
+        if did and self._away_since is not None:
+            self.progress.away_seconds += time.monotonic() - self._away_since
+            self._away_since = None
         backoff.reset()
         self.progress.error = None
         return did
@@ -133,14 +139,18 @@ class Deliverer:
         if reason is not None and set_aside is not None:
             return self._try(lambda: self._aside(set_aside, reason, backoff), backoff)
         backoff.fail()
-        self.progress.error = f"{type(error).__name__}: {error}"[:500]
+        self.progress.failures += 1
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            self.progress.outages += 1
+        self.progress.error = text_without_secrets(f"{type(error).__name__}: {error}"[:500])
         log.warning("try %d failed: %s", backoff.failures, self.progress.error)
         self.commit()
         return False
 
     def _aside(self, set_aside: Callable[[str], None], reason: str, backoff: Backoff) -> bool:
         self._known_tracker().require_run(self._open_run().run_id)  # is it the item, or is the whole run gone?
-        log.warning("set aside: %s", reason)
+        log.warning("set aside: %s", text_without_secrets(reason))
         set_aside(reason)
         return True
 
@@ -203,8 +213,11 @@ class Deliverer:
         self._take_at = time.monotonic() + TAKE_SECONDS
         events: list[Event] = []
         for name in self._journals():
-            found, self._taken[name] = read(self._folder.path / name, self._taken[name])
-            events += found
+            taken = take(self._folder.path / name, self._taken[name])
+            events += taken.events
+            if taken.foreign:
+                self.progress.reject(f"{name} before byte {taken.offset:,}", f"{taken.foreign} lines are no events")
+            self._taken[name] = taken.offset
         self._items.extend(translate(events, self.progress))
         self.progress.offsets = dict(self._taken)
         if not self._items:
@@ -258,6 +271,8 @@ class Deliverer:
 
     def _set_upload_aside(self, reason: str) -> None:
         self.progress.reject(f"upload {self.progress.waiting.pop(0)[:100]}", reason)
+        if self.progress.ended:  # its page has been written
+            self._items.append(Tags(trouble_of(self.progress)))
         self.commit()
 
     def _ending(self, line: str) -> list[Item]:
@@ -273,7 +288,8 @@ class Deliverer:
     def _description(self, event: RunEnded) -> str:
         if self._folder.description.exists():
             return self._folder.description.read_text()
-        return report.markdown(self._folder.identity.name, facts.fold(self._folder.all_events()), event)
+        found = facts.fold(self._folder.all_events())
+        return report.markdown(self._folder.identity.name, found, event, trouble(self.progress))
 
     def _abandon(self, reason: str) -> None:
         """Stop: someone deleted the run in MLflow. The journal keeps everything."""

@@ -18,9 +18,8 @@ from rankzero.events import (
     encode,
 )
 from rankzero.tracking import legal
-from rankzero.tracking.progress import Progress
+from rankzero.tracking.progress import ARTIFACTS, Progress
 
-ARTIFACTS = "artifacts"
 WHOLE_RUN = "whole_run"  # sorts behind throughput, train and val
 
 
@@ -102,7 +101,7 @@ def linked(event: CheckpointSaved, progress: Progress, model_id: str) -> list[Po
     for key, raw in event.metrics.items():
         value = legal.number(raw)
         if value is not None and value == value:  # a model's metric has no way to say NaN: it would read 0
-            found.append(Point(legal.name(key), value, at, event.step, model_id))
+            found.append(Point(named(key, progress), value, at, event.step, model_id))
     return found
 
 
@@ -111,10 +110,21 @@ def ending(event: RunEnded, description: str, progress: Progress) -> list[Item]:
     tags = {"rankzero.reason": event.reason, "mlflow.note.content": description}
     if event.error:
         tags["rankzero.error"] = legal.tail(event.error, legal.TAG_LENGTH)
-    if progress.rejected:
-        tags["rankzero.rejected"] = "; ".join([f"{progress.rejected} things set aside", *progress.reasons])
+    tags |= trouble_of(progress)
     points = _keep(_summary_rows(event, progress), progress)
     return [*_batches(points), Tags(tags), End(event)]
+
+
+def trouble_of(progress: Progress) -> dict[str, str]:
+    """Return the tags that say what MLflow does not have, or not as it was; in full in `delivery.json`."""
+    tags = {}
+    if progress.rejected:
+        tags["rankzero.rejected"] = "; ".join([f"{progress.rejected} things set aside", *progress.reasons])
+    if progress.altered:
+        tags["rankzero.altered"] = "; ".join([f"{progress.altered} things changed", *progress.remarks])
+    if progress.failures:
+        tags["rankzero.retries"] = str(progress.failures)
+    return tags
 
 
 def _summary_rows(event: RunEnded, progress: Progress) -> Iterator[Row]:
@@ -126,7 +136,7 @@ def _summary_rows(event: RunEnded, progress: Progress) -> Iterator[Row]:
     for key, value in event.metrics.items():
         if "/" not in key:
             yield f"{WHOLE_RUN}/{key}", max(0, progress.attempt - 1), event.time, value
-        elif legal.name(key) not in progress.marks:
+        elif named(key, progress) not in progress.marks:
             yield key, 0, event.time, value
 
 
@@ -138,7 +148,36 @@ def _start(event: RunStarted, progress: Progress) -> RunStarted:
     progress.ending, progress.ended = None, False
     if ARTIFACTS not in progress.waiting:
         progress.waiting.append(ARTIFACTS)
+    _remark_on_params(event, progress)
     return event
+
+
+def _remark_on_params(event: RunStarted, progress: Progress) -> None:
+    """Say of which params and tags MLflow will not have all; the journal has."""
+    for key, name in legal.names(event.params).items():
+        if name != key:
+            progress.remark(f"param {key!r}", f"is called {name!r} in MLflow")
+    for kind, texts, length in (
+        ("param", event.params, legal.PARAM_LENGTH),
+        ("tag", event.environment, legal.TAG_LENGTH),
+    ):
+        for key, text in texts.items():
+            lost = legal.lost(text, length)
+            if lost is not None:
+                progress.remark(f"{kind} {key!r}", f"{lost}; events.jsonl has it whole")
+
+
+def named(key: str, progress: Progress) -> str:
+    """Return what a metric is called in MLflow: its own name, unless that is illegal or another's; told once."""
+    owners = progress.owners
+    name = legal.name(key)
+    if owners.get(name, key) != key:
+        name = legal.apart(key)
+    if name not in owners:
+        owners[name] = key
+        if name != key:
+            progress.remark(f"metric {key!r}", f"is called {name!r} in MLflow")
+    return name
 
 
 def _points_or_none(event: Event, progress: Progress) -> list[Point]:
@@ -199,7 +238,7 @@ def _keep(rows: Iterable[Row], progress: Progress) -> list[Point]:
     """Return the rows as legal points, less those that MLflow has from an earlier attempt; count what is dropped."""
     kept = []
     for raw_key, raw_step, time, raw_value in rows:
-        key, step = legal.name(str(raw_key)), legal.step(raw_step)
+        key, step = named(str(raw_key), progress), legal.step(raw_step)
         milliseconds, value = legal.milliseconds(time), legal.number(raw_value)
         if step is None or milliseconds is None or value is None:
             progress.reject(f"metric {key}", f"not a number at a step and a time: {raw_value!r} at {raw_step!r}")
@@ -207,8 +246,9 @@ def _keep(rows: Iterable[Row], progress: Progress) -> list[Point]:
         if step <= progress.floor.get(key, step - 1):
             progress.skipped += 1
             continue
-        if legal.is_infinite(raw_value):
-            progress.infinite.setdefault(key, step)
+        if legal.is_infinite(raw_value) and key not in progress.infinite:
+            progress.infinite[key] = step
+            progress.remark(f"metric {key}", f"infinite from step {step}, which MLflow shows as NaN")
         progress.marks[key] = max(step, progress.marks.get(key, step))
         kept.append(Point(key, value, milliseconds, step))
     return kept

@@ -11,12 +11,14 @@ from rankzero.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    Noticed,
     RunEnded,
     RunStarted,
     StepsLogged,
     SystemSampled,
 )
 from rankzero.experiment import Goal
+from rankzero.tracking import legal
 from rankzero.tracking.legal import number
 
 SPEED = "throughput/samples_per_second"
@@ -46,6 +48,7 @@ class Facts:
     speed: float | None = None
     checkpoints: dict[int, bool] = dataclasses.field(default_factory=dict)
     gpu_sums: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+    notices: list[str] = dataclasses.field(default_factory=list)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     """The newest value of each; those of the system are not among them."""
     end: RunEnded | None = None
@@ -93,10 +96,12 @@ def _fold_one(facts: Facts, event: Event) -> None:
             facts.checkpoints.pop(event.step, None)
         case SystemSampled():
             _system(facts, event)
+        case Noticed():
+            facts.notices.append(event.text)
         case RunEnded():
             _elapse(facts, event.time)
             facts.end = event
-            facts.metrics |= {key: value for key, value in event.metrics.items() if "/" in key}
+            facts.metrics |= numbers({key: value for key, value in event.metrics.items() if "/" in key})
 
 
 def _start(facts: Facts, event: RunStarted) -> None:
@@ -112,17 +117,23 @@ def _start(facts: Facts, event: RunStarted) -> None:
 
 
 def _steps(facts: Facts, event: StepsLogged) -> None:
-    if event.steps:
-        facts.steps = max(facts.steps, event.steps[-1])
-        _elapse(facts, event.times[-1])
-    facts.metrics |= {key: column[-1] for key, column in event.metrics.items() if column and column[-1] is not None}
+    facts.steps = max([facts.steps, *(legal.step(number) or 0 for number in event.steps[-1:])])
+    for moment in event.times[-1:]:
+        _elapse(facts, number(moment) or 0.0)
+    facts.metrics |= numbers({key: column[-1] for key, column in event.metrics.items() if column})
     facts.speed = facts.metrics.get(SPEED)
+
+
+def numbers(values: Mapping[str, object]) -> dict[str, float]:
+    """Return those of the values that are numbers."""
+    found = {str(key): number(value) for key, value in values.items()}
+    return {key: real for key, real in found.items() if real is not None}
 
 
 def _evaluation(facts: Facts, event: Evaluated) -> None:
     _elapse(facts, event.time)
     facts.evaluations += 1
-    facts.metrics |= event.metrics
+    facts.metrics |= numbers(event.metrics)
     facts.steps = max(facts.steps, event.step)
     value = number(event.metrics.get(facts.goal.metric))
     if value is not None and facts.goal.better(value, facts.best):

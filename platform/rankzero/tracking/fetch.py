@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from rankzero.errors import UserError
+from rankzero.tracking import names
 from rankzero.tracking.catalog import mlflow_id
 from rankzero.tracking.journal import Identity, RunFolder
-from rankzero.tracking.store import artifact_root
+from rankzero.tracking.store import TrackingError, artifact_root
 
 
 def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
@@ -20,18 +24,42 @@ def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
     if "rankzero.uuid" not in found.tags:
         raise UserError(f"{name_or_id} was not made by rankzero: it cannot be resumed")
     identity = Identity(
-        name=found.name,
+        name=_free(runs, names.made_plain(found.name or ""), found.run_id),
         uuid=found.tags["rankzero.uuid"],
         experiment=tracker.experiment_name(found.experiment_id),
         tracking_uri=tracking_uri,
         artifact_root=artifact_root(tracking_uri),
-        experiment_file=_here(found.tags.get("rankzero.experiment_file")),
+        experiment_file=_here(found.tags.get("rankzero.experiment_file"), runs.parent),
         project_dir=str(Path.cwd()),
         mlflow_run_id=found.run_id,
     )
     folder = RunFolder.open_or_create(runs, identity)
-    tracker.download_artifact(found.run_id, "config.yaml", folder.path)
+    _take(folder, tracker.download_artifact, found.run_id, "config.yaml")
     return folder
+
+
+def _free(runs: Path, name: str, run_id: str) -> str:
+    """Return the name for a run's folder; where another run has that, one that says which this is."""
+    taken = RunFolder(runs / name)
+    with contextlib.suppress(UserError):
+        if taken.identity.mlflow_run_id == run_id:
+            return name
+    return f"{name}-{names.made_plain(run_id)[:8]}" if taken.path.exists() else name
+
+
+def _take(folder: RunFolder, download: Callable[[str, str, Path], Path], run_id: str, name: str) -> None:
+    """Download a file beside the run's folder, and take it where it is nothing but a file."""
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder.path) as aside:
+        found = download(run_id, name, Path(aside))
+        require_plain_files(Path(aside))
+        found.replace(folder.path / name)
+
+
+def require_plain_files(folder: Path) -> None:
+    """Raise TrackingError where there are links below the folder: what they lead to is not the run's."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise TrackingError(f"{path.name!r} that MLflow has of the run is no plain file: it is not used")
 
 
 def newest_checkpoint(folder: RunFolder) -> None:
@@ -46,10 +74,21 @@ def newest_checkpoint(folder: RunFolder) -> None:
     ready = [one for one in tracker.list_checkpoints(run) if one.status == "READY"]
     for newest in ready[-1:]:
         target = folder.checkpoints / f"step_{newest.step:08d}"
+        aside = folder.checkpoints / f".tmp-{target.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        tracker.download_checkpoint(newest.model_id, aside)
+        require_plain_files(aside)
         shutil.rmtree(target, ignore_errors=True)
-        tracker.download_checkpoint(newest.model_id, target)
+        aside.replace(target)
 
 
-def _here(recorded: str | None) -> str | None:
-    """Return the experiment's file in the current folder: it is recorded relative to the folder it was started in."""
-    return None if recorded is None else str(Path.cwd() / recorded)
+def _here(recorded: str | None, store: Path) -> str | None:
+    """Return the experiment's file in the current folder: it is recorded relative to the folder it was started in.
+
+    None for one outside of this folder, or among the store's own files: whoever writes to MLflow could name any.
+    """
+    if recorded is None:
+        return None
+    path = (Path.cwd() / recorded).resolve()
+    below = path.is_relative_to(Path.cwd().resolve()) and not path.is_relative_to(store.resolve())
+    return str(Path.cwd() / recorded) if below else None

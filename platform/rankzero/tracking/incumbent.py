@@ -59,9 +59,14 @@ def writer_lives(folder: RunFolder) -> bool:
         return False
     if found.host == socket.gethostname():
         return started(found.pid) == found.pid_started != ""
-    with contextlib.suppress(OSError):
-        return time.time() - folder.events.stat().st_mtime < ABANDONED_SECONDS
-    return False
+    return time.time() - beat(folder) < ABANDONED_SECONDS
+
+
+def beat(folder: RunFolder) -> float:
+    """Return when the run last gave a sign of life: when any of its journals, or else its identity, was written to."""
+    journals = (folder.events, *folder.path.glob("system-node_*.jsonl"))
+    written = [path.stat().st_mtime for path in journals if path.exists()]
+    return max(written, default=0.0) or (folder.path / "run.json").stat().st_mtime
 
 
 def started(pid: int) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import math
 import posixpath
 import re
+from collections.abc import Iterable
 
 KEY_LENGTH = 250
 PARAM_LENGTH = 6000
@@ -20,14 +21,36 @@ _LARGEST_INTEGER = 2**63 - 1
 def name(key: str) -> str:
     """Return `key` as MLflow takes it for a metric, a param or a tag: ``tps(GPU)`` becomes ``tps_GPU_``.
 
-    Two keys that differ only in illegal characters become one.
+    Two keys that differ only in illegal characters become one; `apart` tells them from each other.
     """
     legal = posixpath.normpath(_ILLEGAL.sub("_", key).replace("..", "_")).lstrip("/")
     if legal in ("", "."):
         return "unnamed"
-    if len(legal) > KEY_LENGTH:
-        return f"{legal[: KEY_LENGTH - 9]}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-    return legal
+    return legal if len(legal) <= KEY_LENGTH else apart(key)
+
+
+def apart(key: str) -> str:
+    """Return a legal name that no other key has, for one whose own is taken or too long."""
+    legal = posixpath.normpath(_ILLEGAL.sub("_", key).replace("..", "_")).lstrip("/")
+    return f"{legal[: KEY_LENGTH - 9]}-{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+
+
+def names(keys: Iterable[str]) -> dict[str, str]:
+    """Return {key: its legal name}, no two the same; the same way every time, whatever the order."""
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for key in sorted(set(keys), key=lambda key: (name(key) != key, key)):  # what is legal keeps its name
+        found[key] = name(key) if name(key) not in taken else apart(key)
+        taken.add(found[key])
+    return found
+
+
+def lost(value: object, length: int) -> str | None:
+    """Return what of the value's text MLflow would not keep; None where it keeps all."""
+    text = str(value)
+    if len(text) > length:
+        return f"{len(text):,} characters, of which MLflow keeps {length:,}"
+    return None if _printable(text) == text else "characters that a database refuses"
 
 
 def number(value: object) -> float | None:
@@ -45,8 +68,13 @@ def number(value: object) -> float | None:
 
 
 def is_infinite(value: object) -> bool:
-    """Tell whether `number` hides an infinity of this value."""
-    return isinstance(value, float) and math.isinf(value)
+    """Tell whether `number` hides an infinity of this value, or a number too large for a float."""
+    try:
+        return math.isinf(float(value))  # type: ignore[arg-type]
+    except OverflowError:
+        return True
+    except (TypeError, ValueError):
+        return False
 
 
 def step(value: object) -> int | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import hashlib
 import logging
 import os
+import re
 import shutil
-import urllib.parse
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -25,6 +26,7 @@ for _name, _value in {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }.items():
     os.environ.setdefault(_name, _value)
 
@@ -40,8 +42,10 @@ from rankzero.tracking import legal  # noqa: E402
 from rankzero.tracking.delivery import WHOLE_RUN, Point  # noqa: E402
 from rankzero.tracking.facts import SPEED  # noqa: E402
 from rankzero.tracking.journal import Identity  # noqa: E402
-from rankzero.tracking.store import RunGone, TrackingError, artifact_root, prepare_store  # noqa: E402
+from rankzero.tracking.secrecy import url_without_secrets  # noqa: E402
+from rankzero.tracking.store import RunGone, TrackingError, artifact_root, make_tables, prepare_store  # noqa: E402
 
+LONGEST_FOLDER = 200
 UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
 
 
@@ -90,6 +94,7 @@ class Tracker:
         self._uri = tracking_uri
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations between MLflow and sqlalchemy: nothing to do for us
+            make_tables(tracking_uri, lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
             self._client = MlflowClient(tracking_uri=tracking_uri)
         logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # each error comes to us as an exception as well
         logging.getLogger("alembic").setLevel(logging.ERROR)
@@ -128,9 +133,9 @@ class Tracker:
         tags = {**event.environment, "rankzero.attempt": str(event.attempt)}
         if "goal.metric" in event.params:
             tags["rankzero.goal"] = event.params["goal.metric"]
-        new = {}
+        new, names = {}, legal.names(event.params)
         for key, value in event.params.items():
-            name, value = legal.name(key), legal.head(value, legal.PARAM_LENGTH)
+            name, value = names[key], legal.head(value, legal.PARAM_LENGTH)
             known = run.data.params.get(name)
             if known is None:
                 new[name] = value
@@ -256,8 +261,8 @@ class Tracker:
                 raise TrackingError(f"MLflow does not take {name!r} for a registered model: {error}") from error
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        known = self._client.search_model_versions(f"name = '{name}' AND run_id = '{run.run_id}'")
-        same = next((found for found in known if found.source == f"models:/{model_id}"), None)
+        known = self._client.search_model_versions(f"run_id = '{run.run_id}'")
+        same = next((found for found in known if (found.name, found.source) == (name, f"models:/{model_id}")), None)
         with _as_everybodys(self._uri):  # MLflow's registry looks the model up by a client of its own
             made = same or self._client.create_model_version(name, f"models:/{model_id}", run.run_id, model_id=model_id)
         return int(made.version)
@@ -281,7 +286,7 @@ class Tracker:
             order_by=["attributes.start_time DESC"],
         )
         if not runs:
-            raise TrackingError(f"no run is called {name_or_id!r} in {self._uri}")
+            raise TrackingError(f"no run is called {name_or_id!r} in {url_without_secrets(self._uri)}")
         return _record(runs[0])
 
     def experiment_name(self, experiment_id: str) -> str:
@@ -325,14 +330,14 @@ class Tracker:
 
     def _artifact_location(self, identity: Identity) -> str | None:
         base = identity.artifact_root or artifact_root(self._uri)
-        return None if base is None else f"{base.rstrip('/')}/{urllib.parse.quote(identity.experiment, safe='')}"
+        return None if base is None else f"{base.rstrip('/')}/{folder_for(identity.experiment)}"
 
     def _experiment_ids(self, name: str | None) -> list[str]:
         if name is None:
             return [experiment.experiment_id for experiment in self._client.search_experiments()]
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
-            raise TrackingError(f"no experiment is called {name!r} in {self._uri}")
+            raise TrackingError(f"no experiment is called {name!r} in {url_without_secrets(self._uri)}")
         return [experiment.experiment_id]
 
     def _checkpoint_models(self, run: OpenRun, step: int | None = None) -> list[LoggedModel]:
@@ -392,6 +397,16 @@ class Tracker:
         for model in self._checkpoint_models(run):
             if model.model_id != but and model.tags.get("rankzero.best") == "true":
                 self._client.set_logged_model_tags(model.model_id, {"rankzero.best": "false"})
+
+
+def folder_for(experiment: str) -> str:
+    """Return the name of one folder for any experiment's name: never ``..``, nor longer than a file system takes."""
+    plain = re.sub(
+        r"[^A-Za-z0-9_.\-]", "_", experiment
+    )  # nothing quoted: MLflow takes it for a URI and would unquote it
+    if plain == experiment and not plain.startswith(".") and len(plain) <= LONGEST_FOLDER:
+        return plain
+    return f"{plain.lstrip('.')[: LONGEST_FOLDER - 9]}-{hashlib.sha256(experiment.encode()).hexdigest()[:8]}"
 
 
 def save_pytorch(

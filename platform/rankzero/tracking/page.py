@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from rankzero.tracking import report
+from rankzero.tracking import progress, report
 from rankzero.tracking.facts import fold
 from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.summary import read_summary
+from rankzero.tracking.trouble import trouble
 
 
 def page(folder: RunFolder) -> str:
@@ -13,7 +14,8 @@ def page(folder: RunFolder) -> str:
     if folder.description.exists():
         return folder.description.read_text()
     facts = fold(folder.all_events())
-    return report.markdown(folder.identity.name, facts, facts.end or report.so_far(facts, status(folder)))
+    end = facts.end or report.so_far(facts, status(folder))
+    return report.markdown(folder.identity.name, facts, end, trouble(progress.load(progress.path_of(folder, 0))))
 
 
 def status(folder: RunFolder) -> str:

@@ -6,11 +6,17 @@ import contextlib
 import dataclasses
 import json
 import time
+import typing
 from pathlib import Path
+from typing import Any
 
+from rankzero.events import Event, RunEnded, decode
 from rankzero.tracking.journal import RunFolder, write_atomically
+from rankzero.tracking.secrecy import text_without_secrets
 
 REASONS_KEPT = 20
+ARTIFACTS = "artifacts"
+"""The upload of a run's artifacts, among what waits."""
 STEPS_REMEMBERED = 1000
 
 
@@ -51,6 +57,18 @@ class Progress:
     """Things that MLflow will never take: set aside so as not to hold up the rest."""
     reasons: list[str] = dataclasses.field(default_factory=list)
     """Why, for the latest of them."""
+    owners: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Name in MLflow -> the metric's own: they differ where MLflow does not take that, or another metric has it."""
+    altered: int = 0
+    """Things that MLflow has, but not as they were: renamed, cut, infinite."""
+    remarks: list[str] = dataclasses.field(default_factory=list)
+    """What became of the first of them; each is told once."""
+    failures: int = 0
+    """Tries that failed, and were made again."""
+    outages: int = 0
+    """Times in which MLflow took nothing."""
+    away_seconds: float = 0.0
+    """How long they were together."""
     error: str | None = None
     """What the latest try failed with; none after a success."""
     pending_bytes: int = 0
@@ -72,7 +90,19 @@ class Progress:
     def reject(self, what: str, reason: str) -> None:
         """Count something that is set aside, and remember why."""
         self.rejected += 1
-        self.reasons = [*self.reasons, f"{what}: {reason}"[:500]][-REASONS_KEPT:]
+        self.reasons = [*self.reasons, text_without_secrets(f"{what}: {reason}"[:500])][-REASONS_KEPT:]
+
+    def reject_once(self, what: str, reason: str) -> None:
+        """Count something that is set aside each time it is looked at, the first time."""
+        if not any(known.startswith(f"{what}: ") for known in self.reasons):
+            self.reject(what, reason)
+
+    def remark(self, what: str, became: str) -> None:
+        """Count something that MLflow does not get as it is, and remember what became of it."""
+        line = f"{_short(what)}: {_short(became)}"
+        if line not in self.remarks:
+            self.altered += 1
+            self.remarks = [*self.remarks, line][:REASONS_KEPT]
 
     def remember_evaluation(self, step: int, milliseconds: int) -> None:
         """Keep when `step` was evaluated, for the latest thousand steps."""
@@ -90,10 +120,45 @@ def load(path: Path) -> Progress:
     """Read the progress; a new one where there is none. One that is damaged is begun anew: a replay does no harm."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        known = {field.name for field in dataclasses.fields(Progress)}
-        return Progress(**{name: value for name, value in fields.items() if name in known})
-    except (OSError, ValueError, TypeError, AttributeError):
+        kinds = typing.get_type_hints(Progress)
+        found = Progress(**{name: _sound(value, kinds[name]) for name, value in fields.items() if name in kinds})
+        return _without_foreign_words(found)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return Progress()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 160 else f"{text[:80]}…{text[-40:]}"
+
+
+def _without_foreign_words(found: Progress) -> Progress:
+    """Set aside what waits and is nothing that a journal told."""
+    for word in (*found.waiting, *filter(None, [found.ending])):
+        if word != ARTIFACTS and _event(word) is None:
+            found.reject(f"upload {word[:100]}", "it is no event")
+    found.waiting = [word for word in found.waiting if word == ARTIFACTS or _event(word) is not None]
+    if found.ending is not None and not isinstance(_event(found.ending), RunEnded):
+        found.ending = None
+    return found
+
+
+def _event(word: str) -> Event | None:
+    try:
+        return decode(word)
+    except ValueError:
+        return None
+
+
+def _sound(value: Any, kind: Any) -> Any:
+    """Return the value as the field's type has it. Raises ValueError, TypeError for any other."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is dict:
+        return {str(key): _sound(one, arguments[1]) for key, one in value.items()}
+    if origin is list:
+        return [_sound(one, arguments[0]) for one in list(value)]
+    if not isinstance(value, (arguments or (kind,))) and not (kind is float and isinstance(value, int)):
+        raise ValueError(f"not {kind}: {value!r}")
+    return value
 
 
 def save(path: Path, progress: Progress) -> None:

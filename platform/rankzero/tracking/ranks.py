@@ -44,12 +44,13 @@ def detect(environ: Mapping[str, str] = os.environ) -> Ranks:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Ranks:
+    """Torchrun's, accelerate's, and DeepSpeed's, which has words of its own for who shares a machine."""
     return Ranks(
         rank=int(environ["RANK"]),
         world_size=int(environ["WORLD_SIZE"]),
         local_rank=int(environ.get("LOCAL_RANK", 0)),
-        local_world_size=int(environ.get("LOCAL_WORLD_SIZE", 1)),
-        node_rank=int(environ.get("GROUP_RANK", 0)),
+        local_world_size=int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or 1),
+        node_rank=int(environ.get("GROUP_RANK") or environ.get("CROSS_RANK") or 0),
     )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rankzero.tracking import incumbent
+from rankzero.tracking import incumbent, ranks
 from rankzero.tracking.journal import RunFolder
 
 SOURCE_ROOT = str(Path(__file__).parents[2])
@@ -73,12 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Record one attempt on one node."""
     from rankzero.tracking.attempt import Attempt
     from rankzero.tracking.courier import TICK_SECONDS, Courier
+    from rankzero.tracking.logs import log_without_secrets
     from rankzero.tracking.sampling import Sampling
 
     options = _parse(arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the training, whose end is what we are here for
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    log_without_secrets()
     folder = RunFolder(options.folder)
     attempt = Attempt(folder, options.node, options.token)
     sampling = Sampling(folder, options.gpus, options.node, options.nodes, options.job)
@@ -109,7 +109,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _job_root(environ: Mapping[str, str]) -> int:
     """Return the process above all of this node's ranks."""
-    return os.getppid() if int(environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else os.getpid()
+    return os.getppid() if ranks.detect(environ).local_world_size > 1 else os.getpid()
 
 
 def _reap() -> None:

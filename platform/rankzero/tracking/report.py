@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rankzero.events import RunEnded
@@ -12,20 +12,23 @@ from rankzero.tracking.legal import number
 
 HIGHLIGHTS = ("train.batch_size", "train.micro_batch", "train.precision", "train.epochs", "train.steps", "train.seed")
 ERROR_LINES = 25
+MOST_NOTES = 30
 EM_SPACES = "&emsp;&emsp;"
 GAP = "&nbsp;\n\n"  # MLflow's page puts headings right below what is above
 DATA_BOUND = 0.1  # of the training time: from there on, the data are what to look at
 BUSY_GPU = 70.0  # percent
 
 
-def markdown(name: str, facts: Facts, end: RunEnded) -> str:
-    """Return the report. `name` is what `rankzero resume` takes; `end`: how it ended, or stands."""
+def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()) -> str:
+    """Return the report. `name` is what `rankzero resume` takes, `end` how it ended, `trouble` the delivery's."""
     parts = [
         _headline(end),
         _lead(facts, end),
         _results(facts, end),
         _error(end),
         _checkpoints(name, facts, end),
+        _notes("What went wrong on the way", facts.notices),
+        _notes("Delivery to MLflow", trouble),
         _origin(facts),
         _reproduce(name, facts),
         _setting(facts),
@@ -56,7 +59,7 @@ def _lead(facts: Facts, end: RunEnded) -> str:
     parts += [
         f"{value} steps" if title == "Steps" else value
         for title, value in (*_speed_rows(facts, end), *_progress_rows(facts))
-        if title not in ("Waiting for data", "Limited by")
+        if title not in ("Waiting for data", "Limited by", "Slowest rank")
     ]
     return " · ".join(parts)
 
@@ -99,6 +102,19 @@ def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
     if wait is not None:
         yield "Waiting for data", f"{wait:.1%} of the training time"
         yield "Limited by", _limit(facts, wait)
+    slowest = straggler(end.metrics)
+    if slowest:
+        yield "Slowest rank", slowest
+
+
+def straggler(metrics: Mapping[str, float]) -> str | None:
+    """Say which rank kept the others waiting, by a run's summary; None where none did."""
+    rank, ratio = number(metrics.get("straggler_rank")), number(metrics.get("straggler_forward_ratio"))
+    wait = number(metrics.get("straggler_data_wait_fraction"))
+    if rank is None:
+        return None
+    did = f"waits for its data {wait:.0%} of the time" if wait else f"computes {ratio or 1:.1f}x as long as the others"
+    return f"rank {rank:.0f} {did}"
 
 
 def _limit(facts: Facts, wait: float) -> str:
@@ -143,6 +159,14 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
     further = f" train.epochs={2 * int(epochs)}" if finished and epochs.isdecimal() else ""
     command = f"```sh\nrankzero resume {name}{further}\n```"
     return f"{GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n{command}"
+
+
+def _notes(heading: str, lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    shown = [f"- {_inline(line).removeprefix('- ')}" for line in lines[:MOST_NOTES]]
+    more = [f"- and {len(lines) - MOST_NOTES} more"] if len(lines) > MOST_NOTES else []
+    return f"{GAP}### {heading}\n\n" + "\n".join([*shown, *more])
 
 
 def _origin(facts: Facts) -> str:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rankzero.events import Event, Hook, RunStarted
+from rankzero.events import Event, Hook, Noticed, RunEnded, RunStarted
 from rankzero.tracking import recorder
 from rankzero.tracking.emitter import Emitter
 from rankzero.tracking.journal import Identity, Journal, RunFolder, read_all
 from rankzero.tracking.ranks import Ranks
+from rankzero.tracking.secrecy import text_without_secrets
+
+MOST_NOTICES = 200
 
 
 class RunLog:
@@ -21,6 +26,7 @@ class RunLog:
     ) -> None:
         self.folder, self.attempt = folder, attempt
         self._journal, self._recording = journal, recording
+        self._told: list[str] = []
         self._emit = Emitter([journal, *hooks] if journal is not None else ())
 
     @classmethod
@@ -35,7 +41,12 @@ class RunLog:
         return cls(folder, journal, attempt, recording)
 
     def __call__(self, event: Event) -> None:
+        """Write the event; what a failure says of itself, without secrets."""
+        if isinstance(event, RunEnded):
+            error = None if event.error is None else text_without_secrets(event.error)
+            event = dataclasses.replace(event, reason=text_without_secrets(event.reason), error=error)
         self._emit(event)
+        self._tell_problems()
 
     def flush(self) -> None:
         """Hand what was logged to the operating system, where readers find it."""
@@ -43,18 +54,27 @@ class RunLog:
             self._journal.flush()
 
     def notice(self, text: str) -> None:
-        """Say something about the run that people should see."""
-        if self._journal is not None:
-            print(f"note: {text}", flush=True)
+        """Say something about the run that people should see: on the console, in the journal, on its page."""
+        if self._journal is None:
+            return
+        text = text_without_secrets(text)
+        print(f"note: {text}", flush=True)
+        if text not in self._told and len(self._told) < MOST_NOTICES:
+            self._told.append(text)
+            self._emit(Noticed(time.time(), text))
+
+    def _tell_problems(self) -> None:
+        problems, self._emit.problems = self._emit.problems, []
+        for problem in problems:
+            self.notice(problem)
 
     def close(self) -> None:
-        """Say what failed on the way, close the journal, and let the recorder finish by itself."""
-        for problem in self._emit.problems:
-            self.notice(problem)
+        """Close the journal, and let the recorder finish by itself."""
+        self._tell_problems()
         try:
             if self._journal is not None:
                 self._journal.close()
         except OSError as error:
-            self.notice(f"the end of the journal could not be written: {error}")
+            print(f"note: the end of the journal could not be written: {error}", flush=True)
         if self._recording is not None:
             self._recording.close()

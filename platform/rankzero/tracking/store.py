@@ -6,16 +6,21 @@ The embedded store is a folder, ``mlruns`` unless told otherwise: ``mlflow.db``,
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import shutil
 import sqlite3
 import sys
+import tempfile
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rankzero.errors import UserError
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "artifacts"
+SETUP = ".setup-"
 
 # Write-ahead logging needs memory shared between processes, which file systems of other machines cannot give.
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse")
@@ -73,6 +78,25 @@ def prepare_store(tracking_uri: str) -> None:
         ) from error
 
 
+def make_tables(tracking_uri: str, make: Callable[[str], object]) -> None:
+    """Have `make` set up a local database that is still empty; do nothing for any other store.
+
+    It comes into being in one step: MLflow's own migrations, cut off by a kill or begun by two processes at once, leave
+    half of their tables behind, and no later attempt gets past them.
+    """
+    path = sqlite_path(tracking_uri)
+    if path is None:
+        return
+    with _alone(path.parent):
+        if _is_empty(path):
+            for left in path.parent.glob(f"{SETUP}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=SETUP, dir=path.parent) as folder:
+                new = Path(folder) / path.name
+                make(f"sqlite:///{new}")
+                _copy(new, path)
+
+
 def sqlite_path(tracking_uri: str) -> Path | None:
     """Return the file of a sqlite URI; None for any other store."""
     prefix = "sqlite:///"
@@ -88,14 +112,17 @@ def artifact_root(tracking_uri: str) -> str | None:
     return None if path is None else str(path.parent / ARTIFACTS)
 
 
-def server_command(root: Path, port: int) -> list[str]:
-    """Return the command that serves the embedded store of `root`, artifacts included, to this machine only."""
+def server_command(root: Path, port: int, host: str = "127.0.0.1") -> list[str]:
+    """Return the command that serves the embedded store of `root`, artifacts included; by itself to this machine only.
+
+    `server.command` adds who may get in where it is reached from elsewhere.
+    """
     artifacts = str(root.absolute() / ARTIFACTS)
     return [
         *(sys.executable, "-P", "-m", "mlflow", "server"),
         *("--backend-store-uri", default_tracking_uri(root)),
         *("--default-artifact-root", artifacts, "--artifacts-destination", artifacts),
-        *("--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
+        *("--host", host, "--port", str(port), "--workers", "1"),
     ]
 
 
@@ -146,6 +173,32 @@ def _create_database(path: Path) -> None:
             database.execute("PRAGMA journal_mode=WAL")
         database.execute("BEGIN IMMEDIATE")  # fails here, and not after an hour of training, where it is read-only
         database.rollback()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time into the block; a process that dies lets the next one in."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_empty(path: Path) -> bool:
+    with contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
+        return database.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Fill a database with another's content, in one transaction; its write-ahead log stays as it is."""
+    with (
+        contextlib.closing(sqlite3.connect(source)) as new,
+        contextlib.closing(sqlite3.connect(target, timeout=20)) as database,
+    ):
+        new.backup(database)
 
 
 def _on_network(path: Path) -> bool:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, decode
 from rankzero.experiment import Goal
-from rankzero.tracking import incumbent
+from rankzero.tracking import incumbent, names
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.delivery import WHOLE_RUN
-from rankzero.tracking.facts import SPEED
+from rankzero.tracking.facts import SPEED, numbers
 from rankzero.tracking.journal import RunFolder, read
 from rankzero.tracking.legal import number
 
@@ -21,15 +22,18 @@ TAIL_BYTES, LONGEST_TAIL_BYTES = 1 << 12, 1 << 20
 
 OF_A_REPORT = 4  # keys that the loop logs with each report, besides those of `measure`
 
+STARTING_SECONDS = 120.0  # from a run's folder to its first process, on a busy machine
+
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """A run as a list has it."""
 
+    folder: RunFolder
     name: str
     experiment: str
     status: str
-    """FINISHED, FAILED, KILLED, RUNNING; DIED where the writer is gone without a word."""
+    """FINISHED, FAILED, KILLED, STARTING, RUNNING; DIED where the writer is gone without a word."""
     reason: str
     """How it ended; empty while it runs."""
     started: float
@@ -50,14 +54,18 @@ class Summary:
     @property
     def ended(self) -> bool:
         """Tell whether the run says itself how it ended."""
-        return self.status not in ("RUNNING", "DIED")
+        return self.status not in ("STARTING", "RUNNING", "DIED")
+
+    def fields(self) -> dict[str, Any]:
+        """Return everything but the folder, in plain values."""
+        return {name: value for name, value in vars(self).items() if name != "folder"}
 
 
 def read_summary(folder: RunFolder) -> Summary | None:
     """Return the run in short; None where the folder holds no run."""
     try:
         identity = folder.identity
-    except (OSError, ValueError, TypeError):
+    except names.BrokenRun:
         return None
     started, events = _started(folder), tail(folder.events)
     ended = last_end(events)
@@ -66,21 +74,29 @@ def read_summary(folder: RunFolder) -> Summary | None:
     goal, metrics = params.get("goal.metric", ""), _newest(events)
     state = delivery.load(delivery.path_of(folder, 0))
     return Summary(
+        folder=folder,
         name=identity.name,
         experiment=identity.experiment,
-        status=ended.status if ended else "RUNNING" if incumbent.writer_lives(folder) else "DIED",
+        status=ended.status if ended else _unended(folder),
         reason=ended.reason if ended else "",
         started=begun,
         seconds=max([0.0, *(_time(event) - begun for event in events[-1:])]),
         goal=goal,
-        best=ended.metrics.get("best") if ended else _best(events, goal, params.get("goal.mode", "min")),
-        samples_per_second=ended.metrics.get("samples_per_second") if ended else metrics.get(SPEED),
+        best=number(ended.metrics.get("best")) if ended else _best(events, goal, params.get("goal.mode", "min")),
+        samples_per_second=number(ended.metrics.get("samples_per_second")) if ended else metrics.get(SPEED),
         undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) > 0,
         parent=identity.parent,
         mlflow_run_id=state.run_id or identity.mlflow_run_id,
         params=dict(params),
         metrics=metrics,
     )
+
+
+def _unended(folder: RunFolder) -> str:
+    if incumbent.writer_lives(folder):
+        return "RUNNING"
+    begun = folder.events.exists() or time.time() - incumbent.beat(folder) > STARTING_SECONDS
+    return "DIED" if begun else "STARTING"
 
 
 def tail(path: Path) -> list[Event]:
@@ -139,7 +155,7 @@ def _newest(events: Iterable[Event]) -> dict[str, float]:
                 found |= {key if "/" in key else f"{WHOLE_RUN}/{key}": value for key, value in event.metrics.items()}
             case _:
                 pass
-    return {key: value for key, value in found.items() if number(value) is not None}
+    return numbers(found)
 
 
 def _best(events: Iterable[Event], goal: str, mode: str) -> float | None:
@@ -153,4 +169,4 @@ def _best(events: Iterable[Event], goal: str, mode: str) -> float | None:
 
 
 def _time(event: Event) -> float:
-    return event.times[-1] if isinstance(event, StepsLogged) else event.time
+    return (number((event.times or [0.0])[-1]) or 0.0) if isinstance(event, StepsLogged) else event.time

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rankzero.events import RunEnded, RunStarted
-from rankzero.tracking import incumbent
+from rankzero.tracking import incumbent, stale
 from rankzero.tracking import progress as state
-from rankzero.tracking.attempt import say_end
 from rankzero.tracking.courier import GRACE_SECONDS
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.trouble import trouble
 
 STARTUP_SECONDS = 20.0  # until a recorder on a busy machine can be expected to hold its lock
 
@@ -28,6 +28,8 @@ class Delivery(NamedTuple):
     run_id: str | None
     experiment_id: str | None
     reasons: tuple[str, ...]
+    trouble: tuple[str, ...] = ()
+    """What went wrong on the way, in words."""
 
 
 def status(folder: RunFolder) -> Delivery:
@@ -45,6 +47,7 @@ def status(folder: RunFolder) -> Delivery:
         progress.run_id,
         progress.experiment_id,
         tuple(progress.reasons),
+        tuple(trouble(progress)),
     )
 
 
@@ -102,8 +105,7 @@ def _deliver_node(
     folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None, patience: float
 ) -> None:
     if node == 0 and not incumbent.writer_lives(folder) and not _is_ended(folder):
-        claim = incumbent.latest(folder, 0)
-        say_end(folder, claim.time if claim else 0.0)
+        stale.close(folder)
     deliverer, moved = Deliverer(folder, node), time.monotonic()
     deliverer.hasten()
     while not deliverer.complete and time.monotonic() - moved < patience:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, decode
-from rankzero.tracking.delivery import ARTIFACTS, linked
+from rankzero.tracking.delivery import linked
 from rankzero.tracking.journal import RunFolder
-from rankzero.tracking.progress import Progress
+from rankzero.tracking.progress import ARTIFACTS, Progress
 from rankzero.tracking.retry import refusal
 
 if TYPE_CHECKING:
@@ -29,13 +29,20 @@ def upload(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress
     if isinstance(event, CheckpointDeleted):
         tracker.delete_checkpoints(run, event.step)
     elif isinstance(event, CheckpointSaved) and not _deleted_later(event, progress):
-        _upload_checkpoint(tracker, run, folder.path / event.path, event, progress)
+        path = folder.path / event.path
+        if leads_out(path, folder.checkpoints):
+            progress.reject(f"checkpoint of step {event.step}", f"{event.path!r} leads out of the run's folder")
+        else:
+            _upload_checkpoint(tracker, run, path, event, progress)
 
 
 def upload_artifacts(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress) -> None:
     """Upload the files of the artifacts folder that are new or changed since the last time, and word of failures."""
     for path, parent in _artifacts(folder):
         name = str(path.relative_to(folder.path))
+        if leads_out(path, folder.path / path.relative_to(folder.path).parts[0]):
+            progress.reject_once(f"artifact {name}", "it leads out of the run's folder")
+            continue
         stat = path.stat()
         signature = f"{stat.st_size}:{stat.st_mtime_ns}"
         if progress.uploaded.get(name) == signature:
@@ -48,6 +55,12 @@ def upload_artifacts(tracker: Tracker, run: OpenRun, folder: RunFolder, progress
                 raise
             progress.reject(f"artifact {name}", reason)
         progress.uploaded[name] = signature
+
+
+def leads_out(path: Path, base: Path) -> bool:
+    """Tell whether a path, or a link at it or below it, leads out of the folder `base`."""
+    inside = path.resolve() != base.resolve() and path.resolve().is_relative_to(base.resolve())
+    return not inside or any(one.is_symlink() for one in path.rglob("*"))
 
 
 def _upload_checkpoint(tracker: Tracker, run: OpenRun, path: Path, event: CheckpointSaved, progress: Progress) -> None:

@@ -9,10 +9,12 @@ renamed. Loading verifies the checksums and never executes code.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import threading
 import time
@@ -41,6 +43,8 @@ class Manifest:
     metrics: Mapping[str, float]
     best: bool
     files: Mapping[str, Mapping[str, Any]]
+    world_size: int | None = None
+    """Ranks that trained; None: one's own loop, which does not say."""
     format: int = FORMAT
     torch: str = torch.__version__
 
@@ -56,8 +60,8 @@ class Checkpoints:
     in flight: a second `save` waits for it, and what it waited counts into `blocked_seconds`.
     """
 
-    def __init__(self, run_folder: Path, keep: int, goal: Goal) -> None:
-        self._root, self._keep, self._goal = run_folder, keep, goal
+    def __init__(self, run_folder: Path, keep: int, goal: Goal, world_size: int | None = None) -> None:
+        self._root, self._keep, self._goal, self._world_size = run_folder, keep, goal, world_size
         self._folder = run_folder / "checkpoints"
         self._staging = Staging()
         self._writer = ThreadPoolExecutor(1, "checkpoint", _lowest_priority)
@@ -98,12 +102,12 @@ class Checkpoints:
 
     def _write(self, staged: Staged, step: int, metrics: dict[str, float], best: bool) -> list[Event]:
         target = folder_of(self._folder, step)
-        write(target, lambda path: torch.save(staged.wait(), path), step, metrics, best)
+        write(target, lambda path: torch.save(staged.wait(), path), step, metrics, best, self._world_size)
         saved = CheckpointSaved(time.time(), step, str(target.relative_to(self._root)), best, metrics)
         return [saved, *self._prune()]
 
     def _prune(self) -> Iterator[Event]:
-        manifests = {path: read_manifest(path) for path in _complete(self._folder)}
+        manifests = _manifests(self._folder)
         for path in superseded(manifests, self._keep, self._goal):
             _delete(path)
             yield CheckpointDeleted(time.time(), manifests[path].step, str(path.relative_to(self._root)))
@@ -120,7 +124,12 @@ def superseded(manifests: Mapping[Path, Manifest], keep: int, goal: Goal) -> lis
 
 
 def write(
-    target: Path, save_state: Callable[[Path], None], step: int, metrics: Mapping[str, float], best: bool
+    target: Path,
+    save_state: Callable[[Path], None],
+    step: int,
+    metrics: Mapping[str, float],
+    best: bool,
+    world_size: int | None = None,
 ) -> None:
     """Write a checkpoint's folder in one step: a reader sees all of it or nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +138,7 @@ def write(
     temporary.mkdir()
     save_state(temporary / STATE)
     _sync(temporary / STATE)
-    manifest = Manifest(step, metrics, best, {STATE: _fingerprint(temporary / STATE)})
+    manifest = Manifest(step, metrics, best, {STATE: _fingerprint(temporary / STATE)}, world_size)
     (temporary / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2))
     _sync(temporary / MANIFEST)
     _sync(temporary)
@@ -138,9 +147,12 @@ def write(
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's state, on the CPU. Raises BrokenCheckpoint where it is not intact."""
+    """Return a checkpoint's state, on the CPU. Raises BrokenCheckpoint where it is not intact, or more than data."""
     verify(folder)
-    state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # with the checksum right, this was written so: nothing of it was run
+        raise BrokenCheckpoint(f"{folder} holds more than tensors and plain values, and is refused") from error
     return state
 
 
@@ -159,7 +171,7 @@ def newest_intact(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 def best(checkpoints: Path, goal: Goal) -> Path | None:
     """Return the checkpoint with the best goal metric; the last one where none was evaluated."""
-    manifests = {path: read_manifest(path) for path in _complete(checkpoints)}
+    manifests = _manifests(checkpoints)
     judged = [path for path in manifests if _judged(manifests[path], goal)]
     if not judged:
         return max(manifests, key=lambda path: manifests[path].step, default=None)
@@ -170,6 +182,7 @@ def best(checkpoints: Path, goal: Goal) -> Path | None:
 def verify(folder: Path) -> Manifest:
     """Return the manifest of an intact checkpoint. Raises BrokenCheckpoint."""
     manifest = read_manifest(folder)
+    _require_own_files(manifest, folder)
     for name, expected in manifest.files.items():
         if _fingerprint(folder / name) != dict(expected):
             raise BrokenCheckpoint(f"{folder / name} is truncated or altered: its checksum does not match")
@@ -184,6 +197,15 @@ def read_manifest(folder: Path) -> Manifest:
         raise BrokenCheckpoint(f"{folder} has no readable manifest: {error}") from error
 
 
+def _require_own_files(manifest: Manifest, folder: Path) -> None:
+    """Raise BrokenCheckpoint where a manifest names anything but files in its own folder, the state among them."""
+    if not isinstance(manifest.files, dict) or STATE not in manifest.files:
+        raise BrokenCheckpoint(f"{folder} has a manifest that does not name {STATE}")
+    for name in manifest.files:
+        if name in ("", "..") or Path(name).name != name or (folder / name).is_symlink():
+            raise BrokenCheckpoint(f"{folder} has a manifest that names {name!r}, which is no file of its own")
+
+
 def folder_of(checkpoints: Path, step: int) -> Path:
     """Return where the checkpoint of `step` lies; the names sort by step."""
     return checkpoints / f"step_{step:08d}"
@@ -191,6 +213,15 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 def _complete(checkpoints: Path) -> list[Path]:
     return sorted(path for path in checkpoints.glob("step_*") if (path / MANIFEST).exists())
+
+
+def _manifests(checkpoints: Path) -> dict[Path, Manifest]:
+    """Return the checkpoints with what is known of each, without those that do not say: a broken one stops nobody."""
+    found = {}
+    for path in _complete(checkpoints):
+        with contextlib.suppress(BrokenCheckpoint):
+            found[path] = read_manifest(path)
+    return found
 
 
 def _judged(manifest: Manifest, goal: Goal) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from rankzero.errors import UserError
+from rankzero.tracking.host import usable_cores
 from rankzero.tracking.ranks import Ranks
 from rankzero.train.world import World
 
@@ -23,9 +24,14 @@ def choose(ranks: Ranks) -> torch.device:
     return device
 
 
+def gpu_count() -> int:
+    """Return how many GPUs this process sees."""
+    return torch.cuda.device_count()
+
+
 def check_gpus(processes: int) -> None:
     """Raise UserError where a node has GPUs, but fewer than `processes`."""
-    gpus = torch.cuda.device_count()
+    gpus = gpu_count()
     if 0 < gpus < processes:
         raise UserError(
             f"{processes} processes need {processes} GPUs, but this machine shows {gpus}: "
@@ -38,16 +44,24 @@ def set_threads(ranks: Ranks) -> None:
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(max(1, int(os.environ["OMP_NUM_THREADS"])))
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(usable_cores())
     torch.set_num_threads(max(1, cores // ranks.local_world_size))
 
 
-def gpu_uuids(ranks: Ranks) -> list[str]:
+def gpu_uuids(ranks: Ranks, strategy: str) -> list[str]:
     """Return the UUIDs of the GPUs that this node's ranks use, by local rank; empty without GPUs."""
     if not torch.cuda.is_available():
         return []
-    shown = min(ranks.local_world_size, torch.cuda.device_count())
+    visible = torch.cuda.device_count()
+    shown = visible if strategy == "dp" else min(ranks.local_world_size, visible)
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(shown)]
+
+
+def forget_peak_memory(world: World) -> None:
+    """Begin to count anew: building a divided model takes more for a moment than training it."""
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
 
 
 def peak_memory_megabytes(world: World) -> float:

@@ -17,6 +17,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import sync
 from rankzero.tracking.journal import RunFolder, write_atomically
+from rankzero.tracking.secrecy import text_without_secrets
 from rankzero.train import checkpoint
 from rankzero.train.feed import Feed
 
@@ -78,6 +79,8 @@ def experiment_of(folder: RunFolder) -> Experiment:
     reference = folder.identity.experiment_file
     if reference is None:
         raise UserError(f"{folder.path.name} was not started by `rankzero train`: its own program has its model")
+    if Path(reference).resolve().is_relative_to(folder.path.parent.parent.resolve()):
+        raise UserError(f"{reference} lies among the runs: what came with a run is not executed")
     return config.from_yaml(experiment_file.load(reference), folder.config.read_text())
 
 
@@ -123,7 +126,8 @@ def example_of(experiment: Experiment, model: nn.Module) -> tuple[Tensor, ...]:
         lambda _module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
     )
     with handle, torch.no_grad():
-        experiment.measure(model, next(iter(feed.evaluate(EXAMPLE_SAMPLES, 0, 1))))
+        batch, _ = next(iter(feed.evaluate(EXAMPLE_SAMPLES, 0, 1)))
+        experiment.measure(model, batch)
     if not seen:
         raise ValueError("its steps never call the module itself, self(x); only what they call can be logged")
     args, kwargs = seen[0]
@@ -151,5 +155,5 @@ def _child(folder: str, problems: Any) -> None:
     try:
         best(RunFolder(Path(folder)))
     except Exception as error:
-        (Path(folder) / "export.log").write_text(traceback.format_exc())
-        problems.put(f"{type(error).__name__}: {error}")
+        (Path(folder) / "export.log").write_text(text_without_secrets(traceback.format_exc()))
+        problems.put(text_without_secrets(f"{type(error).__name__}: {error}"))

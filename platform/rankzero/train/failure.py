@@ -6,12 +6,13 @@ import dataclasses
 import json
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.tracking.journal import write_atomically
+from rankzero.tracking.secrecy import text_without_secrets
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 OURS = str(Path(__file__).parents[1])
@@ -28,9 +29,9 @@ class Failure:
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """Return the failure behind an exception."""
-    trace = "".join(traceback.format_exception(error))
-    return Failure(time.time(), rank, reason(error), trace)
+    """Return the failure behind an exception, in words without secrets: MLflow will be told."""
+    trace = text_without_secrets("".join(traceback.format_exception(error)))
+    return Failure(time.time(), rank, text_without_secrets(reason(error)), trace)
 
 
 def reason(error: BaseException) -> str:
@@ -38,7 +39,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, (UserError, ConfigError)):
         return str(error)
     text = f"{type(error).__name__}: {error}".rstrip(": ")
-    place = _users_frame(error.__traceback__)
+    place = place_of(traceback.extract_tb(error.__traceback__))
     return f"{text} ({place})" if place else text
 
 
@@ -53,6 +54,11 @@ def write(failure: Failure, folder: Path) -> None:
     write_atomically(folder / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(failure)))
 
 
+def forget(folder: Path, rank: int) -> None:
+    """Remove what a rank said of an earlier start: who is started again begins without a failure."""
+    (folder / f"rank_{rank}.json").unlink(missing_ok=True)
+
+
 def first(folder: Path) -> Failure | None:
     """Return the earliest failure that a rank left in `folder`: the others follow from it."""
     found = []
@@ -64,11 +70,11 @@ def first(folder: Path) -> Failure | None:
     return min(found, key=lambda failure: failure.time, default=None)
 
 
-def _users_frame(trace: TracebackType | None) -> str | None:
+def place_of(stack: Iterable[traceback.FrameSummary]) -> str | None:
     """Return ``file.py, line 31, in measure`` of the innermost frame that is the user's."""
     frames = [
         frame
-        for frame in traceback.extract_tb(trace)
+        for frame in stack
         if not frame.filename.startswith((OURS, "<"))
         and "site-packages" not in frame.filename
         and "/lib/python" not in frame.filename

@@ -7,7 +7,6 @@ same on one rank or many, with or without loader processes, before and after a r
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,8 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from rankzero.experiment import Experiment
+from rankzero.tracking.host import usable_cores
+from rankzero.train.batch import to_device
 from rankzero.train.data import Plan, mix, shard
 
 RESIDENT_BYTES = 1 << 30  # a tensor data set up to this size is copied to the GPU once, and gathered there
@@ -29,7 +31,8 @@ Key = tuple[int, int]  # (epoch, index)
 class Feed:
     """A data set on its way to `device`, for one rank.
 
-    `workers`: loading processes; None: as many as the cores allow, none for a TensorDataset.
+    `workers`: loading processes; None: as many as the cores allow, none for a TensorDataset, which is
+    gathered in memory where `collate` is PyTorch's own way.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Feed:
     ) -> None:
         self.device = device
         self.samples = len(dataset)
-        self._tensors = _tensors(dataset, device)
+        self._tensors = _tensors(dataset, device) if stacks(collate) else None
         self._dataset = Augmented(dataset, seed)
         self._collate = collate
         self._workers = loader_workers(workers, local_world_size)
@@ -57,9 +60,12 @@ class Feed:
             return self._gather(keys, self._tensors)
         return self._load(self._loader(keys, self._workers))
 
-    def evaluate(self, batch_size: int, rank: int, world_size: int) -> Iterator[Any]:
-        """Yield `rank`'s share of the data set once, on the device; the last batch may be smaller."""
+    def evaluate(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, int]]:
+        """Yield `rank`'s share of the data set once, on the device, with each batch's number of samples."""
         keys = [(0, indices) for indices in shard(self.samples, batch_size, rank, world_size)]
+        return zip(self._evaluated(keys), [len(indices) for _, indices in keys], strict=True)
+
+    def _evaluated(self, keys: Sequence[tuple[int, Tensor]]) -> Iterator[Any]:
         if self._tensors is not None:
             return self._gather(keys, self._tensors)
         if self._evaluation is None:  # kept, so that its processes start once
@@ -95,14 +101,14 @@ class Augmented(Dataset[Any]):
     """A map-style data set keyed by (epoch, index), each item drawn under a seed of its own."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
+        self._dataset, self._seed, self._batched = dataset, seed, has_batched_access(dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
         with _own_randomness():
-            if hasattr(self._dataset, "__getitems__"):
+            if self._batched:
                 _seed_all(mix(self._seed, *keys[0]))
                 return list(self._dataset.__getitems__([index for _, index in keys]))
             return [self._item(*key) for key in keys]
@@ -112,33 +118,24 @@ class Augmented(Dataset[Any]):
         return self._dataset[index]
 
 
+def has_batched_access(dataset: Any) -> bool:
+    """Tell whether a data set makes whole batches itself; a Subset only passes on what it is a part of."""
+    while getattr(type(dataset), "__getitems__", None) is Subset.__getitems__:
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
+
+
+def stacks(collate: Collate) -> bool:
+    """Tell whether a batch is PyTorch's own: the same as gathering its rows."""
+    return collate is default_collate or getattr(collate, "__func__", None) is Experiment.collate
+
+
 def loader_workers(asked: int | None, local_world_size: int) -> int:
     """Return how many loading processes each rank gets: the cores that training leaves, at most 8."""
     if asked is not None:
         return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(usable_cores())
     return max(0, min(MOST_WORKERS, cores // local_world_size - 1))
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with every tensor in it (lists, tuples, mappings) on `device`."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
-def samples_in(batch: Any) -> int:
-    """Return the length of the first tensor found in `batch`, which is its number of samples."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 0
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((count for count in map(samples_in, values) if count), 0)
 
 
 class _KeyBatches:

@@ -23,6 +23,10 @@ START_METHOD = "forkserver"
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.data", "numpy", "rankzero.train.worker"]
 NOISY = ("torch.distributed", "torch.multiprocessing", "torch.distributed.elastic.multiprocessing.api")
 MONITOR_SECONDS = 0.5  # between looks at the workers: each costs them a moment of a core
+PASSED_ON = {
+    signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+}  # fmt: skip
 TRANSLATED = {signal.SIGUSR2: signal.SIGUSR2, signal.SIGQUIT: signal.SIGKILL}
 SHUTDOWN_SECONDS = 30  # what a rank gets to leave once another has failed, before SIGKILL
 
@@ -54,7 +58,7 @@ def warm_up(modules: Sequence[str] = ()) -> None:
 def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path) -> str:
     """Run `entry(request)` in every process of this node; return what the first of them returned.
 
-    SIGTERM and SIGINT to this process reach the workers, which stop at the same step; a second
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process reach the workers, which stop at the same step; a second
     one ends them as an exception does, SIGQUIT ends them whatever they do. SIGUSR2: the run is pruned.
     Raises WorkersFailed.
     """
@@ -139,12 +143,12 @@ def _signals_passed_on(agent: Any) -> Iterator[None]:
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         received.append(number)
-        _signal_workers(agent, signal.SIGTERM if len(received) == 1 else signal.SIGQUIT)
+        _signal_workers(agent, PASSED_ON[signal.Signals(number)] if len(received) == 1 else signal.SIGQUIT)
 
     def translate(number: int, _frame: FrameType | None) -> None:
         _signal_workers(agent, TRANSLATED[signal.Signals(number)])
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {number: signal.signal(number, pass_on) for number in PASSED_ON}
     before |= {number: signal.signal(number, translate) for number in TRANSLATED}
     try:
         yield

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from rankzero.errors import UserError
 from rankzero.events import Evaluated, Event, Hook, StepsLogged
 from rankzero.experiment import Experiment
-from rankzero.train import randomness
+from rankzero.train import randomness, strategies
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import Plan, most_batches
-from rankzero.train.feed import Feed, samples_in
-from rankzero.train.meters import Means, Report, Throughput, Window
+from rankzero.train.feed import Feed
+from rankzero.train.meters import Means, Report, Tally, Window
 from rankzero.train.precision import Precision
 from rankzero.train.stop import REASONS, Stop
+from rankzero.train.straggler import Stopwatch
 from rankzero.train.strategies.interface import Arithmetic, Strategy
 from rankzero.train.world import World
 
@@ -48,6 +49,8 @@ class State:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     base_lrs: list[float]
+    options: list[dict[str, Any]]
+    """The optimizer's, by group, as the experiment makes it."""
     step: int = 0
     best: float | None = None
 
@@ -65,38 +68,9 @@ class Job:
     """Has `State`'s model and optimizer, and divides the work among the ranks."""
     train_feed: Feed
     val_feed: Feed
-
-
-@dataclasses.dataclass
-class Tally:
-    """What the run's summary is made of."""
-
-    throughput: Throughput = dataclasses.field(default_factory=Throughput)
-    steps: int = 0
-    train_seconds: float = 0.0
-    data_wait_seconds: float = 0.0
-    blocked_seconds: float = 0.0
-    best: float | None = None
-    last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def add(self, report: Report, batch_size: int) -> None:
-        self.throughput.add(report.steps * batch_size, report.seconds)
-        self.steps += report.steps
-        self.train_seconds += report.seconds
-        self.data_wait_seconds += report.data_wait_seconds
-
-    def summary(self) -> dict[str, float]:
-        """Return the run's figures; one that was not measured is left out."""
-        figures = {
-            "best": self.best,
-            "samples_per_second": self.throughput.samples_per_second,
-            "samples_per_second_half_width": self.throughput.half_width,
-            "steps": float(self.steps),
-            "train_seconds": self.train_seconds,
-            "data_wait_fraction": self.data_wait_seconds / self.train_seconds if self.train_seconds else None,
-            "checkpoint_blocked_seconds": self.blocked_seconds,
-        }
-        return {**self.last_metrics, **{name: value for name, value in figures.items() if value is not None}}
+    stopwatch: Stopwatch
+    beat: Callable[[], None] = lambda: None
+    """Says that this rank gets on; see `watchdog`."""
 
 
 class NotFinite(Exception):
@@ -115,7 +89,7 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
     window, length = Window(job.world), train.log_every or 1
     state.model.train()
     times: list[float] = []
-    waited, better, start = 0.0, False, time.perf_counter()
+    waited, better, start = 0.0, False, job.world.now()
     while state.step < total:
         metrics, wait = train_step(job, state, batches)
         window.add(metrics)
@@ -126,7 +100,7 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
         save_due = save_every > 0 and (state.step % save_every == 0 or state.step == total)
         if len(window) < length and not evaluation_due and not save_due:
             continue
-        report = window.reduce(stop.code, time.perf_counter() - start, waited)
+        report = window.reduce(stop.code, job.world.now() - start, waited, job.stopwatch.read())
         tally.add(report, plan.batch_size)
         for event in window_events(job, state, report, times):
             emit(event)
@@ -145,7 +119,7 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
             emit(event)
         if report.stop_code and state.step < total:
             return REASONS[report.stop_code]
-        times, waited, start = [], 0.0, time.perf_counter()
+        times, waited, start = [], 0.0, job.world.now()
     return None
 
 
@@ -169,6 +143,7 @@ def train_step(job: Job, state: State, batches: Iterator[Any]) -> tuple[dict[str
         asked = time.perf_counter()
         batch = next(batches)
         waited += time.perf_counter() - asked
+        job.beat()
         if index < accumulation - 1:
             with strategy.accumulating():
                 values = strategy.gradients(how, batch)
@@ -182,7 +157,9 @@ def train_step(job: Job, state: State, batches: Iterator[Any]) -> tuple[dict[str
 def arithmetic(job: Job) -> Arithmetic:
     """Return how a micro-batch is computed."""
     precision = job.precision
-    return Arithmetic(job.experiment.measure, precision.autocast, precision.scaler, job.plan.accumulation)
+    return Arithmetic(
+        job.stopwatch.timed(job.experiment.measure), precision.autocast, precision.scaler, job.plan.accumulation
+    )
 
 
 def update(job: Job, state: State) -> None:
@@ -217,6 +194,7 @@ def evaluate(job: Job, state: State, names: Sequence[str]) -> dict[str, float]:
     with torch.no_grad():
         for batch, samples in validation_batches(job):
             values = strategy.metrics(how, batch)
+            job.beat()
             if values is not None:
                 means.add(values, samples)
     state.model.train()
@@ -230,9 +208,9 @@ def validation_batches(job: Job) -> Iterator[tuple[Any, int]]:
     """
     shard, batch_size = job.strategy.shard, job.plan.micro_batch
     batch, count = None, 0
-    for batch in job.val_feed.evaluate(batch_size, shard.rank, shard.size):
+    for batch, samples in job.val_feed.evaluate(batch_size, shard.rank, shard.size):
         count += 1
-        yield batch, samples_in(batch)
+        yield batch, samples
     if job.strategy.lockstep:
         if batch is None:
             raise UserError("the validation set has fewer samples than there are processes: give it more, or use ddp")
@@ -274,6 +252,8 @@ def state_dict(job: Job, state: State) -> dict[str, Any]:
         **job.strategy.state(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "randoms": randoms,
+        "layout": strategies.layout(job.experiment.train.strategy, job.world.size),
+        "options": state.options,
         "step": state.step,
         "best": state.best,
         "batch_size": job.plan.batch_size,

@@ -1,4 +1,4 @@
-"""Running values on the device, one fused reduction per report, and throughput with its confidence interval."""
+"""Running values on the device, one fused reduction per report; throughput with its confidence interval; the sum."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rankzero.errors import UserError
 from rankzero.intervals import half_width
+from rankzero.train.straggler import Paces
 from rankzero.train.world import World
 
 
@@ -25,9 +26,16 @@ class Report:
     """Per rank, why it wants to stop; 0: it does not."""
     seconds: float
     """The slowest rank's wall-clock time for the window."""
-    data_wait_seconds: float
-    """The slowest rank's time spent waiting for data."""
+    data_waits: list[float]
+    """Per rank, the seconds spent waiting for data."""
+    forwards: list[float]
+    """Per rank, the seconds of one forward; see `straggler`."""
     steps: int
+
+    @property
+    def data_wait_seconds(self) -> float:
+        """The slowest rank's."""
+        return max(self.data_waits)
 
     @property
     def stop_code(self) -> int:
@@ -65,20 +73,23 @@ class Window:
                 f"measure() left out {error} that it returned before: return the same keys every time"
             ) from None
 
-    def reduce(self, stop_code: int, seconds: float, data_wait_seconds: float) -> Report:
+    def reduce(self, stop_code: int, seconds: float, data_wait_seconds: float, forward_seconds: float = 0.0) -> Report:
         """Add up the window over all ranks and start a new one. The platform's only collective and host sync."""
         names, rows, world = self._names or [], self._rows, self._world
         self._rows = []
-        mine = torch.zeros(world.size, 3, dtype=torch.float64)
-        mine[world.ranks.rank] = torch.tensor([stop_code, seconds, data_wait_seconds], dtype=torch.float64)
+        mine = torch.zeros(world.size, 4, dtype=torch.float64)
+        mine[world.ranks.rank] = torch.tensor(
+            [stop_code, seconds, data_wait_seconds, forward_seconds], dtype=torch.float64
+        )
         values = torch.stack([value for row in rows for value in row]).double()
         fused = world.sum(torch.cat([values / world.size, mine.flatten().to(values.device)])).tolist()
         width, cut = len(names), len(values)
         return Report(
             values={name: fused[column:cut:width] for column, name in enumerate(names)},
-            stop_codes=[int(code) for code in fused[cut::3]],
-            seconds=max(fused[cut + 1 :: 3]),
-            data_wait_seconds=max(fused[cut + 2 :: 3]),
+            stop_codes=[int(code) for code in fused[cut::4]],
+            seconds=max(fused[cut + 1 :: 4]),
+            data_waits=fused[cut + 2 :: 4],
+            forwards=fused[cut + 3 :: 4],
             steps=len(rows),
         )
 
@@ -146,6 +157,41 @@ class Throughput:
     def half_width(self) -> float | None:
         """Half the 95 % interval, in samples per second; None with fewer than two windows."""
         return half_width([samples / seconds for samples, seconds in self._windows])
+
+
+@dataclasses.dataclass
+class Tally:
+    """What the run's summary is made of."""
+
+    throughput: Throughput = dataclasses.field(default_factory=Throughput)
+    paces: Paces = dataclasses.field(default_factory=Paces)
+    steps: int = 0
+    train_seconds: float = 0.0
+    data_wait_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    best: float | None = None
+    last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def add(self, report: Report, batch_size: int) -> None:
+        self.throughput.add(report.steps * batch_size, report.seconds)
+        self.paces.add(report.seconds, report.forwards, report.data_waits)
+        self.steps += report.steps
+        self.train_seconds += report.seconds
+        self.data_wait_seconds += report.data_wait_seconds
+
+    def summary(self) -> dict[str, float]:
+        """Return the run's figures; one that was not measured is left out."""
+        figures = {
+            "best": self.best,
+            "samples_per_second": self.throughput.samples_per_second,
+            "samples_per_second_half_width": self.throughput.half_width,
+            "steps": float(self.steps),
+            "train_seconds": self.train_seconds,
+            "data_wait_fraction": self.data_wait_seconds / self.train_seconds if self.train_seconds else None,
+            "checkpoint_blocked_seconds": self.blocked_seconds,
+            **self.paces.straggler(),
+        }
+        return {**self.last_metrics, **{name: value for name, value in figures.items() if value is not None}}
 
 
 def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:

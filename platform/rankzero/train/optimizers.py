@@ -1,19 +1,25 @@
-"""The optimizers PyTorch can run as one kernel, run so."""
+"""The optimizers PyTorch can run as one kernel, run so; their options, when a run goes on."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 
-def fused(optimizer: Optimizer) -> Optimizer:
-    """Return `optimizer` in its fused form, where PyTorch has one and the user left the choice open.
+def fused(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+    """Return `optimizer` of `model` in its fused form, where PyTorch has one and the user left the choice open.
 
-    Only PyTorch's own classes with `fused=None`, and only before their first step.
+    Only PyTorch's own classes with `fused=None`, as they are made: before their first step, without hooks. Not where
+    gradients are sparse: fused forms do not take them.
     """
-    if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state:
+    if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state or _has_hooks(optimizer):
+        return optimizer
+    if any(getattr(module, "sparse", False) is True for module in model.modules()):
         return optimizer
     if any(
         group.get("fused", False) is not None or group.get("foreach") or group.get("differentiable")
@@ -23,6 +29,12 @@ def fused(optimizer: Optimizer) -> Optimizer:
     with contextlib.suppress(RuntimeError, ValueError, TypeError):  # this device or number format has no fused form
         return _rebuilt(optimizer)
     return optimizer
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Tell whether the user hung something on the optimizer, which another would not have."""
+    own = vars(optimizer)
+    return "step" in own or any(own[name] for name in own if name.endswith("_hooks"))
 
 
 def _rebuilt(optimizer: Optimizer) -> Optimizer:
@@ -37,3 +49,27 @@ def one_by_one(optimizer: Optimizer) -> Optimizer:
     for group in optimizer.param_groups:
         group.update({name: False for name in ("foreach", "fused") if name in group})
     return optimizer
+
+
+def options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return each group's options, without the learning rate, which the schedule has."""
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
+
+
+def as_values(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return options as values that nothing changes any more."""
+    values: list[dict[str, Any]] = tree_map(lambda value: value.tolist() if isinstance(value, Tensor) else value, found)
+    return values
+
+
+def change_options(optimizer: Optimizer, now: Sequence[Mapping[str, Any]], then: Sequence[Mapping[str, Any]]) -> None:
+    """Set the options that differ between `then` and `now`, both as the experiment makes them.
+
+    The others keep what a checkpoint had: some optimizers keep what they learn among their options.
+    """
+    for group, mine, before in zip(optimizer.param_groups, now, then, strict=True):
+        (values,) = as_values([dict(mine)])
+        group.update({name: mine[name] for name in mine if name not in before or values[name] != before[name]})

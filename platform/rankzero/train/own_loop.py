@@ -15,15 +15,15 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rankzero import config as configs
-from rankzero.events import Evaluated, RunEnded, RunStarted, Status, StepsLogged
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import Goal
-from rankzero.tracking import provenance, ranks, store
+from rankzero.tracking import catalog, provenance, ranks, store
 from rankzero.tracking.journal import Identity, RunFolder, new_name
 from rankzero.tracking.runlog import RunLog
 from rankzero.tracking.secrecy import settings_without_secrets
@@ -47,9 +47,11 @@ def track(
 
     `config` is a mapping (may be nested) or a dataclass; it becomes the run's params. Call it on
     every rank: rank 0 writes, on other ranks nothing happens. An existing `name` is gone on with.
+    Who is rank 0 says the process group of torch.distributed, where it has been joined, else the launcher's
+    environment: under ``torch.multiprocessing.spawn``, join it before. Other ways must set RANK and WORLD_SIZE.
     Raises TrackingError where the store cannot be used; once the block is entered, tracking cannot raise.
     """
-    mine = ranks.detect()
+    mine = _mine()
     if not mine.first:
         return TrackedRun(None, goal or Goal(), keep)
     root = Path(folder or os.environ.get("RANKZERO_DIR", "mlruns")).absolute()
@@ -77,7 +79,7 @@ class TrackedRun:
         self._rows: list[Row] = []
         self._told: set[str] = set()
         self._flushed = time.monotonic()
-        self._best: float | None = None
+        self._best = None if log is None else catalog.best_so_far(log.folder, goal)
         self._last: dict[str, float] = {}
         self._checkpoints: Any = None
 
@@ -106,8 +108,7 @@ class TrackedRun:
             return
         self._flush()
         if self._checkpoints is not None:
-            for event in self._checkpoints.close():
-                self._log(event)
+            self._tell(self._checkpoints.close())
         status, reason = _status(error)
         text = None if error is None else "".join(traceback.format_exception(error))
         best = {} if self._best is None else {"best": self._best}
@@ -142,8 +143,16 @@ class TrackedRun:
         self._flush()
         numbers = {name: _number(value) for name, value in (metrics or {}).items()}
         better = self._evaluated(numbers, step)
-        for event in self._store().save(state_dict, step, numbers, better):
+        self._tell(self._store().save(state_dict, step, numbers, better))
+
+    def _tell(self, events: Iterable[Event]) -> None:
+        """Log what became of checkpoints; say what could not be written."""
+        assert self._log is not None
+        for event in events:
             self._log(event)
+        problems = self._checkpoints.problems
+        while problems:
+            self._log.notice(problems.pop(0))
 
     def _store(self) -> Any:
         from rankzero.train.checkpoint import Checkpoints
@@ -167,6 +176,8 @@ class TrackedRun:
     def _flush(self) -> None:
         rows, self._rows, self._flushed = self._rows, [], time.monotonic()
         assert self._log is not None
+        if self._checkpoints is not None:
+            self._tell(self._checkpoints.poll())
         self._tell_what_is_no_number(rows)
         numbers = iter(_numbers([value for _, _, metrics in rows for value in metrics.values()]))
         for step, moment, metrics in rows:
@@ -180,6 +191,19 @@ class TrackedRun:
         for name in sorted(odd.keys() - self._told):
             self._told.add(name)
             self._log.notice(f"{name} is no number but {odd[name]!r}: it is logged as NaN; log its mean, for instance")
+
+
+def _mine() -> ranks.Ranks:
+    """Return which rank this is: as the launcher says, unless torch.distributed knows better."""
+    said = ranks.detect()
+    if "torch.distributed" not in sys.modules:
+        return said
+    from rankzero.train.world import joined
+
+    group = joined()
+    if group is None or (group.rank, group.world_size) == (said.rank, said.world_size):
+        return said
+    return group  # a process that spawns others is one task to its launcher
 
 
 def params_of(config: object) -> dict[str, str]:
@@ -228,7 +252,7 @@ def _numbers(values: list[Any]) -> list[float]:
 def _number(value: Any) -> float:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return float("nan")  # telemetry cannot kill a run
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,17 +105,13 @@ def _profile(request: Request, world: Any) -> Profile:
 
 def _steps(job: Any, state: Any, batches: Iterator[Any], count: int) -> tuple[float, float]:
     """Take steps; return the seconds they took, and those that were waited for data."""
-    import torch
-
     from rankzero.train.loop import train_step
 
-    start, waited = time.perf_counter(), 0.0
+    start, waited = job.world.now(), 0.0
     for _ in range(count):
         _, wait = train_step(job, state, batches)
         waited += wait
-    if job.world.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, waited
+    return job.world.now() - start, waited
 
 
 def _spans(events: Any, on_gpu: bool) -> tuple[list[Span], list[Span]]:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from rankzero.errors import UserError
-from rankzero.train import checkpoint, randomness
+from rankzero.train import checkpoint, optimizers, randomness, strategies
 from rankzero.train.loop import Job, State
 
 
-def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], None]) -> None:
-    """Set `state` to the newest intact checkpoint; leave it fresh where there is none. All ranks call it.
+def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], None], *, required: bool = False) -> None:
+    """Set `state` to rank 0's newest intact checkpoint; leave it fresh where there is none. All ranks call it.
 
+    Raises UserError where there is none and one is `required`.
     Ranks that see the folder read it; where any rank does not, rank 0 sends the bytes.
     """
     path, problems = checkpoint.newest_intact(checkpoints)
@@ -25,6 +26,8 @@ def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], No
     saved = _agreed(path, job)
     if saved is not None:
         apply(saved, job, state)
+    elif required:
+        raise UserError("there is no intact checkpoint where rank 0 runs: resume on the machine that has the run")
 
 
 def apply(saved: dict[str, Any], job: Job, state: State) -> None:
@@ -35,18 +38,20 @@ def apply(saved: dict[str, Any], job: Job, state: State) -> None:
                 f"the checkpoint was trained with {name} {saved[name]}, now it is {mine}: the data order "
                 "would change; start a new run instead"
             )
+    options = optimizers.options(state.optimizer)
+    layout = strategies.layout(job.experiment.train.strategy, job.world.size)
     try:
         job.strategy.load(saved)
+        optimizers.change_options(state.optimizer, options, saved.get("options", state.options))
     except (RuntimeError, ValueError, KeyError) as error:
         raise UserError(f"the checkpoint does not fit the experiment's model or optimizer any more: {error}") from error
     if job.precision.scaler is not None and saved["scaler"] is not None:
         job.precision.scaler.load_state_dict(saved["scaler"])
     state.step, state.best = saved["step"], saved["best"]
-    rank, randoms = job.world.ranks.rank, saved["randoms"]
-    if len(randoms) == job.world.size:
-        randomness.restore(randoms[rank], job.world.device)
-    else:  # another number of ranks: no saved stream is this rank's
-        randomness.seed_all(job.plan.seed, 1 + rank, state.step)
+    if saved.get("layout", layout) == layout and len(saved["randoms"]) == job.world.size:
+        randomness.restore(saved["randoms"][job.world.ranks.rank], job.world.device)
+    else:  # no saved stream is this rank's; ranks that share their samples have the same
+        randomness.seed_all(job.plan.seed, 1 + job.strategy.shard.rank, state.step)
 
 
 def _agreed(path: Path | None, job: Job) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,35 +15,32 @@ class Staged:
     """A state on its way to the host."""
 
     state: Any
-    arrived: torch.cuda.Event | None
+    arrived: Sequence[torch.cuda.Event]
+    """One for each GPU that has a part of the state."""
 
     def wait(self) -> Any:
         """Return the state once every copy has arrived; for the writer thread."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        for event in self.arrived:
+            event.synchronize()
         return self.state
 
 
 class Staging:
     """Host buffers, reused from copy to copy: fresh memory would cost a page fault every 4 KiB.
 
-    GPU tensors are copied into pinned buffers on the current stream: the call only enqueues,
-    and later kernels of the stream cannot overwrite what is still being copied.
+    GPU tensors are copied into pinned buffers on the current stream of their GPU: the call only
+    enqueues, and later kernels of the stream cannot overwrite what is still being copied.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
-        self._on_gpu = False
+        self._gpus: set[torch.device] = set()
 
     def copy(self, state: Any) -> Staged:
         """Return `state` with every tensor copied. The copy is valid until the next call."""
-        self._on_gpu = False
+        self._gpus = set()
         copied = _map_tensors(state, self._copy, ())
-        arrived = None
-        if self._on_gpu:
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return Staged(copied, arrived)
+        return Staged(copied, recorded(self._gpus))
 
     def _copy(self, tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
         source = tensor.detach()
@@ -52,8 +49,19 @@ class Staging:
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
             buffer = torch.empty_like(source, device="cpu", pin_memory=on_gpu)
             self._buffers[path] = buffer
-        self._on_gpu |= on_gpu
+        if on_gpu:
+            self._gpus.add(source.device)
         return buffer.copy_(source, non_blocking=on_gpu)
+
+
+def recorded(gpus: Iterable[torch.device]) -> list[torch.cuda.Event]:
+    """Return an event for each GPU, behind what its current stream was given: one says nothing of another GPU's."""
+    events = []
+    for gpu in gpus:
+        with torch.cuda.device(gpu):
+            events.append(torch.cuda.Event())
+            events[-1].record(torch.cuda.current_stream(gpu))
+    return events
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor, tuple[Any, ...]], Tensor], path: tuple[Any, ...]) -> Any:

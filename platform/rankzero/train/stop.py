@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
 import signal
+import sys
+import threading
 import time
 from types import FrameType
 
@@ -11,9 +16,19 @@ REASONS = {
     2: "stopped by Ctrl-C",
     3: "reached train.max_minutes",
     4: "pruned",
+    5: "stopped by SIGUSR1",
+    6: "stopped because the launching process died",
 }
-SIGTERM, SIGINT, TIME_LIMIT, PRUNED = REASONS
-_CODES = {signal.SIGTERM: SIGTERM, signal.SIGINT: SIGINT, signal.SIGHUP: SIGTERM, signal.SIGUSR2: PRUNED}
+SIGTERM, SIGINT, TIME_LIMIT, PRUNED, SIGUSR1, LAUNCHER_DIED = REASONS
+_CODES = {
+    signal.SIGTERM: SIGTERM,
+    signal.SIGINT: SIGINT,
+    signal.SIGHUP: SIGTERM,
+    signal.SIGUSR1: SIGUSR1,
+    signal.SIGUSR2: PRUNED,
+}
+ORPHAN_SECONDS = 120.0  # what a rank whose launcher died gets to stop with a checkpoint
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class Stop:
@@ -22,6 +37,8 @@ class Stop:
     def __init__(self) -> None:
         self._code = 0
         self._deadline = float("inf")
+        self.training = False
+        """Whether there is a training that hears a wish, and something to save."""
 
     def limit(self, minutes: float | None) -> None:
         """Ask the run to stop once `minutes` have passed from now; None: never."""
@@ -43,6 +60,30 @@ def listen(stop: Stop) -> None:
     for number in _CODES:
         signal.signal(number, lambda received, _frame: stop(_CODES[signal.Signals(received)]))
     signal.signal(signal.SIGQUIT, _interrupt)
+
+
+def end_with_launcher(stop: Stop) -> None:
+    """See to it that this process does not outlive its launcher, nor the server it was forked from.
+
+    The launcher's death is a wish to stop, with a checkpoint. Then, or two minutes later, the process ends, as it does
+    at once before and after the training: PyTorch's agent would have it wait for the launcher's answer. Nobody could
+    start ranks again whose server died, or know of them: they end with it.
+    """
+    launcher = multiprocessing.parent_process()
+    if launcher is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def follow() -> None:
+        launcher.join()
+        stop(LAUNCHER_DIED)
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while stop.training and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="launcher", daemon=True).start()
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -22,9 +22,13 @@ from rankzero.train import device, failure, precision, randomness, restore, stra
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import make_plan
 from rankzero.train.feed import Feed
-from rankzero.train.loop import Job, State, Tally, fit, frozen_heap
+from rankzero.train.loop import Job, State, fit, frozen_heap
+from rankzero.train.meters import Tally
+from rankzero.train.optimizers import as_values, options
 from rankzero.train.request import OUT_OF_MEMORY, Request
-from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, listen
+from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, end_with_launcher, listen
+from rankzero.train.straggler import Stopwatch
+from rankzero.train.watchdog import Watchdog
 from rankzero.train.world import World, is_lost_contact, join
 
 
@@ -39,25 +43,35 @@ class Outcome:
 def main(request: Request) -> str:
     """Train; return the status of the attempt on this rank. The entry point of every worker."""
     ranks = launcher.detect()
+    failure.forget(Path(request.failures), ranks.rank)
     stop = Stop()
     listen(stop)
+    end_with_launcher(stop)
     try:
         with join(ranks, device.choose(ranks)) as world:
+            stop.training = True
             return attempt(request, world, stop).status
     except BaseException as error:
         failure.write(failure.describe(error, ranks.rank), Path(request.failures))
-        raise
+        if not isinstance(error, Exception):
+            raise
+        raise SystemExit(1) from None  # the exception itself torchrun would write into logs/, secrets included
+    finally:
+        stop.training = False
 
 
 def attempt(request: Request, world: World, stop: Stop) -> Outcome:
     """Train once, tracked, among processes that have joined each other already. All ranks call it."""
-    experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
+    settings = world.broadcast(request.config.encode()).decode()  # rank 0's: another machine may have been told others
+    experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
     identity = Identity(**json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode())))
-    log = RunLog.open(Path(request.runs), identity, world.ranks, device.gpu_uuids(world.ranks))
+    gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
+    log = RunLog.open(Path(request.runs), identity, world.ranks, gpus)
     tally = Tally()
     with _told(log, experiment, request, world, tally) as told:
         job, state = build(experiment, world)
-        restore.newest(log.folder.checkpoints, job, state, log.notice)
+        device.forget_peak_memory(world)
+        restore.newest(log.folder.checkpoints, job, state, log.notice, required=request.resumes)
         told.started(state.step, job.total_steps)
         if OUT_OF_MEMORY in request.environment:
             log.notice(f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.plan.batch_size}")
@@ -128,9 +142,7 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     randomness.seed_all(train.seed)
     train_set, val_set = data or data_of(experiment)
     plan = make_plan(train, len(train_set), strategies.shards(train.strategy, world.size))
-    model = experiment.model().to(world.device)
-    if train.compile:
-        model.compile()
+    model = experiment.model()  # on the host: a strategy moves what of it this rank needs
     feeds = [
         Feed(
             dataset,
@@ -146,8 +158,8 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     randomness.seed_all(train.seed, 1 + strategy.shard.rank)
     total = train.steps or (train.epochs or 0) * plan.steps_per_epoch
     base_lrs = [float(group["lr"]) for group in strategy.optimizer.param_groups]
-    state = State(strategy.model, strategy.optimizer, base_lrs)
-    return Job(experiment, world, plan, total, arithmetic, strategy, *feeds), state
+    state = State(strategy.model, strategy.optimizer, base_lrs, as_values(options(strategy.optimizer)))
+    return Job(experiment, world, plan, total, arithmetic, strategy, feeds[0], feeds[1], Stopwatch(world.device)), state
 
 
 def data_of(experiment: Experiment) -> tuple[Any, Any]:
@@ -168,11 +180,12 @@ def data_of(experiment: Experiment) -> tuple[Any, Any]:
 def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Outcome:
     train, world = job.experiment.train, job.world
     stop.limit(train.max_minutes)
-    checkpoints = Checkpoints(log.folder.path, train.keep, job.experiment.goal) if world.ranks.first else None
+    checkpoints = _checkpoints(job, log)
     tally.best = state.best
+    watchdog = Watchdog(train.hang_minutes, world.ranks.rank, lambda failed: _leave_word(failed, log, world))
     try:
-        with frozen_heap():
-            reason = fit(job, state, log, stop, checkpoints, tally)
+        with frozen_heap(), watchdog.watching():
+            reason = fit(dataclasses.replace(job, beat=watchdog.beat), state, log, stop, checkpoints, tally)
     finally:
         if checkpoints is not None:
             _finish(checkpoints, log, tally)
@@ -184,6 +197,19 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Out
         told = f"{reason} at step {state.step}" + (f": {why}" if why else "")
         return Outcome("FINISHED" if over else "KILLED", told)
     return Outcome("FINISHED", _success(job, state))
+
+
+def _checkpoints(job: Job, log: RunLog) -> Checkpoints | None:
+    """Return what keeps rank 0's checkpoints; None on other ranks."""
+    experiment, world = job.experiment, job.world
+    if not world.ranks.first:
+        return None
+    return Checkpoints(log.folder.path, experiment.train.keep, experiment.goal, world.size)
+
+
+def _leave_word(failed: failure.Failure, log: RunLog, world: World) -> None:
+    failure.write(failed, log.folder.failures)
+    world.report_failure(dataclasses.asdict(failed))
 
 
 def _finish(checkpoints: Checkpoints, emit: RunLog, tally: Tally) -> None:

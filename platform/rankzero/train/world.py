@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rankzero.tracking.ranks import Ranks
 
+PIECE_BYTES = 64 << 20  # what is sent at a time: a checkpoint may be larger than what a GPU has left
 FAILURE_KEY = "rankzero/failure"
 FAILURE_SECONDS = 2.0  # what a failing peer gets to say why
 
@@ -34,6 +35,12 @@ class World:
     def together(self) -> bool:
         """Tell whether there is anybody to talk to."""
         return self.size > 1
+
+    def now(self) -> float:
+        """Return the clock once the device has done all that it was given: a kernel that is launched has not run."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def sum(self, values: Tensor) -> Tensor:
         """Add `values` over all ranks, in place; every rank gets the same bits. A collective."""
@@ -58,18 +65,23 @@ class World:
         return gathered.view(self.size, -1).to(values.device)
 
     def broadcast(self, content: bytes, source: int = 0) -> bytes:
-        """Return one rank's `content` on every rank. A collective, for start-up only."""
+        """Return one rank's `content` on every rank, through little of its device. A collective, for start-up only."""
         if not self.together:
             return content
         length = torch.tensor([len(content)], device=self.device)
         dist.broadcast(length, source)
-        if not int(length):
-            return b""
-        buffer = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        whole = bytearray()
+        while len(whole) < int(length):
+            piece = content[len(whole) : len(whole) + PIECE_BYTES]
+            whole += self._broadcast_piece(piece, min(PIECE_BYTES, int(length) - len(whole)), source)
+        return bytes(whole)
+
+    def _broadcast_piece(self, piece: bytes, length: int, source: int) -> bytes:
+        buffer = torch.empty(length, dtype=torch.uint8, device=self.device)
         if self.ranks.rank == source:
-            buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+            buffer.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
         dist.broadcast(buffer, source)
-        return bytes(buffer.cpu().numpy())
+        return buffer.cpu().numpy().tobytes()
 
     def all(self, answer: bool) -> bool:
         """Tell whether every rank says yes. A collective, for start-up only."""
@@ -119,6 +131,17 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
     # Only after success: a rank that failed must end, not wait for collectives that its peers will never enter.
     dist.barrier()  # leaving while a peer still talks makes gloo abort the process (seen with PyTorch 2.15)
     dist.destroy_process_group()
+
+
+def joined() -> Ranks | None:
+    """Return this process's place in the process group that the user's script has joined; None where it is alone.
+
+    A group does not say who shares a machine: it is taken for one machine's.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Ranks(rank, size, local_rank=rank, local_world_size=size)
 
 
 def is_lost_contact(error: BaseException) -> bool:

@@ -21,13 +21,19 @@ def shards(name: str, world_size: int) -> int:
     return 1 if name in SAME_SAMPLES else world_size
 
 
-def build(experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]) -> Strategy:
-    """Make `model`, on this rank's device, ready under ``train.strategy``. All ranks call it.
+def layout(name: str, world_size: int) -> str:
+    """Return whose random streams the ranks have: where it is the same, a saved stream is the same rank's."""
+    return f"{name if name in SAME_SAMPLES and world_size > 1 else 'data'} x {world_size}"
 
+
+def build(experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]) -> Strategy:
+    """Make `model`, which is on the host, ready under ``train.strategy`` on this rank's device. All ranks call it.
+
+    A model that is divided is moved in parts: the whole of it need not fit, unless it is traced.
     `example`: a micro-batch, for those that trace the model. Raises UserError where the strategy cannot be had.
     """
     train = experiment.train
-    if train.compile and train.strategy in ("tp", "pp"):
+    if train.compile and train.strategy in ("dp", "tp", "pp"):
         raise UserError(
             f"train.compile and train.strategy={train.strategy} do not go together: set train.compile=false"
         )
@@ -37,7 +43,9 @@ def build(experiment: Experiment, model: nn.Module, world: World, example: Calla
 
             make = {"single": replicated.single, "dp": replicated.data_parallel, "ddp": replicated.ddp,
                     "zero1": replicated.zero1}[train.strategy]  # fmt: skip
-            return make(experiment, model, world)
+            if train.compile:
+                model.compile()
+            return make(experiment, model.to(world.device), world)
         case "fsdp":
             from rankzero.train.strategies import divided
 
@@ -59,7 +67,7 @@ def _pipeline(experiment: Experiment, model: nn.Module, world: World, example: C
     if train.precision == "fp16":
         raise UserError("train.strategy=pp does not do fp16: use bf16")
     if not world.together:
-        return replicated.single(experiment, model, world)
+        return replicated.single(experiment, model.to(world.device), world)
     names = naming.order(model, experiment.optimizer(model))
     size = train.batch_size // micro_batches(train, world.size)
 
@@ -67,4 +75,4 @@ def _pipeline(experiment: Experiment, model: nn.Module, world: World, example: C
         return seams.given_to(experiment.measure, example())[:size]
 
     stage = seams.make_stage(model, experiment.split_points(), world.ranks.rank, world.size, world.device, micro_batch)
-    return Pipeline(stage, fused(experiment.optimizer(stage.submod)), names, train, world)
+    return Pipeline(stage, fused(experiment.optimizer(stage.submod), stage.submod), names, train, world)

@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.train.optimizers import fused, one_by_one
-from rankzero.train.strategies import naming
+from rankzero.train.strategies import naming, ties
 from rankzero.train.strategies.interface import (
     Arithmetic,
     Metrics,
@@ -61,12 +61,15 @@ class Divided:
         return backward(how, self.model, batch)
 
     def metrics(self, how: Arithmetic, batch: Any) -> Mapping[str, Any]:
-        return how.measure(self.model, batch)
+        with how.autocast:
+            return how.measure(self.model, batch)
 
     def align(self) -> None:
         self.world.broadcast_buffers(self.model)
 
     def clip(self, norm: float) -> None:
+        for p in self.model.parameters():
+            p.grad = _summed(p.grad)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         parts = [_local(gradient) for gradient in gradients if _is_part(gradient)]
         whole = [_local(gradient) for gradient in gradients if not _is_part(gradient)]
@@ -97,19 +100,25 @@ class Divided:
 def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Divided:
     """Make the model ready for fully sharded data parallel: parameters, gradients and optimizer state in parts.
 
-    Units that are gathered together: the items of the outermost `nn.Sequential` or `nn.ModuleList`s, and the rest.
+    Units that are gathered, and compiled, together: the items of the outermost `nn.Sequential` or `nn.ModuleList`s,
+    and the rest, with which stays what shares a weight with something outside of it.
     """
+    parts = ties.unshared(list(units(model)), model) if world.together else []
+    for part in (parts or [model]) if experiment.train.compile else ():
+        part.compile()  # each by itself: around them, parameters come and go
     if world.together:
         mesh = init_device_mesh(world.device.type, (world.size,))
-        for unit in [*units(model), model]:
-            fully_shard(unit, mesh=mesh)
-    return Divided(model, fused(experiment.optimizer(model)), Shard(world.ranks.rank, world.size), world)
+        for unit in [*parts, model]:
+            fully_shard(unit, mesh=mesh)  # moves it to the device, too
+    model.to(world.device)
+    return Divided(model, fused(experiment.optimizer(model), model), Shard(world.ranks.rank, world.size), world)
 
 
 def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> Divided:
     """Make the model ready for tensor parallel, by the experiment's `parallelize()`. All ranks see the same samples.
 
-    Raises UserError without a plan, and with fp16, whose loss scaler knows no mixture of whole and divided weights.
+    Raises UserError without a plan, where it parts a weight that two modules share, and with fp16, whose loss scaler
+    knows no mixture of whole and divided weights.
     """
     plan = experiment.parallelize()
     if not plan:
@@ -122,8 +131,11 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> D
     missing = [name for name in plan if name not in dict(model.named_modules())]
     if missing:
         raise UserError(f"parallelize() names {missing[0]!r}, which the model does not have")
+    tied = ties.shared(model)
     if world.together:
         parallelize_module(model, init_device_mesh(world.device.type, (world.size,)), dict(plan))
+    ties.check_together(model, tied, "tp")
+    model.to(world.device)
     return Divided(model, one_by_one(experiment.optimizer(model)), Shard(0, 1), world)
 
 
@@ -144,6 +156,13 @@ def _without_reduction(model: FSDPModule) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+
+
+def _summed(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient of which each rank has a summand (a norm's, under SequenceParallel) as the sum."""
+    if not isinstance(gradient, DTensor) or not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
 
 
 def _is_part(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rankzero.errors import UserError
+from rankzero.train.meters import check_metrics
 from rankzero.train.world import World
 
 Metrics = dict[str, Tensor]
@@ -87,10 +88,14 @@ def backward(how: Arithmetic, replica: nn.Module, batch: Any) -> Metrics:
     with how.autocast:
         values = how.measure(replica, batch)
     loss = loss_of(values)
-    if how.accumulation > 1:
-        loss = loss / how.accumulation
-    (loss if how.scaler is None else how.scaler.scale(loss)).backward()
-    return {name: value.detach() for name, value in values.items()}
+    try:
+        if how.accumulation > 1:
+            loss = loss / how.accumulation
+        (loss if how.scaler is None else how.scaler.scale(loss)).backward()
+        return {name: value.detach() for name, value in values.items()}
+    except (AttributeError, TypeError, RuntimeError):
+        check_metrics(values)  # says what to change, where the error comes of what measure() returned
+        raise
 
 
 def loss_of(values: object) -> Any:

@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from rankzero.experiment import Train
-from rankzero.train.feed import samples_in
+from rankzero.train.batch import rows_of, samples_in
+from rankzero.train.meters import check_metrics
 from rankzero.train.strategies import naming
-from rankzero.train.strategies.interface import Arithmetic, Metrics, Shard, Strategy, loss_of, total_norm_factor
-from rankzero.train.strategies.seams import Given, given_to, rows_of
+from rankzero.train.strategies.interface import Arithmetic, Metrics, Shard, Strategy, total_norm_factor
+from rankzero.train.strategies.seams import Given, given_to
 from rankzero.train.world import World
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -54,6 +55,7 @@ class Pipeline:
         self.optimizer = optimizer
         self._stage, self._names, self._world, self._samples = stage, names, world, train.batch_size
         self._micro_batches = micro_batches(train, world.size)
+        self._hosts: Any = dist.new_group(backend="gloo")  # NCCL would gather a checkpoint in one GPU's memory
         self._schedule = SCHEDULES[train.pp_schedule](stage, self._micro_batches, loss_fn=self._loss)
         self._how: Arithmetic | None = None
         self._batch: Any = None
@@ -75,7 +77,7 @@ class Pipeline:
         if not self._stage.is_last:
             return None
         with how.autocast:
-            return how.measure(Given(output[:samples]), batch)
+            return how.measure(Given(output[:samples], self.model.training), batch)
 
     def align(self) -> None:
         """Do nothing: no two ranks have the same buffers."""
@@ -92,7 +94,7 @@ class Pipeline:
     def state(self) -> dict[str, Any]:
         mine = get_model_state_dict(self.model), get_optimizer_state_dict(self.model, self.optimizer)
         found: list[Any] | None = [None] * self._world.size if self._world.ranks.first else None
-        dist.gather_object(naming.on_host(mine), found)
+        dist.gather_object(naming.on_host(mine), found, group=self._hosts)
         if found is None:
             return {}
         weights = {name: value for model, _ in found for name, value in model.items()}
@@ -112,7 +114,7 @@ class Pipeline:
         self._how, self._batch, self._measured = how, batch, []
         with how.autocast:
             if self._stage.is_first:
-                return go(given_to(how.measure, batch))
+                return go(given_to(how.measure, batch, self.model.training))
             if self._stage.is_last:
                 return go(target=torch.arange(self._samples, device=self._world.device))
             return go()
@@ -120,8 +122,10 @@ class Pipeline:
     def _loss(self, output: Tensor, rows: Tensor) -> Tensor:
         """Measure a micro-batch on the last rank: those rows of the batch."""
         assert self._how is not None
-        values = self._how.measure(Given(output), rows_of(self._batch, rows))
-        loss: Tensor = loss_of(values)
+        values = self._how.measure(Given(output, self.model.training), rows_of(self._batch, rows))
+        if not self._metric_names:
+            check_metrics(values)
+        loss: Tensor = values["loss"]
         self._measured.append({name: value.detach() for name, value in values.items()})
         return loss
 

@@ -41,7 +41,8 @@ class Replicated:
         return backward(how, self.replica, batch)
 
     def metrics(self, how: Arithmetic, batch: Any) -> Mapping[str, Any]:
-        return how.measure(self.model, batch)
+        with how.autocast:
+            return how.measure(self.model, batch)
 
     def align(self) -> None:
         self.world.broadcast_buffers(self.model)
@@ -68,7 +69,7 @@ def single(experiment: Experiment, model: nn.Module, world: World) -> Replicated
     """Make one process's model ready. Raises UserError with several processes."""
     if world.together:
         raise UserError(f"train.strategy=single is one process, not {world.size}: give --nproc 1, or use ddp")
-    return Replicated(model, model, fused(experiment.optimizer(model)), Shard(0, 1), world)
+    return Replicated(model, model, fused(experiment.optimizer(model), model), Shard(0, 1), world)
 
 
 def data_parallel(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
@@ -82,12 +83,12 @@ def data_parallel(experiment: Experiment, model: nn.Module, world: World) -> Rep
         )
     if world.together:
         raise UserError(f"train.strategy=dp is one process for all GPUs, not {world.size}: give --nproc 1, or use ddp")
-    return Replicated(model, DataParallel(model), fused(experiment.optimizer(model)), Shard(0, 1), world)
+    return Replicated(model, DataParallel(model), fused(experiment.optimizer(model), model), Shard(0, 1), world)
 
 
 def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """Make the model ready for DistributedDataParallel: a process for each device."""
-    optimizer = fused(experiment.optimizer(model))
+    optimizer = fused(experiment.optimizer(model), model)
     shard = Shard(world.ranks.rank, world.size)
     return Replicated(model, _wrapped(model, world, experiment.train), optimizer, shard, world)
 
@@ -99,7 +100,7 @@ def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """
     if not world.together:
         return ddp(experiment, model, world)
-    optimizer = _divided(fused(experiment.optimizer(model)))
+    optimizer = _divided(fused(experiment.optimizer(model), model))
     shard = Shard(world.ranks.rank, world.size)
     return Replicated(model, _wrapped(model, world, experiment.train), optimizer, shard, world)
 

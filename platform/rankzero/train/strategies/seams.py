@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
-from torch.utils._pytree import tree_map
 
 from rankzero.errors import UserError
+from rankzero.train.strategies import ties
 from rankzero.train.strategies.interface import Measure
 
 
@@ -30,29 +31,24 @@ class _Taker(nn.Module):
 
 
 class Given(nn.Module):
-    """A model that has its output already."""
+    """A model that has its output already, in the mode that its stages are in."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: Any, training: bool) -> None:
         super().__init__()
-        self._output = output
+        self._output, self.training = output, training
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self._output
 
 
-def given_to(measure: Measure, batch: Any) -> Tensor:
+def given_to(measure: Measure, batch: Any, training: bool = True) -> Tensor:
     """Return what `measure` gives the model. Raises UserError where that is not one tensor, or nothing."""
     try:
-        measure(_Taker(), batch)
+        measure(_Taker().train(training), batch)
     except _Taken as taken:
         found: Tensor = taken.given
         return found
     raise UserError("train.strategy=pp needs measure() to call the model it is given")
-
-
-def rows_of(batch: Any, rows: Tensor) -> Any:
-    """Return some samples of a batch: those rows of every tensor in it."""
-    return tree_map(lambda value: value.index_select(0, rows) if isinstance(value, Tensor) else value, batch)
 
 
 def make_stage(
@@ -67,7 +63,9 @@ def make_stage(
     if split_points and len(split_points) != size - 1:
         raise UserError(f"split_points() names {len(split_points)} places, but {size} processes need {size - 1}")
     if isinstance(model, nn.Sequential):
-        return PipelineStage(cut(model, split_points, size)[rank], rank, size, device)
+        stages = cut(model, split_points, size)
+        ties.check_stages(stages)
+        return PipelineStage(stages[rank].to(device), rank, size, device)
     if not split_points:
         raise UserError(
             "train.strategy=pp needs a model that is an nn.Sequential, or the experiment to say where it is cut: "
@@ -76,7 +74,10 @@ def make_stage(
     missing = [name for name in split_points if name not in dict(model.named_modules())]
     if missing:
         raise UserError(f"split_points() names {missing[0]!r}, which the model does not have")
-    whole = pipeline(model, mb_args=(example(),), split_spec=dict.fromkeys(split_points, SplitPoint.BEGINNING))
+    cuts = dict.fromkeys(split_points, SplitPoint.BEGINNING)
+    whole = pipeline(model.to(device), mb_args=(example(),), split_spec=cuts)  # a trace knows the device it was made on
+    for uses in whole.replicated_params:  # by stage; a module that is called in two has a number behind its name
+        ties.refuse([re.sub(r"@\d+", "", name) for name in uses.values()], "pp")
     return whole.build_stage(rank, device)
 
 

@@ -1,0 +1,74 @@
+"""What MkDocs adds to the pages: the references, made from the config classes and the parser; links out of the site."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from rankzero import Goal, Train, experiment
+from rankzero.cli import main
+from rankzero.config import describe_type, leaves, render
+
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?!\w+\.md|decisions|reference)[^)]*\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the generated pages."""
+    files.append(File.generated(config, "reference/settings.md", content=settings()))
+    files.append(File.generated(config, "reference/commands.md", content=commands()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn links to files of the repository, which the site does not have, into their text."""
+    return markdown if page.file.src_uri.startswith("decisions/") else OUTSIDE.sub(r"`\1`", markdown)
+
+
+def settings() -> str:
+    """Return the page of all settings, from the classes that define them."""
+    parts = [
+        "# Settings\n",
+        "Every field is a key on the command line and a param in MLflow: `rankzero train EXP train.batch_size=512`.",
+        "`rankzero config EXP` shows an experiment's own as well.\n",
+    ]
+    for prefix, cls in (("train", Train), ("goal", Goal)):
+        parts += [f"## {prefix}\n", "| key | type | default | |", "|---|---|---|---|", *_rows(prefix, cls), ""]
+    parts += ["## The experiment's own\n", "`lr` (float, default 0.001), and the fields of the class.\n"]
+    return "\n".join(parts)
+
+
+def _rows(prefix: str, cls: type[Any]) -> Iterator[str]:
+    said = _docstrings(cls)
+    for leaf in leaves(cls()):
+        kind, default = describe_type(leaf.annotation).replace("|", "\\|"), render(leaf.value)
+        yield f"| `{prefix}.{leaf.key}` | {kind} | `{default}` | {said.get(leaf.key, '')} |"
+
+
+def _docstrings(cls: type[Any]) -> dict[str, str]:
+    """Return what stands below each field of a class."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    found = {}
+    for field, below in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            found[field.target.id] = " ".join(str(below.value.value).split()).replace("|", "\\|")
+    return found
+
+
+def commands() -> str:
+    """Return the page of all commands, from the parser."""
+    parts = ["# Commands\n"]
+    for verb, (summary, _) in main.VERBS.items():
+        text = main.parser_of(verb).format_help()
+        parts += [f"## rankzero {verb}\n", f"{summary.capitalize()}.\n", f"```text\n{text}```\n"]
+    return "\n".join(parts)
+
+
+assert experiment  # the module whose classes the reference is made from

@@ -1,0 +1,51 @@
+"""Runs that say RUNNING and are not: their processes are gone, and nobody was left to say so.
+
+Their heartbeat are the journals: rank 0 appends to its own at least when a window of steps ends, each node's
+recorder to the node's every ten seconds.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rankzero.tracking import incumbent
+from rankzero.tracking.attempt import UNSAID, say_end
+from rankzero.tracking.catalog import last_end
+from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.summary import STARTING_SECONDS
+
+QUIET_SECONDS = 30.0  # three times the longest silence of a recorder that lives
+
+
+def is_stale(folder: RunFolder, quiet_seconds: float = QUIET_SECONDS) -> bool:
+    """Tell whether a run ended without a word: its writer is dead, its recorder too, nothing has moved since."""
+    if last_end(folder) is not None or incumbent.writer_lives(folder) or incumbent.is_recording(folder):
+        return False
+    quiet = quiet_seconds if folder.events.exists() else max(quiet_seconds, STARTING_SECONDS)
+    return silence(folder) > quiet and not _has_living_parent(folder)
+
+
+def silence(folder: RunFolder) -> float:
+    """Return for how many seconds nothing of the run has moved."""
+    return max(0.0, time.time() - incumbent.beat(folder))
+
+
+def close(folder: RunFolder) -> str:
+    """Write the end that nobody wrote: FAILED, at the last sign of life. Returns the reason."""
+    at, claim = incumbent.beat(folder), incumbent.latest(folder, 0)
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    where = f" on {claim.host}" if claim else ""
+    reason = (
+        f"{UNSAID}, with its recorder, or the machine went down; no sign of life since {moment}{where}"
+        if folder.events.exists()
+        else f"never began: its processes were gone by {moment}"
+    )
+    with incumbent.turn(folder):
+        if last_end(folder) is None:
+            say_end(folder, claim.time if claim else 0.0, reason, at)
+    return reason
+
+
+def _has_living_parent(folder: RunFolder) -> bool:
+    parent = folder.identity.parent
+    return parent is not None and incumbent.writer_lives(RunFolder(folder.path.parent / parent))

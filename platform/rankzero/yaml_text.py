@@ -1,0 +1,66 @@
+"""YAML as settings need it: plain values there and back. Executes nothing, in time that follows the length. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import yaml
+
+
+def load(text: str) -> Any:
+    """Return the plain values that the text says. Raises ValueError for whatever is wrong with it.
+
+    Aliases are refused: a dozen lines of them are a value larger than any memory, or one without an end.
+    """
+    try:
+        return _Loader(text).get_single_data()
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML: {str(error)[:1000]}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # what its constructors raise
+        raise ValueError(f"not valid YAML: {type(error).__name__}: {str(error)[:1000]}") from error
+
+
+def dump(values: Any) -> str:
+    """Return the values as text that `load` reads back."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses what makes a reader guess, or wait for ever: aliases, keys said twice, numbers that no float holds."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "an alias (*name): say the value itself", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, count in keys.items():
+            if count > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key[:80]!r} is said twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    number = float(loader.construct_yaml_float(node))
+    if math.isinf(number) and "inf" not in node.value.lower():
+        raise yaml.constructor.ConstructorError(None, None, f"{node.value[:80]} is too large", node.start_mark)
+    return number
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text so that it is read back, whatever line breaks Unicode puts in it, and no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _float)
+_Dumper.add_representer(str, _represent_text)

@@ -1,0 +1,197 @@
+"""A seeded campaign of faults against the real command.     make torture [ARGS="--faults 500 --seed 7"]
+
+Each scenario hurts a real training (two ranks, MLflow) at random moments, then asks what users are promised: nothing
+lost, no corrupt restore, no wrong status, no hang, no orphan. The folder of a scenario that broke a promise is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from rankzero.tracking.mlflow import Tracker
+from rankzero.tracking.store import server_command, server_environment
+from torture import promises
+from torture.ground import Broken, Ground
+from torture.scenarios import SCENARIOS, SETTINGS, TINY
+
+SERVER_SECONDS = 90.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one scenario came to."""
+
+    scenario: str
+    seed: int
+    faults: list[str]
+    seconds: float
+    broken: str | None
+    """The promise that did not hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """What all scenarios of a campaign share."""
+
+    folder: Path
+    store: Path
+    """An MLflow database without a run: a copy is quicker than a new one."""
+    server: str
+    """An MLflow server's address."""
+    reference: dict[int, float]
+    """The losses of a training that nobody disturbed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a campaign; return 1 where a promise was broken."""
+    options = _parse(arguments)
+    with prepared() as field:
+        results = []
+        for result in campaign(field, options.seed, options.faults, options.minutes, options.only):
+            results.append(result)
+            print(_line(result, results), flush=True)
+    print(summary(results))
+    if options.report:
+        Path(options.report).write_text(json.dumps(report(results, options.seed), indent=1) + "\n")
+    return 1 if any(result.broken for result in results) else 0
+
+
+def campaign(field: Field, seed: int, faults: int, minutes: float | None, only: Sequence[str] = ()) -> Iterator[Result]:
+    """Yield the results of one scenario after the other, until so many faults or minutes are reached."""
+    names = list(only or SCENARIOS)
+    began, injected, number = time.monotonic(), 0, 0
+    while injected < faults and (minutes is None or time.monotonic() - began < 60 * minutes):
+        result = tried(field, names[number % len(names)], seed + number)
+        injected, number = injected + len(result.faults), number + 1
+        yield result
+
+
+def tried(field: Field, scenario: str, seed: int) -> Result:
+    """Run one scenario in a folder of its own."""
+    folder = field.folder / f"{seed}-{scenario.replace(' ', '-')}"
+    folder.mkdir()
+    ground = Ground(folder, seed, field.store)
+    ground.environ["TORTURE_SERVER"] = field.server
+    began, broken = time.monotonic(), None
+    try:
+        SCENARIOS[scenario](ground, field.reference)
+    except Broken as error:
+        broken = str(error)
+    except Exception:
+        broken = f"error: {traceback.format_exc()}"
+    ground.clean_up()
+    if broken is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Result(scenario, seed, ground.faults, time.monotonic() - began, broken)
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[Field]:
+    """Make what all scenarios share: an empty store, a server, the undisturbed losses."""
+    folder = Path(tempfile.mkdtemp(prefix="rankzero-torture-"))
+    store = folder / "empty.db"
+    Tracker(f"sqlite:///{store}").list_runs()
+    with contextlib.closing(sqlite3.connect(store)) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all of it into the one file
+    with _server(folder / "server") as uri:
+        ground = Ground(folder / "reference", 0, store)
+        ground.run("train", TINY, *SETTINGS)
+        run = ground.the_run()
+        assert run is not None
+        yield Field(folder, store, uri, promises.journaled(run))
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder / "reference")
+        shutil.rmtree(folder / "server")
+
+
+@contextlib.contextmanager
+def _server(root: Path) -> Iterator[str]:
+    import socket
+
+    root.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        server_command(root, port), env=server_environment(os.environ), start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    uri, deadline = f"http://127.0.0.1:{port}", time.monotonic() + SERVER_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=1):
+                break
+            time.sleep(0.1)
+        yield uri
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def summary(results: Sequence[Result]) -> str:
+    """Return the campaign in a table: by scenario, faults tried and what broke."""
+    lines = [f"{'scenario':<22}{'times':>6}{'faults':>8}{'broken':>8}"]
+    for name in dict.fromkeys(result.scenario for result in results):
+        mine = [result for result in results if result.scenario == name]
+        faults, broken = sum(len(one.faults) for one in mine), sum(one.broken is not None for one in mine)
+        lines.append(f"{name:<22}{len(mine):>6}{faults:>8}{broken:>8}")
+    kinds = collections.Counter(result.broken.partition(":")[0] for result in results if result.broken)
+    faults = sum(len(result.faults) for result in results)
+    told = ", ".join(f"{kind} {kinds[kind]}" for kind in ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan"))
+    return "\n".join([*lines, f"faults tried {faults}; {told}; other {sum(kinds.values()) - _known(kinds)}"])
+
+
+def _known(kinds: collections.Counter[str]) -> int:
+    return sum(kinds[kind] for kind in ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan"))
+
+
+def report(results: Sequence[Result], seed: int) -> dict[str, object]:
+    """Return what is kept of a campaign."""
+    return {
+        "seed": seed,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.system()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "faults": sum(len(result.faults) for result in results),
+        "by_fault": dict(collections.Counter(fault for result in results for fault in result.faults).most_common()),
+        "scenarios": [dataclasses.asdict(result) for result in results],
+    }
+
+
+def _line(result: Result, results: Sequence[Result]) -> str:
+    faults = sum(len(one.faults) for one in results)
+    mark = "ok" if result.broken is None else f"BROKEN {result.broken}"
+    took = f"{result.seconds:5.0f} s  {len(result.faults):>3} faults"
+    return f"{faults:>5}  {result.scenario:<20} seed {result.seed:<6} {took}  {mark}"
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=100, help="how many to inject (default: 100, about ten minutes)")
+    parser.add_argument("--minutes", type=float, help="stop after so long; with --faults 1000000, for hours of it")
+    parser.add_argument("--only", nargs="*", choices=list(SCENARIOS), default=[], help="these scenarios")
+    parser.add_argument("--report", help="a file for the results")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

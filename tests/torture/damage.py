@@ -1,0 +1,95 @@
+"""Ways for a checkpoint to be damaged, each in place."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Damage = Callable[[Path, random.Random, Path], None]
+
+
+def truncated(step: Path, choose: random.Random, _: Path) -> None:
+    path = _file(step, choose)
+    os.truncate(path, choose.randrange(path.stat().st_size))
+
+
+def bit_flipped(step: Path, choose: random.Random, _: Path) -> None:
+    path = step / "state.pt"
+    content = bytearray(path.read_bytes())
+    content[choose.randrange(len(content))] ^= 1 << choose.randrange(8)
+    path.write_bytes(content)
+
+
+def half_renamed(step: Path, _choose: random.Random, _: Path) -> None:
+    step.rename(step.with_name(f".{step.name}.partial"))
+
+
+def without_manifest(step: Path, _choose: random.Random, _: Path) -> None:
+    (step / "manifest.json").unlink()
+
+
+def without_state(step: Path, _choose: random.Random, _: Path) -> None:
+    (step / "state.pt").unlink()
+
+
+def emptied(step: Path, choose: random.Random, _: Path) -> None:
+    _file(step, choose).write_bytes(b"")
+
+
+def zeroed(step: Path, choose: random.Random, _: Path) -> None:
+    """As a file system leaves a file whose blocks were never written."""
+    path = _file(step, choose)
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def another_runs(step: Path, choose: random.Random, _: Path) -> None:
+    """The state of another model, under this manifest."""
+    torch.save({"model": {"weight": torch.zeros(3)}, "step": choose.randrange(1000)}, step / "state.pt")
+
+
+def malicious(step: Path, _choose: random.Random, proof: Path) -> None:
+    """A pickle that runs code, with a manifest that is right about its size and checksum."""
+    import hashlib
+    import pickle
+
+    class Attack:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {proof}",)
+
+    content = pickle.dumps({"model": Attack(), "step": 1})
+    (step / "state.pt").write_bytes(content)
+    manifest = json.loads((step / "manifest.json").read_text())
+    for entry in manifest["files"].values():
+        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (step / "manifest.json").write_text(json.dumps(manifest))
+
+
+def a_file(step: Path, _choose: random.Random, _: Path) -> None:
+    """A file where a folder should be."""
+    shutil.rmtree(step)
+    step.write_text("not a folder")
+
+
+DAMAGES: dict[str, Damage] = {
+    "truncated": truncated,
+    "bit-flipped": bit_flipped,
+    "half-renamed": half_renamed,
+    "without manifest": without_manifest,
+    "without state": without_state,
+    "emptied": emptied,
+    "zeroed": zeroed,
+    "another run's": another_runs,
+    "malicious": malicious,
+    "a file": a_file,
+}
+
+
+def _file(step: Path, choose: random.Random) -> Path:
+    return step / choose.choice(("state.pt", "manifest.json"))

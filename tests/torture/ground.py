@@ -1,0 +1,161 @@
+"""A place for one scenario: runs that are hurt, and what must be true of them afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from rankzero.tracking.catalog import folders
+from rankzero.tracking.journal import RunFolder
+
+MARK = "RANKZERO_TORTURE"
+"""An environment variable that every process of a scenario inherits."""
+DEADLINE_SECONDS = 240.0
+"""A command that takes longer has hung."""
+ORPHAN_SECONDS = 45.0
+"""What processes get to leave after their command has ended: a recorder delivers for a while."""
+
+
+class Broken(Exception):
+    """A promise that did not hold; the message says which."""
+
+
+@dataclasses.dataclass
+class Command:
+    """A command that was started, and is there to be hurt."""
+
+    process: subprocess.Popen[str]
+    output: Path
+    began: float
+
+    def wait(self) -> int:
+        """Return its exit code. Raises Broken where it hangs."""
+        try:
+            return self.process.wait(DEADLINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise Broken(f"hang: no end after {DEADLINE_SECONDS:.0f} s: {self.tail()}") from None
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def tail(self) -> str:
+        return self.output.read_text(errors="replace")[-600:]
+
+
+class Ground:
+    """A folder, the commands that run in it, and the random choices of one scenario."""
+
+    def __init__(self, folder: Path, seed: int, store: Path | None = None) -> None:
+        self.folder, self.random = folder, random.Random(seed)
+        self.mark = secrets.token_hex(8)
+        self.faults: list[str] = []
+        self.environ = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))},
+            "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "RANKZERO_DELIVERY_GRACE_SECONDS": "5",
+            MARK: self.mark,
+        }  # fmt: skip
+        self.runs_folder.mkdir(parents=True, exist_ok=True)
+        if store is not None:
+            (self.runs_folder.parent / "mlflow.db").write_bytes(store.read_bytes())
+
+    @property
+    def runs_folder(self) -> Path:
+        return self.folder / "mlruns" / "runs"
+
+    def hurt(self, what: str) -> None:
+        """Note a fault that was injected."""
+        self.faults.append(what)
+
+    def start(self, *words: object) -> Command:
+        output = self.folder / f"output-{len(list(self.folder.glob('output-*')))}.txt"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rankzero", *map(str, words)],
+                cwd=self.folder, env=self.environ, text=True, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                start_new_session=True,
+            )  # fmt: skip
+        return Command(process, output, time.monotonic())
+
+    def run(self, *words: object, code: int | None = 0) -> Command:
+        """Run a command to its end. Raises Broken where its exit code is not `code` (None: any)."""
+        command = self.start(*words)
+        found = command.wait()
+        if code is not None and found != code:
+            raise Broken(f"wrong status: {' '.join(map(str, words))} ended with {found}: {command.tail()}")
+        return command
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes that this scenario's commands started and that still run."""
+        return [process for process in psutil.process_iter() if self._is_mine(process)]
+
+    def roles(self) -> dict[str, psutil.Process]:
+        """Return a training's processes by what they are: launcher, server, rank 0, other rank, recorder, courier."""
+        found: dict[str, psutil.Process] = {}
+        first = self._first_rank()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                role = _role(process, first)
+                if role is not None:
+                    found[role] = process
+        return found
+
+    def _first_rank(self) -> int | None:
+        run = self.the_run()
+        try:
+            return None if run is None else int(json.loads((run.path / "recorder.json").read_text())["pid"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def the_run(self, name: str | None = None) -> RunFolder | None:
+        return next((one for one in folders(self.runs_folder) if name in (None, one.path.name)), None)
+
+    def clean_up(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def _is_mine(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+def _role(process: psutil.Process, first_rank: int | None) -> str | None:
+    """Return what a process is in its training; forks look like the server that they were forked from."""
+    words = " ".join(process.cmdline())
+    for module, role in (
+        ("tracking.recorder", "recorder"),
+        ("tracking.courier", "courier"),
+        ("-m rankzero", "launcher"),
+    ):
+        if module in words:
+            return role
+    if "forkserver" not in words:
+        return None
+    parent = process.parent()
+    if parent is None or "forkserver" not in " ".join(parent.cmdline()):
+        return "server"
+    return "rank 0" if process.pid == first_rank else "other rank"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Wait until a callable says yes; tell whether it did."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False

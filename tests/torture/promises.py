@@ -1,0 +1,107 @@
+"""What must be true after whatever happened. Each check raises `Broken`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rankzero.events import Evaluated, RunEnded, StepsLogged
+from rankzero.tracking import sync
+from rankzero.tracking.catalog import mlflow_id
+from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.mlflow import RunRecord, Tracker
+from rankzero.train import checkpoint
+from torture.ground import ORPHAN_SECONDS, Broken, Ground, wait_for
+
+Losses = Mapping[int, float]
+
+
+def first_journaled(run: RunFolder) -> dict[int, float]:
+    """Return the journal's train/loss by step, the first attempt's that came so far: what MLflow keeps."""
+    found: dict[int, float] = {}
+    for event in read_all(run.events):
+        if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
+            found = {**dict(zip(event.steps, event.metrics["train/loss"], strict=True)), **found}
+    return found
+
+
+def journaled(run: RunFolder) -> dict[int, float]:
+    """Return the journal's train/loss by step; a later attempt's values replace an earlier one's."""
+    found: dict[int, float] = {}
+    for event in read_all(run.events):
+        if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
+            found.update(zip(event.steps, event.metrics["train/loss"], strict=True))
+    return found
+
+
+def nobody_is_left(ground: Ground) -> None:
+    """Every process of the scenario ends by itself."""
+    if not wait_for(lambda: not ground.processes(), ORPHAN_SECONDS):
+        left = [f"{process.pid} {' '.join(process.cmdline())[:120]}" for process in ground.processes()]
+        raise Broken(f"orphan: {'; '.join(left)}")
+
+
+def delivered(run: RunFolder) -> RunRecord:
+    """Return the run as MLflow has it, once everything that can be delivered is."""
+    for _ in range(3):
+        if sync.deliver(run).done:
+            break
+    else:
+        raise Broken(f"lost: {run.path.name} is not delivered after `sync`")
+    run_id = mlflow_id(run)
+    if run_id is None:
+        raise Broken(f"lost: {run.path.name} is not in MLflow")
+    return Tracker(run.identity.tracking_uri).find_run(run_id)
+
+
+def nothing_is_lost(run: RunFolder, reference: Losses, *, steps: int | None = None) -> None:
+    """MLflow has every journaled step once, with the value of a training that nobody disturbed.
+
+    `steps`: as many there must be; None: as far as the journal goes, without a gap.
+    """
+    record, mine = delivered(run), journaled(run)
+    points = Tracker(run.identity.tracking_uri).history(record.run_id, "train/loss")
+    theirs = {point.step: point.value for point in points}
+    if len(points) != len(theirs):
+        raise Broken(f"wrong: MLflow has {len(points)} points for {len(theirs)} steps")
+    missing = sorted(set(mine) - set(theirs))
+    if missing:
+        raise Broken(f"lost: steps {missing[:5]}… ({len(missing)}) of {run.path.name} are not in MLflow")
+    if sorted(mine) != list(range(1, (steps or len(mine)) + 1)):
+        raise Broken(
+            f"lost: the journal has {len(mine)} steps up to {max(mine, default=0)}, wanted {steps or 'no gap'}"
+        )
+    for told, wanted, whose in ((theirs, first_journaled(run), "MLflow"), (mine, reference, "the journal")):
+        wrong = [step for step, value in told.items() if not _alike(value, wanted[step])]
+        if wrong:
+            step = wrong[0]
+            raise Broken(f"wrong: in {whose} the loss of step {step} is {told[step]}, wanted {wanted[step]}")
+
+
+def _alike(value: float, wanted: float) -> bool:
+    """Tell whether a value is the one wanted; a NaN that ended an attempt may be one."""
+    return value == wanted or math.isnan(value)
+
+
+def status_is(run: RunFolder, *allowed: str) -> str:
+    """MLflow's status is one of `allowed`, and the journal says the same."""
+    record = delivered(run)
+    ended = [event for event in read_all(run.events) if isinstance(event, RunEnded)]
+    if record.status not in allowed:
+        raise Broken(f"wrong status: {run.path.name} is {record.status}, wanted {' or '.join(allowed)}")
+    if ended and ended[-1].status != record.status:
+        raise Broken(f"wrong status: the journal says {ended[-1].status}, MLflow {record.status}")
+    return record.status
+
+
+def checkpoint_is_intact(run: RunFolder) -> int:
+    """The newest checkpoint that is offered can be loaded; return its step, 0 without one."""
+    path, _ = checkpoint.newest_intact(run.checkpoints)
+    if path is None:
+        if any(isinstance(event, Evaluated) for event in read_all(run.events)) and any(run.checkpoints.glob("step_*")):
+            raise Broken("corrupt: there are checkpoints, and none is intact")
+        return 0
+    step = checkpoint.load(path)["step"]
+    if step != checkpoint.read_manifest(path).step:
+        raise Broken(f"corrupt: {path.name} holds step {step}")
+    return int(step)

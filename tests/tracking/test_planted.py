@@ -1,0 +1,224 @@
+"""Runs that somebody else made: nothing in them executes code, reads or writes outside of the run's folder."""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import json
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuzz import thorough
+from rankzero.cli import resume
+from rankzero.errors import UserError
+from rankzero.events import CheckpointSaved
+from rankzero.tracking import catalog, fetch, names
+from rankzero.tracking.deliverer import Deliverer
+from rankzero.tracking.journal import Identity, RunFolder, new_name
+from rankzero.tracking.mlflow import Tracker, folder_for
+from tracking.fake_tracker import FakeTracker
+from tracking.runs import T0, append, ended, make_folder, saved, started
+
+EVIL = [
+    "../x",
+    "a/b",
+    ".",
+    "..",
+    "",
+    "x" * 10_000,
+    "a\nb",
+    "a\x00b",
+    "/etc/x",
+    "~",
+    "-rf",
+    ".hidden",
+    "a\\b",
+    "\ud800",
+    "a b",
+]
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_a_run_cannot_be_called_so(name: str, tmp_path: Path) -> None:
+    identity = Identity(name, "u", "tests", "sqlite:///x.db")
+    for make in (RunFolder.create, RunFolder.open_or_create):
+        with pytest.raises(UserError, match="a run's name may have"):
+            make(tmp_path / "runs", identity)
+    assert catalog.find(tmp_path / "runs", name) is None
+    with pytest.raises(UserError, match="no run is called"):
+        catalog.require(tmp_path / "runs", name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@thorough
+@given(st.text(max_size=300) | st.sampled_from(EVIL))
+def test_any_text_makes_a_name_that_is_one_folder(text: str) -> None:
+    name = new_name(text)
+    assert names.is_plain(name) and names.checked_run(name) == name
+    assert Path("runs", name).parent == Path("runs")
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "a\x00b", "x" * 501, "\ud800"])
+def test_an_experiment_cannot_be_called_so(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="an experiment's name"):
+        RunFolder.create(tmp_path / "runs", Identity("fine", "u", name, "sqlite:///x.db"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@thorough
+@given(st.text(min_size=1, max_size=300) | st.sampled_from(["..", ".", "../..", "/etc", "x" * 500, "ü" * 500]))
+def test_an_experiments_artifacts_lie_in_one_folder(name: str) -> None:
+    try:
+        names.check_experiment(name)
+    except UserError:
+        return
+    folder = folder_for(name)
+    assert Path("/a", folder).resolve().parent == Path("/a") and len(folder) <= 200
+
+
+@pytest.mark.parametrize("name", ["..", "../../up", "%2E%2E", "..%2Fup", "a/b", "."])
+def test_an_experiment_of_any_name_stays_in_the_store(name: str, sqlite: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, sqlite, experiment=name)
+    tracker = Tracker(sqlite)
+    run = tracker.open_run(folder.identity, T0)
+    tracker.log_artifact(run.run_id, folder.path / "run.json")
+    [place] = tmp_path.parent.rglob(f"{run.run_id}/artifacts/run.json")
+    assert place.relative_to(tmp_path).parts[0] == "artifacts" and len(place.relative_to(tmp_path).parts) == 5
+
+
+def test_uploads_that_lead_out_of_the_run_are_refused_and_told(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("not yours")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("not yours")
+    folder = make_folder(tmp_path)
+    for place in (folder.artifacts, folder.failures, folder.checkpoints / "step_1"):
+        place.mkdir(parents=True)
+    (folder.artifacts / "fine.txt").write_text("mine")
+    (folder.artifacts / "link.txt").symlink_to(tmp_path / "secret")
+    (folder.artifacts / "links").symlink_to(tmp_path / "private")
+    (folder.failures / "rank_0.json").symlink_to(tmp_path / "secret")
+    (folder.checkpoints / "step_1" / "state.pt").symlink_to(tmp_path / "secret")
+    (folder.checkpoints / "step_2").symlink_to(tmp_path / "private")
+    paths = ["../../private", str(tmp_path / "private"), "checkpoints/step_1", "checkpoints/step_2", "checkpoints", "."]
+    planted = [CheckpointSaved(T0 + n, n, path, False, {}) for n, path in enumerate(paths)]
+    append(folder, started(), *planted, saved(folder, 50), ended())
+    tracker = FakeTracker()
+    deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    deliverer.hasten()
+    while deliverer.work() or not deliverer.complete:
+        pass
+    assert list(tracker.checkpoints) == [50] and tracker.artifacts == {"fine.txt": "mine"}
+    assert deliverer.progress.rejected >= len(planted) + 2
+    assert "leads out of the run's folder" in tracker.tags["rankzero.rejected"]
+
+
+@pytest.fixture
+def fetched(sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Tracker, RunFolder, Path]:
+    """A run that MLflow has and this disk has not; the current folder is a project of its own."""
+    made = make_folder(tmp_path / "other", sqlite)
+    project = tmp_path / "project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    tracker = Tracker(sqlite)
+    run = tracker.open_run(made.identity, T0)
+    (made.path / "config.yaml").write_text("lr: 0.1\n")
+    tracker.log_artifact(run.run_id, made.path / "config.yaml")
+    return tracker, made, project
+
+
+def test_a_run_of_any_name_in_mlflow_becomes_a_folder_among_the_runs(
+    fetched: tuple[Tracker, RunFolder, Path], sqlite: str
+) -> None:
+    tracker, made, project = fetched
+    run_id = tracker.find_run(made.path.name).run_id
+    runs = project / "mlruns" / "runs"
+    for name in ("../../x", "/etc/x", "..", "a/b", "n" * 400, made.path.name):
+        tracker.set_tags(run_id, {"mlflow.runName": name})
+        folder = fetch.run_folder(runs, sqlite, run_id)
+        assert folder.path.parent == runs and folder.config.read_text() == "lr: 0.1\n"
+    assert {path.name for path in project.iterdir()} == {"mlruns"}
+
+
+def test_a_run_in_mlflow_does_not_take_the_folder_of_another(
+    fetched: tuple[Tracker, RunFolder, Path], sqlite: str
+) -> None:
+    tracker, made, project = fetched
+    runs = project / "mlruns" / "runs"
+    mine = RunFolder.create(runs, Identity(made.path.name, "another", "tests", sqlite))
+    mine.config.write_text("lr: 7\n")
+    folder = fetch.run_folder(runs, sqlite, tracker.find_run(made.path.name).run_id)
+    assert folder.path != mine.path and mine.config.read_text() == "lr: 7\n"
+
+
+@pytest.mark.parametrize("planted", ["/tmp/evil.py", "../evil.py", "mlruns/artifacts/evil.py", "a/../../evil.py"])
+def test_code_that_mlflow_names_is_not_executed(
+    fetched: tuple[Tracker, RunFolder, Path], sqlite: str, planted: str
+) -> None:
+    tracker, made, project = fetched
+    run_id = tracker.find_run(made.path.name).run_id
+    tracker.set_tags(run_id, {"rankzero.experiment_file": planted})
+    folder = fetch.run_folder(project / "mlruns" / "runs", sqlite, run_id)
+    assert folder.identity.experiment_file is None
+    tracker.set_tags(run_id, {"rankzero.experiment_file": "experiments/digits.py"})
+    assert fetch._here("experiments/digits.py", project / "mlruns") == str(project / "experiments/digits.py")
+
+
+def test_code_that_came_with_a_run_is_not_executed(tmp_path: Path) -> None:
+    evil = tmp_path / "runs" / "evil.py"
+    folder = make_folder(tmp_path, experiment_file=str(evil))
+    evil.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    with pytest.raises(UserError, match="lies among the runs"):
+        resume._experiment(folder, argparse.Namespace(dir=tmp_path, settings=[]))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_links_that_mlflow_has_for_files_are_not_used(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "config.yaml").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="no plain file"):
+        fetch.require_plain_files(tmp_path / "real")
+
+
+@pytest.fixture
+def lying_server() -> Iterator[str]:
+    """An MLflow server whose artifacts claim to lie elsewhere."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = urllib.parse.urlsplit(self.path)
+            if "logged-models" in path.path:
+                place = "mlflow-artifacts:/1/models/m-1/artifacts"
+                info = {"model_id": "m-1", "experiment_id": "1", "name": "x", "status": 2, "artifact_uri": place}
+                body = json.dumps({"model": {"info": info}})
+            elif "mlflow-artifacts" in path.path and not path.path.endswith("planted"):
+                files = [{"path": "../../../planted", "is_dir": False, "file_size": 4}]
+                body = json.dumps({"files": files})
+            else:
+                body = "evil"
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
+        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+        thread.join()
+
+
+def test_a_server_cannot_write_outside_of_the_checkpoint(lying_server: str, tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b" / "c" / "checkpoint"
+    with pytest.raises(Exception, match=r"(?i)invalid path|planted"):
+        Tracker(lying_server).download_checkpoint("m-1", target)
+    assert not list(tmp_path.rglob("planted"))

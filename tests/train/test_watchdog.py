@@ -1,0 +1,77 @@
+"""A rank that hangs: told from one that gets on, and from one that waits."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from rankzero.train.watchdog import waits
+
+LIMIT_SECONDS = 0.4
+
+
+def watched(tmp_path: Path, body: str) -> tuple[int, dict[str, object] | None, str]:
+    """Run `body` in a process of its own, watched; return its exit code, what it said of its end, its stderr."""
+    script = tmp_path / "users.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import dataclasses, json, time
+        from pathlib import Path
+        from rankzero.train.watchdog import Watchdog
+        told = lambda failed: Path({str(tmp_path / "told.json")!r}).write_text(json.dumps(dataclasses.asdict(failed)))
+        watchdog = Watchdog({LIMIT_SECONDS / 60}, 3, told)
+        """)
+        + textwrap.dedent(body)
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=60)
+    path = tmp_path / "told.json"
+    return done.returncode, json.loads(path.read_text()) if path.exists() else None, done.stderr
+
+
+def test_a_process_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
+    code, told, stderr = watched(
+        tmp_path,
+        """
+        def step():
+            time.sleep(100)
+        with watchdog.watching():
+            watchdog.beat()
+            watchdog.beat()
+            step()
+        """,
+    )
+    assert code == -signal.SIGKILL and told is not None
+    assert str(told["reason"]).startswith("rank 3 hung for 0 s (") and "in step" in str(told["reason"])
+    assert told["rank"] == 3 and "time.sleep(100)" in str(told["error"])
+    assert "most recent call first" in stderr and "in step" in stderr
+
+
+def test_a_process_that_gets_on_is_left_alone(tmp_path: Path) -> None:
+    code, told, _ = watched(
+        tmp_path,
+        """
+        with watchdog.watching():
+            time.sleep(1.2)  # the first step may take six times as long
+            for _ in range(12):
+                watchdog.beat()
+                time.sleep(0.1)
+        time.sleep(0.8)  # nobody watches any more
+        """,
+    )
+    assert code == 0 and told is None
+
+
+@pytest.mark.parametrize("file", ["torch/distributed/core.py", "torch/autograd/graph.py", "rankzero/train/world.py"])
+def test_who_waits_for_others_is_known_by_where_it_is(file: str, tmp_path: Path) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text("import sys\ndef inner():\n    return sys._getframe()\n")
+    assert waits(runpy.run_path(str(path))["inner"]())
+    assert not waits(sys._getframe())
