@@ -188,7 +188,7 @@ def test_a_run_from_another_machine_goes_on_from_mlflow(rankzero: Command, tmp_p
     folder = RunFolder(rankzero.folder / "mlruns/runs/far")
     run_id, before = mlflow_id(folder), losses(folder)
     folder.path.rename(tmp_path / "elsewhere")
-    code, output = rankzero("resume", run_id, "train.steps=25")
+    code, output = rankzero("resume", run_id, "train.steps=25", "--experiment", TINY)
     assert code == 0, output
     run = tracked(folder)
     assert run.run_id == run_id and run.status == "FINISHED"

@@ -14,7 +14,6 @@ from rankzero.cli.verbs import VERBS
 
 FINISHED, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75  # 75 is sysexits' EX_TEMPFAIL: stopped, try again
 
-
 AFTER_MINUS = ("--sort",)  # options whose value may begin with a minus
 
 

@@ -36,6 +36,6 @@ VERBS = {
     "register": Verb("put a run's best model into MLflow's model registry", "rankzero register digits-a digits"),
     "ui": Verb("open the MLflow UI on the embedded store", "rankzero ui --port 5001"),
     "sync": Verb("deliver to MLflow what a run's recorder left", "rankzero sync"),
-    "doctor": Verb("check this machine", "rankzero doctor"),
+    "doctor": Verb("check this machine, or tell what became of a run", "rankzero doctor digits-a"),
     "completion": Verb("print what makes the shell complete these commands", 'eval "$(rankzero completion bash)"'),
 }
