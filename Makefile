@@ -74,6 +74,7 @@ format: setup
 # The measured claims; about 30 minutes on an idle machine.
 bench: setup
 	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/many_runs.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/turnaround.py
 	$(BIN)/python benchmarks/checkpoint_blocking.py

@@ -9,6 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rankzero.api.launching import search as search
+    from rankzero.api.launching import train as train
+    from rankzero.api.results import run as run
+    from rankzero.api.results import runs as runs
     from rankzero.config import ConfigError as ConfigError
     from rankzero.config import flatten as flatten
     from rankzero.config import from_yaml as from_yaml
@@ -27,19 +31,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "rankzero.api.results": ("run", "runs"),
     "rankzero.config": ("ConfigError", "flatten", "from_yaml", "override", "to_yaml"),
     "rankzero.errors": ("UserError",),
     "rankzero.experiment": ("Choice", "Experiment", "Goal", "Integer", "LogUniform", "Train", "Uniform"),
     "rankzero.train.own_loop": ("track",),
 }
+_PACKAGES = ("search", "train")  # which are functions, too
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: PLE0604 - the names above, kept in one place
     "__version__",
-    *sorted(_HOME_OF),
+    *sorted((*_HOME_OF, *_PACKAGES)),
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'rankzero' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

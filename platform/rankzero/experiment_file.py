@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 
 from rankzero.adopted import experiments_in
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
+
+_loading: ContextVar[bool] = ContextVar("loading", default=False)
 
 
 def load(reference: str) -> type[Experiment]:
@@ -25,6 +28,11 @@ def load(reference: str) -> type[Experiment]:
         if isinstance(value, type) and issubclass(value, Experiment) and value.__module__ == module.__name__
     }
     return _choose(found or experiments_in(module), name, path)
+
+
+def is_loading() -> bool:
+    """Tell whether this process is importing a user's file now."""
+    return _loading.get()
 
 
 def split(reference: str) -> tuple[Path, str | None]:
@@ -69,12 +77,15 @@ def _import(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))
     sys.modules[path.stem] = module
+    loading = _loading.set(True)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[path.stem]
         sys.path.remove(str(path.parent))
         raise
+    finally:
+        _loading.reset(loading)
     return module
 
 

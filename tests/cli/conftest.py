@@ -95,10 +95,17 @@ def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rankzero(tmp_path: Path, new_store: Path) -> Iterator[Command]:
+    with command_in(tmp_path, new_store) as command:
+        yield command
+
+
+@contextlib.contextmanager
+def command_in(folder: Path, store: Path) -> Iterator[Command]:
+    """The command in a folder with an empty store; what it has started ends with the block."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))}
-    command = Command(tmp_path, {**environ, "OMP_NUM_THREADS": "1", "RANKZERO_DELIVERY_GRACE_SECONDS": "20"}, [])
-    (tmp_path / "mlruns").mkdir()
-    shutil.copy(new_store, tmp_path / "mlruns" / "mlflow.db")
+    command = Command(folder, {**environ, "OMP_NUM_THREADS": "1", "RANKZERO_DELIVERY_GRACE_SECONDS": "20"}, [])
+    (folder / "mlruns").mkdir()
+    shutil.copy(store, folder / "mlruns" / "mlflow.db")
     yield command
     for process in command.started:
         if process.poll() is None:

@@ -96,7 +96,18 @@ def test_a_name_that_is_taken_is_told(here: Here) -> None:
     assert code == 2 and "rankzero resume mine" in output
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["runs", "--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["runs", "--help"],
+        ["logs", "--help"],
+        ["export", "--help"],
+        ["register", "--help"],
+    ],
+)
 def test_help_imports_nothing_heavy(words: list[str], tmp_path: Path) -> None:
     heavy = {"torch", "mlflow", "optuna", "pynvml", "numpy"}
     program = (

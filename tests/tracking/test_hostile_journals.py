@@ -21,6 +21,7 @@ from rankzero.events import Event, RunEnded, decode, encode
 from rankzero.experiment import Goal
 from rankzero.tracking import catalog, progress, report, sync
 from rankzero.tracking.deliverer import Deliverer
+from rankzero.tracking.facts import fold
 from rankzero.tracking.journal import RunFolder, read_all, take
 from rankzero.tracking.names import BrokenRun
 from rankzero.tracking.progress import Progress
@@ -122,7 +123,7 @@ def _show(events: list[Event]) -> None:
         view(event)
         progress_line(view), progress_panel(view)
         if isinstance(event, RunEnded):
-            list(view.results(event)), report.markdown("x", report.fold(events), event)
+            list(view.results(event)), report.markdown("x", fold(events), event)
 
 
 @thorough

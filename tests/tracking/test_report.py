@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 
 from rankzero.events import Event, StepsLogged, SystemSampled
-from rankzero.tracking.report import fold, markdown
+from rankzero.tracking.facts import fold
+from rankzero.tracking.report import for_terminal, markdown, so_far
 from tracking.runs import T0, deleted, ended, evaluated, make_folder, saved, started, steps
 
 
@@ -76,3 +77,24 @@ def test_nothing_a_user_writes_breaks_the_page() -> None:
 
 def test_a_run_that_did_nothing_has_a_report() -> None:
     assert report(status="FAILED", reason="died") == "### FAILED: died\n"
+
+
+def test_what_limited_the_speed() -> None:
+    def said(wait: float, **params: str) -> str:
+        return report(started(**params), metrics={"data_wait_fraction": wait})
+
+    assert "| data: load faster" in said(0.3)
+    assert "| compute |" in said(0.01, world_size="1")
+    assert "| compute or communication" in said(0.01, world_size="2")
+    idle = SystemSampled(T0, 0, {"system/gpu_0_utilization_percentage": 20.0})
+    assert "neither data nor arithmetic" in report(started(), idle, metrics={"data_wait_fraction": 0.0})
+
+
+def test_a_run_that_goes_on_has_a_report() -> None:
+    facts = fold([started(), steps(1, 10)])
+    assert "### RUNNING: at step 10 of 100" in markdown("digits-1", facts, so_far(facts, "RUNNING"))
+
+
+def test_the_terminal_needs_no_spaces_of_the_page() -> None:
+    text = for_terminal(report(started(width="3"), steps(1, 2)))
+    assert "&" not in text and "| `width` | `3` |" in text

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankzero import config
+from rankzero.cli.advice import DataWait
 from rankzero.cli.console import Console
 from rankzero.cli.main import FAILED, FINISHED, RESUMABLE
 from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.tracking import catalog, provenance, sync
+from rankzero.tracking.host import usable_cores
 from rankzero.tracking.journal import RunFolder
 from rankzero.train import failure, launch
 from rankzero.train.request import OUT_OF_MEMORY, request_for, write_config
@@ -78,7 +80,8 @@ def _launched(attempt: Attempt) -> tuple[Console, str]:
 
     folder, status = attempt.folder, "FAILED"
     request = request_for(folder, attempt.experiment, {**_provenance(attempt), **attempt.tags}, resumes=attempt.resumes)
-    console = Console(folder, attempt.experiment, attempt.root, attempt.nodes.processes)
+    advice = DataWait(attempt.experiment.train.workers, attempt.nodes.processes, len(usable_cores()))
+    console = Console(folder, attempt.experiment.goal, attempt.root, advise=advice)
     with console:
         try:
             status = launch.run(attempt.nodes, worker.main, request, folder.path / "logs")

@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -16,11 +16,9 @@ from rich.console import Console as Terminal
 from rich.live import Live
 from rich.table import Table
 
-from rankzero.cli.advice import DataWait
 from rankzero.cli.view import View, progress_line, progress_panel
-from rankzero.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, SystemSampled
-from rankzero.experiment import Experiment
-from rankzero.tracking.host import usable_cores
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted
+from rankzero.experiment import Goal
 from rankzero.tracking.journal import RunFolder, read
 from rankzero.tracking.secrecy import url_without_secrets
 from rankzero.train.launch import log_files
@@ -33,15 +31,17 @@ class Console:
     """Follows a run's journals from a thread, for the duration of a with block.
 
     On a terminal it keeps one live block of progress; into a pipe it writes plain lines.
-    What rank 0 prints appears above.
+    What rank 0 prints appears above, or another rank. It begins with what comes from now on.
     """
 
-    def __init__(self, folder: RunFolder, experiment: Experiment, root: Path, processes: int) -> None:
+    def __init__(
+        self, folder: RunFolder, goal: Goal, root: Path, rank: int = 0,
+        advise: Callable[[Event], str | None] = lambda event: None,
+    ) -> None:  # fmt: skip
         self._folder, self._root = folder, root
         self._terminal = Terminal(highlight=False, soft_wrap=True)
-        self._view = View(experiment.goal)
-        self._data_wait = DataWait(experiment.train.workers, processes, len(usable_cores()))
-        self._logs_before = {path: path.stat().st_size for path in log_files(folder.path / "logs", 0)}
+        self._view, self._rank, self._advise = View(goal), rank, advise
+        self._logs_before = {path: path.stat().st_size for path in self._logs()}
         self._offsets = {path: path.stat().st_size for path in (folder.events, folder.system(0)) if path.exists()}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -62,6 +62,19 @@ class Console:
     ) -> None:
         self._stopping.set()
         self._thread.join()
+
+    def catch_up(self) -> None:
+        """Take in, before the with block, what the journals hold already; say the newest evaluation."""
+        newest: Evaluated | None = None
+        for path in (self._folder.system(0), self._folder.events):
+            self._offsets[path] = 0
+            while events := self._news(path):
+                for event in events:
+                    self._view(event)
+                    self._take_end(event)
+                    newest = event if isinstance(event, Evaluated) else newest
+        if newest is not None:
+            self._terminal.print(self._view.evaluation_line(newest))
 
     def notice(self, text: str) -> None:
         """Say something once."""
@@ -106,8 +119,9 @@ class Console:
         for path in (self._folder.system(0), self._folder.events):
             for event in self._news(path):
                 self._view(event)
+                self._take_end(event)
                 self._show(event)
-                advice = self._data_wait(event)
+                advice = self._advise(event)
                 if advice is not None:
                     self.notice(advice)
         if self._live is not None:
@@ -126,13 +140,15 @@ class Console:
                 self._terminal.print(f"attempt {attempt}, from step {step}")
             case Evaluated():
                 self._terminal.print(self._view.evaluation_line(event))
-            case RunEnded():
-                self.ended = event
-            case CheckpointSaved() | SystemSampled() | _:
+            case _:
                 pass
 
+    def _take_end(self, event: Event) -> None:
+        if isinstance(event, (RunStarted, RunEnded)):
+            self.ended = event if isinstance(event, RunEnded) else None
+
     def _pass_output_on(self) -> None:
-        for path in log_files(self._folder.path / "logs", 0):
+        for path in self._logs():
             start = self._logs_before.get(path, 0)
             with path.open("rb") as file:
                 file.seek(start)
@@ -141,6 +157,9 @@ class Console:
             self._logs_before[path] = start + len(whole)
             if whole:
                 self._terminal.print(whole.decode(errors="replace"), end="", markup=False)
+
+    def _logs(self) -> list[Path]:
+        return log_files(self._folder.path / "logs", self._rank)
 
     def _ui_command(self) -> str:
         return f"{program()} ui{self._dir_option()}"

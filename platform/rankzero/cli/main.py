@@ -6,27 +6,15 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rankzero import __version__
+from rankzero.cli.verbs import VERBS
 
 FINISHED, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75  # 75 is sysexits' EX_TEMPFAIL: stopped, try again
 
-VERBS = {
-    "train": "run an experiment, tracked",
-    "resume": "go on with a run, in the same MLflow run",
-    "search": "find the configuration that reaches the quality bar in the least time",
-    "probe": "measure samples/s and memory, batch size x precision",
-    "compare": "train the same work under several strategies, and compare",
-    "profile": "see where the time of a step goes",
-    "report": "show a search's verdict again",
-    "config": "show an experiment's settings and every legal key",
-    "runs": "list runs",
-    "ui": "open the MLflow UI on the embedded store",
-    "sync": "deliver to MLflow what a run's recorder left",
-    "doctor": "check this machine, or tell what became of a run",
-}
+AFTER_MINUS = ("--sort",)  # options whose value may begin with a minus
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,12 +38,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(words: list[str]) -> argparse.Namespace:
     """Read the words; only the module of the verb that is called is imported."""
     verb = _top_parser().parse_args(words[:1]).verb
-    parser = argparse.ArgumentParser(prog=f"rankzero {verb}", description=VERBS[verb].capitalize() + ".")
-    importlib.import_module(f"rankzero.cli.{verb}").add_arguments(parser)
-    _add_common(parser)
-    arguments = parser.parse_intermixed_args(words[1:])  # options may stand between key=value words
+    words = list(_with_their_values(words[1:]))
+    arguments = parser_of(verb).parse_intermixed_args(words)  # options may stand between key=value words
     arguments.verb = verb
     return arguments
+
+
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """Return the parser of one verb's words."""
+    what = VERBS[verb].summary
+    parser = argparse.ArgumentParser(
+        prog=f"rankzero {verb}",
+        description=what[0].upper() + what[1:] + ".",
+        formatter_class=_Help,
+        epilog=f"example:\n  {VERBS[verb].example}",
+    )
+    importlib.import_module(f"rankzero.cli.{verb}").add_arguments(parser)
+    _add_common(parser)
+    return parser
+
+
+class _Help(argparse.HelpFormatter):
+    """Wraps everything but the example, which people copy."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("example:") else super()._fill_text(text, width, indent)
+
+
+def _with_their_values(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words, ``--sort -key`` as ``--sort=-key``: argparse would take the value for an option."""
+    waiting = ""
+    for word in words:
+        if waiting or word not in AFTER_MINUS:
+            yield waiting + word
+            waiting = ""
+        else:
+            waiting = word + "="
+    if waiting:
+        yield waiting.rstrip("=")
 
 
 def _top_parser() -> argparse.ArgumentParser:
@@ -64,7 +84,7 @@ def _top_parser() -> argparse.ArgumentParser:
         description="Tracked PyTorch training: run experiments, browse them in MLflow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="verbs:\n"
-        + "".join(f"  {verb:8} {summary}\n" for verb, summary in VERBS.items())
+        + "".join(f"  {name:10} {verb.summary}\n" for name, verb in VERBS.items())
         + "\n`rankzero VERB --help` tells more. Exit codes: 0 finished, 1 failed, 2 usage, 75 stopped but resumable.",
     )
     parser.add_argument("--version", action="version", version=f"rankzero {__version__}")

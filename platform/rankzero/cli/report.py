@@ -1,44 +1,122 @@
-"""``rankzero report STUDY``: a search's verdict again, from what is stored."""
+"""``rankzero report RUN|STUDY``: what became of it. ``rankzero report A B``: what differs between two runs."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+from pathlib import Path
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.table import Table
+from rich.text import Text
 
-from rankzero.search import record
+from rankzero.cli.terminal import plain_or_fitting
+from rankzero.errors import UserError
+from rankzero.events import RunStarted
+from rankzero.tracking import catalog, differences, facts, provenance, report
+from rankzero.tracking.differences import Section, Side
+from rankzero.tracking.journal import RunFolder, read
+from rankzero.tracking.page import page, status
 
-SHOWN = ("trial", "state", "value", "best", "samples_per_second", "batch_size", "precision", "lr", "reason")
+PATCH_LINES = 40
+STUDIES = "studies.db"
+A_SEARCH = "search.sampler"  # a param that only studies have
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("study", metavar="STUDY", help="the study's name")
+    parser.add_argument("names", metavar="RUN", nargs="+", help="a run's or a study's name; two runs: how they differ")
+    parser.add_argument("--all", action="store_true", help="of two runs, what is alike, too")
     parser.add_argument("--storage", help="the study's database (default: studies.db beside the runs)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rankzero.search.confirm import by_trial
-    from rankzero.search.session import CONFIRMATIONS
-    from rankzero.search.study import default_storage, find_study
-
-    study = find_study(arguments.storage or default_storage(arguments.dir), arguments.study)
-    terminal = Console(highlight=False)
-    table = Table(title=f"{study.name}: {len(study.trials())} trials", title_justify="left")
-    for name in SHOWN:
-        table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1 if name == "reason" else None)
-    for trial in study.trials():
-        row = dict(zip(record.COLUMNS, record.row_of(trial), strict=True))
-        table.add_row(*(_cell(row[name]) for name in SHOWN))
-    terminal.print(table)
-    for number, runs in by_trial(study.facts.get(CONFIRMATIONS, [])).items():
-        values = ", ".join("missed" if run.value is None else f"{abs(run.value):.4g}" for run in runs)
-        terminal.print(f"confirmed  trial {number:3}: {values}")
-    if "objective" in study.facts:
-        terminal.print(f"objective: {study.facts['objective']}")
-    terminal.print(study.facts.get("sentence") or "No verdict yet: the same search command goes on.")
+    runs, names = arguments.dir / "runs", arguments.names
+    if len(names) > 2:
+        raise UserError(f"a report is of one run, or of the differences between two; not of {len(names)}")
+    if len(names) == 2:
+        show_differences(*(side(catalog.require(runs, name)) for name in names), everything=arguments.all)
+        return 0
+    folder = catalog.find(runs, names[0])
+    if arguments.storage or (folder and is_study(folder)):
+        _show_study(arguments, names[0])
+    elif folder is not None:
+        show_markdown(page(folder))
+    else:
+        _show_study_of_others(arguments, names[0])
     return 0
 
 
-def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+def is_study(folder: RunFolder) -> bool:
+    """Tell whether the run is a search."""
+    head, _ = read(folder.events, 0, 1)
+    return any(isinstance(event, RunStarted) and A_SEARCH in event.params for event in head)
+
+
+def show_markdown(text: str) -> None:
+    """Print Markdown: set for a terminal, as it is into a pipe."""
+    text, terminal = report.for_terminal(text), plain_or_fitting()
+    if terminal.is_terminal:
+        terminal.print(Markdown(text, code_theme="ansi_dark"))
+    else:
+        print(text, end="")
+
+
+def side(folder: RunFolder) -> Side:
+    """Return all that is compared of a run, from its folder."""
+    return Side(
+        name=folder.identity.name,
+        status=status(folder),
+        facts=facts.fold(folder.all_events()),
+        packages=provenance.read_packages(folder.artifacts),
+        patch=provenance.read_diff(folder.artifacts),
+    )
+
+
+def show_differences(left: Side, right: Side, *, everything: bool = False) -> None:
+    """Print what differs between two runs, side by side."""
+    terminal = plain_or_fitting()
+    terminal.print(table(left, right, differences.sections(left, right, everything=everything)))
+    _show_code(terminal, left, right, None if everything else PATCH_LINES)
+
+
+def table(left: Side, right: Side, sections: list[Section]) -> Table:
+    """Return the differences as one table, so that their columns stand below each other."""
+    shown = Table("", left.name, right.name, "", box=None, pad_edge=False)
+    for column in shown.columns:
+        column.overflow = "fold"
+    for section in sections:
+        shown.add_row(Text(section.title, style="bold"))
+        for row in section.rows:
+            shown.add_row(f"  {row.key}", row.left, row.right, row.change)
+    return shown
+
+
+def _show_code(terminal: Console, left: Side, right: Side, limit: int | None) -> None:
+    commits = [one.facts.environment.get("mlflow.source.git.commit", "") for one in (left, right)]
+    if commits[0] != commits[1] and (changed := provenance.changed_between(Path.cwd(), commits[0], commits[1])):
+        terminal.print(Text(changed.rstrip()))
+    lines = list(differences.patches(left.patch, right.patch))
+    if lines:
+        terminal.print(Text(f"Uncommitted changes: - {left.name}, + {right.name}", style="bold"))
+    for line in itertools.islice(lines, limit):
+        colour = {"-": "red", "+": "green"}.get(line[:1], "")
+        terminal.print(Text(f"  {line}", style=colour))
+    if limit is not None and len(lines) > limit:
+        terminal.print(f"  {len(lines) - limit} more lines: --all", style="dim")
+
+
+def _show_study(arguments: argparse.Namespace, name: str) -> None:
+    from rankzero.cli import study
+    from rankzero.search.study import default_storage
+
+    study.show(arguments.storage or default_storage(arguments.dir), name)
+
+
+def _show_study_of_others(arguments: argparse.Namespace, name: str) -> None:
+    """Show a study without a run of its own here; where there is none either, say which runs there are."""
+    if (arguments.dir / STUDIES).exists():
+        with contextlib.suppress(UserError):
+            return _show_study(arguments, name)
+    catalog.require(arguments.dir / "runs", name)

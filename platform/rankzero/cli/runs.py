@@ -1,73 +1,141 @@
-"""``rankzero runs``: the runs on this disk, newest first; those that died without a word get their end."""
+"""``rankzero runs [FILTER…]``: the runs on this disk; those that died without a word get their end."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from rankzero.cli.terminal import plain_or_fitting
 from rankzero.cli.view import duration
-from rankzero.tracking import stale, sync
-from rankzero.tracking.catalog import Listed, listed
+from rankzero.tracking import catalog, selection, stale, sync
+from rankzero.tracking.summary import Summary
 
 COLOURS = {
-    "FINISHED": "green",
-    "FAILED": "red",
-    "DIED": "red",
-    "KILLED": "yellow",
-    "RUNNING": "cyan",
-    "STARTING": "cyan",
-}
+    "FINISHED": "green", "FAILED": "red", "DIED": "red", "KILLED": "yellow", "RUNNING": "cyan", "STARTING": "cyan",
+}  # fmt: skip
 SILENT_SECONDS = 120.0
 PATIENCE_SECONDS = 5.0
+SHOWN, WAITS = 20, "*"
+IN_THE_TABLE = ("run", "status", "goal", "best", "samples/s", "age", "started")  # keys that need no column of their own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "filters",
+        metavar="FILTER",
+        nargs="*",
+        help="KEY=VALUE, !=, <, <=, > or >=: a column, a param or a metric; all must hold; * and ? stand for anything",
+    )
+    parser.add_argument("--sort", metavar="KEY", help="a column, a param or a metric; -KEY: the largest first")
+    parser.add_argument(
+        "--json", action="store_true", help="all that is known of each, as one JSON array, a run a line"
+    )
     parser.add_argument("--all", action="store_true", help="the trials of searches, too")
-    parser.add_argument("-n", type=int, default=20, dest="limit", help="how many (default: 20)")
+    parser.add_argument("-n", type=int, dest="limit", help=f"how many (default: {SHOWN}; with --json all)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    runs = arguments.dir / "runs"
-    if _close_stale(runs):
-        print()
-    found = [one for one in listed(runs) if arguments.all or one.parent is None]
-    if not found:
+    conditions = [selection.parse(word) for word in arguments.filters]
+    runs = _closed(arguments.dir / "runs")
+    top = [one for one in runs if arguments.all or one.parent is None]
+    found = selection.select(top, conditions, arguments.sort)
+    if arguments.json:
+        print("[" + ",\n".join(json.dumps(record(one)) for one in found[: arguments.limit]) + "]")
+    elif not runs:
         print(f"no runs in {arguments.dir}: start one with `rankzero train experiments/digits.py`")
-        return 0
-    table = Table(box=None, pad_edge=False)
-    for heading in ("run", "status", "goal", "samples/s", "age", ""):
-        table.add_column(heading, justify="right" if heading in ("samples/s", "age") else "left", no_wrap=True)
-    for one in found[: arguments.limit]:
-        table.add_row(*_cells(one))
-    Console(soft_wrap=True).print(table)
+    else:
+        asked = [condition.key for condition in conditions] + ([arguments.sort.lstrip("-")] if arguments.sort else [])
+        show(found, SHOWN if arguments.limit is None else arguments.limit, asked)
     return 0
 
 
-def _close_stale(runs: Path) -> bool:
-    """End the runs that say RUNNING and are not, here and in MLflow; return whether there were any."""
-    found = [one.folder for one in listed(runs) if one.status == "DIED" and stale.is_stale(one.folder)]
+def record(one: Summary) -> dict[str, Any]:
+    """Return a run as JSON has it: the same keys for every run; what is no number there is null."""
+    return {key: _finite(value) for key, value in one.fields().items()}
+
+
+def _closed(runs: Path) -> list[Summary]:
+    """Return all runs, after the end, here and in MLflow, of those that say RUNNING and are not."""
+    listed = catalog.listed(runs)
+    found = [one.folder for one in listed if one.status == "DIED" and stale.is_stale(one.folder)]
     for folder in found:
-        print(f"{folder.path.name}: FAILED, {stale.close(folder)}", flush=True)
+        print(f"{folder.path.name}: FAILED, {stale.close(folder)}", file=sys.stderr, flush=True)
     for folder in found:
         result = sync.deliver(folder, patience=PATIENCE_SECONDS)
         if result.pending:
-            print(f"{folder.path.name}: MLflow does not know yet ({result.error or 'no answer'}): rankzero sync")
-    return bool(found)
+            why = result.error or "no answer"
+            print(f"{folder.path.name}: MLflow does not know yet ({why}): rankzero sync", file=sys.stderr)
+    return catalog.listed(runs) if found else listed
 
 
-def _note(one: Listed) -> str:
-    if one.status == "RUNNING":
-        quiet = stale.silence(one.folder)
-        return f"silent for {duration(quiet)}" if quiet > SILENT_SECONDS else ""
-    return "undelivered: rankzero sync" if one.undelivered else ""
+def show(found: Sequence[Summary], limit: int, asked: Sequence[str] = ()) -> None:
+    """Print the first runs as a table, with a column for each key that was asked for."""
+    terminal = plain_or_fitting()
+    goals = {one.goal for one in found[:limit] if one.best is not None}
+    goal = goals.pop() if len(goals) == 1 else "goal"
+    extra = [key for key in dict.fromkeys(asked) if key not in (*IN_THE_TABLE, goal)]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("run", "status", goal, "samples/s", "age", *extra):
+        justify: Literal["left", "right"] = "right" if heading in ("samples/s", "age") else "left"
+        table.add_column(escape(heading), justify=justify, overflow="fold")
+    for one in found[:limit]:
+        table.add_row(*_cells(one, goal), *(_cell(one, key) for key in extra))
+    terminal.print(table)
+    _say_what_is_missing(terminal, found, limit)
 
 
-def _cells(one: Listed) -> tuple[str, ...]:
-    colour = COLOURS[one.status]
-    goal = "" if one.best is None else f"{one.goal} {one.best:.4f}"
+def _say_what_is_missing(terminal: Console, found: Sequence[Summary], limit: int) -> None:
+    if any(_waits(one) for one in found[:limit]):
+        terminal.print(f"{WAITS} not all of it is in MLflow: rankzero sync", style="dim")
+    if len(found) > limit:
+        terminal.print(f"{limit} of {len(found):,} runs; -n {len(found)} shows all", style="dim")
+    if not found:
+        terminal.print("no run is like that")
+
+
+def _cells(one: Summary, goal: str = "") -> tuple[str, ...]:
+    """Return a row; the goal's name in it, unless the heading has it."""
+    named = "" if one.goal == goal else f"{escape(one.goal)} "
+    best = "" if one.best is None else f"{named}{one.best:.4f}"
     speed = "" if one.samples_per_second is None else f"{one.samples_per_second:,.0f}"
-    return one.name, f"[{colour}]{one.status}[/]", goal, speed, duration(time.time() - one.started), _note(one)
+    status = f"[{COLOURS[one.status]}]{one.status}{WAITS if _waits(one) else ''}[/]{_silence(one)}"
+    return one.name, status, best, speed, age(time.time() - one.started)
+
+
+def _silence(one: Summary) -> str:
+    quiet = stale.silence(one.folder) if one.status == "RUNNING" else 0.0
+    return f", silent for {age(quiet)}" if quiet > SILENT_SECONDS else ""
+
+
+def age(seconds: float) -> str:
+    """Return a span of time by its largest unit."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _waits(one: Summary) -> bool:
+    return one.undelivered and one.status not in ("RUNNING", "STARTING")
+
+
+def _cell(one: Summary, key: str) -> str:
+    value = selection.value_of(one, key)
+    if key == "duration":
+        return duration(one.seconds)
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value

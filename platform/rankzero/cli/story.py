@@ -15,6 +15,7 @@ from rankzero.tracking import catalog, incumbent, stale, story
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.journal import READ_BYTES, RunFolder, read_all, take
 from rankzero.tracking.secrecy import text_without_secrets, url_without_secrets
+from rankzero.tracking.summary import Summary
 from rankzero.tracking.trouble import trouble
 
 TAIL_LINES, TAIL_BYTES = 8, 4096
@@ -124,7 +125,7 @@ def _last_words(folder: RunFolder) -> Iterator[str]:
         yield from (f"{escape(str(name))}: {escape(line[:300])}" for line in lines)
 
 
-def _advice(folder: RunFolder, listed: catalog.Listed) -> Iterator[str]:
+def _advice(folder: RunFolder, listed: Summary) -> Iterator[str]:
     name = escape(listed.name)
     if listed.status == "DIED":
         yield "its end was not written: `rankzero runs` does that, here and in MLflow"

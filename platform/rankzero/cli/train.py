@@ -14,7 +14,7 @@ from rankzero.cli import attempt
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import names, store
-from rankzero.tracking.journal import Identity, new_name
+from rankzero.tracking.journal import Identity, RunFolder, new_name
 from rankzero.train import launch
 from rankzero.train.request import make_folder, with_secrets, write_config
 
@@ -23,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class")
     parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change; see `rankzero config`")
     parser.add_argument(
-        "--from", dest="start", metavar="FILE", help="settings to start from: a sweet_spot.yaml, or a study's name"
+        "--from",
+        dest="start",
+        metavar="FILE",
+        help="settings to start from: a file such as sweet_spot.yaml, a study, a run",
     )
     add_launch_arguments(parser)
     parser.add_argument("--run-name", help="what to call the run (default: the file's name and the time)")
@@ -75,16 +78,14 @@ def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experi
     cls = experiment_file.load(arguments.experiment)
     if arguments.start is None:
         return cls()
-    path = Path(arguments.start)
-    if not path.is_file():
-        path = arguments.dir / "runs" / arguments.start / "artifacts" / "sweet_spot.yaml"
-    try:
-        text = path.read_text()
-    except OSError:
-        raise UserError(
-            f"--from {arguments.start}: neither a file, nor a study in {arguments.dir} that has found a sweet spot"
-        ) from None
-    return config.override(cls(), with_secrets(config.read_yaml(text), settings))
+    folder = RunFolder(arguments.dir / "runs" / arguments.start)
+    for path in (Path(arguments.start), folder.artifacts / "sweet_spot.yaml", folder.config):
+        if path.is_file():
+            return config.override(cls(), with_secrets(config.read_yaml(path.read_text()), settings))
+    raise UserError(
+        f"--from {arguments.start}: neither a file, nor a run in {arguments.dir}, nor a study there that has found "
+        "a sweet spot"
+    )
 
 
 def _identity(arguments: argparse.Namespace, path: Path, cls: str | None) -> Identity:

@@ -1,45 +1,37 @@
-"""The runs on this disk, out of their journals: found by name or by MLflow id, listed without reading them whole."""
+"""The runs on this disk: found by name or by MLflow id, listed without reading again those that have ended.
+
+What a list needs of a run that has ended is kept in ``runs/.summaries.jsonl``: a line for each, with sizes and times of
+the files that it was taken from. The file may go at any time: it is made again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import time
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rankzero.errors import UserError
-from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, decode
+from rankzero.events import Evaluated, RunEnded
 from rankzero.experiment import Goal
-from rankzero.tracking import incumbent, legal, names, report
+from rankzero.tracking import names, summary
 from rankzero.tracking import progress as delivery
-from rankzero.tracking.journal import RunFolder, read, read_all
+from rankzero.tracking.journal import EVENTS, RunFolder, read_all
+from rankzero.tracking.summary import Summary
 
-TAIL_BYTES = 1 << 16
-STARTING_SECONDS = 120.0  # from a run's folder to its first process, on a busy machine
-
-
-@dataclasses.dataclass(frozen=True)
-class Listed:
-    """One run as a list shows it."""
-
-    folder: RunFolder
-    name: str
-    experiment: str
-    status: str
-    """FINISHED, FAILED, KILLED, STARTING, RUNNING; DIED where the writer is gone without a word."""
-    started: float
-    goal: str
-    best: float | None
-    samples_per_second: float | None
-    undelivered: bool
-    parent: str | None = None
-    """The study that a trial belongs to."""
+CACHE = ".summaries.jsonl"
+IDENTITY, DELIVERY = "run.json", "delivery.json"
+FIELDS = set(Summary.__dataclass_fields__) - {"folder"}
+SPARE_LINES = 1000  # outdated ones, before the cache is begun anew
 
 
 def folders(runs: Path) -> list[RunFolder]:
     """Return every run's folder."""
-    return [RunFolder(path.parent) for path in runs.glob("*/run.json")]
+    with contextlib.suppress(FileNotFoundError), os.scandir(runs) as entries:
+        return [RunFolder(Path(entry.path)) for entry in entries if os.path.exists(f"{entry.path}/{IDENTITY}")]  # noqa: PTH110
+    return []
 
 
 def find(runs: Path, name_or_id: str) -> RunFolder | None:
@@ -47,16 +39,16 @@ def find(runs: Path, name_or_id: str) -> RunFolder | None:
     if not names.is_plain(name_or_id):
         return None
     by_name = RunFolder(runs / name_or_id)
-    if (by_name.path / "run.json").exists():
+    if (by_name.path / IDENTITY).exists():
         return by_name
-    return next((folder for folder in folders(runs) if mlflow_id(folder) == name_or_id), None)
+    return next((one.folder for one in listed(runs) if one.mlflow_run_id == name_or_id), None)
 
 
 def require(runs: Path, name_or_id: str) -> RunFolder:
     """Return the run's folder. Raises UserError, naming the newest runs, where there is none."""
     found = find(runs, name_or_id)
     if found is None:
-        newest = [run.name for run in listed(runs)[:3]]
+        newest = [one.name for one in listed(runs)[:3]]
         known = f"the newest are {', '.join(newest)}" if newest else f"there are no runs in {runs}"
         raise UserError(f"no run is called {names.shown(name_or_id)}; {known}")
     return found
@@ -69,20 +61,27 @@ def mlflow_id(folder: RunFolder) -> str | None:
     return None
 
 
-def listed(runs: Path) -> list[Listed]:
-    """Return all runs, the newest first."""
-    found = [_listed(folder) for folder in folders(runs)]
-    return sorted((run for run in found if run is not None), key=lambda run: -run.started)
-
-
 def last_end(folder: RunFolder) -> RunEnded | None:
     """Return how the newest attempt ended; None where it runs, or did not say."""
-    for event in reversed(_tail(folder.events)):
-        if isinstance(event, RunEnded):
-            return event
-        if isinstance(event, RunStarted):
-            return None
-    return None
+    return summary.last_end(summary.tail(folder.events))
+
+
+def listed(runs: Path) -> list[Summary]:
+    """Return all runs, the newest first."""
+    known, lines = _cached(runs / CACHE)
+    found, new = [], []
+    for folder in folders(runs):
+        signature = _signature(folder)
+        kept = known.get(folder.path.name)
+        if kept is not None and kept[0] == signature:
+            found.append(Summary(folder=folder, **kept[1]))
+            continue
+        made = summary.read_summary(folder)
+        if made is not None:
+            found.append(made)
+            new += [(folder.path.name, signature, made)] if made.ended else []
+    _keep(runs / CACHE, new, anew=lines > len(found) + SPARE_LINES)
+    return sorted(found, key=lambda one: -one.started)
 
 
 def best_so_far(folder: RunFolder, goal: Goal) -> float | None:
@@ -95,68 +94,43 @@ def best_so_far(folder: RunFolder, goal: Goal) -> float | None:
     return best
 
 
-def _listed(folder: RunFolder) -> Listed | None:
+Signature = list[list[int]]
+
+
+def _signature(folder: RunFolder) -> Signature:
+    """Return what changes whenever the run's summary does."""
+    return [_stamp(f"{folder.path}/{name}") for name in (IDENTITY, EVENTS, DELIVERY)]
+
+
+def _stamp(path: str) -> list[int]:
     try:
-        identity = folder.identity
-    except names.BrokenRun:
-        return None
-    head, tail = read(folder.events, 0, 1)[0], _tail(folder.events)
-    started = next((event for event in head if isinstance(event, RunStarted)), None)
-    ended = last_end(folder)
-    params: Mapping[str, str] = started.params if started else {}
-    goal = params.get("goal.metric", "")
-    state = delivery.load(delivery.path_of(folder, 0))
-    return Listed(
-        folder=folder,
-        name=identity.name,
-        experiment=identity.experiment,
-        status=ended.status if ended else _unended(folder),
-        started=started.time if started else (folder.path / "run.json").stat().st_mtime,
-        goal=goal,
-        best=legal.number(ended.metrics.get("best")) if ended else _latest_goal(tail, goal),
-        samples_per_second=legal.number(ended.metrics.get("samples_per_second")) if ended else _latest_speed(tail),
-        undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) > 0,
-        parent=identity.parent,
-    )
+        stat = os.stat(path)  # noqa: PTH116 - thousands of them
+    except OSError:
+        return []
+    return [stat.st_size, stat.st_mtime_ns]
 
 
-def _unended(folder: RunFolder) -> str:
-    if incumbent.writer_lives(folder):
-        return "RUNNING"
-    begun = folder.events.exists() or time.time() - incumbent.beat(folder) > STARTING_SECONDS
-    return "DIED" if begun else "STARTING"
-
-
-def _tail(path: Path) -> list[Event]:
-    """Return the events in the file's last bytes; more of them where one line is longer than that."""
-    size = path.stat().st_size if path.exists() else 0
-    events: list[Event] = []
-    span = TAIL_BYTES
-    while not events and size:
-        with path.open("rb") as file:
-            file.seek(max(0, size - span))
-            lines = file.read().decode(errors="replace").splitlines()
-        events = [event for event in map(_decoded, lines) if event is not None]
-        if span >= size:
-            break
-        span *= 8
-    return events
-
-
-def _decoded(line: str) -> Event | None:
+def _cached(path: Path) -> tuple[dict[str, tuple[Signature, dict[str, Any]]], int]:
+    """Return the summaries that are kept, by the folder's name, and how many lines they take."""
     try:
-        return decode(line)
-    except ValueError:
-        return None
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return {}, 0
+    known = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, RecursionError):  # a torn line, or one of another version
+            name, signature, fields = json.loads(line)
+            if fields.keys() == FIELDS:
+                known[name] = (signature, fields)
+    return known, len(lines)
 
 
-def _latest_goal(events: list[Event], goal: str) -> float | None:
-    found = (
-        event.metrics[goal] for event in reversed(events) if isinstance(event, Evaluated) and goal in event.metrics
-    )
-    return legal.number(next(found, None))
-
-
-def _latest_speed(events: list[Event]) -> float | None:
-    columns = (event.metrics.get(report.SPEED) for event in reversed(events) if isinstance(event, StepsLogged))
-    return next((legal.number(column[-1]) for column in columns if column), None)
+def _keep(path: Path, new: Sequence[tuple[str, Signature, Summary]], *, anew: bool) -> None:
+    """Append to the cache; on a disk that cannot be written to, the next list reads the journals again."""
+    lines = [json.dumps([name, signature, one.fields()], separators=(",", ":")) + "\n" for name, signature, one in new]
+    with contextlib.suppress(OSError):
+        if anew:
+            path.unlink()
+        elif lines:
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(lines))

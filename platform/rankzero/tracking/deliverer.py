@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero.events import Event, RunEnded, RunStarted, decode
+from rankzero.tracking import facts, report
 from rankzero.tracking import progress as state
-from rankzero.tracking import report
 from rankzero.tracking.delivery import End, Item, Points, Tags, ending, translate, trouble_of
-from rankzero.tracking.journal import EVENTS, READ_BYTES, Identity, RunFolder, read, read_all, take
+from rankzero.tracking.journal import EVENTS, READ_BYTES, Identity, RunFolder, read, take
 from rankzero.tracking.retry import Backoff, refusal
 from rankzero.tracking.secrecy import text_without_secrets
 from rankzero.tracking.store import RunGone
@@ -289,13 +288,8 @@ class Deliverer:
     def _description(self, event: RunEnded) -> str:
         if self._folder.description.exists():
             return self._folder.description.read_text()
-        return report.markdown(
-            self._folder.identity.name, report.fold(self._all_events()), event, trouble(self.progress)
-        )
-
-    def _all_events(self) -> Iterator[Event]:
-        systems = sorted(self._folder.path.glob("system-node_*.jsonl"))
-        return itertools.chain.from_iterable(read_all(path) for path in (self._folder.events, *systems))
+        found = facts.fold(self._folder.all_events())
+        return report.markdown(self._folder.identity.name, found, event, trouble(self.progress))
 
     def _abandon(self, reason: str) -> None:
         """Stop: someone deleted the run in MLflow. The journal keeps everything."""

@@ -145,6 +145,11 @@ class RunFolder:
         with (self.path / CHILDREN).open("a") as file:
             file.write(name + "\n")
 
+    def all_events(self) -> Iterator[Event]:
+        """Yield every event of the run, those of the nodes' samples last."""
+        for path in (self.events, *sorted(self.path.glob("system-node_*.jsonl"))):
+            yield from read_all(path)
+
     def system(self, node: int) -> Path:
         return self.path / f"system-node_{node}.jsonl"
 

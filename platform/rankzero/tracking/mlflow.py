@@ -32,7 +32,7 @@ for _name, _value in {
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # deprecations among MLflow's dependencies: nothing for our users to mend
-    from mlflow import MlflowClient
+    from mlflow import MlflowClient, set_tracking_uri
     from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, Run, RunTag
     from mlflow.exceptions import MlflowException
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -40,8 +40,8 @@ with warnings.catch_warnings():
 from rankzero.events import CheckpointSaved, RunEnded, RunStarted  # noqa: E402
 from rankzero.tracking import legal  # noqa: E402
 from rankzero.tracking.delivery import WHOLE_RUN, Point  # noqa: E402
+from rankzero.tracking.facts import SPEED  # noqa: E402
 from rankzero.tracking.journal import Identity  # noqa: E402
-from rankzero.tracking.report import SPEED  # noqa: E402
 from rankzero.tracking.secrecy import url_without_secrets  # noqa: E402
 from rankzero.tracking.store import RunGone, TrackingError, artifact_root, make_tables, prepare_store  # noqa: E402
 
@@ -244,6 +244,29 @@ class Tracker:
         self._link_output(run, model.model_id, step)
         return model.model_id
 
+    def best_model(self, run: OpenRun) -> str | None:
+        """Return the id of the run's logged best model; None where it has none."""
+        models = [model for model in self._models(run, "pytorch") if model.tags.get("rankzero.model") == "best"]
+        return str(max(models, key=lambda model: int(model.tags["rankzero.step"])).model_id) if models else None
+
+    def register(self, run: OpenRun, model_id: str, name: str) -> int:
+        """Make a logged model the newest version of a registered model, made if need be; return the version.
+
+        Again: the version that it is already. Raises TrackingError for a name that MLflow does not take.
+        """
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code == "INVALID_PARAMETER_VALUE":
+                raise TrackingError(f"MLflow does not take {name!r} for a registered model: {error}") from error
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        known = self._client.search_model_versions(f"run_id = '{run.run_id}'")
+        same = next((found for found in known if (found.name, found.source) == (name, f"models:/{model_id}")), None)
+        with _as_everybodys(self._uri):  # MLflow's registry looks the model up by a client of its own
+            made = same or self._client.create_model_version(name, f"models:/{model_id}", run.run_id, model_id=model_id)
+        return int(made.version)
+
     def list_runs(self, experiment: str | None = None, limit: int = 50) -> list[RunRecord]:
         """Return the newest runs first, of one experiment or of all."""
         runs = self._client.search_runs(
@@ -318,14 +341,15 @@ class Tracker:
         return [experiment.experiment_id]
 
     def _checkpoint_models(self, run: OpenRun, step: int | None = None) -> list[LoggedModel]:
-        condition = f"source_run_id = '{run.run_id}'"
-        if step is not None:
-            condition += f" AND tags.`rankzero.step` = '{step}'"
+        return self._models(run, "checkpoint", "" if step is None else f" AND tags.`rankzero.step` = '{step}'")
+
+    def _models(self, run: OpenRun, kind: str, further: str = "") -> list[LoggedModel]:
+        condition = f"source_run_id = '{run.run_id}'{further}"
         found: list[LoggedModel] = []
         token: str | None = None
         while True:
             page = self._client.search_logged_models([run.experiment_id], condition, page_token=token)
-            found += (model for model in page if model.model_type == "checkpoint")
+            found += (model for model in page if model.model_type == kind)
             token = page.token
             if not token:
                 return found
@@ -455,6 +479,16 @@ def _record(run: Run) -> RunRecord:
         params=run.data.params,
         tags=tags,
     )
+
+
+@contextlib.contextmanager
+def _as_everybodys(tracking_uri: str) -> Iterator[None]:
+    """Make the store this process's own for the duration of the block."""
+    set_tracking_uri(tracking_uri)
+    try:
+        yield
+    finally:
+        set_tracking_uri(None)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

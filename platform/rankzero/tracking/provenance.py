@@ -100,6 +100,30 @@ def write_artifacts(found: Provenance, folder: Path) -> None:
         (target / "diff.patch").write_text(found.diff)
 
 
+def changed_between(project_dir: Path, one: str, other: str) -> str:
+    """Return what changed between two commits, as ``git diff --stat`` says it; empty where git cannot say."""
+    if not all(part and not part.startswith("-") for part in (one, other)):
+        return ""
+    return _git(project_dir, "diff", "--stat=76", *DIFF_OPTIONS, one, other, "--") or ""
+
+
+def read_packages(folder: Path) -> dict[str, str]:
+    """Return what `write_packages` wrote, version by name; empty where it did not."""
+    try:
+        lines = (folder / "provenance" / "packages.txt").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def read_diff(folder: Path) -> str:
+    """Return the uncommitted changes that `write_artifacts` wrote; empty where there were none."""
+    try:
+        return (folder / "provenance" / "diff.patch").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def write_packages(folder: Path) -> None:
     """Write ``provenance/packages.txt``: every installed distribution, as ``name==version``. Takes a while."""
     target = folder / "provenance"

@@ -1,67 +1,26 @@
-"""A run's description for its MLflow page: what happened, in Markdown. Pure."""
+"""A run's description for its MLflow page and for the terminal: what happened, in Markdown. Pure."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from rankzero.events import (
-    CheckpointDeleted,
-    CheckpointSaved,
-    Evaluated,
-    Event,
-    Noticed,
-    RunEnded,
-    RunStarted,
-    StepsLogged,
-    SystemSampled,
-)
-from rankzero.experiment import Goal
-from rankzero.tracking import legal
+from rankzero.events import RunEnded
+from rankzero.tracking import reproduce
+from rankzero.tracking.facts import Facts
 from rankzero.tracking.legal import number
 
-SPEED = "throughput/samples_per_second"
 HIGHLIGHTS = ("train.batch_size", "train.micro_batch", "train.precision", "train.epochs", "train.steps", "train.seed")
 ERROR_LINES = 25
 MOST_NOTES = 30
+EM_SPACES = "&emsp;&emsp;"
 GAP = "&nbsp;\n\n"  # MLflow's page puts headings right below what is above
-_GPU = re.compile(r"system/(?:node_\d+/)?gpu_\d+_(.+)")
-
-
-@dataclasses.dataclass
-class Facts:
-    """What the journals say, folded into the few numbers that the report shows."""
-
-    goal: Goal = dataclasses.field(default_factory=Goal)
-    params: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    attempts: int = 0
-    seconds: float = 0.0
-    started: float | None = None
-    last_time: float = 0.0
-    steps: int = 0
-    total_steps: int | None = None
-    evaluations: int = 0
-    best: float | None = None
-    best_step: int = 0
-    best_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    speed: float | None = None
-    checkpoints: dict[int, bool] = dataclasses.field(default_factory=dict)
-    gpu_sums: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
-    notices: list[str] = dataclasses.field(default_factory=list)
-
-
-def fold(events: Iterable[Event]) -> Facts:
-    """Return the facts of a run from all of its events; those of the system's journals may come after the others."""
-    facts = Facts()
-    for event in events:
-        _fold_one(facts, event)
-    return facts
+DATA_BOUND = 0.1  # of the training time: from there on, the data are what to look at
+BUSY_GPU = 70.0  # percent
 
 
 def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()) -> str:
-    """Return the report. `name` is what `rankzero resume` takes, `trouble` what the delivery had."""
+    """Return the report. `name` is what `rankzero resume` takes, `end` how it ended, `trouble` the delivery's."""
     parts = [
         _headline(end),
         _lead(facts, end),
@@ -70,78 +29,22 @@ def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()
         _checkpoints(name, facts, end),
         _notes("What went wrong on the way", facts.notices),
         _notes("Delivery to MLflow", trouble),
+        _origin(facts),
+        _reproduce(name, facts),
         _setting(facts),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _fold_one(facts: Facts, event: Event) -> None:
-    match event:
-        case RunStarted():
-            _start(facts, event)
-        case StepsLogged():
-            _steps(facts, event)
-        case Evaluated():
-            _evaluation(facts, event)
-        case CheckpointSaved():
-            if event.best:
-                facts.checkpoints = dict.fromkeys(facts.checkpoints, False)
-            facts.checkpoints[event.step] = event.best
-        case CheckpointDeleted():
-            facts.checkpoints.pop(event.step, None)
-        case SystemSampled():
-            _system(facts, event)
-        case Noticed():
-            facts.notices.append(event.text)
-        case RunEnded():
-            _elapse(facts, event.time)
+def so_far(facts: Facts, status: Any) -> RunEnded:
+    """Return how a run stands that has not ended, or not said so: what `markdown` takes for its end."""
+    total = f" of {facts.total_steps:,}" if facts.total_steps else ""
+    return RunEnded(facts.last_time, status, f"at step {facts.steps:,}{total}", None, {})
 
 
-def _start(facts: Facts, event: RunStarted) -> None:
-    if facts.started is not None:
-        facts.seconds += max(0.0, facts.last_time - facts.started)
-    facts.started = facts.last_time = event.time
-    facts.attempts = event.attempt
-    facts.params, facts.environment, facts.total_steps = event.params, event.environment, event.total_steps
-    facts.goal = _goal(event.params) or facts.goal
-
-
-def _steps(facts: Facts, event: StepsLogged) -> None:
-    facts.steps = max([facts.steps, *(legal.step(number) or 0 for number in event.steps[-1:])])
-    for moment in event.times[-1:]:
-        _elapse(facts, number(moment) or 0.0)
-    for speed in (event.metrics.get(SPEED) or [])[-1:]:
-        facts.speed = number(speed) or facts.speed
-
-
-def _evaluation(facts: Facts, event: Evaluated) -> None:
-    _elapse(facts, event.time)
-    facts.evaluations += 1
-    facts.steps = max(facts.steps, event.step)
-    value = number(event.metrics.get(facts.goal.metric))
-    if value is not None and facts.goal.better(value, facts.best):
-        facts.best, facts.best_step, facts.best_metrics = value, event.step, event.metrics
-
-
-def _system(facts: Facts, event: SystemSampled) -> None:
-    for key, value in event.metrics.items():
-        gpu = _GPU.fullmatch(key)
-        real = number(value)
-        if gpu and real is not None:
-            total, count = facts.gpu_sums.get(gpu[1], (0.0, 0))
-            facts.gpu_sums[gpu[1]] = total + real, count + 1
-
-
-def _elapse(facts: Facts, at: float) -> None:
-    facts.last_time = max(facts.last_time, at)
-
-
-def _goal(params: Mapping[str, str]) -> Goal | None:
-    target = number(params.get("goal.target"))
-    try:
-        return Goal(params["goal.metric"], params["goal.mode"], target)  # type: ignore[arg-type]
-    except (KeyError, ValueError):
-        return None
+def for_terminal(text: str) -> str:
+    """Return the Markdown without the spaces that only MLflow's page needs."""
+    return text.replace(GAP, "").replace(EM_SPACES, "").replace("&emsp;", "")
 
 
 def _headline(end: RunEnded) -> str:
@@ -156,7 +59,7 @@ def _lead(facts: Facts, end: RunEnded) -> str:
     parts += [
         f"{value} steps" if title == "Steps" else value
         for title, value in (*_speed_rows(facts, end), *_progress_rows(facts))
-        if title != "Waiting for data"
+        if title not in ("Waiting for data", "Limited by", "Slowest rank")
     ]
     return " · ".join(parts)
 
@@ -187,7 +90,7 @@ def _progress_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "Steps", f"{facts.steps:,}{total}"
     if facts.started is not None:
         again = f" in {facts.attempts} attempts" if facts.attempts > 1 else ""
-        yield "Duration", _duration(facts.seconds + max(0.0, facts.last_time - facts.started)) + again
+        yield "Duration", _duration(facts.duration) + again
 
 
 def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
@@ -198,6 +101,7 @@ def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
     wait = number(end.metrics.get("data_wait_fraction"))
     if wait is not None:
         yield "Waiting for data", f"{wait:.1%} of the training time"
+        yield "Limited by", _limit(facts, wait)
     slowest = straggler(end.metrics)
     if slowest:
         yield "Slowest rank", slowest
@@ -213,6 +117,18 @@ def straggler(metrics: Mapping[str, float]) -> str | None:
     return f"rank {rank:.0f} {did}"
 
 
+def _limit(facts: Facts, wait: float) -> str:
+    """Return what limited the speed, as far as what is always measured tells."""
+    busy = facts.gpu_means.get("utilization_percentage")
+    if wait >= DATA_BOUND:
+        return "data: load faster (`train.workers`), or keep the data set in memory"
+    if busy is not None and busy < BUSY_GPU:
+        return "neither data nor arithmetic: `rankzero profile` says whether it is communication or small steps"
+    if facts.params.get("world_size", "1") == "1":
+        return "compute"
+    return "compute or communication: `rankzero profile` says which"
+
+
 def _gpu_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     names = {
         "utilization_percentage": ("GPU busy, mean", "%"),
@@ -220,9 +136,8 @@ def _gpu_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         "power_usage_watts": ("GPU power, mean", "W"),
     }
     for key, (title, unit) in names.items():
-        if key in facts.gpu_sums:
-            total, count = facts.gpu_sums[key]
-            yield title, f"{_number(total / count)} {unit}"
+        if key in facts.gpu_means:
+            yield title, f"{_number(facts.gpu_means[key])} {unit}"
 
 
 def _error(end: RunEnded) -> str:
@@ -254,6 +169,29 @@ def _notes(heading: str, lines: Sequence[str]) -> str:
     return f"{GAP}### {heading}\n\n" + "\n".join([*shown, *more])
 
 
+def _origin(facts: Facts) -> str:
+    """Return what was run: the file, the code's version, the machine."""
+    known = facts.environment
+    code = (known.get("mlflow.source.git.commit") or "")[:12]
+    changed = ", with uncommitted changes" if known.get("rankzero.dirty") == "true" else ""
+    machine = known.get("rankzero.gpu") or known.get("rankzero.device") or ""
+    torch = known.get("rankzero.torch") or known.get("rankzero.package.torch")
+    rows = [
+        ("Experiment", known.get("rankzero.experiment_file")),
+        ("Commit", code and f"{code}{changed}"),
+        ("Processes", known.get("rankzero.world_size", "") and f"{known['rankzero.world_size']} on {machine}"),
+        ("Host", known.get("rankzero.host")),
+        ("PyTorch", torch),
+    ]
+    found = [(title, _inline(value)) for title, value in rows if value]
+    return GAP + "### What was run\n\n" + _table(("Origin", ""), found) if found else ""
+
+
+def _reproduce(name: str, facts: Facts) -> str:
+    lines = [line.replace("```", "'''") for line in reproduce.commands(name, facts)]
+    return "\n".join([f"{GAP}### Reproduce\n", "```sh", *lines, "```"]) if lines else ""
+
+
 def _setting(facts: Facts) -> str:
     params = facts.params
     own = [key for key in params if "." not in key]
@@ -267,7 +205,7 @@ def _setting(facts: Facts) -> str:
 
 def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
     # The em spaces keep the columns apart: MLflow's page gives tables no padding.
-    body = (f"| {left}&emsp;&emsp; | {right} |" for left, right in rows)
+    body = (f"| {left}{EM_SPACES} | {right} |" for left, right in rows)
     return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *body])
 
 

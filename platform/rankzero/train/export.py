@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankzero import config, experiment_file
+from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import sync
 from rankzero.tracking.journal import RunFolder, write_atomically
@@ -47,16 +48,14 @@ def best(folder: RunFolder) -> None:
     from rankzero.tracking.mlflow import OpenRun, Tracker
 
     identity, delivery = folder.identity, sync.status(folder)
-    experiment = config.from_yaml(experiment_file.load(identity.experiment_file or ""), folder.config.read_text())
-    path = checkpoint.best(folder.checkpoints, experiment.goal)
-    if path is None or delivery.run_id is None or delivery.experiment_id is None:
-        raise RuntimeError("no checkpoint" if path is None else "the run has not reached MLflow; rankzero sync does it")
+    experiment = experiment_of(folder)
+    path = _best_checkpoint(folder, experiment)
+    if delivery.run_id is None or delivery.experiment_id is None:
+        raise RuntimeError("the run has not reached MLflow; rankzero sync does it")
     step, before = checkpoint.read_manifest(path).step, _logged(folder)
     if before is not None and before["step"] == step:
         return
-    model = experiment.model()
-    model.load_state_dict(checkpoint.load(path)["model"])
-    model.eval()
+    model = _loaded(experiment, path)
     tracker = Tracker(identity.tracking_uri)
     run = OpenRun(delivery.run_id, delivery.experiment_id, {})
     source, _ = experiment_file.split(identity.experiment_file or "")
@@ -73,6 +72,39 @@ def best(folder: RunFolder) -> None:
     write_atomically(folder.path / MARK, json.dumps({"step": step, "model_id": model_id}))
     if before is not None:
         tracker.delete_checkpoint(before["model_id"])
+
+
+def experiment_of(folder: RunFolder) -> Experiment:
+    """Return the experiment of a run's file with the run's settings. Raises UserError."""
+    reference = folder.identity.experiment_file
+    if reference is None:
+        raise UserError(f"{folder.path.name} was not started by `rankzero train`: its own program has its model")
+    if Path(reference).resolve().is_relative_to(folder.path.parent.parent.resolve()):
+        raise UserError(f"{reference} lies among the runs: what came with a run is not executed")
+    return config.from_yaml(experiment_file.load(reference), folder.config.read_text())
+
+
+def load_best(folder: RunFolder) -> nn.Module:
+    """Return the experiment's model with the weights of the best checkpoint, to evaluate. Raises UserError."""
+    experiment = experiment_of(folder)
+    path = _best_checkpoint(folder, experiment)
+    try:
+        return _loaded(experiment, path)
+    except (RuntimeError, KeyError, checkpoint.BrokenCheckpoint) as error:
+        raise UserError(f"{path} does not fit the experiment's model as its file is now: {error}") from error
+
+
+def _best_checkpoint(folder: RunFolder, experiment: Experiment) -> Path:
+    path = checkpoint.best(folder.checkpoints, experiment.goal)
+    if path is None:
+        raise UserError(f"{folder.path.name} has no checkpoint on this disk")
+    return path
+
+
+def _loaded(experiment: Experiment, path: Path) -> nn.Module:
+    model: nn.Module = experiment.model()
+    model.load_state_dict(checkpoint.load(path)["model"])
+    return model.eval()
 
 
 def served(model: nn.Module) -> nn.Module:
@@ -94,7 +126,8 @@ def example_of(experiment: Experiment, model: nn.Module) -> tuple[Tensor, ...]:
         lambda _module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
     )
     with handle, torch.no_grad():
-        experiment.measure(model, next(iter(feed.evaluate(EXAMPLE_SAMPLES, 0, 1))))
+        batch, _ = next(iter(feed.evaluate(EXAMPLE_SAMPLES, 0, 1)))
+        experiment.measure(model, batch)
     if not seen:
         raise ValueError("its steps never call the module itself, self(x); only what they call can be logged")
     args, kwargs = seen[0]

@@ -90,7 +90,8 @@ def _obituary(rank: int, exit_code: int) -> str:
 
 def log_files(logs: Path, local_rank: int) -> list[Path]:
     """Return the files that a local rank's output goes to, of all attempts, oldest first."""
-    return sorted(logs.glob(f"*/attempt_*/{local_rank}/std*.log"))
+    found = logs.glob(f"*/attempt_*/{local_rank}/std*.log")
+    return sorted(found, key=lambda path: (path.parent.stat().st_mtime_ns, path.name != "stdout.log"))
 
 
 def _spec(nodes: Nodes, entry: Callable[[Any], str], request: Any) -> Any:

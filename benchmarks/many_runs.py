@@ -1,0 +1,96 @@
+"""What `rankzero runs` takes with 5,000 runs on disk, from the shell's point of view.   about 30 seconds
+
+python benchmarks/many_runs.py [--runs 5000] [--rounds 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from harness import save
+
+from rankzero import config
+from rankzero.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepsLogged
+from rankzero.experiment import Experiment
+from rankzero.tracking import catalog
+from rankzero.tracking.journal import Identity, Journal
+
+WANTED = 1.0
+WINDOWS, STEPS = 12, 10
+SPEEDS = ("samples_per_second", "step_seconds", "data_wait_fraction")
+COMMANDS = {
+    "runs": [],
+    "runs 'lr<=0.01' --sort -samples/s": ["lr<=0.01", "--sort", "-samples/s"],
+    "runs --json": ["--json"],
+}
+
+
+def events(number: int) -> list[Event]:
+    """Return a short run's journal: about 11 kB."""
+    began = 1_800_000_000.0 + 60 * number
+    params = {**config.rendered(Experiment()), "lr": f"{number / 1e5:g}", "world_size": "1", "device": "cpu"}
+    found: list[Event] = [RunStarted(began, params, {"rankzero.host": "here"}, 1, 0, WINDOWS * STEPS)]
+    for window in range(WINDOWS):
+        steps = list(range(window * STEPS + 1, (window + 1) * STEPS + 1))
+        times, last = [began + step / 10 for step in steps], steps[-1]
+        losses = {name: [1.0 / step for step in steps] for name in ("train/loss", "train/accuracy")}
+        speed = {
+            f"throughput/{name}": [1234.5] for name in ("samples_per_second", "step_seconds", "data_wait_fraction")
+        }
+        found += [StepsLogged(steps, times, losses), StepsLogged([last], times[-1:], {"lr": [0.1], **speed})]
+        found.append(Evaluated(times[-1], last, {"val/loss": 1.0 / last, "val/accuracy": 1 - 1.0 / last}, True))
+    found.append(CheckpointSaved(began + 13, last, f"checkpoints/step_{last:08d}", True, {"val/loss": 1.0 / last}))
+    summary = {"best": 1.0 / last, "samples_per_second": float(number), "train_seconds": 12.0}
+    return [*found, RunEnded(began + 14, "FINISHED", "trained", None, summary)]
+
+
+def make(runs: Path, count: int) -> None:
+    runs.mkdir()
+    for number in range(count):
+        identity = Identity(f"bench-{number:05d}", f"{number:032x}", "bench", f"sqlite:///{runs.parent}/mlflow.db")
+        path = runs / identity.name
+        path.mkdir()
+        (path / "run.json").write_text(json.dumps(dataclasses.asdict(identity)))
+        journal = Journal(path / "events.jsonl")
+        for event in events(number):
+            journal(event)
+        journal.close()
+
+
+def seconds(root: Path, words: list[str]) -> float:
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "rankzero", "runs", *words, "--dir", str(root)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5000)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        make(root / "runs", options.runs)
+        readings: dict[str, list[float]] = {"runs, the first time": []}
+        for _ in range(options.rounds):
+            (root / "runs" / catalog.CACHE).unlink(missing_ok=True)
+            readings["runs, the first time"].append(seconds(root, []))
+            for name, words in COMMANDS.items():
+                readings.setdefault(name, []).append(seconds(root, words))
+    medians = {name: statistics.median(values) for name, values in readings.items()}
+    for name, value in medians.items():
+        print(f"{name:36} {value:.2f} s   wanted <= {WANTED} s")
+    save("many_runs", runs=options.runs, seconds=readings, medians=medians, wanted=WANTED)
+
+
+if __name__ == "__main__":
+    main()

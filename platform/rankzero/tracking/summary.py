@@ -1,0 +1,172 @@
+"""One run in short, out of the two ends of its journal: what lists of runs show, filter and sort by."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, decode
+from rankzero.experiment import Goal
+from rankzero.tracking import incumbent, names
+from rankzero.tracking import progress as delivery
+from rankzero.tracking.delivery import WHOLE_RUN
+from rankzero.tracking.facts import SPEED, numbers
+from rankzero.tracking.journal import RunFolder, read
+from rankzero.tracking.legal import number
+
+TAIL_BYTES, LONGEST_TAIL_BYTES = 1 << 12, 1 << 20
+
+OF_A_REPORT = 4  # keys that the loop logs with each report, besides those of `measure`
+
+STARTING_SECONDS = 120.0  # from a run's folder to its first process, on a busy machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A run as a list has it."""
+
+    folder: RunFolder
+    name: str
+    experiment: str
+    status: str
+    """FINISHED, FAILED, KILLED, STARTING, RUNNING; DIED where the writer is gone without a word."""
+    reason: str
+    """How it ended; empty while it runs."""
+    started: float
+    seconds: float
+    """From its first start to its newest word."""
+    goal: str
+    best: float | None
+    """The goal metric's best value; of a run that goes on, the newest that is known to be one."""
+    samples_per_second: float | None
+    undelivered: bool
+    parent: str | None
+    """The study that a trial belongs to."""
+    mlflow_run_id: str | None
+    params: Mapping[str, str]
+    metrics: Mapping[str, float]
+    """The newest values, and what the whole run comes to below ``whole_run/``."""
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether the run says itself how it ended."""
+        return self.status not in ("STARTING", "RUNNING", "DIED")
+
+    def fields(self) -> dict[str, Any]:
+        """Return everything but the folder, in plain values."""
+        return {name: value for name, value in vars(self).items() if name != "folder"}
+
+
+def read_summary(folder: RunFolder) -> Summary | None:
+    """Return the run in short; None where the folder holds no run."""
+    try:
+        identity = folder.identity
+    except names.BrokenRun:
+        return None
+    started, events = _started(folder), tail(folder.events)
+    ended = last_end(events)
+    params = started.params if started else {}
+    begun = started.time if started else (folder.path / "run.json").stat().st_mtime
+    goal, metrics = params.get("goal.metric", ""), _newest(events)
+    state = delivery.load(delivery.path_of(folder, 0))
+    return Summary(
+        folder=folder,
+        name=identity.name,
+        experiment=identity.experiment,
+        status=ended.status if ended else _unended(folder),
+        reason=ended.reason if ended else "",
+        started=begun,
+        seconds=max([0.0, *(_time(event) - begun for event in events[-1:])]),
+        goal=goal,
+        best=number(ended.metrics.get("best")) if ended else _best(events, goal, params.get("goal.mode", "min")),
+        samples_per_second=number(ended.metrics.get("samples_per_second")) if ended else metrics.get(SPEED),
+        undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) > 0,
+        parent=identity.parent,
+        mlflow_run_id=state.run_id or identity.mlflow_run_id,
+        params=dict(params),
+        metrics=metrics,
+    )
+
+
+def _unended(folder: RunFolder) -> str:
+    if incumbent.writer_lives(folder):
+        return "RUNNING"
+    begun = folder.events.exists() or time.time() - incumbent.beat(folder) > STARTING_SECONDS
+    return "DIED" if begun else "STARTING"
+
+
+def tail(path: Path) -> list[Event]:
+    """Return the newest events, out of the file's last bytes: as many as it takes to see an evaluation and a step."""
+    try:
+        with path.open("rb") as file:
+            size, span = os.fstat(file.fileno()).st_size, TAIL_BYTES
+            while True:
+                file.seek(max(0, size - span))
+                events = _decoded(file.read().splitlines())
+                if span >= size or (span >= LONGEST_TAIL_BYTES and events) or _tells_all(events):
+                    return events
+                span *= 4
+    except FileNotFoundError:
+        return []
+
+
+def last_end(events: Iterable[Event]) -> RunEnded | None:
+    """Return how the newest attempt ended; None where it runs, or did not say."""
+    found: RunEnded | None = None
+    for event in events:
+        if isinstance(event, (RunStarted, RunEnded)):
+            found = event if isinstance(event, RunEnded) else None
+    return found
+
+
+def _started(folder: RunFolder) -> RunStarted | None:
+    head, _ = read(folder.events, 0, 1)
+    return next((event for event in head if isinstance(event, RunStarted)), None)
+
+
+def _decoded(lines: Iterable[bytes]) -> list[Event]:
+    events = []
+    for line in lines:
+        try:
+            events.append(decode(line.decode(errors="replace")))
+        except ValueError:
+            continue  # the first line is cut, the last may be torn
+    return events
+
+
+def _tells_all(events: list[Event]) -> bool:
+    logged = {key for event in events if isinstance(event, StepsLogged) for key in event.metrics}
+    return any(isinstance(event, Evaluated) for event in events) and (SPEED in logged) and len(logged) > OF_A_REPORT
+
+
+def _newest(events: Iterable[Event]) -> dict[str, float]:
+    found: dict[str, Any] = {}
+    for event in events:
+        match event:
+            case StepsLogged():
+                found |= {key: column[-1] for key, column in event.metrics.items() if column}
+            case Evaluated():
+                found |= event.metrics
+            case RunEnded():
+                found |= {key if "/" in key else f"{WHOLE_RUN}/{key}": value for key, value in event.metrics.items()}
+            case _:
+                pass
+    return numbers(found)
+
+
+def _best(events: Iterable[Event], goal: str, mode: str) -> float | None:
+    judge = Goal(mode="max" if mode == "max" else "min")
+    best: float | None = None
+    for event in events:
+        value = number(event.metrics.get(goal)) if isinstance(event, Evaluated) else None
+        if value is not None and (event.best or judge.better(value, best)):  # type: ignore[union-attr]
+            best = value
+    return best
+
+
+def _time(event: Event) -> float:
+    return (number((event.times or [0.0])[-1]) or 0.0) if isinstance(event, StepsLogged) else event.time

@@ -1,0 +1,69 @@
+"""`rankzero.runs` and `rankzero.run`, on journals written for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+import rankzero
+from rankzero import config, experiment_file
+from rankzero.events import StepsLogged
+from rankzero.train import checkpoint
+from rankzero.train.request import write_config
+from tracking.runs import T0, append, ended, evaluated, make_folder, started, steps
+
+TINY = Path(__file__).parents[1] / "fixtures" / "tiny.py"
+
+
+def test_runs_are_a_table(tmp_path: Path) -> None:
+    for accuracy in (0.5, 0.9):
+        folder = make_folder(tmp_path)
+        append(folder, dataclasses.replace(started(lr=str(accuracy / 10)), time=T0 + accuracy), steps(1, 3),
+               evaluated(3, accuracy), ended(metrics={"best": accuracy, "samples_per_second": 10.0}))  # fmt: skip
+    table = rankzero.runs(dir=tmp_path)
+    assert list(table["best"]) == [0.9, 0.5] and list(table["params.lr"]) == [0.09, 0.05]
+    assert set(table["status"]) == {"FINISHED"} and str(table["started"].dtype).endswith("UTC]")
+    assert list(rankzero.runs("val/accuracy<0.9", dir=tmp_path)["metrics.val/accuracy"]) == [0.5]
+    assert len(rankzero.runs("status=FAILED", dir=tmp_path)) == 0
+    assert len(rankzero.runs(dir=tmp_path / "nowhere")) == 0
+
+
+def test_a_run_has_its_history(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    again = StepsLogged([2, 3], [T0, T0], {"train/loss": [9.0, 7.0]})
+    append(folder, started(), steps(1, 2), evaluated(2, 0.6), started(2, step=1), again, evaluated(3, 0.5, best=False))
+    run = rankzero.run(folder.path.name, dir=tmp_path)
+    assert run.status == "DIED" and run.reason == "" and run.best == 0.6
+    assert run.metrics["train/loss"] == 7.0 and run.params["lr"] == "0.1"
+    table = run.history()
+    assert list(table["step"]) == [1, 2, 3] and list(table["train/loss"]) == [1.0, 0.5, 7.0], "the first values stay"
+    assert list(run.history("val/accuracy")["val/accuracy"]) == [0.6, 0.5]
+    assert "### DIED: at step 3 of 100" in run.report and "val/accuracy 0.6" in repr(run)
+    with pytest.raises(rankzero.UserError, match="its own program"):
+        run.model()
+
+
+def test_a_run_gives_its_best_model(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, experiment_file=str(TINY))
+    experiment = config.override(experiment_file.load(str(TINY))(), {"width": 8})
+    write_config(folder, experiment)
+    append(folder, started(), ended())
+    run = rankzero.run(folder.path.name, dir=tmp_path)
+    with pytest.raises(rankzero.UserError, match="no checkpoint"):
+        run.model()
+    for step, accuracy in ((1, 0.9), (2, 0.1)):
+        model = experiment.model()
+        torch.nn.init.constant_(model[0].weight, step)
+        save = functools.partial(torch.save, {"model": model.state_dict()})
+        target = checkpoint.folder_of(folder.checkpoints, step)
+        checkpoint.write(target, save, step, {"val/accuracy": accuracy}, False)
+    best = run.model()
+    assert best[0].weight.shape == (8, 8) and best[0].weight.unique().tolist() == [1.0] and not best.training
+    assert run.experiment() == experiment
+    write_config(folder, config.override(experiment, {"width": 16}))
+    with pytest.raises(rankzero.UserError, match="does not fit"):
+        run.model()

@@ -1,0 +1,265 @@
+"""`rankzero runs`, `report`, `logs`, `export`, `register` on runs that were trained for it once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+
+from cli.conftest import TINY, Command, command_in, free_port
+from rankzero.cli.main import main
+from rankzero.tracking.catalog import mlflow_id
+from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.mlflow import Tracker
+
+CHATTY = """
+from tiny import Tiny
+
+class Chatty(Tiny):
+    def data(self):
+        print("hello from a rank", flush=True)
+        return super().data()
+"""
+Here = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterator[Command]:
+    """Two runs of a file in a repository: the second after an uncommitted change, stopped by its time."""
+    with command_in(tmp_path_factory.mktemp("trained"), new_store) as command:
+        (command.folder / "tiny.py").write_text(TINY.read_text())
+        (command.folder / "chatty.py").write_text(CHATTY)
+        (command.folder / ".gitignore").write_text("mlruns/\n")
+        git(command.folder, "init", "-q")
+        git(command.folder, "add", ".")
+        git(command.folder, "commit", "-qm", "one")
+        code, output = command("train", "chatty.py", "--nproc", 2, "--run-name", "first", "train.log_model=true")
+        assert code == 0, output
+        (command.folder / "tiny.py").write_text(TINY.read_text().replace("nn.ReLU()", "nn.GELU()"))
+        code, output = command("train", "tiny.py", "--nproc", 1, "--run-name", "second", "lr=0.001", "train.steps=9")
+        assert code == 0, output
+        yield command
+
+
+@pytest.fixture
+def here(trained: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """Run a command in this process; return its exit code and what it printed."""
+    monkeypatch.chdir(trained.folder)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("RANKZERO_DIR", raising=False)
+
+    def run(*words: object) -> tuple[int, str]:
+        code = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return code, captured.err + captured.out
+
+    return run
+
+
+def git(folder: Path, *words: str) -> None:
+    subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@example.org", *words], cwd=folder, check=True)
+
+
+def names(output: str) -> list[str]:
+    return [line.split()[0] for line in output.splitlines()[1:] if line and not line.startswith("*")]
+
+
+def on_a_terminal(command: Command, *words: str, columns: int = 80, **environ: str) -> str:
+    """Return what the command prints on a terminal."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rankzero", *words], cwd=command.folder, stdin=slave, stdout=slave, stderr=slave,
+        env={**command.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), **environ},
+    )  # fmt: skip
+    os.close(slave)
+    output = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while chunk := os.read(master, 65536):
+            output += chunk
+    os.close(master)
+    assert process.wait(timeout=60) == 0
+    return output.decode()
+
+
+def test_runs_are_filtered_and_sorted(here: Here) -> None:
+    assert names(here("runs")[1]) == ["second", "first"]
+    assert names(here("runs", "--sort", "lr")[1]) == ["second", "first"]
+    assert names(here("runs", "--sort", "-lr")[1]) == ["first", "second"]
+    assert names(here("runs", "experiment=chat*", "lr>1e-2", "status=finished", "val/accuracy>=0.5")[1]) == ["first"]
+    assert "no run is like that" in here("runs", "status=FAILED")[1]
+    code, output = here("runs", "val/acuracy>0.9")
+    assert code == 2 and "did you mean 'val/accuracy'" in output
+    code, output = here("runs", "val/accuracy")
+    assert code == 2 and "in quotes" in output
+    assert here("runs", "lr<low")[0] == 2
+
+
+def test_runs_as_json_have_the_same_keys(here: Here) -> None:
+    found = json.loads(here("runs", "--json")[1])
+    assert [one["name"] for one in found] == ["second", "first"]
+    assert {tuple(one) for one in found} == {
+        ("name", "experiment", "status", "reason", "started", "seconds", "goal", "best", "samples_per_second",
+         "undelivered", "parent", "mlflow_run_id", "params", "metrics")
+    }  # fmt: skip
+    assert found[0]["params"]["lr"] == "0.001" and 0 <= found[0]["metrics"]["val/accuracy"] <= 1
+    assert json.loads(here("runs", "--json", "status=FAILED")[1]) == []
+
+
+def test_colours_are_for_terminals(trained: Command) -> None:
+    code, piped = trained("runs")
+    assert code == 0 and "\x1b" not in piped and "first" in piped
+    assert "\x1b[32m" in on_a_terminal(trained, "runs")
+    assert "\x1b[32m" not in on_a_terminal(trained, "runs", NO_COLOR="1")
+
+
+def test_a_report_is_that_of_mlflow(here: Here, trained: Command) -> None:
+    folder = RunFolder(trained.folder / "mlruns/runs/first")
+    tags = Tracker(folder.identity.tracking_uri).find_run(mlflow_id(folder) or "").tags
+    _, output = here("report", "first")
+    assert output == tags["mlflow.note.content"].replace("&nbsp;\n\n", "").replace("&emsp;", "")
+    for says in ("### FINISHED", "Limited by", "rankzero resume first train.epochs=8", "Processes | 2 on cpu",
+                 "\nrankzero train chatty.py --nproc 2 train.log_model=true\n", "git checkout "):  # fmt: skip
+        assert says in output
+    assert "git apply diff.patch" in here("report", "second")[1]
+    shown = on_a_terminal(trained, "report", "first", NO_COLOR="1")
+    assert "FINISHED" in shown and "###" not in shown
+    assert here("report", "nobody")[0] == 2 and not (trained.folder / "mlruns/studies.db").exists()
+
+
+def test_a_report_of_two_runs_says_what_differs(here: Here) -> None:
+    code, output = here("report", "first", "second")
+    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.startswith("  ")}
+    assert code == 0 and rows["lr"][:2] == ["0.05", "0.001"]
+    assert rows["world_size"] == ["2", "1"] and rows["samples/s"][-1].endswith(("%", "x"))
+    assert "train.seed" not in rows and "torch" not in rows and "commit" not in rows
+    assert "tiny.py (second only)" in output and "++        " in output and "nn.GELU()" in output
+    everything = here("report", "first", "second", "--all")[1]
+    assert "train.seed" in everything and "torch" in everything and "commit" in everything
+    assert here("report", "a", "b", "c")[0] == 2
+
+
+def test_a_narrow_terminal_is_enough(trained: Command) -> None:
+    for words in (("runs",), ("runs", "--sort", "lr"), ("report", "first"), ("report", "first", "second")):
+        lines = on_a_terminal(trained, *words, NO_COLOR="1", TERM="dumb").splitlines()
+        assert lines and max(map(len, lines)) <= 80, words
+
+
+def test_logs_are_what_the_ranks_printed(here: Here) -> None:
+    assert here("logs", "first") == (0, "[0] hello from a rank\n[1] hello from a rank\n")
+    assert here("logs", "first", "--rank", 1) == (0, "hello from a rank\n")
+    code, output = here("logs", "first", "--rank", 2)
+    assert code == 2 and "its ranks here are 0, 1" in output
+    code, output = here("logs", "first", "--follow")
+    assert code == 0 and "hello from a rank" in output and "first: FINISHED" in output
+
+
+def test_following_a_run_leaves_it_alone_and_ends_with_it(rankzero: Command) -> None:
+    training = rankzero.start("train", TINY, "--run-name", "live", "step_seconds=0.03", "train.epochs=1000")
+    rankzero.wait_for_step(10)
+    first, second = (rankzero.start("logs", "live", "--follow") for _ in range(2))
+    for process in (first, second):
+        assert process.stdout is not None
+        assert any(line.startswith("step") for line in process.stdout)
+    first.send_signal(signal.SIGINT)
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 0 and "detached; live goes on" in output
+    assert training.poll() is None and second.poll() is None
+    training.send_signal(signal.SIGTERM)
+    output, _ = second.communicate(timeout=60)
+    assert second.returncode == 75 and "live: KILLED" in output and "resume live" in output
+    assert training.wait(timeout=60) == 75
+
+
+def test_a_run_is_exported(here: Here, trained: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert here("export", "first", "--to", tmp_path / "csv")[0] == 0
+    table = pandas.read_csv(tmp_path / "csv/metrics.csv")
+    assert list(table.columns[:2]) == ["step", "time"] and list(table["step"]) == list(range(1, len(table) + 1))
+    points = Tracker(f"sqlite:///{trained.folder}/mlruns/mlflow.db").history(
+        mlflow_id(RunFolder(trained.folder / "mlruns/runs/first")) or "", "train/loss"
+    )
+    assert table["train/loss"].tolist() == pytest.approx([point.value for point in points])
+    assert table["val/accuracy"].notna().sum() == 4
+    described = json.loads((tmp_path / "csv/run.json").read_text())
+    assert described["params"]["lr"] == "0.05" and described["checkpoints"][-1]["step"] == len(table)
+    assert (tmp_path / "csv/figures/learning_curves.png").read_bytes().startswith(b"\x89PNG")
+    assert here("export", "first", "--to", tmp_path / "parquet", "--format", "parquet")[0] == 0
+    assert pandas.read_parquet(tmp_path / "parquet/metrics.parquet")["train/loss"].equals(table["train/loss"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, output = here("export", "first", "--to", tmp_path / "none", "--format", "parquet")
+    assert code == 2 and "pip install pyarrow" in output and not (tmp_path / "none").exists()
+
+
+@pytest.mark.timeout(180)
+def test_the_best_model_is_registered_and_served(here: Here, trained: Command) -> None:
+    for _ in range(2):  # again: the same version
+        code, output = here("register", "first", "tiny")
+        assert code == 0 and "models:/tiny/1 is the best model of first" in output, output
+    uri, port = f"sqlite:///{trained.folder}/mlruns/mlflow.db", free_port()
+    with served("models:/tiny/1", uri, port):
+        example = loaded_example(uri)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/invocations",
+            json.dumps({"inputs": example["x"]}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert json.load(answer)["predictions"] == [pytest.approx(row, rel=1e-4) for row in example["y"]]
+
+
+def loaded_example(uri: str) -> dict[str, Any]:
+    """Return the registered model's own input example, and what the model makes of it."""
+    import mlflow.pytorch
+    import torch
+    from mlflow.models import get_model_info
+
+    mlflow.set_tracking_uri(uri)
+    with contextlib.ExitStack() as after, warnings.catch_warnings():
+        after.callback(mlflow.set_tracking_uri, None)
+        warnings.simplefilter("ignore")  # MLflow's own
+        signature = get_model_info("models:/tiny/1").signature
+        assert signature is not None and signature.outputs is not None
+        assert [spec.shape for spec in (*signature.inputs, *signature.outputs)] == [(-1, 8), (-1, 2)]
+        model = mlflow.pytorch.load_model("models:/tiny/1")
+        found = mlflow.pyfunc.load_model("models:/tiny/1").input_example
+        return {"x": found.tolist(), "y": model(torch.from_numpy(found)).tolist()}
+
+
+@contextlib.contextmanager
+def served(model: str, uri: str, port: int) -> Iterator[None]:
+    """Serve the model for the duration of the block, as people would: `mlflow` starts `uvicorn` off the PATH."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    process = subprocess.Popen(
+        [*(sys.executable, "-P", "-m", "mlflow", "models", "serve"),
+         *("-m", model, "--env-manager", "local", "-p", str(port))],
+        env={**os.environ, "MLFLOW_TRACKING_URI": uri, "MLFLOW_DISABLE_TELEMETRY": "true", "PATH": path},
+        start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 90
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=1):
+                break
+            time.sleep(0.1)
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_what_cannot_be_registered_is_told(here: Here) -> None:
+    code, output = here("register", "nobody", "tiny")
+    assert code == 2 and "nobody" in output

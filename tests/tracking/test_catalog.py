@@ -1,0 +1,75 @@
+"""The runs on this disk, in short: out of the ends of their journals, and kept once they have ended."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from rankzero.errors import UserError
+from rankzero.tracking import catalog, summary
+from tracking.runs import T0, append, ended, evaluated, make_folder, started, steps
+
+
+def test_a_run_in_short(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, parent="study")
+    append(folder, started(), steps(1, 20), evaluated(10, 0.7), evaluated(20, 0.6, best=False))
+    going = catalog.listed(tmp_path / "runs")[0]
+    assert (going.status, going.best, going.reason, going.parent) == ("DIED", 0.7, "", "study")
+    assert going.metrics["val/accuracy"] == 0.6 and going.metrics["train/loss"] == 1 / 20
+    append(folder, ended(metrics={"best": 0.7, "samples_per_second": 9.0}))
+    done = catalog.listed(tmp_path / "runs")[0]
+    assert (done.status, done.best, done.samples_per_second, done.seconds) == ("FINISHED", 0.7, 9.0, 100.0)
+    assert done.undelivered and done.metrics["whole_run/best"] == 0.7
+    append(folder, started(2, step=20))
+    assert catalog.listed(tmp_path / "runs")[0].status == "DIED"
+
+
+def test_a_long_journal_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), evaluated(1, 0.4), *(steps(n, n) for n in range(2, 3000)))
+    found = summary.read_summary(folder)
+    assert found is not None and found.best == 0.4 and found.metrics["train/loss"] == 1 / 2999
+    monkeypatch.setattr(summary, "LONGEST_TAIL_BYTES", 1 << 13)
+    assert len(summary.tail(folder.events)) < 200
+
+
+def test_what_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs"
+    for number in range(3):
+        append(make_folder(tmp_path), dataclasses.replace(started(), time=T0 + number), ended())
+    first = catalog.listed(runs)
+    assert [one.started for one in first] == [T0 + 2, T0 + 1, T0]
+    read: list[Path] = []
+    real = summary.read_summary
+    monkeypatch.setattr(summary, "read_summary", lambda folder: read.append(folder.path) or real(folder))
+    assert catalog.listed(runs) == first and not read
+    append(first[1].folder, started(2), ended("FAILED", "no"))
+    assert catalog.listed(runs)[1].reason == "no" and read == [first[1].folder.path]
+    (runs / catalog.CACHE).write_text("torn\n[1]\n")
+    assert len(catalog.listed(runs)) == 3 and len(read) == 4
+    (runs / catalog.CACHE).unlink()
+    (runs / catalog.CACHE).mkdir()  # cannot be written to
+    assert len(catalog.listed(runs)) == 3 and len(read) == 7
+
+
+def test_outdated_lines_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "SPARE_LINES", 2)
+    folder = make_folder(tmp_path)
+    for attempt in range(1, 8):
+        append(folder, started(attempt), ended(at=T0 + attempt))
+        assert catalog.listed(tmp_path / "runs")[0].seconds == attempt
+    assert len((tmp_path / "runs" / catalog.CACHE).read_text().splitlines()) <= 4
+
+
+def test_a_run_is_found_by_its_id_in_mlflow(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, mlflow_run_id="abc")
+    append(folder, started(), ended())
+    runs = tmp_path / "runs"
+    assert catalog.find(runs, "abc") == catalog.find(runs, folder.path.name) == folder
+    assert catalog.find(runs, "") is None and catalog.find(runs, "..") is None
+    with pytest.raises(UserError, match=folder.path.name):
+        catalog.require(runs, "nobody")
+    with pytest.raises(UserError, match="there are no runs"):
+        catalog.require(tmp_path / "nowhere", "nobody")
