@@ -23,7 +23,7 @@ from rankzero.tracking.journal import RunFolder, read_all
 from rankzero.tracking.mlflow import Tracker
 
 TINY = Path(__file__).parents[1] / "fixtures" / "tiny.py"
-SECONDS = 100.0
+SECONDS = 200.0
 
 
 @dataclasses.dataclass
