@@ -20,6 +20,7 @@ import pandas
 import pytest
 
 from cli.conftest import TINY, Command, command_in, free_port
+from rankzero.cli.console import Console
 from rankzero.cli.main import main
 from rankzero.tracking.catalog import mlflow_id
 from rankzero.tracking.journal import RunFolder
@@ -181,6 +182,15 @@ def test_following_a_run_leaves_it_alone_and_ends_with_it(rankzero: Command) -> 
     output, _ = second.communicate(timeout=60)
     assert second.returncode == 75 and "live: KILLED" in output and "resume live" in output
     assert training.wait(timeout=60) == 75
+
+
+def test_ctrl_c_detaches_before_the_display_is_up(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(console: Console) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Console, "catch_up", interrupted)
+    code, output = here("logs", "first", "--follow")
+    assert code == 0 and "detached; first goes on" in output
 
 
 def test_a_run_is_exported(here: Here, trained: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,9 @@ def show(folder: RunFolder, rank: int, prefix: str = "") -> None:
 def follow(folder: RunFolder, root: Path, rank: int) -> int:
     """Show the run as the command that started it does, until it ends; return that command's exit code."""
     console = Console(folder, _goal(folder), root, rank)
-    show(folder, rank)
-    console.catch_up()
     try:
+        show(folder, rank)
+        console.catch_up()
         if console.ended is None:
             with console:
                 _wait_for_the_end(folder, console)
