@@ -54,5 +54,4 @@ def test_the_commands_of_a_page_are_legal(page: Path) -> None:
     for line in lines:
         words = shlex.split(line.removeprefix("$ "), comments=True)
         if words[:1] == ["rankzero"] and "…" not in line:
-            verb, *rest = words[1:]
-            main.parser_of(verb).parse_intermixed_args(rest)
+            main.parse(words[1:])

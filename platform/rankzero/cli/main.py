@@ -20,7 +20,7 @@ AFTER_MINUS = ("--sort",)  # options whose value may begin with a minus
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code: 0 finished, 1 failed, 2 usage, 75 stopped but resumable."""
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parse(words)
+    arguments = parse(words)
     try:
         return int(importlib.import_module(f"rankzero.cli.{arguments.verb}").run(arguments))
     except KeyboardInterrupt:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error)
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
+def parse(words: list[str]) -> argparse.Namespace:
     """Read the words; only the module of the verb that is called is imported."""
     verb = _top_parser().parse_args(words[:1]).verb
     words = list(_with_their_values(words[1:]))
