@@ -83,7 +83,7 @@ def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
 def test_a_server_is_killed_and_comes_back(tmp_path: Path, server: Server) -> None:
     """Training does not notice, nothing is lost, nothing is there twice; nor when the courier is killed as well."""
     folder = make_folder(tmp_path, server.uri)
-    process = rank0(folder, 300, 0.04, "finish")
+    process = rank0(folder, 450, 0.04, "finish")
     try:
         until(lambda: sync.status(folder).delivered > 0)
         server.kill()
@@ -96,7 +96,7 @@ def test_a_server_is_killed_and_comes_back(tmp_path: Path, server: Server) -> No
         slowest, _ = process.communicate()
         delivery = sync.wait(folder, 60)
         assert delivery.done, log_of(folder)
-        assert curve(server.uri, delivery.run_id) == list(range(1, 301))
+        assert curve(server.uri, delivery.run_id) == list(range(1, 451))
         assert Tracker(server.uri).find_run(str(delivery.run_id)).status == "FINISHED"
         assert float(slowest) < 0.5
     finally:
