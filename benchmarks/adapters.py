@@ -27,7 +27,13 @@ WANTED = 0.98
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="200: half a minute each, MLflow's import in it")
+    options = parser.parse_args()
+    rounds = options.rounds
+
+    def measured(who: str) -> float:
+        return seconds_of(who, options.epochs)
+
     readings = [{who: [measured(who) for _ in range(times)] for who, times in (("none", 1), ("ours", 1), ("mlflow", 1))}
                 | {"again": [measured("ours"), measured("none")]} for _ in range(rounds)]  # fmt: skip
     none = [(one["none"][0] + one["again"][1]) / 2 for one in readings]
@@ -37,20 +43,26 @@ def main() -> None:
     for name, ratio in found.items():
         print(line(f"steps/s with {name} over none", ratio, f">= {WANTED}"))
     if rounds > 2:
-        save("adapters", ratio=found, seconds={"none": none, "rankzero": ours, "MLFlowLogger": mlflow}, wanted=WANTED)
+        save(
+            "adapters",
+            ratio=found,
+            seconds={"none": none, "rankzero": ours, "MLFlowLogger": mlflow},
+            wanted=WANTED,
+            epochs=options.epochs,
+        )
 
 
-def measured(who: str) -> float:
+def seconds_of(who: str, epochs: int) -> float:
     """Return the seconds that a fresh process trains for with this logger."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, __file__, "--child", who], cwd=folder, capture_output=True, text=True,
+        done = subprocess.run([sys.executable, __file__, "--child", who, str(epochs)], cwd=folder, capture_output=True, text=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stdout[-1000:] + done.stderr[-3000:])
     return float(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def child(who: str) -> None:
+def child(who: str, epochs: int) -> None:
     """Train, and print how long the epochs but the first took."""
     sys.path[:0] = [str(HERE.parent / "experiments"), str(HERE.parent / "experiments" / "integrations")]
     from digits import Digits
@@ -75,7 +87,7 @@ def child(who: str) -> None:
         callbacks.append(RankZeroCallback(logger))
     if who == "mlflow":
         logger = MLFlowLogger("adapters", tracking_uri=f"sqlite:///{Path.cwd() / 'mlflow.db'}")
-    trainer = Trainer(max_epochs=EPOCHS, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks,
+    trainer = Trainer(max_epochs=epochs, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks,
                       log_every_n_steps=1 if who == "mlflow" else 50, enable_progress_bar=False,
                       enable_checkpointing=False, enable_model_summary=False, limit_val_batches=0)  # fmt: skip
     trainer.fit(LitDigits(), DataLoader(train, 64, shuffle=True, drop_last=True))
@@ -83,4 +95,4 @@ def child(who: str) -> None:
 
 
 if __name__ == "__main__":
-    child(sys.argv[2]) if sys.argv[1:2] == ["--child"] else main()
+    child(sys.argv[2], int(sys.argv[3])) if sys.argv[1:2] == ["--child"] else main()
