@@ -55,7 +55,8 @@ def main() -> None:
 def seconds_of(who: str, epochs: int) -> float:
     """Return the seconds that a fresh process trains for with this logger."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, __file__, "--child", who, str(epochs)], cwd=folder, capture_output=True, text=True,
+        words = [sys.executable, __file__, "--child", who, str(epochs)]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stdout[-1000:] + done.stderr[-3000:])
