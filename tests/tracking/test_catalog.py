@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_a_long_journal_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest
     folder = make_folder(tmp_path)
     append(folder, started(), evaluated(1, 0.4), *(steps(n, n) for n in range(2, 3000)))
     found = summary.read_summary(folder)
-    assert found is not None and found.best == 0.4 and found.metrics["train/loss"] == 1 / 2999
+    assert found.best == 0.4 and found.metrics["train/loss"] == 1 / 2999
     monkeypatch.setattr(summary, "LONGEST_TAIL_BYTES", 1 << 13)
     assert len(summary.tail(folder.events)) < 200
 
@@ -52,6 +53,17 @@ def test_what_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (runs / catalog.CACHE).unlink()
     (runs / catalog.CACHE).mkdir()  # cannot be written to
     assert len(catalog.listed(runs)) == 3 and len(read) == 7
+
+
+@pytest.mark.parametrize("field", ["name", "status", "started", "undelivered", "params", "metrics"])
+def test_a_kept_summary_of_anything_is_read_again(field: str, tmp_path: Path) -> None:
+    append(make_folder(tmp_path), started(lr="1"), steps(1, 3), ended())
+    cache = tmp_path / "runs" / catalog.CACHE
+    before = catalog.listed(tmp_path / "runs")
+    name, signature, fields = json.loads(cache.read_text())
+    for odd in ([], {"lr": []}, None):
+        cache.write_text(json.dumps([name, signature, {**fields, field: odd}]) + "\n")
+        assert catalog.listed(tmp_path / "runs") == before
 
 
 def test_outdated_lines_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

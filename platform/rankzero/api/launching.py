@@ -21,6 +21,7 @@ from rankzero.api.results import Run, root_of
 from rankzero.api.results import run as run_of
 from rankzero.errors import RunFailed, UserError
 from rankzero.tracking.journal import new_name
+from rankzero.train.request import with_secrets
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -91,7 +92,8 @@ class Study:
         path = self.run.folder / "artifacts" / "sweet_spot.yaml"
         if not path.exists():
             raise UserError(f"study {self.name} has found no sweet spot yet: search on")
-        return config.from_yaml(type(self._experiment), path.read_text())
+        told = with_secrets(config.read_yaml(path.read_text()), config.rendered(self._experiment))
+        return config.override(type(self._experiment)(), told)
 
     def __repr__(self) -> str:
         return f"<study {self.name}: {self.sentence}>"

@@ -109,10 +109,10 @@ def _source(reference: str, root: Path) -> str:
     try:
         identity = root / "runs" / reference / "run.json"
         if identity.is_file():
-            reference = json.loads(identity.read_text())["experiment_file"] or ""
+            reference = str(json.loads(identity.read_text())["experiment_file"] or "")
         file = reference if reference.endswith(".py") else reference.rpartition(":")[0]
         return Path(file).read_text()
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # a file that is none of ours
         return ""
 
 

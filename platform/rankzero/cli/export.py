@@ -69,7 +69,6 @@ def written(folder: RunFolder, target: Path, kind: str) -> list[Path]:
 def described(folder: RunFolder) -> dict[str, Any]:
     """Return the run's settings and results, as `rankzero runs --json` has them, and where it comes from."""
     one, facts = read_summary(folder), fold(folder.all_events())
-    assert one is not None
     steps = [{"step": step, "best": best} for step, best in sorted(facts.checkpoints.items())]
     return {**runs.record(one), "environment": dict(facts.environment), "checkpoints": steps}
 

@@ -97,5 +97,4 @@ def _may_begin_again(ended: RunEnded) -> bool:
 
 
 def _goal(folder: RunFolder) -> Goal:
-    found = read_summary(folder)
-    return (goal_of(found.params) if found else None) or Goal()
+    return goal_of(read_summary(folder).params) or Goal()

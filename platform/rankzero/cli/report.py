@@ -89,7 +89,7 @@ def table(left: Side, right: Side, sections: list[Section]) -> Table:
     for section in sections:
         shown.add_row(Text(section.title, style="bold"))
         for row in section.rows:
-            shown.add_row(f"  {row.key}", row.left, row.right, row.change)
+            shown.add_row(*map(Text, (f"  {row.key}", row.left, row.right, row.change)))  # values may look like markup
     return shown
 
 

@@ -15,7 +15,7 @@ from rankzero.tracking import catalog, incumbent, stale, story
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.journal import READ_BYTES, RunFolder, read_all, take
 from rankzero.tracking.secrecy import text_without_secrets, url_without_secrets
-from rankzero.tracking.summary import Summary
+from rankzero.tracking.summary import Summary, read_summary
 from rankzero.tracking.trouble import trouble
 
 TAIL_LINES, TAIL_BYTES = 8, 4096
@@ -36,7 +36,7 @@ def run(runs: Path, name_or_id: str) -> int:
 
 def told(folder: RunFolder) -> Iterator[tuple[str, list[str]]]:
     """Yield headings, and below each what the folder tells of it."""
-    [listed] = [one for one in catalog.listed(folder.path.parent) if one.folder.path == folder.path]
+    listed = read_summary(folder)
     yield f"{listed.name}: {listed.status}", list(_standing(folder, listed.status))
     yield "what happened", list(_timeline(folder))
     yield "why a rank failed", list(_failures(folder))

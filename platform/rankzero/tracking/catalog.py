@@ -22,8 +22,7 @@ from rankzero.tracking.journal import EVENTS, RunFolder, read_all
 from rankzero.tracking.summary import Summary
 
 CACHE = ".summaries.jsonl"
-IDENTITY, DELIVERY = "run.json", "delivery.json"
-FIELDS = set(Summary.__dataclass_fields__) - {"folder"}
+IDENTITY, SAMPLES, DELIVERY = "run.json", "system-node_0.jsonl", "delivery.json"
 SPARE_LINES = 1000  # outdated ones, before the cache is begun anew
 
 
@@ -76,8 +75,8 @@ def listed(runs: Path) -> list[Summary]:
         if kept is not None and kept[0] == signature:
             found.append(Summary(folder=folder, **kept[1]))
             continue
-        made = summary.read_summary(folder)
-        if made is not None:
+        with contextlib.suppress(names.BrokenRun):
+            made = summary.read_summary(folder)
             found.append(made)
             new += [(folder.path.name, signature, made)] if made.ended else []
     _keep(runs / CACHE, new, anew=lines > len(found) + SPARE_LINES)
@@ -99,7 +98,7 @@ Signature = list[list[int]]
 
 def _signature(folder: RunFolder) -> Signature:
     """Return what changes whenever the run's summary does."""
-    return [_stamp(f"{folder.path}/{name}") for name in (IDENTITY, EVENTS, DELIVERY)]
+    return [_stamp(f"{folder.path}/{name}") for name in (IDENTITY, EVENTS, SAMPLES, DELIVERY)]
 
 
 def _stamp(path: str) -> list[int]:
@@ -118,9 +117,11 @@ def _cached(path: Path) -> tuple[dict[str, tuple[Signature, dict[str, Any]]], in
         return {}, 0
     known = {}
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, RecursionError):  # a torn line, or one of another version
+        with contextlib.suppress(
+            ValueError, TypeError, RecursionError, AttributeError
+        ):  # torn, of another version, not ours
             name, signature, fields = json.loads(line)
-            if fields.keys() == FIELDS:
+            if summary.are_sound(fields):
                 known[name] = (signature, fields)
     return known, len(lines)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rankzero.events import Evaluated, Event, StepsLogged, SystemSampled
+from rankzero.tracking import legal
 from rankzero.tracking.journal import RunFolder, read_all
 
 if TYPE_CHECKING:
@@ -28,14 +29,21 @@ def system(folder: RunFolder) -> DataFrame:
 
 
 def cells(events: Iterable[Event]) -> Iterator[Cell]:
-    """Yield every value, in the order of the journal."""
+    """Yield every value, in the order of the journal; not what is no number."""
+    for key, step, at, value in _written(events):
+        whole, when, real = legal.step(step), legal.number(at), legal.number(value)
+        if whole is not None and when is not None and real is not None:
+            yield key, whole, when, value if isinstance(value, float) else real
+
+
+def _written(events: Iterable[Event]) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield every value as the journal has it: whatever is written there."""
     for event in events:
         match event:
             case StepsLogged():
                 for key, column in event.metrics.items():
                     for step, at, value in zip(event.steps, event.times, column, strict=False):
-                        if value is not None:
-                            yield key, step, at, value
+                        yield key, step, at, value
             case Evaluated(step=step) | SystemSampled(sample=step):
                 for key, value in event.metrics.items():
                     yield key, step, event.time, value
@@ -55,5 +63,5 @@ def table(found: Iterable[Cell]) -> DataFrame:
     steps = sorted(rows)
     frame = pandas.DataFrame.from_records([rows[step] for step in steps])
     frame.insert(0, "step", pandas.Series(steps, dtype="int64"))
-    frame.insert(1, "time", pandas.to_datetime([times[step] for step in steps], unit="s", utc=True))
+    frame.insert(1, "time", pandas.to_datetime([times[step] for step in steps], unit="s", utc=True, errors="coerce"))
     return frame

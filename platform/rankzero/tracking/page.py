@@ -19,6 +19,5 @@ def page(folder: RunFolder) -> str:
 
 
 def status(folder: RunFolder) -> str:
-    """Return the run's status: FINISHED, FAILED, KILLED, RUNNING or DIED."""
-    found = read_summary(folder)
-    return found.status if found else "DIED"
+    """Return the run's status: FINISHED, FAILED, KILLED, STARTING, RUNNING or DIED. Raises BrokenRun."""
+    return read_summary(folder).status

@@ -47,7 +47,10 @@ def plain(command: str) -> str:
 
 
 def _plain(command: str) -> list[str]:
-    words = shlex.split(command)
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quote that does not end: nothing that we wrote
+        return command.split()
     program = PurePath(words[0] if words else "")
     if program.name == "rankzero" or program.parts[-2:] == ("rankzero", "__main__.py"):
         return ["rankzero", *_without_name(words[1:])]

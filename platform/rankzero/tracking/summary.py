@@ -7,11 +7,12 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
-from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, decode
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
 from rankzero.experiment import Goal
-from rankzero.tracking import incumbent, names
+from rankzero.tracking import incumbent
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.delivery import WHOLE_RUN
 from rankzero.tracking.facts import SPEED, numbers
@@ -54,19 +55,37 @@ class Summary:
     @property
     def ended(self) -> bool:
         """Tell whether the run says itself how it ended."""
-        return self.status not in ("STARTING", "RUNNING", "DIED")
+        return self.status in get_args(Status)
 
     def fields(self) -> dict[str, Any]:
         """Return everything but the folder, in plain values."""
         return {name: value for name, value in vars(self).items() if name != "folder"}
 
 
-def read_summary(folder: RunFolder) -> Summary | None:
-    """Return the run in short; None where the folder holds no run."""
-    try:
-        identity = folder.identity
-    except names.BrokenRun:
-        return None
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("name", "experiment", "status", "reason", "goal"), (str,)),
+    **dict.fromkeys(("parent", "mlflow_run_id"), (str, NoneType)),
+    **dict.fromkeys(("started", "seconds"), (int, float)),
+    **dict.fromkeys(("best", "samples_per_second"), (int, float, NoneType)),
+    **dict.fromkeys(("params", "metrics"), (dict,)),
+    "undelivered": (bool,),
+}
+
+
+def are_sound(fields: Mapping[str, Any]) -> bool:
+    """Tell whether these are the `fields` of a run that has ended, whoever wrote them down."""
+    return (
+        fields.keys() == _KINDS.keys()
+        and all(isinstance(value, _KINDS[key]) for key, value in fields.items())
+        and fields["status"] in get_args(Status)
+        and set(map(type, fields["params"].values())) <= {str}
+        and set(map(type, fields["metrics"].values())) <= {int, float}
+    )
+
+
+def read_summary(folder: RunFolder) -> Summary:
+    """Return the run in short. Raises BrokenRun where the folder holds no run."""
+    identity = folder.identity
     started, events = _started(folder), tail(folder.events)
     ended = last_end(events)
     params = started.params if started else {}
