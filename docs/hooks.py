@@ -12,7 +12,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from rankzero import Goal, Train, experiment
+from rankzero import Goal, Train
 from rankzero.cli import main
 from rankzero.config import describe_type, leaves, render
 
@@ -70,6 +70,3 @@ def commands() -> str:
         text = main.parser_of(verb).format_help()
         parts += [f"## rankzero {verb}\n", f"{summary.capitalize()}.\n", f"```text\n{text}```\n"]
     return "\n".join(parts)
-
-
-assert experiment  # the module whose classes the reference is made from

@@ -111,7 +111,7 @@ class Train:
     max_minutes: float | None = None
     """Stop, with a checkpoint, after this many minutes; none: no limit."""
     hang_minutes: float | None = 10.0
-    """End the run, naming the rank, where one makes no progress for so long; none: wait for ever."""
+    """End the run, naming the rank, where one makes no progress for so long (the first step: six times); none: wait."""
     stop_at_target: bool = False
     """Finish at the first evaluation that reaches `goal.target`."""
 

@@ -37,7 +37,6 @@ class Command:
 
     process: subprocess.Popen[str]
     output: Path
-    began: float
 
     def wait(self) -> int:
         """Return its exit code. Raises Broken where it hangs."""
@@ -86,7 +85,7 @@ class Ground:
                 cwd=self.folder, env=self.environ, text=True, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 start_new_session=True,
             )  # fmt: skip
-        return Command(process, output, time.monotonic())
+        return Command(process, output)
 
     def run(self, *words: object, code: int | None = 0) -> Command:
         """Run a command to its end. Raises Broken where its exit code is not `code` (None: any)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from cli.conftest import losses as journaled
 from rankzero.events import Evaluated, RunEnded, StepsLogged
 from rankzero.tracking import sync
 from rankzero.tracking.catalog import mlflow_id
@@ -12,6 +13,8 @@ from rankzero.tracking.journal import RunFolder, read_all
 from rankzero.tracking.mlflow import RunRecord, Tracker
 from rankzero.train import checkpoint
 from torture.ground import ORPHAN_SECONDS, Broken, Ground, wait_for
+
+__all__ = ["journaled"]
 
 Losses = Mapping[int, float]
 
@@ -22,15 +25,6 @@ def first_journaled(run: RunFolder) -> dict[int, float]:
     for event in read_all(run.events):
         if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
             found = {**dict(zip(event.steps, event.metrics["train/loss"], strict=True)), **found}
-    return found
-
-
-def journaled(run: RunFolder) -> dict[int, float]:
-    """Return the journal's train/loss by step; a later attempt's values replace an earlier one's."""
-    found: dict[int, float] = {}
-    for event in read_all(run.events):
-        if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
-            found.update(zip(event.steps, event.metrics["train/loss"], strict=True))
     return found
 
 
