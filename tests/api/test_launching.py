@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,8 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(tmp_path: Path, new_store: Path) -> Start:  # noqa: F811
-    """Start a script in a folder with an empty store."""
+def start(tmp_path: Path, new_store: Path) -> Iterator[Start]:  # noqa: F811
+    """Start scripts in a folder with an empty store; they end with the test."""
     (tmp_path / "mlruns").mkdir()
     shutil.copy(new_store, tmp_path / "mlruns/mlflow.db")
     (tmp_path / "tiny.py").write_text(TINY.read_text())
@@ -34,12 +35,16 @@ def start(tmp_path: Path, new_store: Path) -> Start:  # noqa: F811
 
     def started(text: str) -> subprocess.Popen[str]:
         (tmp_path / "script.py").write_text(text)
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "script.py"], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
         )  # fmt: skip
+        scripts.enter_context(process)
+        scripts.callback(process.kill)
+        return process
 
-    return started
+    with contextlib.ExitStack() as scripts:
+        yield started
 
 
 def script_of(notebook: Path) -> str:
@@ -82,7 +87,7 @@ def test_an_interrupt_stops_with_a_checkpoint(start: Start, tmp_path: Path) -> N
     assert process.stdout is not None
     assert any(line.startswith("step") for line in process.stdout)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=150)
     assert process.returncode == 0 and output.endswith("KILLED\n"), output
     run = rankzero.run("stopped", dir=tmp_path / "mlruns")
     assert run.reason.startswith("stopped by") and run.checkpoints[-1].path.exists()

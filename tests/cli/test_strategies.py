@@ -1,0 +1,82 @@
+"""Strategies through the command: tracked, stopped, pruned, resumed, and the losses of one that nobody stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cli.conftest import TINY, Command, command_in, events, losses
+from rankzero.events import RunEnded
+from rankzero.tracking.catalog import mlflow_id
+from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.mlflow import RunRecord, Tracker
+
+LAYERED = TINY.with_name("layered.py")
+STEPS = 40
+SETTINGS = ("dropout=0", "slow_rank=0", f"train.steps={STEPS}", "train.eval_every=10", "train.log_every=2")
+STRATEGIES = ("zero1", "fsdp", "tp", "pp")  # single and ddp are what all other tests run; dp needs GPUs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterator[dict[int, float]]:
+    """The losses by step of one process that is left alone."""
+    with command_in(tmp_path_factory.mktemp("undisturbed"), new_store) as rankzero:
+        code, output = rankzero("train", LAYERED, "--nproc", 1, "train.strategy=single", *SETTINGS)
+        assert code == 0, output
+        yield losses(rankzero.runs[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_stopped_pruned_and_gone_on(rankzero: Command, undisturbed: dict[int, float], strategy: str) -> None:
+    how = ("--nproc", 2, "--run-name", "run", f"train.strategy={strategy}")
+    process = rankzero.start("train", LAYERED, *how, *SETTINGS)
+    run = rankzero.wait_for_step(6)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert ended(run).reason.startswith("stopped by SIGTERM") and tracked(run).status == "KILLED"
+
+    reached = max(losses(run))
+    assert reached < STEPS
+    process = rankzero.start("resume", "run")
+    rankzero.wait_for_step(reached + 4)
+    prune(process.pid)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert ended(run).reason.startswith("pruned") and tracked(run).status == "KILLED"
+
+    code, output = rankzero("resume", "run")
+    assert code == 0, output
+    assert tracked(run).status == "FINISHED"
+    assert losses(run) == pytest.approx(undisturbed, rel=1e-4, abs=1e-5)
+    points = Tracker(run.identity.tracking_uri).history(tracked(run).run_id, "train/loss")
+    assert {point.step: point.value for point in points} == losses(run) and len(points) == STEPS
+
+
+def prune(launcher: int) -> None:
+    """Ask the ranks to stop as a search does: with SIGUSR2."""
+    asked = [process for process in psutil.Process(launcher).children(recursive=True) if is_rank(process)]
+    assert asked
+    for process in asked:
+        os.kill(process.pid, signal.SIGUSR2)
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Tell whether a process is a fork of the launcher's server, not the server itself."""
+    parent = process.parent()
+    return parent is not None and "forkserver" in " ".join(parent.cmdline())
+
+
+def ended(run: RunFolder) -> RunEnded:
+    return [event for event in events(run) if isinstance(event, RunEnded)][-1]
+
+
+def tracked(run: RunFolder) -> RunRecord:
+    run_id = mlflow_id(run)
+    assert run_id is not None
+    return Tracker(run.identity.tracking_uri).find_run(run_id)
