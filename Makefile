@@ -80,6 +80,7 @@ bench: setup
 	$(BIN)/python benchmarks/turnaround.py
 	$(BIN)/python benchmarks/checkpoint_blocking.py
 	$(BIN)/python benchmarks/tracking_overhead.py
+	$(BIN)/python benchmarks/server_faults.py
 
 lock:
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --python-version 3.11 --group dev \

@@ -1,9 +1,10 @@
-"""Bare, tracked, tracked, bare, … in one pair of processes.
+"""Two contestants in one pair of processes: one, other, other, one, …
 
-    torchrun --nproc-per-node 2 side_by_side.py Mlp 9 3 URI out.json
+    torchrun --nproc-per-node 2 side_by_side.py Mlp 9 3 '{"bare": null, "tracked": "URI"}' out.json
 
-Each tracked turn is a whole run, with a recorder and a courier of its own, from its first step to the last. One pair
-of processes serves both, since a new pair runs up to 15 % faster or slower than the last.
+A contestant without a tracking URI is the bare loop. Each tracked turn is a whole run, with a recorder and a courier
+of its own, from its first step to the last. One pair of processes serves both, since a new pair runs up to 15 % faster
+or slower than the last.
 """
 
 import dataclasses
@@ -29,8 +30,9 @@ from rankzero.train.request import Request
 from rankzero.train.stop import Stop
 from rankzero.train.world import World
 
-ORDER = ("bare", "tracked", "tracked", "bare")  # so that a drift of the machine's speed cancels out
+ORDER = (0, 1, 1, 0)  # so that a drift of the machine's speed cancels out
 REST_SECONDS = 4.0  # before each turn: a shared machine runs faster for a while after it was idle
+DELIVERY_SECONDS = 300.0  # without progress: a server that misbehaves takes its time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,7 @@ def tracked(name: str, steps: int, runs: Path, uri: str, world: World) -> tuple[
 def found(runs: Path, steps: int) -> tuple[list[float], float]:
     """Return the newest run's times and last loss. Raises AssertionError where MLflow lacks a step."""
     folder = RunFolder(max(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime).parent)
-    assert sync.wait(folder).done, "not delivered"
+    assert sync.wait(folder, DELIVERY_SECONDS).done, "not delivered"
     points = Tracker(folder.identity.tracking_uri).history(mlflow_id(folder) or "", "train/loss")
     assert [point.step for point in points] == list(range(1, steps + 1)), "MLflow does not have every step"
     events = [event for event in read_all(folder.events) if isinstance(event, StepsLogged)
@@ -81,15 +83,16 @@ def found(runs: Path, steps: int) -> tuple[list[float], float]:
     return [moment for event in events for moment in event.times], events[-1].metrics["train/loss"][-1]
 
 
-def main(name: str, steps: int, blocks: int, uri: str, out: str) -> None:
+def main(name: str, steps: int, blocks: int, uris: dict[str, str | None], out: str) -> None:
     dist.init_process_group("gloo")
     world, turns = World(ranks.detect(), torch.device("cpu")), []
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(world.broadcast(folder.encode()).decode())
-        for who in ORDER * blocks:
+        for number in ORDER * blocks:
+            who, uri = list(uris.items())[number]
             time.sleep(REST_SECONDS)
             dist.barrier()
-            times, loss = bare.loop(name, steps) if who == "bare" else tracked(name, steps, runs, uri, world)
+            times, loss = bare.loop(name, steps) if uri is None else tracked(name, steps, runs, uri, world)
             if world.ranks.first:
                 turns.append(turn(who, times, loss))
                 print(f"  {name} {turns[-1]}", flush=True)
@@ -100,4 +103,4 @@ def main(name: str, steps: int, blocks: int, uri: str, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), sys.argv[5])

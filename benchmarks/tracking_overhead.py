@@ -50,6 +50,16 @@ def server(folder: Path) -> Iterator[str]:
             process.terminate()
 
 
+def side_by_side(name: str, steps: int, blocks: int, uris: dict[str, str | None], folder: Path) -> list[dict[str, Any]]:
+    """Return every turn of two contestants, in the order in which they ran."""
+    out = folder / "turns.json"
+    run(torchrun(HERE / "side_by_side.py", name, steps, blocks, json.dumps(uris), out), environment(), folder)
+    turns: list[dict[str, Any]] = json.loads(out.read_text())
+    losses = [turn["loss"] for turn in turns]
+    assert max(losses) - min(losses) < 1e-3, f"not the same work: {losses}"
+    return turns
+
+
 def mean_rates(turns: list[dict[str, Any]], who: str, span: str) -> list[float]:
     """Return each block's mean steps per second of one contestant."""
     blocks = [turns[start : start + BLOCK] for start in range(0, len(turns), BLOCK)]
@@ -59,11 +69,7 @@ def mean_rates(turns: list[dict[str, Any]], who: str, span: str) -> list[float]:
 
 def compare(name: str, store: str, steps: int, blocks: int, uri: str, folder: Path) -> dict[str, Any]:
     """Return one workload's ratios in one store, and every reading."""
-    out = folder / "turns.json"
-    run(torchrun(HERE / "side_by_side.py", name, steps, blocks, uri, out), environment(), folder)
-    turns = json.loads(out.read_text())
-    losses = [turn["loss"] for turn in turns]
-    assert max(losses) - min(losses) < 1e-3, f"not the same work: {losses}"
+    turns = side_by_side(name, steps, blocks, {"bare": None, "tracked": uri}, folder)
     found = {span: ratios(mean_rates(turns, "tracked", span), mean_rates(turns, "bare", span))
              for span in ("whole", "steady")}  # fmt: skip
     for span, ratio in found.items():
