@@ -64,6 +64,14 @@ class Budget:
             return False
         return self._fits(self._to_confirm(trials))
 
+    def is_spent_before(self, number: int) -> bool:
+        """Tell whether the trials before this one are all that may be: several processes asked for the last at once."""
+        if self._options.trials is None:
+            return False
+        trials = self._study.trials()
+        known = [*plan.ended(trials, self._study.abandoned), *plan.running(trials)]
+        return sum(trial.number < number for trial in known) >= self._options.trials
+
     def allows(self, contestants: Sequence[Trial]) -> bool:
         """Tell whether there is time to train these on as many seeds again."""
         return self._fits(self._seconds_of(contestants))

@@ -45,7 +45,9 @@ def upcoming(
     What was interrupted, then what is to be tried `first`, then the neighbours of each new best.
     """
     known = ended(trials, abandoned)
-    plan = [*(trials[number].parameters for number in abandoned), *first]
+    again = [trials[number].parameters for number in abandoned]
+    whole = set(space.reference_parameters())  # of what was killed while it was drawn, there is only a part
+    plan = [*(parameters for parameters in again if set(parameters) == whole), *first]
     best = math.inf
     for trial in known:
         if trial.feasible and value(trial) < best:
