@@ -26,10 +26,15 @@ import torch
 
 from rankzero.tracking.mlflow import Tracker
 from torture import promises, room
+from torture.fuzzing import Fuzzed, fuzz
 from torture.ground import CROWD, Broken, Ground
 from torture.scenarios import SCENARIOS
 from torture.scenarios.training import SETTINGS, TINY
 from torture.servers import Server
+
+
+PROMISES = ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan")
+"""What a broken promise is called: the first word of what `Broken` says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for result in campaign(field, options.seed, options.faults, options.minutes, options.only):
             results.append(result)
             print(_line(result, results), flush=True)
-    print(summary(results))
+    fuzzed = fuzz(options.fuzz) if options.fuzz else None
+    print(summary(results) + (f"\n{fuzzed.line}" if fuzzed else ""))
     if options.report:
-        Path(options.report).write_text(json.dumps(report(results, options.seed), indent=1) + "\n")
+        Path(options.report).write_text(json.dumps(report(results, options.seed, fuzzed), indent=1) + "\n")
+    if fuzzed is not None and not fuzzed.passed:
+        print(fuzzed.output)
+        return 1
     return 1 if any(result.broken for result in results) else 0
 
 
@@ -129,23 +138,28 @@ def summary(results: Sequence[Result]) -> str:
         mine = [result for result in results if result.scenario == name]
         faults, broken = sum(len(one.faults) for one in mine), sum(one.broken is not None for one in mine)
         lines.append(f"{name:<22}{len(mine):>6}{faults:>8}{broken:>8}")
-    kinds = collections.Counter(result.broken.partition(":")[0] for result in results if result.broken)
-    faults = sum(len(result.faults) for result in results)
-    told = ", ".join(f"{kind} {kinds[kind]}" for kind in ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan"))
-    return "\n".join([*lines, f"faults tried {faults}; {told}; other {sum(kinds.values()) - _known(kinds)}"])
+    return "\n".join([*lines, verdict(results)])
 
 
-def _known(kinds: collections.Counter[str]) -> int:
-    return sum(kinds[kind] for kind in ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan"))
+def verdict(results: Sequence[Result]) -> str:
+    """Return the campaign in a line. A fault has survived where its scenario broke no promise."""
+    faults = [fault for result in results for fault in result.faults]
+    survived = sum(len(result.faults) for result in results if result.broken is None)
+    broken = collections.Counter(result.broken.partition(":")[0] for result in results if result.broken)
+    told = ", ".join(f"{kind} {broken.pop(kind, 0)}" for kind in PROMISES)
+    other = f", other {broken.total()}" if broken else ""
+    return f"faults tried {len(faults)} over {len(set(faults))} kinds; survived {survived}; {told}{other}"
 
 
-def report(results: Sequence[Result], seed: int) -> dict[str, object]:
+def report(results: Sequence[Result], seed: int, fuzzed: Fuzzed | None = None) -> dict[str, object]:
     """Return what is kept of a campaign."""
     return {
         "seed": seed,
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.system()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
+        "verdict": verdict(results),
+        "fuzz": fuzzed and fuzzed.line,
         "faults": sum(len(result.faults) for result in results),
         "by_fault": dict(collections.Counter(fault for result in results for fault in result.faults).most_common()),
         "scenarios": [dataclasses.asdict(result) for result in results],
@@ -166,6 +180,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="stop after so long; with --faults 1000000, for hours of it")
     parser.add_argument("--only", nargs="*", choices=list(SCENARIOS), default=[], help="these scenarios")
     parser.add_argument("--crowd", type=int, default=CROWD, help="how many runs at once are a crowd (%(default)s)")
+    parser.add_argument("--fuzz", type=int, default=0, help="then so many cases for each fuzz test (default: none)")
     parser.add_argument("--report", help="a file for the results")
     return parser.parse_args(arguments)
 

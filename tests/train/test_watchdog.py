@@ -54,6 +54,23 @@ def test_a_process_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
     assert "most recent call first" in stderr and "in step" in stderr
 
 
+def test_a_word_that_nobody_hears_keeps_no_process_alive(tmp_path: Path) -> None:
+    code, _, stderr = watched(
+        tmp_path,
+        """
+        def tell(failed):
+            print("tells", failed.rank, flush=True)
+            time.sleep(100)  # as the store of a rank 0 that is stopped has it
+        watchdog = Watchdog(0.4 / 60, 3, tell)
+        with watchdog.watching():
+            watchdog.beat()
+            watchdog.beat()
+            time.sleep(100)
+        """,
+    )
+    assert code == -signal.SIGKILL and "rank 3 hung" in stderr
+
+
 def test_a_process_that_gets_on_is_left_alone(tmp_path: Path) -> None:
     code, told, _ = watched(
         tmp_path,

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from rankzero.search import plan
 from rankzero.search.objective import Name
 from rankzero.search.space import Space
-from rankzero.search.study import Study, Trial
+from rankzero.search.study import Study
+from rankzero.search.trial import Trial
 
 MARGIN = 1.1  # of estimates of what confirming takes
 SECONDS, REFERENCE_SECONDS = "seconds", "reference_seconds"

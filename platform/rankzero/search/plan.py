@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rankzero.search.space import BATCH_INDEX, Space
-from rankzero.search.study import Trial
+from rankzero.search.trial import Trial
 
 REPEAT = "same_as"  # a fact: the trial whose answer this one copied
 CLOSE, NEAR = 0.1, 0.5  # relative

@@ -19,7 +19,8 @@ from rankzero.search.crew import Crew, Job, in_turn
 from rankzero.search.launcher import Launcher
 from rankzero.search.objective import Objective, bar
 from rankzero.search.space import Space
-from rankzero.search.study import RUNGS, Study, Trial
+from rankzero.search.study import RUNGS, Study
+from rankzero.search.trial import Trial
 from rankzero.search.verdict import LOOKS, Verdict, finalists
 
 CONFIRMATIONS, TARGET = "confirmations", "target"

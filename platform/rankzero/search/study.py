@@ -7,13 +7,12 @@ and the trial's number, so a study that was interrupted goes on with what it wou
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -22,35 +21,18 @@ from optuna.trial import TrialState
 from rankzero.errors import UserError
 from rankzero.experiment import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.search import members
+from rankzero.search.trial import State, Trial
 from rankzero.tracking.secrecy import text_without_secrets, url_without_secrets
 
-State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
 SAMPLERS = ("tpe", "gp", "random", "grid")
 PRUNERS = ("asha", "hyperband", "median", "none")
 # Trials are compared each twelfth of the reference's training time, from a quarter on: before that, a warm-up
 # or a large batch's few first steps say little.
 RUNGS, FIRST_RUNG = 12, 3
-STARTUP_TRIALS = 6  # drawn at random, the enqueued ones included, before the sampler's model is trusted
+STARTUP_TRIALS = 6  # drawn at random, those given included, before the sampler's model is trusted
 ASKING_SECONDS = 30.0  # from a trial's first trace in the database until its owner's name is there, at most
 GRID_POINTS = 5  # of a range that is not a list
 OWNER, ABANDONED = "owner", "abandoned "
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """One trial as the study has it."""
-
-    number: int
-    state: State
-    parameters: Mapping[str, Any]
-    value: float | None
-    constraints: Mapping[str, float]
-    facts: Mapping[str, Any]
-    """What the search noted about it: its run, seconds, quality, samples/s, how it ended."""
-
-    @property
-    def feasible(self) -> bool:
-        return self.state == "COMPLETE" and all(violation <= 0 for violation in self.constraints.values())
 
 
 class Study:
@@ -72,16 +54,15 @@ class Study:
 
     def ask(self, parameters: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """Return the next trial's number and parameters: these, or what the sampler draws."""
-        drawn = len(self._study.get_trials(deepcopy=False)) - len(self.abandoned)
-        self._study.sampler = (
-            make_sampler(self._sampler, self._seed + drawn, self._distributions)
-            if parameters is None
-            else given(parameters)
-        )
+        self._study.sampler = self._drawing() if parameters is None else given(parameters)
         trial = self._study.ask(self._distributions)
         trial.set_user_attr(OWNER, members.name())
         self._open[trial.number] = trial
         return trial.number, dict(trial.params)
+
+    def _drawing(self) -> optuna.samplers.BaseSampler:
+        drawn = len(self._study.get_trials(deepcopy=False)) - len(self.abandoned)
+        return make_sampler(self._sampler, self._seed + drawn, self._distributions)
 
     def report(self, number: int, resource: int, value: float) -> bool:
         """Note a trial's progress at a common resource; return whether it should be pruned."""
@@ -211,7 +192,7 @@ def make_sampler(name: str, seed: int, distributions: Mapping[str, BaseDistribut
 
 
 def given(parameters: Mapping[str, Any]) -> optuna.samplers.BaseSampler:
-    """Return what draws these. Optuna's queue would not do: SQLite gives a trial in it to two processes at once."""
+    """Return what draws these. Not Optuna's queue: of SQLite's, two processes may get the same trial."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # experimental, for years
         return optuna.samplers.PartialFixedSampler(dict(parameters), optuna.samplers.RandomSampler())

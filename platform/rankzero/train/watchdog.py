@@ -19,6 +19,7 @@ from rankzero.train.failure import Failure, place_of
 CHECKS = 20  # per limit
 FIRST_STEP = 6.0  # the first step may take so many times as long: it compiles, and data loaders start
 OTHERS = 1.5  # who waits for the others ends so many times later: the one that hangs is to be named
+TELL_SECONDS = 5.0  # to leave word: a rank 0 that is stopped answers nobody
 WAITING = (
     "torch/distributed",
     "torch/autograd",
@@ -78,7 +79,10 @@ class Watchdog:
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         others = "".join(f"; rank {first + local} is stopped, by SIGSTOP or a debugger" for local in stopped_beside())
         reason = f"rank {self._rank} {did} for {silent:.0f} s{f' ({place})' if place else ''}{others}"
-        self._told(Failure(time.time(), self._rank, reason, "".join(traceback.format_list(stack))))
+        failure = Failure(time.time(), self._rank, reason, "".join(traceback.format_list(stack)))
+        tells = threading.Thread(target=self._told, args=(failure,), daemon=True)
+        tells.start()
+        tells.join(TELL_SECONDS)
         print(f"{reason}; train.hang_minutes sets the limit", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         sys.stderr.flush()

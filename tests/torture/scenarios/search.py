@@ -7,7 +7,8 @@ import time
 from collections import Counter
 
 from rankzero.search import plan
-from rankzero.search.study import Study, Trial, default_storage, find_study
+from rankzero.search.study import Study, default_storage, find_study
+from rankzero.search.trial import Trial
 from rankzero.tracking.catalog import folders, last_end
 from rankzero.tracking.mlflow import Tracker
 from torture import promises
