@@ -32,7 +32,6 @@ from torture.scenarios import SCENARIOS
 from torture.scenarios.training import SETTINGS, TINY
 from torture.servers import Server
 
-
 PROMISES = ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan")
 """What a broken promise is called: the first word of what `Broken` says."""
 

@@ -42,6 +42,5 @@ def fuzz(cases: int) -> Fuzzed:
 
 def counted(output: str, passed: bool) -> Fuzzed:
     """Return the cases that Hypothesis tells of: those that a test was given and did not turn away."""
-    counts = re.findall(r"(\d+) (passing|failing) examples", output)
-    failed = sum(int(count) for count, kind in counts if kind == "failing")
-    return Fuzzed(sum(int(count) for count, _ in counts), failed, passed, output)
+    counts = [(int(good), int(bad)) for good, bad in re.findall(r"(\d+) passing, (\d+) failing", output)]
+    return Fuzzed(sum(map(sum, counts)), sum(bad for _, bad in counts), passed, output)
