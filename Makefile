@@ -44,9 +44,9 @@ $(FRAMEWORKS:%=test-with-%): test-with-%: setup
 docs: setup
 	$(BIN)/mkdocs build --strict
 
-# Faults against the real command, and what users are promised of them. ARGS="--faults 500 --seed 7": more of it.
+# Faults against the real command, and what users are promised of them; then some fuzz. ARGS="--faults 500 --seed 7": more of it.
 torture: setup
-	PYTHONPATH=tests $(BIN)/python -m torture.campaign $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m torture.campaign --fuzz 1000 $(ARGS)
 
 # Bad input in quantity: config files, key=value, journals, names and values; minutes (FUZZ=1000000: hours).
 FUZZ ?= 100000

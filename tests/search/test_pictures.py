@@ -8,7 +8,7 @@ from typing import Any
 from rankzero.experiment import Goal
 from rankzero.search import pictures, pngs
 from rankzero.search.ladder import Measured
-from rankzero.search.study import State, Trial
+from rankzero.search.trial import State, Trial
 
 GOAL = Goal("val/accuracy", "max")
 

@@ -14,7 +14,8 @@ from rankzero.search.budget import Options
 from rankzero.search.plan import guesses
 from rankzero.search.session import Found, Session
 from rankzero.search.space import BATCH_INDEX, FACTOR, make_space
-from rankzero.search.study import PRUNERS, SAMPLERS, Study, Trial, find_study, open_study
+from rankzero.search.study import PRUNERS, SAMPLERS, Study, find_study, open_study
+from rankzero.search.trial import Trial
 from search.fake_launcher import FakeLauncher
 
 

@@ -14,26 +14,26 @@ import json
 import os
 import platform
 import shutil
-import signal
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from rankzero.tracking.mlflow import Tracker
-from rankzero.tracking.store import server_command, server_environment
-from torture import promises
-from torture.ground import Broken, Ground
-from torture.scenarios import SCENARIOS, SETTINGS, TINY
+from torture import promises, room
+from torture.fuzzing import Fuzzed, fuzz
+from torture.ground import CROWD, Broken, Ground
+from torture.scenarios import SCENARIOS
+from torture.scenarios.training import SETTINGS, TINY
+from torture.servers import Server
 
-SERVER_SECONDS = 90.0
+PROMISES = ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan")
+"""What a broken promise is called: the first word of what `Broken` says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +59,25 @@ class Field:
     """An MLflow server's address."""
     reference: dict[int, float]
     """The losses of a training that nobody disturbed."""
+    crowd: int = CROWD
+    """How many runs a crowd is."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a campaign; return 1 where a promise was broken."""
     options = _parse(arguments)
-    with prepared() as field:
+    with prepared(options.crowd) as field:
         results = []
         for result in campaign(field, options.seed, options.faults, options.minutes, options.only):
             results.append(result)
             print(_line(result, results), flush=True)
-    print(summary(results))
+    fuzzed = fuzz(options.fuzz) if options.fuzz else None
+    print(summary(results) + (f"\n{fuzzed.line}" if fuzzed else ""))
     if options.report:
-        Path(options.report).write_text(json.dumps(report(results, options.seed), indent=1) + "\n")
+        Path(options.report).write_text(json.dumps(report(results, options.seed, fuzzed), indent=1) + "\n")
+    if fuzzed is not None and not fuzzed.passed:
+        print(fuzzed.output)
+        return 1
     return 1 if any(result.broken for result in results) else 0
 
 
@@ -89,11 +95,12 @@ def tried(field: Field, scenario: str, seed: int) -> Result:
     """Run one scenario in a folder of its own."""
     folder = field.folder / f"{seed}-{scenario.replace(' ', '-')}"
     folder.mkdir()
-    ground = Ground(folder, seed, field.store)
+    ground = Ground(folder, seed, field.store, field.crowd)
     ground.environ["TORTURE_SERVER"] = field.server
     began, broken = time.monotonic(), None
     try:
         SCENARIOS[scenario](ground, field.reference)
+        promises.nothing_is_left(ground)
     except Broken as error:
         broken = str(error)
     except Exception:
@@ -105,45 +112,22 @@ def tried(field: Field, scenario: str, seed: int) -> Result:
 
 
 @contextlib.contextmanager
-def prepared() -> Iterator[Field]:
+def prepared(crowd: int = CROWD) -> Iterator[Field]:
     """Make what all scenarios share: an empty store, a server, the undisturbed losses."""
     folder = Path(tempfile.mkdtemp(prefix="rankzero-torture-"))
     store = folder / "empty.db"
     Tracker(f"sqlite:///{store}").list_runs()
     with contextlib.closing(sqlite3.connect(store)) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all of it into the one file
-    with _server(folder / "server") as uri:
+    with Server(folder / "server", store) as server:
         ground = Ground(folder / "reference", 0, store)
         ground.run("train", TINY, *SETTINGS)
         run = ground.the_run()
         assert run is not None
-        yield Field(folder, store, uri, promises.journaled(run))
+        yield Field(folder, store, server.uri, promises.journaled(run), crowd)
     with contextlib.suppress(OSError):
         shutil.rmtree(folder / "reference")
         shutil.rmtree(folder / "server")
-
-
-@contextlib.contextmanager
-def _server(root: Path) -> Iterator[str]:
-    import socket
-
-    root.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        server_command(root, port), env=server_environment(os.environ), start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    uri, deadline = f"http://127.0.0.1:{port}", time.monotonic() + SERVER_SECONDS
-    try:
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=1):
-                break
-            time.sleep(0.1)
-        yield uri
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -153,23 +137,28 @@ def summary(results: Sequence[Result]) -> str:
         mine = [result for result in results if result.scenario == name]
         faults, broken = sum(len(one.faults) for one in mine), sum(one.broken is not None for one in mine)
         lines.append(f"{name:<22}{len(mine):>6}{faults:>8}{broken:>8}")
-    kinds = collections.Counter(result.broken.partition(":")[0] for result in results if result.broken)
-    faults = sum(len(result.faults) for result in results)
-    told = ", ".join(f"{kind} {kinds[kind]}" for kind in ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan"))
-    return "\n".join([*lines, f"faults tried {faults}; {told}; other {sum(kinds.values()) - _known(kinds)}"])
+    return "\n".join([*lines, verdict(results)])
 
 
-def _known(kinds: collections.Counter[str]) -> int:
-    return sum(kinds[kind] for kind in ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan"))
+def verdict(results: Sequence[Result]) -> str:
+    """Return the campaign in a line. A fault has survived where its scenario broke no promise."""
+    faults = [fault for result in results for fault in result.faults]
+    survived = sum(len(result.faults) for result in results if result.broken is None)
+    broken = collections.Counter(result.broken.partition(":")[0] for result in results if result.broken)
+    told = ", ".join(f"{kind} {broken.pop(kind, 0)}" for kind in PROMISES)
+    other = f", other {broken.total()}" if broken else ""
+    return f"faults tried {len(faults)} over {len(set(faults))} kinds; survived {survived}; {told}{other}"
 
 
-def report(results: Sequence[Result], seed: int) -> dict[str, object]:
+def report(results: Sequence[Result], seed: int, fuzzed: Fuzzed | None = None) -> dict[str, object]:
     """Return what is kept of a campaign."""
     return {
         "seed": seed,
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.system()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
+        "verdict": verdict(results),
+        "fuzz": fuzzed and fuzzed.line,
         "faults": sum(len(result.faults) for result in results),
         "by_fault": dict(collections.Counter(fault for result in results for fault in result.faults).most_common()),
         "scenarios": [dataclasses.asdict(result) for result in results],
@@ -189,9 +178,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=100, help="how many to inject (default: 100, about ten minutes)")
     parser.add_argument("--minutes", type=float, help="stop after so long; with --faults 1000000, for hours of it")
     parser.add_argument("--only", nargs="*", choices=list(SCENARIOS), default=[], help="these scenarios")
+    parser.add_argument("--crowd", type=int, default=CROWD, help="how many runs at once are a crowd (%(default)s)")
+    parser.add_argument("--fuzz", type=int, default=0, help="then so many cases for each fuzz test (default: none)")
     parser.add_argument("--report", help="a file for the results")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
+    room.enter(sys.argv[1:])
     sys.exit(main())

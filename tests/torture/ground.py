@@ -18,6 +18,7 @@ import psutil
 
 from rankzero.tracking.catalog import folders
 from rankzero.tracking.journal import RunFolder
+from torture.room import shared_memory
 
 MARK = "RANKZERO_TORTURE"
 """An environment variable that every process of a scenario inherits."""
@@ -25,6 +26,10 @@ DEADLINE_SECONDS = 240.0
 """A command that takes longer has hung."""
 ORPHAN_SECONDS = 45.0
 """What processes get to leave after their command has ended: a recorder delivers for a while."""
+GRACE_SECONDS = 5.0
+"""What the end of a command waits for a server that does not answer."""
+CROWD = 6
+"""How many runs a crowd is: what two cores bear."""
 
 
 class Broken(Exception):
@@ -37,11 +42,15 @@ class Command:
 
     process: subprocess.Popen[str]
     output: Path
+    ended: float = 0.0
+    """When it was seen to have ended, as the clock says."""
 
     def wait(self) -> int:
         """Return its exit code. Raises Broken where it hangs."""
         try:
-            return self.process.wait(DEADLINE_SECONDS)
+            code = self.process.wait(DEADLINE_SECONDS)
+            self.ended = self.ended or time.time()
+            return code
         except subprocess.TimeoutExpired:
             raise Broken(f"hang: no end after {DEADLINE_SECONDS:.0f} s: {self.tail()}") from None
 
@@ -54,24 +63,38 @@ class Command:
 
 
 class Ground:
-    """A folder, the commands that run in it, and the random choices of one scenario."""
+    """A folder, the commands that run in it, and the random choices of one scenario.
 
-    def __init__(self, folder: Path, seed: int, store: Path | None = None) -> None:
-        self.folder, self.random = folder, random.Random(seed)
+    `empty`: an MLflow database without a run, of which the embedded store is a copy.
+    """
+
+    def __init__(self, folder: Path, seed: int, empty: Path, crowd: int = CROWD) -> None:
+        self.folder, self.random, self.empty, self.crowd = folder, random.Random(seed), empty, crowd
+        self.shared_memory = shared_memory()
         self.mark = secrets.token_hex(8)
         self.faults: list[str] = []
         self.environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))},
-            "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "RANKZERO_DELIVERY_GRACE_SECONDS": "5",
+            "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+            "RANKZERO_DELIVERY_GRACE_SECONDS": f"{GRACE_SECONDS:g}",
             MARK: self.mark,
         }  # fmt: skip
         self.runs_folder.mkdir(parents=True, exist_ok=True)
-        if store is not None:
-            (self.runs_folder.parent / "mlflow.db").write_bytes(store.read_bytes())
+        self.database.write_bytes(empty.read_bytes())
 
     @property
     def runs_folder(self) -> Path:
         return self.folder / "mlruns" / "runs"
+
+    @property
+    def database(self) -> Path:
+        """The embedded store's."""
+        return self.folder / "mlruns" / "mlflow.db"
+
+    @property
+    def store(self) -> str:
+        """The embedded store's address."""
+        return f"sqlite:///{self.database}"
 
     def hurt(self, what: str) -> None:
         """Note a fault that was injected."""

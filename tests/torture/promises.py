@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
 
 from cli.conftest import losses as journaled
 from rankzero.events import Evaluated, RunEnded, StepsLogged
@@ -13,6 +17,7 @@ from rankzero.tracking.journal import RunFolder, read_all
 from rankzero.tracking.mlflow import RunRecord, Tracker
 from rankzero.train import checkpoint
 from torture.ground import ORPHAN_SECONDS, Broken, Ground, wait_for
+from torture.room import shared_memory
 
 __all__ = ["journaled"]
 
@@ -28,9 +33,9 @@ def first_journaled(run: RunFolder) -> dict[int, float]:
     return found
 
 
-def nobody_is_left(ground: Ground) -> None:
+def nobody_is_left(ground: Ground, seconds: float = ORPHAN_SECONDS) -> None:
     """Every process of the scenario ends by itself."""
-    if not wait_for(lambda: not ground.processes(), ORPHAN_SECONDS):
+    if not wait_for(lambda: not ground.processes(), seconds):
         left = [f"{process.pid} {' '.join(process.cmdline())[:120]}" for process in ground.processes()]
         raise Broken(f"orphan: {'; '.join(left)}")
 
@@ -99,3 +104,33 @@ def checkpoint_is_intact(run: RunFolder) -> int:
     if step != checkpoint.read_manifest(path).step:
         raise Broken(f"corrupt: {path.name} holds step {step}")
     return int(step)
+
+
+def no_run_is_running(ground: Ground) -> None:
+    """Nothing waits for delivery after `sync`, and MLflow has no run that seems to go on."""
+    ground.run("sync")
+    left = [run.name for run in Tracker(ground.store).list_runs() if run.status == "RUNNING"]
+    if left:
+        raise Broken(f"wrong status: still RUNNING in MLflow: {', '.join(left)}")
+
+
+def nothing_is_left(ground: Ground) -> None:
+    """No process of the scenario lives, none of its shared memory is left, and nobody listens on its ports."""
+    nobody_is_left(ground)
+    files = sorted(shared_memory() - ground.shared_memory)
+    if files:
+        raise Broken(f"orphan: shared memory {', '.join(files)}")
+    if not wait_for(lambda: not _listening(ground), ORPHAN_SECONDS):
+        raise Broken(f"orphan: {', '.join(_listening(ground))}")
+
+
+def _listening(ground: Ground) -> list[str]:
+    """Return who listens on a port that is still open, of those whose working directory is the scenario's."""
+    found = []
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.pid is not None:
+            with contextlib.suppress(psutil.Error):
+                where = Path(psutil.Process(connection.pid).cwd())
+                if where.is_relative_to(ground.folder):
+                    found.append(f"process {connection.pid} listens on port {connection.laddr.port}")
+    return found

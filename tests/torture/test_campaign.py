@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from torture.campaign import Field, Result, prepared, report, summary, tried
+from torture import fuzzing
+from torture.campaign import Field, Result, prepared, report, summary, tried, verdict
 
 SEED = 20
 
@@ -32,5 +33,13 @@ def test_what_is_broken_is_counted_by_its_kind() -> None:
         Result("full disk", 3, ["disk full"], 2.0, "error: ZeroDivisionError"),
     ]
     told = summary(results)
-    assert "faults tried 4; lost 1, corrupt 0" in told and "other 1" in told
+    kinds = "corrupt 0, wrong 0, wrong status 0, hang 0, orphan 0"
+    assert told.splitlines()[-1] == f"faults tried 4 over 3 kinds; survived 1; lost 1, {kinds}, other 1"
+    assert verdict(results[:1]) == f"faults tried 1 over 1 kinds; survived 1; lost 0, {kinds}"
     assert report(results, 1)["by_fault"] == {"SIGINT to rank 0": 2, "SIGTERM to launcher": 1, "disk full": 1}
+
+
+def test_the_cases_of_the_fuzz_are_counted() -> None:
+    output = "during generate phase (1.2 seconds): - 498 passing, 2 failing, and 30 invalid test cases"
+    found = fuzzing.counted(f"{output}\n{output}\n", passed=False)
+    assert found.line == "fuzz cases tried 1,000; failed 4" and not found.passed

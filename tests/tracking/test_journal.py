@@ -239,5 +239,5 @@ def test_an_atomic_write_leaves_one_file(tmp_path: Path) -> None:
 
 
 def test_names_are_plain_and_differ() -> None:
-    names = {new_name("digits") for _ in range(20)}
-    assert len(names) > 10 and all(name.startswith("digits-2") for name in names)
+    names = {new_name("digits") for _ in range(100)}
+    assert len(names) == 100 and all(name.startswith("digits-2") for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import signal
 import subprocess
@@ -53,6 +54,23 @@ def test_a_process_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
     assert "most recent call first" in stderr and "in step" in stderr
 
 
+def test_a_word_that_nobody_hears_keeps_no_process_alive(tmp_path: Path) -> None:
+    code, _, stderr = watched(
+        tmp_path,
+        """
+        def tell(failed):
+            print("tells", failed.rank, flush=True)
+            time.sleep(100)  # as the store of a rank 0 that is stopped has it
+        watchdog = Watchdog(0.4 / 60, 3, tell)
+        with watchdog.watching():
+            watchdog.beat()
+            watchdog.beat()
+            time.sleep(100)
+        """,
+    )
+    assert code == -signal.SIGKILL and "rank 3 hung" in stderr
+
+
 def test_a_process_that_gets_on_is_left_alone(tmp_path: Path) -> None:
     code, told, _ = watched(
         tmp_path,
@@ -75,3 +93,26 @@ def test_who_waits_for_others_is_known_by_where_it_is(file: str, tmp_path: Path)
     path.write_text("import sys\ndef inner():\n    return sys._getframe()\n")
     assert waits(runpy.run_path(str(path))["inner"]())
     assert not waits(sys._getframe())
+
+
+def test_who_is_stopped_is_known_by_where_it_writes(tmp_path: Path) -> None:
+    log = tmp_path / "attempt_0" / "5" / "stdout.log"
+    log.parent.mkdir(parents=True)
+    with log.open("w") as file:
+        begun = [subprocess.Popen(["sleep", "60"], stdout=file) for _ in range(2)]
+    try:
+        assert stopped_in_a_child() == []
+        begun[0].send_signal(signal.SIGSTOP)
+        os.waitpid(begun[0].pid, os.WUNTRACED)
+        assert stopped_in_a_child() == [5]
+    finally:
+        for process in begun:
+            process.kill()
+            process.wait()
+
+
+def stopped_in_a_child() -> list[int]:
+    """Ask in a process whose parent is this one, as it is of those that may be stopped."""
+    code = "from rankzero.train.watchdog import stopped_beside; print(*stopped_beside())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return [int(word) for word in done.stdout.split()]

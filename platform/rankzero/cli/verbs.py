@@ -15,7 +15,7 @@ class Verb(NamedTuple):
 DIGITS = "experiments/digits.py"
 VERBS = {
     "train": Verb("run an experiment, tracked", f"rankzero train {DIGITS} --nproc 2 lr=1e-2"),
-    "resume": Verb("go on with a run, in the same MLflow run", "rankzero resume digits-20261121-093005-3fa"),
+    "resume": Verb("go on with a run, in the same MLflow run", "rankzero resume digits-20261121-093005-3fa1c8"),
     "search": Verb(
         "find the configuration that reaches the quality bar in the least time",
         f"rankzero search {DIGITS} --nproc 2 --minutes 10",

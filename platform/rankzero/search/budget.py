@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from rankzero.search import plan
 from rankzero.search.objective import Name
 from rankzero.search.space import Space
-from rankzero.search.study import Study, Trial
+from rankzero.search.study import Study
+from rankzero.search.trial import Trial
 
 MARGIN = 1.1  # of estimates of what confirming takes
 SECONDS, REFERENCE_SECONDS = "seconds", "reference_seconds"
@@ -63,6 +64,14 @@ class Budget:
         if self._options.trials is not None and taken >= self._options.trials:
             return False
         return self._fits(self._to_confirm(trials))
+
+    def is_spent_before(self, number: int) -> bool:
+        """Tell whether the trials before this one are all that may be: several processes asked for the last at once."""
+        if self._options.trials is None:
+            return False
+        trials = self._study.trials()
+        known = [*plan.ended(trials, self._study.abandoned), *plan.running(trials)]
+        return sum(trial.number < number for trial in known) >= self._options.trials
 
     def allows(self, contestants: Sequence[Trial]) -> bool:
         """Tell whether there is time to train these on as many seeds again."""

@@ -12,7 +12,7 @@ from rankzero.search.controller import Followed
 from rankzero.search.objective import Objective
 from rankzero.search.plan import reference_trial
 from rankzero.search.space import BATCH_INDEX, FACTOR, PRECISION, Space
-from rankzero.search.study import Trial
+from rankzero.search.trial import Trial
 from rankzero.search.verdict import Contestant, Run, Verdict, decide
 
 NEW_SEED = 1000  # confirmations start here, so that no trial's seed is among theirs

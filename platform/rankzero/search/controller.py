@@ -24,7 +24,8 @@ from rankzero.experiment import Experiment
 from rankzero.search.curve import Curve
 from rankzero.search.launcher import Running
 from rankzero.search.objective import QUALITY, Objective
-from rankzero.search.study import State, Study
+from rankzero.search.study import Study
+from rankzero.search.trial import State
 from rankzero.train.failure import is_out_of_memory
 
 MEMORY = "memory"

@@ -21,7 +21,8 @@ from rankzero.search.mirror import Description
 from rankzero.search.quest import FIRST, PARENT, SPACE, Outcome, Quest, launchers, params_of, signature
 from rankzero.search.session import Found, Session
 from rankzero.search.space import Space, narrowed
-from rankzero.search.study import Study, Trial, open_study
+from rankzero.search.study import Study, open_study
+from rankzero.search.trial import Trial
 from rankzero.tracking.journal import Identity
 from rankzero.tracking.secrecy import settings_without_secrets, url_without_secrets
 

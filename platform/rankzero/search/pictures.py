@@ -8,7 +8,7 @@ from typing import Any
 from rankzero.experiment import Goal
 from rankzero.search.ladder import Measured
 from rankzero.search.space import BATCH_INDEX, FACTOR, PRECISION
-from rankzero.search.study import Trial
+from rankzero.search.trial import Trial
 
 BLUE, GREY, GREEN, RED = "#1f77b4", "#b0b0b0", "#2ca02c", "#d62728"
 COLOURS = {"COMPLETE": BLUE, "PRUNED": GREY, "FAIL": RED}

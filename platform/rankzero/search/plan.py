@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rankzero.search.space import BATCH_INDEX, Space
-from rankzero.search.study import Trial
+from rankzero.search.trial import Trial
 
 REPEAT = "same_as"  # a fact: the trial whose answer this one copied
 CLOSE, NEAR = 0.1, 0.5  # relative
@@ -45,7 +45,9 @@ def upcoming(
     What was interrupted, then what is to be tried `first`, then the neighbours of each new best.
     """
     known = ended(trials, abandoned)
-    plan = [*(trials[number].parameters for number in abandoned), *first]
+    again = [trials[number].parameters for number in abandoned]
+    whole = set(space.reference_parameters())  # of what was killed while it was drawn, there is only a part
+    plan = [*(parameters for parameters in again if set(parameters) == whole), *first]
     best = math.inf
     for trial in known:
         if trial.feasible and value(trial) < best:

@@ -22,7 +22,7 @@ from rankzero.search.pictures import (
     grid,
     points,
 )
-from rankzero.search.study import Trial
+from rankzero.search.trial import Trial
 
 DOTS_PER_INCH = 120
 MOST_LABELS = 16  # on an axis

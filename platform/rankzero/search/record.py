@@ -14,7 +14,7 @@ from typing import Any
 from rankzero import config
 from rankzero.events import RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import Experiment
-from rankzero.search.study import Trial
+from rankzero.search.trial import Trial
 from rankzero.tracking import provenance
 from rankzero.tracking.journal import Identity, write_atomically
 from rankzero.tracking.ranks import Ranks

@@ -19,7 +19,8 @@ from rankzero.search.crew import Crew, Job, in_turn
 from rankzero.search.launcher import Launcher
 from rankzero.search.objective import Objective, bar
 from rankzero.search.space import Space
-from rankzero.search.study import RUNGS, Study, Trial
+from rankzero.search.study import RUNGS, Study
+from rankzero.search.trial import Trial
 from rankzero.search.verdict import LOOKS, Verdict, finalists
 
 CONFIRMATIONS, TARGET = "confirmations", "target"
@@ -56,6 +57,9 @@ class Session:
             objective = self._reference()
             self._search(objective, guesses)
             self._await_helpers()
+            while self._may_go_on():  # what those left that died meanwhile
+                self._search(objective, guesses)
+                self._await_helpers()
             if (reason := self._budget.too_short()) is not None:
                 raise RunFailed(reason)
             self._confirm(objective)
@@ -121,10 +125,13 @@ class Session:
         self._crew.work(functools.partial(self._next_trial, objective))
 
     def _next_trial(self, objective: Objective) -> Job | None:
-        while self._repeats < MOST_REPEATS and self._budget.allows_a_trial():
+        while self._may_go_on():
             number, parameters = self._study.ask(
                 plan.upcoming(self._study.trials(), self._study.abandoned, self._guesses, self._space)
             )
+            if self._budget.is_spent_before(number):
+                self._abandon(number, "other processes had the last trials")
+                continue
             before = plan.same(self._study.trials(), number)
             if before is None:
                 self._repeats = 0
@@ -132,6 +139,9 @@ class Session:
             self._repeats += 1
             self._copy(number, before)
         return None
+
+    def _may_go_on(self) -> bool:
+        return self._repeats < MOST_REPEATS and self._budget.allows_a_trial()
 
     def _trial_job(self, objective: Objective, number: int, parameters: Mapping[str, Any]) -> Job:
         experiment = self._space.experiment(parameters)
@@ -162,8 +172,8 @@ class Session:
         self._study.tell(number, found.state, found.value, found.constraints, facts)
         self._say(_line(number, found, facts))
 
-    def _abandon(self, number: int) -> None:
-        self._study.tell(number, "FAIL", None, {}, {"run": self._label(number), "reason": "the search was interrupted"})
+    def _abandon(self, number: int, reason: str = "the search was interrupted") -> None:
+        self._study.tell(number, "FAIL", None, {}, {"run": self._label(number), "reason": reason})
         self._study.abandon(number)
 
     def _label(self, number: int) -> str:
@@ -174,7 +184,7 @@ class Session:
         return 0.0 if reference is None else float(reference.facts["train_seconds"]) / RUNGS
 
     def _await_helpers(self) -> None:
-        """Wait for the trials of other processes; what those leave that died is tried again by none."""
+        """Wait for the trials of other processes; what those leave that died is abandoned."""
         told = False
         while plan.running(self._study.trials()):
             if not told:

@@ -7,12 +7,12 @@ and the trial's number, so a study that was interrupted goes on with what it wou
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import datetime
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -21,34 +21,18 @@ from optuna.trial import TrialState
 from rankzero.errors import UserError
 from rankzero.experiment import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.search import members
+from rankzero.search.trial import State, Trial
 from rankzero.tracking.secrecy import text_without_secrets, url_without_secrets
 
-State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
 SAMPLERS = ("tpe", "gp", "random", "grid")
 PRUNERS = ("asha", "hyperband", "median", "none")
 # Trials are compared each twelfth of the reference's training time, from a quarter on: before that, a warm-up
 # or a large batch's few first steps say little.
 RUNGS, FIRST_RUNG = 12, 3
-STARTUP_TRIALS = 6  # drawn at random, the enqueued ones included, before the sampler's model is trusted
+STARTUP_TRIALS = 6  # drawn at random, those given included, before the sampler's model is trusted
+ASKING_SECONDS = 30.0  # from a trial's first trace in the database until its owner's name is there, at most
 GRID_POINTS = 5  # of a range that is not a list
-OWNER, ABANDONED = "owner", "abandoned"
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """One trial as the study has it."""
-
-    number: int
-    state: State
-    parameters: Mapping[str, Any]
-    value: float | None
-    constraints: Mapping[str, float]
-    facts: Mapping[str, Any]
-    """What the search noted about it: its run, seconds, quality, samples/s, how it ended."""
-
-    @property
-    def feasible(self) -> bool:
-        return self.state == "COMPLETE" and all(violation <= 0 for violation in self.constraints.values())
+OWNER, ABANDONED = "owner", "abandoned "
 
 
 class Study:
@@ -70,14 +54,15 @@ class Study:
 
     def ask(self, parameters: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """Return the next trial's number and parameters: these, or what the sampler draws."""
-        if parameters is not None:
-            self._study.enqueue_trial(dict(parameters))  # another machine may get it, and this one something else
-        drawn = len(self._study.get_trials(deepcopy=False)) - len(self.abandoned)
-        self._study.sampler = make_sampler(self._sampler, self._seed + drawn, self._distributions)
+        self._study.sampler = self._drawing() if parameters is None else given(parameters)
         trial = self._study.ask(self._distributions)
         trial.set_user_attr(OWNER, members.name())
         self._open[trial.number] = trial
         return trial.number, dict(trial.params)
+
+    def _drawing(self) -> optuna.samplers.BaseSampler:
+        drawn = len(self._study.get_trials(deepcopy=False)) - len(self.abandoned)
+        return make_sampler(self._sampler, self._seed + drawn, self._distributions)
 
     def report(self, number: int, resource: int, value: float) -> bool:
         """Note a trial's progress at a common resource; return whether it should be pruned."""
@@ -115,21 +100,31 @@ class Study:
         dead = [
             found
             for found in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-            if found.number not in self._open and not self.members.live(found.user_attrs.get(OWNER))
+            if found.number not in self._open and not self._is_being_done(found)
         ]
         for found in dead:
-            self._study.tell(found.number, state=TrialState.FAIL)
+            with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):  # another process does this, too
+                self._study.tell(found.number, state=TrialState.FAIL, skip_if_finished=True)
             self.abandon(found.number)
         return [found.number for found in dead]
 
+    def _is_being_done(self, found: optuna.trial.FrozenTrial) -> bool:
+        """Tell whether somebody is at a trial; whose it is, is known a moment after it is there."""
+        if OWNER in found.user_attrs or found.datetime_start is None:
+            return self.members.live(found.user_attrs.get(OWNER))
+        return (datetime.datetime.now() - found.datetime_start).total_seconds() < ASKING_SECONDS
+
     @property
     def abandoned(self) -> list[int]:
-        """Return the trials that count as if they had never been."""
-        return list(self.facts.get(ABANDONED, ()))
+        """Return the trials that count as if they had never been, by number."""
+        return sorted(int(name.removeprefix(ABANDONED)) for name in self.facts if name.startswith(ABANDONED))
 
     def abandon(self, number: int) -> None:
-        """Note that a trial was interrupted: it is to be tried again, as if it had never been."""
-        self.note(ABANDONED, [*self.abandoned, number])
+        """Note that a trial was interrupted: it is to be tried again, as if it had never been.
+
+        A fact for each, so that processes that note this at the same time lose none.
+        """
+        self.note(f"{ABANDONED}{number}", True)
 
     def importances(self) -> dict[str, float]:
         """Return how much of the value's variance each parameter explains; empty where that cannot be said."""
@@ -194,6 +189,13 @@ def make_sampler(name: str, seed: int, distributions: Mapping[str, BaseDistribut
             )  # one order for all trials: it remembers by the study what is done
         case _:
             raise UserError(f"no sampler is called {name!r}: choose {' | '.join(SAMPLERS)}")
+
+
+def given(parameters: Mapping[str, Any]) -> optuna.samplers.BaseSampler:
+    """Return what draws these. Not Optuna's queue: of SQLite's, two processes may get the same trial."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # experimental, for years
+        return optuna.samplers.PartialFixedSampler(dict(parameters), optuna.samplers.RandomSampler())
 
 
 def make_pruner(name: str) -> optuna.pruners.BasePruner:

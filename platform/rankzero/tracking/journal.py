@@ -251,8 +251,8 @@ def read_all(path: Path) -> Iterator[Event]:
 
 
 def new_name(stem: str) -> str:
-    """Return a run name that sorts by time: ``digits-20261121-093005-3fa``."""
-    return f"{names.made_plain(stem)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)[:3]}"
+    """Return a run name that sorts by time: ``digits-20261121-093005-3fa1c8``. A hundred in one second still differ."""
+    return f"{names.made_plain(stem)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def write_atomically(path: Path, text: str, private: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Samples a node in a thread and appends the means to the node's journal."""
+"""Samples a node in a thread and appends the means to the node's journal, with what went wrong, each once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rankzero.events import SystemSampled
+from rankzero.events import Noticed, SystemSampled
 from rankzero.tracking.journal import Journal, RunFolder, read
 from rankzero.tracking.system import SAMPLE_SECONDS, SystemSampler, mean_of, publish_interval
 
@@ -45,17 +45,18 @@ class Sampling:
         journal = Journal(self._folder.system(node))
         number = next_sample(self._folder.system(node))
         start = published = time.monotonic()
+        told = 0 if gpus else len(sampler.notices)  # no driver is no news to a job that names no GPU
         interval, samples = FIRST_SECONDS, [sampler.sample()]
         while not self._stop.wait(SAMPLE_SECONDS):
             samples.append(sampler.sample())
+            told = _tell(journal, sampler.notices, told)
             now = time.monotonic()
             if now - published >= interval - SAMPLE_SECONDS / 2:
                 _publish(journal, number, samples)
                 number, published, samples, interval = number + 1, now, [], publish_interval(now - start)
         samples.append(sampler.sample())
         _publish(journal, number, samples)
-        for notice in sampler.notices:
-            log.warning("%s", notice)
+        _tell(journal, sampler.notices, told)
         journal.close()
         sampler.close()
 
@@ -66,6 +67,14 @@ def next_sample(path: Path) -> int:
     events, _ = read(path, max(0, size - TAIL_BYTES), 2 * TAIL_BYTES)
     numbers = [event.sample for event in events if isinstance(event, SystemSampled)]
     return numbers[-1] + 1 if numbers else 0
+
+
+def _tell(journal: Journal, notices: Sequence[str], told: int) -> int:
+    """Say the notices after the first `told`, for the run's page; return how many are told now."""
+    for notice in notices[told:]:
+        log.warning("%s", notice)
+        journal(Noticed(time.time(), notice))
+    return len(notices)
 
 
 def _publish(journal: Journal, number: int, samples: Sequence[Mapping[str, float]]) -> None:

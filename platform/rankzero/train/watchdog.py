@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 from rankzero.train.failure import Failure, place_of
@@ -18,6 +19,7 @@ from rankzero.train.failure import Failure, place_of
 CHECKS = 20  # per limit
 FIRST_STEP = 6.0  # the first step may take so many times as long: it compiles, and data loaders start
 OTHERS = 1.5  # who waits for the others ends so many times later: the one that hangs is to be named
+TELL_SECONDS = 5.0  # to leave word: a rank 0 that is stopped answers nobody
 WAITING = (
     "torch/distributed",
     "torch/autograd",
@@ -74,8 +76,13 @@ class Watchdog:
         stack = traceback.extract_stack(frame)
         did = "waited for the others" if waits(frame) else "hung"
         place = place_of(stack)
-        reason = f"rank {self._rank} {did} for {silent:.0f} s{f' ({place})' if place else ''}"
-        self._told(Failure(time.time(), self._rank, reason, "".join(traceback.format_list(stack))))
+        first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
+        others = "".join(f"; rank {first + local} is stopped, by SIGSTOP or a debugger" for local in stopped_beside())
+        reason = f"rank {self._rank} {did} for {silent:.0f} s{f' ({place})' if place else ''}{others}"
+        failure = Failure(time.time(), self._rank, reason, "".join(traceback.format_list(stack)))
+        tells = threading.Thread(target=self._told, args=(failure,), daemon=True)
+        tells.start()
+        tells.join(TELL_SECONDS)
         print(f"{reason}; train.hang_minutes sets the limit", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         sys.stderr.flush()
@@ -85,3 +92,17 @@ class Watchdog:
 def waits(frame: FrameType) -> bool:
     """Tell whether a thread waits for what others do, by its innermost Python frame."""
     return any(part in frame.f_code.co_filename for part in WAITING)
+
+
+def stopped_beside(proc: Path = Path("/proc")) -> list[int]:
+    """Return the local ranks of this node's ranks that are stopped: those say nothing themselves. Linux only.
+
+    A rank is a child of the same parent, whose output goes to ``logs/…/<local rank>/stdout.log``.
+    """
+    found = []
+    for path in proc.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state in "Tt" and int(parent) == os.getppid():
+                found.append(int((path.parent / "fd" / "1").readlink().parent.name))
+    return sorted(found)

@@ -1,0 +1,101 @@
+"""A study that several processes share, some of which die: nothing counts twice or is lost. The database is real."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from rankzero import Experiment, Goal, Train
+from rankzero.search import members, plan
+from rankzero.search.budget import Options
+from rankzero.search.session import Session
+from rankzero.search.space import BATCH_INDEX, make_space
+from rankzero.search.study import OWNER, Study, open_study
+from search.fake_launcher import FakeLauncher
+
+DEAD = f"{members.machine()} 1 0"
+"""A process of this machine that does not live: process 1 began at another time."""
+
+
+class Mine(Experiment):
+    train: Train = Train(batch_size=32, epochs=20)
+    goal: Goal = Goal("val/accuracy", "max", target=0.9)
+    lr: float = 0.03
+
+
+SPACE = make_space(Mine(), 1, 0.5, samples=1000)
+
+
+def opened(folder: Path) -> Study:
+    study = open_study(f"sqlite:///{folder / 'studies.db'}", "s", sampler="tpe", pruner="none", seed=0)
+    study.draw_from(SPACE.parameters())
+    return study
+
+
+def session(study: Study, trials: int, launcher: FakeLauncher | None = None) -> Session:
+    return Session(study, SPACE, [launcher or FakeLauncher()], Options(trials=trials), lambda text: None)
+
+
+def counted(study: Study) -> list[int]:
+    return [trial.number for trial in plan.ended(study.trials(), study.abandoned)]
+
+
+def leave_a_trial(study: Study) -> None:
+    """Ask for a trial as a process does that is dead now."""
+    number, _ = study.ask()
+    study._open.pop(number).set_user_attr(OWNER, DEAD)
+
+
+def at_once(*actions: Callable[[], object]) -> None:
+    """Do all of it at the same time. Raises what any of them raises."""
+    gate, failed = threading.Barrier(len(actions)), list[BaseException]()
+
+    def act(action: Callable[[], object]) -> None:
+        gate.wait()
+        try:
+            action()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=act, args=(action,)) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def test_a_trial_that_was_killed_while_it_was_drawn_is_not_drawn_for_ever(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    session(study, 1).run()
+    half = study._study.ask({BATCH_INDEX: study._distributions[BATCH_INDEX]})
+    half.set_user_attr(OWNER, DEAD)
+    session(study, 6).run(plan.guesses(SPACE))
+    tried = [trial.parameters for trial in study.trials()]
+    assert study.abandoned == [1] and len(counted(study)) == 6
+    assert all(guess in tried for guess in plan.guesses(SPACE))
+
+
+def test_what_a_helper_left_at_the_very_end_is_tried_again(tmp_path: Path) -> None:
+    study, helper = opened(tmp_path), opened(tmp_path)
+    launcher = FakeLauncher(lambda number, _: "" if number != 4 else leave_a_trial(helper) or "")
+    session(study, 6, launcher).run(plan.guesses(SPACE))
+    assert len(study.abandoned) == 1 and len(counted(study)) == 6
+
+
+def test_two_that_find_the_same_dead_trials_both_go_on(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    for _ in range(20):
+        leave_a_trial(study)
+    at_once(opened(tmp_path).recover, opened(tmp_path).recover)
+    assert study.abandoned == list(range(20)) and counted(study) == []
+
+
+def test_several_at_once_do_no_more_trials_than_were_asked_for(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    session(study, 1).run()
+    at_once(*(lambda: session(opened(tmp_path), 7).help(plan.guesses(SPACE)) for _ in range(4)))
+    session(study, 7).run(plan.guesses(SPACE))
+    assert len(counted(study)) == 7 and not plan.running(study.trials())

@@ -1,0 +1,46 @@
+"""The fuzz tests for a while, after the faults: how many cases there were, how many failed.     make fuzz has more"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+FUZZ = ("test_config_fuzz.py", "tracking/test_hostile_journals.py", "tracking/test_hostile_values.py",
+        "tracking/test_planted.py")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Fuzzed:
+    """What the fuzz came to; `output` is pytest's."""
+
+    cases: int
+    failed: int
+    passed: bool
+    output: str
+
+    @property
+    def line(self) -> str:
+        """Return it in a line."""
+        return f"fuzz cases tried {self.cases:,}; failed {self.failed}"
+
+
+def fuzz(cases: int) -> Fuzzed:
+    """Run the fuzz tests with so many cases each (those that cost much: fewer)."""
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-show-statistics"]
+    done = subprocess.run(
+        [sys.executable, *words, *(str(TESTS / name) for name in FUZZ)],
+        cwd=TESTS.parent, env={**os.environ, "RANKZERO_FUZZ_CASES": str(cases)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    return counted(done.stdout + done.stderr, done.returncode == 0)
+
+
+def counted(output: str, passed: bool) -> Fuzzed:
+    """Return the cases that Hypothesis tells of: those that a test was given and did not turn away."""
+    counts = [(int(good), int(bad)) for good, bad in re.findall(r"(\d+) passing, (\d+) failing", output)]
+    return Fuzzed(sum(map(sum, counts)), sum(bad for _, bad in counts), passed, output)

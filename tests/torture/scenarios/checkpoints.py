@@ -1,0 +1,75 @@
+"""Checkpoints that are damaged, or cannot be written."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+
+from rankzero.train import checkpoint
+from torture import promises
+from torture.damage import DAMAGES
+from torture.disks import Disk, small_disk
+from torture.ground import Broken, Ground, wait_for
+from torture.promises import Losses
+from torture.scenarios.training import SETTINGS, STEPS, TINY, at_a_random_moment, ends, finished, the_run
+
+
+def damaged_checkpoints(ground: Ground, reference: Losses) -> None:
+    """Checkpoints truncated, with flipped bits, foreign, malicious: never executed, the one before is used."""
+    ground.run("train", TINY, *SETTINGS, "train.keep=3")
+    run = the_run(ground)
+    whole = ground.folder / "whole"
+    shutil.copytree(run.checkpoints, whole)
+    for _ in range(20):
+        damage = ground.random.choice(tuple(DAMAGES))
+        newest = sorted(run.checkpoints.glob("step_*"))[-1]
+        ground.hurt(f"checkpoint {damage}")
+        proof = ground.folder / "executed"
+        DAMAGES[damage](newest, ground.random, proof)
+        path, _ = checkpoint.newest_intact(run.checkpoints)
+        if path is None:
+            raise Broken(f"corrupt: after {damage}, no checkpoint is left")
+        with contextlib.suppress(checkpoint.BrokenCheckpoint):
+            checkpoint.load(newest)
+        if proof.exists():
+            raise Broken(f"executed: loading a checkpoint that is {damage} ran its code")
+        if damage == "malicious":
+            path = sorted(run.checkpoints.glob("step_*"))[-2]
+        saved = checkpoint.load(path)
+        if saved["step"] != checkpoint.load(whole / path.name)["step"]:
+            raise Broken(f"corrupt: after {damage}, {path.name} is another")
+        shutil.rmtree(run.checkpoints)
+        shutil.copytree(whole, run.checkpoints)
+    DAMAGES[ground.random.choice(("truncated", "bit-flipped", "emptied"))](newest, ground.random, proof)
+    ground.run("resume", "run", f"train.steps={STEPS}")
+    promises.nothing_is_lost(run, reference, steps=STEPS)
+
+
+def checkpoint_disk(ground: Ground, reference: Losses) -> None:
+    """The checkpoints' disk is read-only or full, for a while or to the end: training goes on, what was saved stays."""
+    command = ground.start("train", TINY, *SETTINGS)
+    folder = ground.runs_folder / "run" / "checkpoints"
+    wait_for(lambda: (folder.parent / "config.yaml").exists() or not command.running)
+    with small_disk(folder, megabytes=1) as disk:
+        at_a_random_moment(ground, command, earliest="step")
+        while command.running and len(ground.faults) < 4:
+            _hurt(ground, disk)
+            time.sleep(ground.random.uniform(0.3, 1.5))
+        ends(command, 0)
+        disk.allow()
+        disk.empty()
+        finished(ground, reference)
+
+
+def _hurt(ground: Ground, disk: Disk) -> None:
+    """Make the disk read-only, or full, for a while; perhaps it stays so."""
+    if ground.random.random() < 0.5:
+        disk.fill()
+        ground.hurt("checkpoints' disk full")
+    elif disk.protect():
+        ground.hurt("checkpoints' disk read-only")
+    time.sleep(ground.random.uniform(0.5, 2.0))
+    if ground.random.random() < 0.7:
+        disk.allow()
+        disk.empty()

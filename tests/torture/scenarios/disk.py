@@ -1,0 +1,44 @@
+"""Disks that are full, journals that are torn."""
+
+from __future__ import annotations
+
+import time
+
+from torture import promises
+from torture.disks import small_disk
+from torture.ground import Ground
+from torture.promises import Losses
+from torture.scenarios.training import SETTINGS, TINY, at_a_random_moment, goes_on, kill, the_run
+
+
+def full_disk(ground: Ground, reference: Losses) -> None:
+    """The disk is full for a while, or to the end: training goes on or says why not; what was saved stays good."""
+    with small_disk(ground.runs_folder.parent) as disk:
+        command = ground.start("train", TINY, *SETTINGS)
+        at_a_random_moment(ground, command)
+        while command.running and len(ground.faults) < 4:
+            disk.fill()
+            ground.hurt("disk full")
+            time.sleep(ground.random.uniform(0.5, 2.0))
+            if ground.random.random() < 0.7:
+                disk.empty()
+            time.sleep(ground.random.uniform(0.2, 1.0))
+        command.wait()
+        disk.empty()
+        promises.nobody_is_left(ground)
+        goes_on(ground, reference, ("FINISHED", "FAILED", "KILLED"))
+
+
+def torn_journal(ground: Ground, reference: Losses) -> None:
+    """A machine dies, its journal has torn or foreign lines; what is whole is delivered, and the run goes on."""
+    command = ground.start("train", TINY, *SETTINGS)
+    at_a_random_moment(ground, command, earliest="step")
+    for role in ("courier", "recorder", "launcher", "rank 0", "other rank", "server"):
+        kill(ground, role)
+    command.wait()
+    promises.nobody_is_left(ground)
+    run = the_run(ground)
+    with run.events.open("ab") as file:
+        file.write(ground.random.choice((b'{"torn": ', b"\xff\xfe\x00garbage\n", b'["foreign", 1]\n', b"\n\n")))
+    ground.hurt("journal torn")
+    goes_on(ground, reference, ("FAILED", "FINISHED"))

@@ -1,0 +1,118 @@
+"""Searches whose processes are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+
+from rankzero.search import plan
+from rankzero.search.study import Study, default_storage, find_study
+from rankzero.search.trial import Trial
+from rankzero.tracking.catalog import folders, last_end
+from rankzero.tracking.mlflow import Tracker
+from torture import promises
+from torture.ground import Broken, Command, Ground, wait_for
+from torture.promises import Losses
+from torture.scenarios.training import TINY
+
+NARROW = TINY.with_name("narrow.py")
+TRIALS = 4
+SEARCH = (
+    "search", NARROW, "train.epochs=4", "step_seconds=0.01", "goal.target=0.9999", "--nproc", 1, "--trials", TRIALS,
+    "--pruner", "none", "--no-probe", "--study", "s", "--seeds", 2, "--challengers", 1,
+)  # fmt: skip
+MOST_SITTINGS = 6
+
+
+def killed_search(ground: Ground, _: Losses) -> None:
+    """SIGKILL of the search at random moments, and the same command again: it goes on, nothing is left of before."""
+    storage = default_storage(ground.runs_folder.parent)
+    for _ in range(ground.random.choice((1, 2, 2))):
+        command = ground.start(*SEARCH)
+        _at_a_random_trial(ground, command)
+        _kill(ground, command, "the search")
+        command.wait()
+        promises.nobody_is_left(ground)
+    ground.run(*SEARCH)
+    _study_is_whole(ground, find_study(storage, "s"))
+
+
+def shared_study(ground: Ground, _: Losses) -> None:
+    """Processes that share a study are killed, the one that leads perhaps: the others, or the next, finish it."""
+    storage = f"sqlite:///{ground.folder / 'shared.db'}"
+    words = (*SEARCH, "--storage", storage)
+    workers = [ground.start(*words)]
+    wait_for(lambda: bool(list(ground.runs_folder.glob("s-0*"))) or not workers[0].running)
+    workers += [ground.start(*words) for _ in range(2)]
+    for _ in range(ground.random.choice((1, 1, 2))):
+        time.sleep(ground.random.uniform(0.5, 6.0))
+        victim = ground.random.choice(workers)
+        _kill(ground, victim, "a leader" if victim is workers[0] else "a helper")
+    for worker in workers:
+        worker.wait()
+    promises.nobody_is_left(ground)
+    _decide(ground, words)
+    _study_is_whole(ground, find_study(storage, "s"))
+
+
+def _decide(ground: Ground, words: tuple[object, ...]) -> None:
+    """Give the same command until there is a verdict: whoever led may have died, and then another process leads."""
+    for _ in range(MOST_SITTINGS):
+        last = ground.run(*words)
+        if "use:" in last.output.read_text():
+            return
+    raise Broken(f"hang: no verdict after {MOST_SITTINGS} sittings: {last.tail()}")
+
+
+def _at_a_random_trial(ground: Ground, command: Command) -> None:
+    """Wait until some trial has begun, or its confirmation, and a moment longer."""
+    wanted = ground.random.randrange(TRIALS + 3)
+    wait_for(lambda: len(list(ground.runs_folder.glob("s-*"))) >= wanted or not command.running)
+    time.sleep(ground.random.uniform(0.0, 2.0))
+
+
+def _kill(ground: Ground, command: Command, what: str) -> None:
+    if command.running:
+        with contextlib.suppress(ProcessLookupError):
+            command.process.kill()
+            ground.hurt(f"SIGKILL of {what}")
+
+
+def _study_is_whole(ground: Ground, study: Study) -> None:
+    """As many trials as asked for, each of a run of its own that has an end; a verdict; nobody is left."""
+    promises.nobody_is_left(ground)
+    promises.no_run_is_running(ground)
+    trials = study.trials()
+    counted = plan.ended(trials, study.abandoned)
+    if plan.running(trials):
+        raise Broken(f"wrong status: trials {[one.number for one in plan.running(trials)]} are RUNNING")
+    if len(counted) != TRIALS:
+        raise Broken(f"lost: {TRIALS} trials were asked for, {len(counted)} count: {[one.state for one in trials]}")
+    _each_has_a_run(ground, counted)
+    if not study.facts.get("sentence"):
+        raise Broken("lost: there is no verdict")
+    _all_have_ended(ground)
+
+
+def _each_has_a_run(ground: Ground, counted: list[Trial]) -> None:
+    """No trial counts twice: neither its run nor its configuration, and MLflow has it as the study does."""
+    status = {run.name: run.status for run in Tracker(ground.store).list_runs()}
+    for name, times in Counter(str(trial.facts.get("run")) for trial in counted).items():
+        if times != 1 or name not in status:
+            raise Broken(f"wrong: {times} trials have the run {name}, which MLflow has as {status.get(name)}")
+    for trial in counted:
+        if trial.state == "COMPLETE" and status[str(trial.facts["run"])] != "FINISHED":
+            raise Broken(f"wrong status: trial {trial.number} is COMPLETE, its run is not FINISHED")
+    for parameters, times in Counter(repr(sorted(trial.parameters.items())) for trial in counted).items():
+        if times != 1:
+            raise Broken(f"wrong: {times} trials count for {parameters}")
+
+
+def _all_have_ended(ground: Ground) -> None:
+    endless = [run.path.name for run in folders(ground.runs_folder) if last_end(run) is None]
+    if endless:
+        raise Broken(f"wrong status: no end in the journals of {', '.join(endless)}")
+    finished = next(run.status for run in Tracker(ground.store).list_runs() if run.name == "s")
+    if finished != "FINISHED":
+        raise Broken(f"wrong status: the study's run is {finished}")

@@ -1,0 +1,93 @@
+"""Drivers that are absent, fail, lose a device, or show parts of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rankzero.events import Noticed, SystemSampled
+from rankzero.tracking.journal import RunFolder
+from torture.ground import Broken, Ground
+from torture.promises import Losses
+from torture.scenarios.training import CLOCK, SETTINGS, ends, finished, the_run
+from tracking.stubbed_nvml import (
+    DRIVER_NOT_LOADED,
+    GPU_IS_LOST,
+    RESET_REQUIRED,
+    UNKNOWN,
+    card,
+    compile_stub,
+    mig_card,
+    mig_uuid,
+    uuid,
+)
+
+CALLS = ("nvmlDeviceGetTemperature", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage")
+Driver = Callable[[Ground], dict[str, str]]
+
+
+def gpu_telemetry(ground: Ground, reference: Losses) -> None:
+    """NVML is absent, fails, loses a device, is divided (MIG): training goes on, and what went wrong is told once."""
+    kind = ground.random.choice(tuple(DRIVERS))
+    driver, told = DRIVERS[kind]
+    ground.hurt(f"GPU telemetry: {kind}")
+    ground.environ |= {"TORTURE_GPUS": f"{uuid(0)} {uuid(1)}", **driver(ground)}
+    ends(ground.start("train", CLOCK, *SETTINGS, "step_seconds=0.03"), 0)
+    finished(ground, reference)
+    _is_told(the_run(ground), told, kind)
+
+
+def _is_told(run: RunFolder, wanted: str, kind: str) -> None:
+    """The journals have the samples that there were, and one notice of what went wrong; none where nothing did."""
+    events = list(run.all_events())
+    told = [event.text for event in events if isinstance(event, Noticed) and "GPU" in event.text]
+    if len(told) != bool(wanted) or any(wanted not in text for text in told):
+        raise Broken(f"lost: {kind}: told {told}, wanted {wanted!r} once")
+    sampled = {name for event in events if isinstance(event, SystemSampled) for name in event.metrics}
+    if (kind != "absent" and kind != "not loaded") != any("gpu_0_" in name for name in sampled):
+        raise Broken(f"lost: {kind}: the samples are {sorted(sampled)}")
+
+
+def _stub(ground: Ground) -> dict[str, str]:
+    folder = ground.folder / "nvml"
+    folder.mkdir()
+    return compile_stub(folder)
+
+
+def _after_a_while(ground: Ground, error: str) -> str:
+    return ",".join(["52"] * ground.random.randrange(1, 5) + [error])
+
+
+def _absent(ground: Ground) -> dict[str, str]:
+    library = Path(_stub(ground)["LD_LIBRARY_PATH"]) / "libnvidia-ml.so.1"
+    library.write_text("not a library")
+    return {"LD_LIBRARY_PATH": str(library.parent)}
+
+
+def _not_loaded(ground: Ground) -> dict[str, str]:
+    return {**_stub(ground), "nvmlInitWithFlags": DRIVER_NOT_LOADED}
+
+
+def _fails(ground: Ground) -> dict[str, str]:
+    """Every reading of both cards fails from some moment on, each at another, for a reason that nobody knows."""
+    answers = {call: _after_a_while(ground, UNKNOWN) for call in CALLS}
+    return {**_stub(ground), **card(0, **answers), **card(1, **answers)}
+
+
+def _lost(ground: Ground) -> dict[str, str]:
+    error = ground.random.choice((GPU_IS_LOST, RESET_REQUIRED))
+    return {**_stub(ground), **card(0), **card(1, nvmlDeviceGetTemperature=_after_a_while(ground, error))}
+
+
+def _divided(ground: Ground) -> dict[str, str]:
+    return {**_stub(ground), **mig_card(0), "TORTURE_GPUS": f"{mig_uuid(0)} {mig_uuid(1)}"}
+
+
+DRIVERS: dict[str, tuple[Driver, str]] = {
+    "absent": (_absent, "NVML Shared Library Not Found"),
+    "not loaded": (_not_loaded, "Driver Not Loaded"),
+    "fails": (_fails, ""),
+    "a GPU is lost": (_lost, "gives no more metrics"),
+    "MIG": (_divided, ""),
+}
+"""Drivers, and what is to be told of each once: nothing where a reading is left out, or nothing is wrong."""

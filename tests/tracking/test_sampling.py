@@ -1,0 +1,56 @@
+"""The thread that samples a node: what it writes down of what goes wrong. In a process of its own, with a driver."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from rankzero.events import Noticed, SystemSampled
+from rankzero.tracking.facts import fold
+from rankzero.tracking.journal import RunFolder
+from tracking.runs import make_folder
+from tracking.stubbed_nvml import GPU_IS_LOST, card, compile_stub, uuid
+
+SAMPLE = """
+import json, sys, time
+from pathlib import Path
+from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.sampling import Sampling
+sampling = Sampling(RunFolder(Path(sys.argv[1])), json.loads(sys.argv[2]), 0, 1, 1)
+time.sleep(3.5)
+sampling.stop()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+
+
+def notices(folder: RunFolder, environment: Mapping[str, str], gpus: str) -> list[str]:
+    """Sample for a few seconds; return what was told."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")}
+    command = [sys.executable, "-c", SAMPLE, str(folder.path), gpus]
+    subprocess.run(command, env={**kept, **environment}, check=True, timeout=60)
+    events = list(folder.all_events())
+    assert any(isinstance(event, SystemSampled) for event in events)
+    assert fold(events).notices == [event.text for event in events if isinstance(event, Noticed)]
+    return fold(events).notices
+
+
+def test_a_lost_gpu_is_told_once_in_the_nodes_journal(folder: RunFolder, tmp_path: Path) -> None:
+    lost = card(1, nvmlDeviceGetTemperature=f"52,{GPU_IS_LOST}")
+    told = notices(folder, {**compile_stub(tmp_path), **card(0), **lost}, f'["{uuid(0)}", "{uuid(1)}"]')
+    assert len(told) == 1 and told[0].startswith(f"GPU 1 (NVIDIA H200, {uuid(1)}, index 1) gives no more metrics")
+
+
+def test_no_driver_is_news_to_a_job_that_names_its_gpus_alone(folder: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
+    without = {"LD_LIBRARY_PATH": str(tmp_path)}
+    assert notices(folder, without, "null") == []
+    assert notices(folder, without, f'["{uuid(0)}"]') == ["no GPU metrics: NVML Shared Library Not Found"]
