@@ -98,6 +98,7 @@ def context() -> Iterator[BrowserContext]:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         context = browser.new_context(viewport={"width": 1400, "height": 900})
         context.set_default_timeout(PATIENCE)
+        expect.set_options(timeout=PATIENCE)
         context.add_init_script(NO_ASSISTANT)
         yield context
         browser.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -91,7 +91,7 @@ def read_summary(folder: RunFolder) -> Summary:
     params = started.params if started else {}
     begun = started.time if started else (folder.path / "run.json").stat().st_mtime
     goal, metrics = params.get("goal.metric", ""), _newest(events)
-    state = delivery.load(delivery.path_of(folder, 0))
+    run_id, offsets = delivery.glance(delivery.path_of(folder, 0))
     return Summary(
         folder=folder,
         name=identity.name,
@@ -103,9 +103,9 @@ def read_summary(folder: RunFolder) -> Summary:
         goal=goal,
         best=number(ended.metrics.get("best")) if ended else _best(events, goal, params.get("goal.mode", "min")),
         samples_per_second=number(ended.metrics.get("samples_per_second")) if ended else metrics.get(SPEED),
-        undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) > 0,
+        undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **offsets}) > 0,
         parent=identity.parent,
-        mlflow_run_id=state.run_id or identity.mlflow_run_id,
+        mlflow_run_id=run_id or identity.mlflow_run_id,
         params=dict(params),
         metrics=metrics,
     )
@@ -125,7 +125,7 @@ def tail(path: Path) -> list[Event]:
             size, span = os.fstat(file.fileno()).st_size, TAIL_BYTES
             while True:
                 file.seek(max(0, size - span))
-                events = _decoded(file.read().splitlines())
+                events = _decoded_from_the_end(file.read().splitlines())
                 if span >= size or (span >= LONGEST_TAIL_BYTES and events) or _tells_all(events):
                     return events
                 span *= 4
@@ -147,14 +147,34 @@ def _started(folder: RunFolder) -> RunStarted | None:
     return next((event for event in head if isinstance(event, RunStarted)), None)
 
 
-def _decoded(lines: Iterable[bytes]) -> list[Event]:
-    events = []
-    for line in lines:
+def _decoded_from_the_end(lines: Sequence[bytes]) -> list[Event]:
+    """Return the events, oldest first; of a run that has ended, from the last whole report on, if that tells all."""
+    found: list[Event] = []
+    for line in reversed(lines):
         try:
-            events.append(decode(line.decode(errors="replace")))
+            event = decode(line.decode(errors="replace"))
         except ValueError:
             continue  # the first line is cut, the last may be torn
-    return events
+        if _is_older(event, found) and _has_ended(found) and _tells_all(found):
+            break
+        found.append(event)
+    return found[::-1]
+
+
+def _is_older(event: Event, newer: Iterable[Event]) -> bool:
+    """Tell whether the event belongs to a report before that of `newer`: decoding one costs more than reading it."""
+    step = _step(event)
+    return step is not None and step != next(filter(None, map(_step, newer)), step)
+
+
+def _step(event: Event) -> int | None:
+    if isinstance(event, StepsLogged):
+        return event.steps[-1] if event.steps else None
+    return event.step if isinstance(event, Evaluated) else None
+
+
+def _has_ended(newest_first: Iterable[Event]) -> bool:
+    return isinstance(next((one for one in newest_first if isinstance(one, (RunStarted, RunEnded))), None), RunEnded)
 
 
 def _tells_all(events: list[Event]) -> bool:
