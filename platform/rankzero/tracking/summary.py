@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, BinaryIO, get_args
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
 from rankzero.experiment import Goal
@@ -16,7 +16,7 @@ from rankzero.tracking import incumbent
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.delivery import WHOLE_RUN
 from rankzero.tracking.facts import SPEED, numbers
-from rankzero.tracking.journal import RunFolder, read
+from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.legal import number
 
 TAIL_BYTES, LONGEST_TAIL_BYTES = 1 << 12, 1 << 20
@@ -86,7 +86,7 @@ def are_sound(fields: Mapping[str, Any]) -> bool:
 def read_summary(folder: RunFolder) -> Summary:
     """Return the run in short. Raises BrokenRun where the folder holds no run."""
     identity = folder.identity
-    started, events = _started(folder), tail(folder.events)
+    started, events = _ends(folder.events)
     ended = last_end(events)
     params = started.params if started else {}
     begun = started.time if started else (folder.path / "run.json").stat().st_mtime
@@ -120,17 +120,27 @@ def _unended(folder: RunFolder) -> str:
 
 def tail(path: Path) -> list[Event]:
     """Return the newest events, out of the file's last bytes: as many as it takes to see an evaluation and a step."""
+    return _ends(path)[1]
+
+
+def _ends(path: Path) -> tuple[RunStarted | None, list[Event]]:
+    """Return how the journal begins, and its `tail`; of thousands, opening a file twice is felt."""
     try:
         with path.open("rb") as file:
-            size, span = os.fstat(file.fileno()).st_size, TAIL_BYTES
-            while True:
-                file.seek(max(0, size - span))
-                events = _decoded_from_the_end(file.read().splitlines())
-                if span >= size or (span >= LONGEST_TAIL_BYTES and events) or _tells_all(events):
-                    return events
-                span *= 4
+            first = _decoded_from_the_end([file.readline(LONGEST_TAIL_BYTES)])
+            return next((event for event in first if isinstance(event, RunStarted)), None), _tail(file)
     except FileNotFoundError:
-        return []
+        return None, []
+
+
+def _tail(file: BinaryIO) -> list[Event]:
+    size, span = os.fstat(file.fileno()).st_size, TAIL_BYTES
+    while True:
+        file.seek(max(0, size - span))
+        events = _decoded_from_the_end(file.read().splitlines())
+        if span >= size or (span >= LONGEST_TAIL_BYTES and events) or _tells_all(events):
+            return events
+        span *= 4
 
 
 def last_end(events: Iterable[Event]) -> RunEnded | None:
@@ -140,11 +150,6 @@ def last_end(events: Iterable[Event]) -> RunEnded | None:
         if isinstance(event, (RunStarted, RunEnded)):
             found = event if isinstance(event, RunEnded) else None
     return found
-
-
-def _started(folder: RunFolder) -> RunStarted | None:
-    head, _ = read(folder.events, 0, 1)
-    return next((event for event in head if isinstance(event, RunStarted)), None)
 
 
 def _decoded_from_the_end(lines: Sequence[bytes]) -> list[Event]:
