@@ -23,6 +23,7 @@ BEST, WHOLE_SPEED = f"{WHOLE_RUN}/best", f"{WHOLE_RUN}/samples_per_second"
 FIRST = "What matters first"
 ALWAYS = ("1", "attributes.`Run Name`", "runDateAndNestInfo", "duration")  # MLflow's names for what is always there
 FOLDED = ("val", "train", "throughput", WHOLE_RUN, "search", "Model metrics", "System metrics")  # MLflow's sections
+TRIAL_NAME = 260  # pixels; in MLflow's 190 all trials of a study are called the same
 SINCE = 1_767_225_600_000  # a view has a date: always the same one, so that it is written once
 
 
@@ -49,7 +50,7 @@ def state(goal: str) -> dict[str, Any]:
     return {
         "selectedColumns": list(columns(goal)),
         "columnOrder": [*ALWAYS, *columns(goal)],  # MLflow's own: by the alphabet
-        "columnWidths": {column: _width(column) for column in columns(goal)},
+        "columnWidths": {ALWAYS[1]: TRIAL_NAME, **{column: _width(column) for column in columns(goal)}},
         "compareRunSections": [_section(FIRST, shown=True), *(_section(name, shown=False) for name in FOLDED)],
         "compareRunCharts": [_card(key) for key in first_charts(goal)],
         "isAccordionReordered": True,  # else the sections are sorted by their names
@@ -71,7 +72,7 @@ def first_charts(goal: str) -> Sequence[str]:
 
 def _width(column: str) -> int:
     """Return how many pixels show the whole of a column's name."""
-    return max(80, 20 + 6 * len(column.partition("`")[2]))
+    return max(80, 22 + 63 * len(column.partition("`")[2]) // 10)
 
 
 def _section(name: str, *, shown: bool) -> dict[str, Any]:
