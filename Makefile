@@ -76,6 +76,7 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/many_runs.py
+	$(BIN)/python benchmarks/browse.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/turnaround.py
 	$(BIN)/python benchmarks/checkpoint_blocking.py

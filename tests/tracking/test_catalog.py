@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from rankzero.errors import UserError
+from rankzero.events import StepsLogged
 from rankzero.tracking import catalog, summary
+from rankzero.tracking.facts import SPEED
 from tracking.runs import T0, append, ended, evaluated, make_folder, started, steps
 
 
@@ -34,6 +36,25 @@ def test_a_long_journal_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest
     assert found.best == 0.4 and found.metrics["train/loss"] == 1 / 2999
     monkeypatch.setattr(summary, "LONGEST_TAIL_BYTES", 1 << 13)
     assert len(summary.tail(folder.events)) < 200
+
+
+def test_of_what_has_ended_the_last_report_is_read_whole(tmp_path: Path) -> None:
+    """Its own keys in events of their own; where the journal goes on, the reports before it count as well."""
+    folder = make_folder(tmp_path)
+    for last in (10, 20):
+        speeds = {
+            key: [float(last)] for key in (SPEED, "lr", "throughput/step_seconds", "throughput/data_wait_fraction")
+        }
+        append(folder, *([started()] if last == 10 else []), steps(last - 9, last), steps(last - 9, last, "train/aux"))
+        append(folder, StepsLogged([last], [T0 + last], speeds), evaluated(last, last / 100))
+    assert len(summary.tail(folder.events)) == 9
+    append(folder, ended())
+    assert len(summary.tail(folder.events)) == 5
+    found = summary.read_summary(folder)
+    assert found.metrics["train/loss"] == found.metrics["train/aux"] == 1 / 20 and found.metrics[SPEED] == 20.0
+    assert (found.metrics["val/accuracy"], found.seconds, found.params["lr"]) == (0.2, 100.0, "0.1")
+    append(folder, started(2, step=20))
+    assert len(summary.tail(folder.events)) == 11
 
 
 def test_what_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

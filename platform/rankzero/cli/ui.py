@@ -10,12 +10,14 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
 from rankzero.errors import RunFailed, UserError
-from rankzero.tracking import catalog, server, store
+from rankzero.tracking import catalog, saved_view, server, store
 from rankzero.tracking import progress as delivery
+from rankzero.tracking.summary import Summary
 
 STARTUP_SECONDS = 60.0
 
@@ -49,10 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     command = server.command(arguments.dir, who)
     process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     with process, _ended_with_us(process):
+        links = list(_links(arguments.dir, who.address))  # meanwhile the server starts
         _wait_until_up(process, who.address)
         print(f"MLflow UI: {who.address}  (Ctrl-C ends it)", flush=True)
         print(says or _warning(who), end="\n" if says or _warning(who) else "", flush=True)
-        _print_newest(arguments, who.address)
+        print(*links, sep="\n", end="\n" if links else "", flush=True)
         process.communicate()
     return 0 if process.returncode in (0, -signal.SIGTERM, -signal.SIGINT) else 1
 
@@ -90,12 +93,35 @@ def _wait_until_up(process: subprocess.Popen[bytes], address: str) -> None:
     raise RunFailed(f"MLflow's server did not answer on {address} within {STARTUP_SECONDS:.0f} s")
 
 
-def _print_newest(arguments: argparse.Namespace, address: str) -> None:
-    for one in catalog.listed(arguments.dir / "runs"):
+def _links(root: Path, address: str) -> Iterator[str]:
+    """Return where to begin: the runs of the newest run's experiment, with columns that say something; that run."""
+    runs = catalog.listed(root / "runs")
+    if not runs:
+        return
+    found = _save_views(store.default_tracking_uri(root), runs)
+    if runs[0].experiment in found:
+        yield f"runs: {store.runs_link(address, found[runs[0].experiment], saved_view.QUERY)}"
+    for one in runs:
         state = delivery.load(delivery.path_of(one.folder, 0))
         if state.run_id and state.experiment_id:
-            print(f"newest run: {store.deep_link(address, state.experiment_id, state.run_id)}", flush=True)
+            yield f"newest run: {store.deep_link(address, state.experiment_id, state.run_id)}"
             return
+
+
+def _save_views(tracking_uri: str, runs: Sequence[Summary]) -> dict[str, str]:
+    """Save the view of every experiment, by its newest run's goal; return the experiments' ids by their names."""
+    from rankzero.tracking.mlflow import Tracker
+
+    goals: dict[str, str] = {}
+    for one in runs:
+        goals[one.experiment] = goals.get(one.experiment) or one.goal
+    found: dict[str, str] = {}
+    with contextlib.suppress(Exception):  # a database that is read-only or another MLflow's: the server says what it is
+        tracker = Tracker(tracking_uri)
+        for name, goal in goals.items():
+            identity = tracker.save_view(name, saved_view.TAG, saved_view.saved(goal), saved_view.is_ours)
+            found |= {name: identity} if identity else {}
+    return found
 
 
 @contextlib.contextmanager

@@ -293,6 +293,16 @@ class Tracker:
         """Return the name of an experiment."""
         return str(self._client.get_experiment(experiment_id).name)
 
+    def save_view(self, experiment: str, tag: str, value: str, may_replace: Callable[[str | None], bool]) -> str | None:
+        """Set an experiment's tag where what it has `may_replace`; return the experiment's id, None without one."""
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None:
+            return None
+        known = found.tags.get(tag)
+        if known != value and may_replace(known):
+            self._client.set_experiment_tag(found.experiment_id, tag, value)
+        return str(found.experiment_id)
+
     def download_artifact(self, run_id: str, name: str, folder: Path) -> Path:
         """Download one of the run's artifacts into the folder and return its path. Raises TrackingError without it."""
         if name not in {found.path for found in self._client.list_artifacts(run_id, str(Path(name).parent).strip("."))}:

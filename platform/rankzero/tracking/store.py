@@ -136,6 +136,11 @@ def deep_link(base_url: str, experiment_id: str, run_id: str) -> str:
     return f"{base_url.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
+def runs_link(base_url: str, experiment_id: str, query: str) -> str:
+    """Return the address of an experiment's runs."""
+    return f"{base_url.rstrip('/')}/#/experiments/{experiment_id}/runs?workflowType=machine_learning&{query}"
+
+
 def _absolute_sqlite(uri: str) -> str:
     path = sqlite_path(uri)
     if path is None or not path.name or ":memory:" in uri:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, BinaryIO, get_args
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
 from rankzero.experiment import Goal
@@ -16,7 +16,7 @@ from rankzero.tracking import incumbent
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.delivery import WHOLE_RUN
 from rankzero.tracking.facts import SPEED, numbers
-from rankzero.tracking.journal import RunFolder, read
+from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.legal import number
 
 TAIL_BYTES, LONGEST_TAIL_BYTES = 1 << 12, 1 << 20
@@ -86,12 +86,12 @@ def are_sound(fields: Mapping[str, Any]) -> bool:
 def read_summary(folder: RunFolder) -> Summary:
     """Return the run in short. Raises BrokenRun where the folder holds no run."""
     identity = folder.identity
-    started, events = _started(folder), tail(folder.events)
+    started, events = _ends(folder.events)
     ended = last_end(events)
     params = started.params if started else {}
     begun = started.time if started else (folder.path / "run.json").stat().st_mtime
     goal, metrics = params.get("goal.metric", ""), _newest(events)
-    state = delivery.load(delivery.path_of(folder, 0))
+    run_id, offsets = delivery.glance(delivery.path_of(folder, 0))
     return Summary(
         folder=folder,
         name=identity.name,
@@ -103,9 +103,9 @@ def read_summary(folder: RunFolder) -> Summary:
         goal=goal,
         best=number(ended.metrics.get("best")) if ended else _best(events, goal, params.get("goal.mode", "min")),
         samples_per_second=number(ended.metrics.get("samples_per_second")) if ended else metrics.get(SPEED),
-        undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) > 0,
+        undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **offsets}) > 0,
         parent=identity.parent,
-        mlflow_run_id=state.run_id or identity.mlflow_run_id,
+        mlflow_run_id=run_id or identity.mlflow_run_id,
         params=dict(params),
         metrics=metrics,
     )
@@ -120,17 +120,27 @@ def _unended(folder: RunFolder) -> str:
 
 def tail(path: Path) -> list[Event]:
     """Return the newest events, out of the file's last bytes: as many as it takes to see an evaluation and a step."""
+    return _ends(path)[1]
+
+
+def _ends(path: Path) -> tuple[RunStarted | None, list[Event]]:
+    """Return how the journal begins, and its `tail`; of thousands, opening a file twice is felt."""
     try:
         with path.open("rb") as file:
-            size, span = os.fstat(file.fileno()).st_size, TAIL_BYTES
-            while True:
-                file.seek(max(0, size - span))
-                events = _decoded(file.read().splitlines())
-                if span >= size or (span >= LONGEST_TAIL_BYTES and events) or _tells_all(events):
-                    return events
-                span *= 4
+            first = _decoded_from_the_end([file.readline(LONGEST_TAIL_BYTES)])
+            return next((event for event in first if isinstance(event, RunStarted)), None), _tail(file)
     except FileNotFoundError:
-        return []
+        return None, []
+
+
+def _tail(file: BinaryIO) -> list[Event]:
+    size, span = os.fstat(file.fileno()).st_size, TAIL_BYTES
+    while True:
+        file.seek(max(0, size - span))
+        events = _decoded_from_the_end(file.read().splitlines())
+        if span >= size or (span >= LONGEST_TAIL_BYTES and events) or _tells_all(events):
+            return events
+        span *= 4
 
 
 def last_end(events: Iterable[Event]) -> RunEnded | None:
@@ -142,19 +152,34 @@ def last_end(events: Iterable[Event]) -> RunEnded | None:
     return found
 
 
-def _started(folder: RunFolder) -> RunStarted | None:
-    head, _ = read(folder.events, 0, 1)
-    return next((event for event in head if isinstance(event, RunStarted)), None)
-
-
-def _decoded(lines: Iterable[bytes]) -> list[Event]:
-    events = []
-    for line in lines:
+def _decoded_from_the_end(lines: Sequence[bytes]) -> list[Event]:
+    """Return the events, oldest first; of a run that has ended, from the last whole report on, if that tells all."""
+    found: list[Event] = []
+    for line in reversed(lines):
         try:
-            events.append(decode(line.decode(errors="replace")))
+            event = decode(line.decode(errors="replace"))
         except ValueError:
             continue  # the first line is cut, the last may be torn
-    return events
+        if _is_older(event, found) and _has_ended(found) and _tells_all(found):
+            break
+        found.append(event)
+    return found[::-1]
+
+
+def _is_older(event: Event, newer: Iterable[Event]) -> bool:
+    """Tell whether the event belongs to a report before that of `newer`: decoding one costs more than reading it."""
+    step = _step(event)
+    return step is not None and step != next(filter(None, map(_step, newer)), step)
+
+
+def _step(event: Event) -> int | None:
+    if isinstance(event, StepsLogged):
+        return event.steps[-1] if event.steps else None
+    return event.step if isinstance(event, Evaluated) else None
+
+
+def _has_ended(newest_first: Iterable[Event]) -> bool:
+    return isinstance(next((one for one in newest_first if isinstance(one, (RunStarted, RunEnded))), None), RunEnded)
 
 
 def _tells_all(events: list[Event]) -> bool:
