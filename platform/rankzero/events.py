@@ -67,6 +67,15 @@ class CheckpointDeleted:
 
 
 @dataclasses.dataclass(frozen=True)
+class PicturesTaken:
+    """What pictures of `step` are drawn from lies in the file `path`, relative to the run's folder."""
+
+    time: float
+    step: int
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
 class SystemSampled:
     """Means over an interval of what one node's GPUs and host did; `sample` counts from 0."""
 
@@ -94,7 +103,17 @@ class RunEnded:
     metrics: Mapping[str, float]
 
 
-Event = RunStarted | StepsLogged | Evaluated | CheckpointSaved | CheckpointDeleted | SystemSampled | Noticed | RunEnded
+Event = (
+    RunStarted
+    | StepsLogged
+    | Evaluated
+    | CheckpointSaved
+    | CheckpointDeleted
+    | PicturesTaken
+    | SystemSampled
+    | Noticed
+    | RunEnded
+)
 Hook = Callable[[Event], None]
 
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}

@@ -27,6 +27,7 @@ class FakeTracker:
         self.params: dict[str, str] = {}
         self.calls: list[str] = []
         self.artifacts: dict[str, str] = {}
+        self.pictures: dict[tuple[str, int, int], bytes] = {}
         self.checkpoints: dict[int, list[Point]] = {}
         self.status: str | None = None
         self.gone = False
@@ -69,6 +70,10 @@ class FakeTracker:
     def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
         self._call("log_artifact", path)
         self.artifacts[f"{folder}/{path.name}" if folder else path.name] = path.read_text()
+
+    def log_pictures(self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int) -> None:
+        self._call("log_pictures", pictures)
+        self.pictures |= {(key, step, milliseconds): path.read_bytes() for key, path in pictures.items()}
 
     def save_checkpoint(
         self, run: object, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]

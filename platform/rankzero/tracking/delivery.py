@@ -11,6 +11,7 @@ from rankzero.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    PicturesTaken,
     RunEnded,
     RunStarted,
     StepsLogged,
@@ -214,7 +215,7 @@ def _evaluation(event: Evaluated, progress: Progress) -> list[Point]:
 
 def _queue(event: Event, progress: Progress) -> None:
     match event:
-        case CheckpointSaved() | CheckpointDeleted():
+        case CheckpointSaved() | CheckpointDeleted() | PicturesTaken():
             progress.waiting.append(encode(event))
         case RunEnded():
             progress.ending = encode(event)

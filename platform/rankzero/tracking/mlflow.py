@@ -13,6 +13,8 @@ import logging
 import os
 import re
 import shutil
+import tempfile
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -46,6 +48,8 @@ from rankzero.tracking.secrecy import url_without_secrets  # noqa: E402
 from rankzero.tracking.store import RunGone, TrackingError, artifact_root, make_tables, prepare_store  # noqa: E402
 
 LONGEST_FOLDER = 200
+LOGGED_IMAGES = "mlflow.loggedImages"
+THUMBNAIL_PIXELS = 800
 UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
 
 
@@ -183,6 +187,17 @@ class Tracker:
         """Upload what is in the folder `path`."""
         with _patience():
             self._client.log_artifacts(run_id, str(path), folder)
+
+    def log_pictures(self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int) -> None:
+        """Upload PNGs by key, so that MLflow's page shows each key's pictures by step; again: the same files.
+
+        The newest of each also goes to ``pictures/<key>.png``.
+        """
+        with tempfile.TemporaryDirectory(prefix="rankzero-") as folder, _patience():
+            for key, path in pictures.items():
+                write_image(path, Path(folder), f"{run_id} {key} {step}", key, step, milliseconds)
+            self._client.log_artifacts(run_id, folder)
+        self.set_tags(run_id, {LOGGED_IMAGES: "True"})
 
     def save_checkpoint(
         self, run: OpenRun, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]
@@ -407,6 +422,24 @@ def folder_for(experiment: str) -> str:
     if plain == experiment and not plain.startswith(".") and len(plain) <= LONGEST_FOLDER:
         return plain
     return f"{plain.lstrip('.')[: LONGEST_FOLDER - 9]}-{hashlib.sha256(experiment.encode()).hexdigest()[:8]}"
+
+
+def write_image(path: Path, folder: Path, unique: str, key: str, step: int, milliseconds: int) -> None:
+    """Write a PNG as `MlflowClient.log_image` names its files, but for the random part, which `unique` decides.
+
+    Our smaller copy, which the page's grid shows, is sharper than MLflow's of 256 pixels: there are words to read.
+    """
+    from PIL import Image
+
+    name = f"{key.replace('/', '~')}+step+{step}+timestamp+{milliseconds}+{uuid.uuid5(uuid.NAMESPACE_OID, unique)}"
+    for below in ("images", "pictures"):
+        (folder / below).mkdir(exist_ok=True)
+    shutil.copyfile(path, folder / "images" / f"{name}.png")
+    shutil.copyfile(path, folder / "pictures" / f"{key.replace('/', '~')}.png")
+    with Image.open(path) as image:
+        smaller = image.convert("RGBA" if "A" in image.getbands() else "RGB")
+    smaller.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    smaller.save(folder / "images" / f"{name}+compressed.webp", quality=85)
 
 
 def save_pytorch(

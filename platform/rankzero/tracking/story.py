@@ -13,6 +13,7 @@ from rankzero.events import (
     Evaluated,
     Event,
     Noticed,
+    PicturesTaken,
     RunEnded,
     RunStarted,
     StepsLogged,
@@ -83,7 +84,7 @@ def _lines(event: Event, attempt: _Attempt) -> Iterator[Line]:
             yield Line(
                 event.time, f"{event.status} at step {attempt.last_step:,}: {event.reason}", event.status != "FINISHED"
             )
-        case SystemSampled():
+        case PicturesTaken() | SystemSampled():
             pass
 
 

@@ -103,7 +103,7 @@ def read_summary(folder: RunFolder) -> Summary:
         goal=goal,
         best=number(ended.metrics.get("best")) if ended else _best(events, goal, params.get("goal.mode", "min")),
         samples_per_second=number(ended.metrics.get("samples_per_second")) if ended else metrics.get(SPEED),
-        undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) > 0,
+        undelivered=bool(delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) or state.waiting),
         parent=identity.parent,
         mlflow_run_id=state.run_id or identity.mlflow_run_id,
         params=dict(params),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankzero.events import CheckpointDeleted, CheckpointSaved, decode
+from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, decode
+from rankzero.tracking import legal
 from rankzero.tracking.delivery import linked
 from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.progress import ARTIFACTS, Progress
@@ -34,6 +36,12 @@ def upload(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress
             progress.reject(f"checkpoint of step {event.step}", f"{event.path!r} leads out of the run's folder")
         else:
             _upload_checkpoint(tracker, run, path, event, progress)
+    elif isinstance(event, PicturesTaken):
+        path = folder.path / event.path
+        if leads_out(path, folder.pictures):
+            progress.reject(f"pictures of step {event.step}", f"{event.path!r} leads out of the run's folder")
+        else:
+            _upload_pictures(tracker, run, path, event, progress)
 
 
 def upload_artifacts(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress) -> None:
@@ -68,6 +76,23 @@ def _upload_checkpoint(tracker: Tracker, run: OpenRun, path: Path, event: Checkp
         tracker.save_checkpoint(run, event, path, lambda model_id: linked(event, progress, model_id))
     except FileNotFoundError:
         log.info("checkpoint of step %d is gone already: retention removed it before its upload", event.step)
+
+
+def _upload_pictures(tracker: Tracker, run: OpenRun, path: Path, event: PicturesTaken, progress: Progress) -> None:
+    """Draw and upload what was seen at a step; what it is drawn from goes once it is there. Again: the same files."""
+    from rankzero.tracking import drawing, negatives
+
+    with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
+        try:
+            drawn = drawing.draw(negatives.read(path), event.step, Path(folder))
+        except FileNotFoundError:
+            return  # uploaded already, by one that died before it could say so
+        except Exception as error:  # a file that is none of ours, or a picture that cannot be drawn
+            progress.reject(f"pictures of step {event.step}", f"{type(error).__name__}: {error}")
+            drawn = {}
+        if drawn:
+            tracker.log_pictures(run.run_id, drawn, event.step, legal.milliseconds(event.time) or 0)
+    path.unlink(missing_ok=True)
 
 
 def _deleted_later(event: CheckpointSaved, progress: Progress) -> bool:

@@ -22,7 +22,9 @@ from rankzero.train import device, failure, precision, randomness, restore, stra
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import make_plan
 from rankzero.train.feed import Feed
-from rankzero.train.loop import Job, State, fit, frozen_heap
+from rankzero.train.gallery import Gallery, class_names
+from rankzero.train.job import Job, State
+from rankzero.train.loop import fit, frozen_heap
 from rankzero.train.meters import Tally
 from rankzero.train.optimizers import as_values, options
 from rankzero.train.request import OUT_OF_MEMORY, Request
@@ -185,7 +187,8 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Out
     watchdog = Watchdog(train.hang_minutes, world.ranks.rank, lambda failed: _leave_word(failed, log, world))
     try:
         with frozen_heap(), watchdog.watching():
-            reason = fit(dataclasses.replace(job, beat=watchdog.beat), state, log, stop, checkpoints, tally)
+            job = dataclasses.replace(job, beat=watchdog.beat, gallery=_gallery(job, log))
+            reason = fit(job, state, log, stop, checkpoints, tally)
     finally:
         if checkpoints is not None:
             _finish(checkpoints, log, tally)
@@ -205,6 +208,22 @@ def _checkpoints(job: Job, log: RunLog) -> Checkpoints | None:
     if not world.ranks.first:
         return None
     return Checkpoints(log.folder.path, experiment.train.keep, experiment.goal, world.size)
+
+
+def _gallery(job: Job, log: RunLog) -> Gallery:
+    """Return what takes pictures; on other ranks than 0, what calls the experiment's own method."""
+    experiment, world = job.experiment, job.world
+    if not experiment.train.pictures:
+        return Gallery()
+    whole = experiment.train.strategy != "pp" or not world.together  # a stage is no model to call
+    own = experiment.pictures if whole and type(experiment).pictures is not Experiment.pictures else None
+    return Gallery(
+        log.folder.pictures if world.ranks.first else None,
+        total=job.val_feed.samples,
+        classes=class_names(job.val_feed.dataset),
+        own=own,
+        notice=log.notice,
+    )
 
 
 def _leave_word(failed: failure.Failure, log: RunLog, world: World) -> None:
