@@ -28,6 +28,25 @@ class RunStarted:
 
 
 @dataclasses.dataclass(frozen=True)
+class DataDescribed:
+    """What a run trains on or is validated with. The same data have the same `digest`; `how` says what it is made of.
+
+    `columns`: what a sample is made of, by name, as far as that is known; `source`: the folder (`source_type` local)
+    or the experiment's file (code).
+    """
+
+    time: float
+    context: str
+    name: str
+    digest: str
+    how: str
+    source_type: str
+    source: str
+    samples: int
+    columns: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
 class StepsLogged:
     """Values of consecutive reports, in columns: ``metrics[name][i]`` belongs to ``steps[i]`` at ``times[i]``."""
 
@@ -105,6 +124,7 @@ class RunEnded:
 
 Event = (
     RunStarted
+    | DataDescribed
     | StepsLogged
     | Evaluated
     | CheckpointSaved
@@ -165,6 +185,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "attempt": _is_one_of(int),
     "step": _is_one_of(int),
     "sample": _is_one_of(int),
+    "samples": _is_one_of(int),
+    "columns": _is_text_by_name,
+    **dict.fromkeys(("context", "name", "digest", "how", "source_type", "source"), _is_one_of(str)),
     "total_steps": _is_one_of(int, type(None)),
     "best": _is_one_of(bool),
     "path": _is_one_of(str),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rankzero.events import CheckpointSaved, RunEnded, RunStarted
+from rankzero.events import CheckpointSaved, DataDescribed, RunEnded, RunStarted
 from rankzero.tracking.delivery import Point
 from rankzero.tracking.journal import Identity
 from rankzero.tracking.store import RunGone
@@ -27,6 +27,7 @@ class FakeTracker:
         self.params: dict[str, str] = {}
         self.calls: list[str] = []
         self.artifacts: dict[str, str] = {}
+        self.data: dict[str, DataDescribed] = {}
         self.pictures: dict[tuple[str, int, int], bytes] = {}
         self.checkpoints: dict[int, list[Point]] = {}
         self.status: str | None = None
@@ -48,6 +49,10 @@ class FakeTracker:
         self._call("start_attempt", event)
         self.status = "RUNNING"
         self.params.update(event.params)
+
+    def log_data(self, run_id: str, event: DataDescribed) -> None:
+        self._call("log_data", event)
+        self.data[event.context] = event
 
     def log_metrics(self, run_id: str, points: Sequence[Point]) -> None:
         self._call("log_metrics", points)

@@ -175,7 +175,7 @@ def test_files_are_named_as_mlflow_names_them_and_the_same_again(tmp_path: Path)
     (tmp_path / "ours").mkdir()
     for _ in range(2):
         write_image(tmp_path / "one.png", tmp_path / "ours", "run", "a/b", 7, 1234)
-    tags = logged_by_mlflow(tmp_path / "one.png", tmp_path, "a/b", 7, 1234)
+    tags = logged_by_mlflow(tmp_path / "one.png", tmp_path, "pictures/a/b", 7, 1234)
     theirs = sorted(path.name for path in (tmp_path / "theirs").rglob("*+step+*"))
     ours = sorted(path.name for path in (tmp_path / "ours" / "images").iterdir())
     assert len(theirs) == len(ours) == 2, "written again, they are the same files"

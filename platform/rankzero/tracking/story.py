@@ -10,6 +10,7 @@ from rankzero.events import (
     LATEST,
     CheckpointDeleted,
     CheckpointSaved,
+    DataDescribed,
     Evaluated,
     Event,
     Noticed,
@@ -84,7 +85,7 @@ def _lines(event: Event, attempt: _Attempt) -> Iterator[Line]:
             yield Line(
                 event.time, f"{event.status} at step {attempt.last_step:,}: {event.reason}", event.status != "FINISHED"
             )
-        case PicturesTaken() | SystemSampled():
+        case DataDescribed() | PicturesTaken() | SystemSampled():
             pass
 
 

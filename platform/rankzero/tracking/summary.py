@@ -21,6 +21,8 @@ from rankzero.tracking.legal import number
 
 TAIL_BYTES, LONGEST_TAIL_BYTES = 1 << 12, 1 << 20
 
+TRAINING_DATA = "rankzero.data.training"
+"""The tag with the digest of the data that a run trains on."""
 OF_A_REPORT = 4  # keys that the loop logs with each report, besides those of `measure`
 
 STARTING_SECONDS = 120.0  # from a run's folder to its first process, on a busy machine
@@ -48,6 +50,8 @@ class Summary:
     parent: str | None
     """The study that a trial belongs to."""
     mlflow_run_id: str | None
+    data: str | None
+    """The digest of what it trains on: the same for the same data."""
     params: Mapping[str, str]
     metrics: Mapping[str, float]
     """The newest values, and what the whole run comes to below ``whole_run/``."""
@@ -64,7 +68,7 @@ class Summary:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("name", "experiment", "status", "reason", "goal"), (str,)),
-    **dict.fromkeys(("parent", "mlflow_run_id"), (str, NoneType)),
+    **dict.fromkeys(("parent", "mlflow_run_id", "data"), (str, NoneType)),
     **dict.fromkeys(("started", "seconds"), (int, float)),
     **dict.fromkeys(("best", "samples_per_second"), (int, float, NoneType)),
     **dict.fromkeys(("params", "metrics"), (dict,)),
@@ -106,6 +110,7 @@ def read_summary(folder: RunFolder) -> Summary:
         undelivered=bool(delivery.unread_bytes(folder, {folder.events.name: 0, **state.offsets}) or state.waiting),
         parent=identity.parent,
         mlflow_run_id=state.run_id or identity.mlflow_run_id,
+        data=started.environment.get(TRAINING_DATA) if started else None,
         params=dict(params),
         metrics=metrics,
     )

@@ -202,9 +202,10 @@ def images_of(returned: Any) -> dict[str, Any]:
 
 def class_names(dataset: Any) -> list[str]:
     """Return the names of a data set's classes, also of one that it is a part of; empty where it has none."""
-    for _ in range(16):
-        names = getattr(dataset, "classes", None)
-        if isinstance(names, (list, tuple)) and names:
-            return [str(name) for name in names]
-        dataset = getattr(dataset, "dataset", None)
+    with contextlib.suppress(Exception):  # a user's class may do anything when it is asked
+        for _ in range(16):
+            names = getattr(dataset, "classes", None)
+            if isinstance(names, (list, tuple)) and names:
+                return [str(name) for name in names]
+            dataset = getattr(dataset, "dataset", None)
     return []
