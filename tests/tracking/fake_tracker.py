@@ -74,7 +74,7 @@ class FakeTracker:
 
     def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
         self._call("log_artifact", path)
-        self.artifacts[f"{folder}/{path.name}" if folder else path.name] = path.read_text()
+        self.artifacts[f"{folder}/{path.name}" if folder else path.name] = path.read_text(errors="replace")
 
     def log_pictures(self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int) -> None:
         self._call("log_pictures", pictures)

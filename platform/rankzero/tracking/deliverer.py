@@ -238,6 +238,7 @@ class Deliverer:
             case End():
                 tracker.close_run(run_id, item.event)
                 self.progress.ending, self.progress.ended = None, True
+                self.progress.waiting.append(state.FIGURES)  # nobody need wait for them to see how the run ended
         self._sent()
         return True
 

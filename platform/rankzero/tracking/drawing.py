@@ -16,6 +16,7 @@ DOTS_PER_INCH = 120
 MOST_NUMBERS = 30  # classes with a name and a number in each cell
 COLUMNS = 4
 LONGEST_LABEL = 18
+HEADINGS = 0.72  # inches
 SMALL = 64  # pixels: below, they are shown as squares
 OURS = ("hardest_mistakes", "confusion_matrix", "training_batch")
 
@@ -83,11 +84,11 @@ def _grid(
     whole = (7.2, 0.75 + rows * height) if len(images) else (7.2, 2.2)
 
     def on(figure: Any) -> None:
-        _headings(figure, whole[1], title, says, key)
+        headings(figure, whole[1], title, says, key)
         if not len(images):
             figure.text(0.5, 0.38, "No mistakes", ha="center", fontsize=15, color=GREEN)
             return
-        figure.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.72 / whole[1]), w_pad=0.05, h_pad=0.06)
+        figure.get_layout_engine().set(w_pad=0.05, h_pad=0.06)
         frames = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
         for frame, image, below in zip(frames, images, words, strict=False):
             _tile(frame, image, below)
@@ -97,7 +98,9 @@ def _grid(
     return whole, on
 
 
-def _headings(figure: Any, height: float, title: str, says: str, key: Sequence[tuple[str, str]] = ()) -> None:
+def headings(figure: Any, height: float, title: str, says: str, key: Sequence[tuple[str, str]] = ()) -> None:
+    """Write a title and a line below it at the top of a figure of so many inches; leave them their place."""
+    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - HEADINGS / height))
     figure.text(0.02, 1 - 0.3 / height, title, fontsize=13, fontweight="bold", in_layout=False)
     figure.text(0.02, 1 - 0.54 / height, says, fontsize=9, color=GREY, in_layout=False)
     for number, (word, colour) in enumerate(reversed(key)):
@@ -128,8 +131,7 @@ def _confusion(found: Mapping[str, Any], classes: Sequence[str], step: int) -> t
     says = f"step {step:,} · {right:.1%} of {int(counts.sum()):,} right{_share(found)}"
 
     def on(figure: Any) -> None:
-        _headings(figure, whole[1], "Confusion matrix", says)
-        figure.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.72 / whole[1]))
+        headings(figure, whole[1], "Confusion matrix", says)
         axes = figure.subplots()
         drawn = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest" if size < 200 else "auto")
         axes.set(xlabel="predicted", ylabel="true")

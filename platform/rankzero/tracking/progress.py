@@ -17,6 +17,8 @@ from rankzero.tracking.secrecy import text_without_secrets
 REASONS_KEPT = 20
 ARTIFACTS = "artifacts"
 """The upload of a run's artifacts, among what waits."""
+FIGURES = "figures"
+"""The drawing and upload of pictures of the whole run, likewise."""
 STEPS_REMEMBERED = 1000
 
 
@@ -134,9 +136,9 @@ def _short(text: str) -> str:
 def _without_foreign_words(found: Progress) -> Progress:
     """Set aside what waits and is nothing that a journal told."""
     for word in (*found.waiting, *filter(None, [found.ending])):
-        if word != ARTIFACTS and _event(word) is None:
+        if word not in (ARTIFACTS, FIGURES) and _event(word) is None:
             found.reject(f"upload {word[:100]}", "it is no event")
-    found.waiting = [word for word in found.waiting if word == ARTIFACTS or _event(word) is not None]
+    found.waiting = [word for word in found.waiting if word in (ARTIFACTS, FIGURES) or _event(word) is not None]
     if found.ending is not None and not isinstance(_event(found.ending), RunEnded):
         found.ending = None
     return found

@@ -14,7 +14,7 @@ from rankzero.train.data import Plan
 from rankzero.train.feed import Feed
 from rankzero.train.gallery import Gallery
 from rankzero.train.precision import Precision
-from rankzero.train.straggler import Stopwatch
+from rankzero.train.straggler import Timer
 from rankzero.train.strategies.interface import Arithmetic, Strategy
 from rankzero.train.world import World
 
@@ -45,7 +45,7 @@ class Job:
     """Has `State`'s model and optimizer, and divides the work among the ranks."""
     train_feed: Feed
     val_feed: Feed
-    stopwatch: Stopwatch
+    stopwatch: Timer
     beat: Callable[[], None] = lambda: None
     """Says that this rank gets on; see `watchdog`."""
     gallery: Gallery = dataclasses.field(default_factory=Gallery)
