@@ -6,6 +6,7 @@ import json
 import sqlite3
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from cli.conftest import Command, events
@@ -49,8 +50,9 @@ def test_digits_on_two_ranks_show_their_mistakes_in_mlflow(rankzero: Command) ->
     wanted = [(key, "step", str(step)) for key in both for step in steps]
     assert keyed == [*wanted, ("pictures~training_batch", "step", "22")]
     assert len(list((folder / "images").glob("*+compressed.webp"))) == len(keyed)
-    for name in ("confusion_matrix", "hardest_mistakes", "training_batch"):
-        with Image.open(folder / "pictures" / f"{name}.png") as image:
+    ours = [f"pictures/{name}.png" for name in ("confusion_matrix", "hardest_mistakes", "training_batch")]
+    for name in (*ours, "figures/learning_curves.png", "figures/step_time.png"):
+        with Image.open(folder / name) as image:
             assert min(image.size) > 200
 
 
@@ -73,6 +75,19 @@ def test_runs_on_the_same_data_are_found_by_its_digest(rankzero: Command) -> Non
     assert {path.name for path in (artifacts(rankzero, rankzero.runs[0]) / "pictures").iterdir()} >= {
         "input.png", "grey ramp~x.png", "confusion_matrix.png",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shown"), [("fsdp", {"input", "confusion_matrix", "training_batch"}), ("pp", {"training_batch"})]
+)
+def test_a_divided_model_shows_what_rank_0_has_of_it(rankzero: Command, strategy: str, shown: set[str]) -> None:
+    words = (f"train.strategy={strategy}", "train.save_every=0")
+    code, output = rankzero("train", f"{PICTURED}:Showing", "--nproc", 2, *words)
+    assert code == 0 and "note:" not in output, output
+    rankzero("sync")
+    (run,) = rankzero.runs
+    names = {path.stem for path in (artifacts(rankzero, run) / "pictures").iterdir()}
+    assert shown <= names and (strategy == "fsdp" or names == shown)
 
 
 def test_pictures_can_be_switched_off(rankzero: Command) -> None:
