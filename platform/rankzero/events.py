@@ -28,6 +28,25 @@ class RunStarted:
 
 
 @dataclasses.dataclass(frozen=True)
+class DataDescribed:
+    """What a run trains on or is validated with. The same data have the same `digest`; `how` says what it is made of.
+
+    `columns`: what a sample is made of, by name, as far as that is known; `source`: the folder (`source_type` local)
+    or the experiment's file (code).
+    """
+
+    time: float
+    context: str
+    name: str
+    digest: str
+    how: str
+    source_type: str
+    source: str
+    samples: int
+    columns: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
 class StepsLogged:
     """Values of consecutive reports, in columns: ``metrics[name][i]`` belongs to ``steps[i]`` at ``times[i]``."""
 
@@ -67,6 +86,15 @@ class CheckpointDeleted:
 
 
 @dataclasses.dataclass(frozen=True)
+class PicturesTaken:
+    """What pictures of `step` are drawn from lies in the file `path`, relative to the run's folder."""
+
+    time: float
+    step: int
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
 class SystemSampled:
     """Means over an interval of what one node's GPUs and host did; `sample` counts from 0."""
 
@@ -94,7 +122,18 @@ class RunEnded:
     metrics: Mapping[str, float]
 
 
-Event = RunStarted | StepsLogged | Evaluated | CheckpointSaved | CheckpointDeleted | SystemSampled | Noticed | RunEnded
+Event = (
+    RunStarted
+    | DataDescribed
+    | StepsLogged
+    | Evaluated
+    | CheckpointSaved
+    | CheckpointDeleted
+    | PicturesTaken
+    | SystemSampled
+    | Noticed
+    | RunEnded
+)
 Hook = Callable[[Event], None]
 
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
@@ -146,6 +185,9 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "attempt": _is_one_of(int),
     "step": _is_one_of(int),
     "sample": _is_one_of(int),
+    "samples": _is_one_of(int),
+    "columns": _is_text_by_name,
+    **dict.fromkeys(("context", "name", "digest", "how", "source_type", "source"), _is_one_of(str)),
     "total_steps": _is_one_of(int, type(None)),
     "best": _is_one_of(bool),
     "path": _is_one_of(str),

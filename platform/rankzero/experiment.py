@@ -108,6 +108,8 @@ class Train:
     """Data-loading processes per rank; none: as many as the cores allow, 0 for tensors in memory."""
     log_model: bool = True
     """Log the best model to MLflow at the end of a finished run, for `mlflow.pytorch.load_model`."""
+    pictures: bool = True
+    """Show in MLflow what the model gets wrong, at the first evaluation, the last, and new bests in between."""
     max_minutes: float | None = None
     """Stop, with a checkpoint, after this many minutes; none: no limit."""
     hang_minutes: float | None = 10.0
@@ -199,6 +201,17 @@ class Experiment:
         `model` may be wrapped (DDP, compiled); call it. Values are 0-d tensors; do not call `.item()`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define measure(self, model, batch) -> {{'loss': …}}")
+
+    def pictures(self, model: Any, batch: Any) -> Mapping[str, Any]:
+        """Return images to show in MLflow, by name; none unless overridden.
+
+        An image is a tensor [c, h, w] or [h, w] (floats from 0 to 1, or bytes), an array, a PIL image or a matplotlib
+        figure. Called with the first validation batch at evaluations whose pictures are due, on every rank, since the
+        model's forward may need them all; rank 0's images are shown. The model is in evaluation mode, without
+        gradients; random numbers drawn here change nothing. An exception is told and the training goes on; but where
+        the forward is a collective (``train.strategy=fsdp`` or ``tp``), one on a single rank leaves the others waiting.
+        """
+        return {}
 
     def collate(self, samples: list[Any]) -> Any:
         """Return the batch made of a list of the data set's items; PyTorch's own way unless overridden."""

@@ -54,6 +54,8 @@ def test_a_profile_says_where_the_time_goes(rankzero: Command) -> None:
         assert any("aten::" in str(event.get("name")) for event in trace["traceEvents"])
     found = json.loads((folder / "profile.json").read_text())
     assert sum(found["breakdown"].values()) == pytest.approx(1) and found["breakdown"]["communication"] > 0
+    assert all(found["breakdown"][part] > 0 for part in ("forward", "backward", "optimizer", "other"))
+    assert (folder.parent / "figures" / "step_time.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_mistakes_are_told_in_one_message(rankzero: Command) -> None:

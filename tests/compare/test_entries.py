@@ -11,8 +11,8 @@ from rankzero.events import SystemSampled
 from rankzero.train.profiling import Cost, Profile
 from rankzero.train.spans import Breakdown
 
-ONE = Measured(Entry("single", 1), 100.0, 1000.0, 10.0, 500.0, breakdown=Breakdown(0.9, 0.0, 0.05, 0.05))
-TWO = Measured(Entry("ddp", 2), 55.0, 1800.0, 20.0, 520.0, breakdown=Breakdown(0.3, 0.5, 0.1, 0.1))
+ONE = Measured(Entry("single", 1), 100.0, 1000.0, 10.0, 500.0, breakdown=Breakdown(0.27, 0.54, 0.09, 0.0, 0.05, 0.05))
+TWO = Measured(Entry("ddp", 2), 55.0, 1800.0, 20.0, 520.0, breakdown=Breakdown(0.09, 0.18, 0.03, 0.5, 0.1, 0.1))
 LOST = Measured(Entry("dp", 2), reason="there is none: use ddp")
 
 
@@ -62,7 +62,7 @@ def test_the_table_and_the_sentence() -> None:
 
 
 def test_what_would_not_be_fair_is_told() -> None:
-    slow = Measured(Entry("ddp", 2), 1.0, 10.0, 1.0, breakdown=Breakdown(0.3, 0.1, 0.5, 0.1))
+    slow = Measured(Entry("ddp", 2), 1.0, 10.0, 1.0, breakdown=Breakdown(0.09, 0.18, 0.03, 0.1, 0.5, 0.1))
     assert any("ddp-2: waiting for data" in note for note in warnings([ONE, slow], False, False))
     assert any("OMP_NUM_THREADS=1" in note for note in warnings([ONE, TWO], True, False))
     assert warnings([ONE, TWO, LOST], True, True) == []
@@ -76,7 +76,10 @@ def test_means_of_what_was_sampled() -> None:
 
 
 def test_a_profile_in_words() -> None:
-    profile = Profile(0.01, 0.012, 64, Breakdown(0.2, 0.6, 0.1, 0.1), [Cost("aten::mm", 2.0, 0.4, 3.0)], "cpu")
-    assert words.verdict(profile).startswith("A step takes 10 ms (6,400 samples/s): 20% compute, 60% communication")
+    profile = Profile(
+        0.01, 0.012, 64, Breakdown(0.06, 0.12, 0.02, 0.6, 0.1, 0.1), [Cost("aten::mm", 2.0, 0.4, 3.0)], "cpu"
+    )
+    says = "20% compute (6% forward, 12% backward, 2% optimizer), 60% communication"
+    assert words.verdict(profile).startswith(f"A step takes 10 ms (6,400 samples/s): {says}")
     assert "What limits it is communication, so send less" in words.verdict(profile)
     assert "| aten::mm | 2 | 40% | 3 |" in words.costs_markdown(profile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rankzero.events import CheckpointSaved, RunEnded, RunStarted
+from rankzero.events import CheckpointSaved, DataDescribed, RunEnded, RunStarted
 from rankzero.tracking.delivery import Point
 from rankzero.tracking.journal import Identity
 from rankzero.tracking.store import RunGone
@@ -27,6 +27,8 @@ class FakeTracker:
         self.params: dict[str, str] = {}
         self.calls: list[str] = []
         self.artifacts: dict[str, str] = {}
+        self.data: dict[str, DataDescribed] = {}
+        self.pictures: dict[tuple[str, int, int], bytes] = {}
         self.checkpoints: dict[int, list[Point]] = {}
         self.status: str | None = None
         self.gone = False
@@ -48,6 +50,10 @@ class FakeTracker:
         self.status = "RUNNING"
         self.params.update(event.params)
 
+    def log_data(self, run_id: str, event: DataDescribed) -> None:
+        self._call("log_data", event)
+        self.data[event.context] = event
+
     def log_metrics(self, run_id: str, points: Sequence[Point]) -> None:
         self._call("log_metrics", points)
         self.batches.append(len(points))
@@ -68,7 +74,11 @@ class FakeTracker:
 
     def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
         self._call("log_artifact", path)
-        self.artifacts[f"{folder}/{path.name}" if folder else path.name] = path.read_text()
+        self.artifacts[f"{folder}/{path.name}" if folder else path.name] = path.read_text(errors="replace")
+
+    def log_pictures(self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int) -> None:
+        self._call("log_pictures", pictures)
+        self.pictures |= {(key, step, milliseconds): path.read_bytes() for key, path in pictures.items()}
 
     def save_checkpoint(
         self, run: object, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]

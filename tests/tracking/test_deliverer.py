@@ -70,6 +70,7 @@ def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
     assert tracker.curve("train/loss") == {n: 1.0 / n for n in range(1, 51)}
     assert tracker.curve("val/accuracy") == {50: 0.6}
     assert tracker.status == "FINISHED"
+    assert tracker.artifacts.pop("figures/learning_curves.png").startswith("\ufffdPNG")
     assert tracker.artifacts == {"config.yaml": "lr: 0.1", "logs/a.txt": "hello"}
     assert list(tracker.checkpoints) == [50]
     assert "### FINISHED" in tracker.tags["mlflow.note.content"]

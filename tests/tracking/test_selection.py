@@ -15,13 +15,14 @@ from rankzero.tracking.summary import Summary
 
 ONE = Summary(
     RunFolder(Path("a")), "a", "digits", "FINISHED", "", time.time() - 3600, 5.0, "val/accuracy", 0.9, 100.0, False,
-    None, "id", {"lr": "0.01", "augment": "true"}, {"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9},
+    None, "id", "0123abcd", {"lr": "0.01", "augment": "true"}, {"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9},
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("word", "holds"), [
     ("status=FINISHED", True), ("status=finished", True), ("status!=FINISHED", False), ("run=a*", True),
-    ("experiment=digits", True), ("experiment==mnist", False), ("val/accuracy>0.85", True), ("val/loss<0.3", False),
+    ("experiment=digits", True), ("data=0123abcd", True),
+    ("data=0123", False), ("experiment==mnist", False), ("val/accuracy>0.85", True), ("val/loss<0.3", False),
     ("val/loss<=0.3", True), ("lr=1e-2", True), ("lr != 0.02", True), ("augment=true", True), ("age>59min", True),
     ("age<1d", True), ("duration=5s", True), ("samples/s>=100", True), ("parent=s", False), ("parent!=s", False),
     ("status>3", False),

@@ -16,7 +16,8 @@ from rankzero.experiment import Experiment
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import restore
 from rankzero.train.checkpoint import Checkpoints
-from rankzero.train.loop import Job, State, fit
+from rankzero.train.job import Job, State
+from rankzero.train.loop import fit
 from rankzero.train.meters import Tally
 from rankzero.train.stop import Stop
 from rankzero.train.worker import build

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankzero import config
-from rankzero.compare import entries, words
+from rankzero.compare import entries, pictures, words
 from rankzero.compare.entries import Entry, Measured, Row
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
@@ -52,7 +52,7 @@ def compare(bench: Bench, plan: Sequence[Entry], argv: Sequence[str]) -> tuple[l
             "compare.json", json.dumps({"columns": list(words.COLUMNS), "data": [words.cells(row) for row in rows]})
         )
         kept.write_description(f"**{says}**\n\n{words.markdown(rows, notes)}\n")
-        _draw(kept, rows)
+        _draw(kept, lambda: pictures.write(kept.folder.artifacts, rows))
         kept.finished(says, _summary(rows))
     return rows, notes, kept.folder
 
@@ -64,10 +64,9 @@ def profile(bench: Bench, processes: int, argv: Sequence[str]) -> tuple[Profile,
         says = words.verdict(found)
         kept.write_description(f"{says}\n\n{words.costs_markdown(found)}\n\nTraces: `profile/`, for ui.perfetto.dev\n")
         summary = {"step_seconds": found.step_seconds, "samples_per_second": found.batch_size / found.step_seconds}
-        kept.finished(
-            says,
-            {**summary, **{f"{name}_fraction": value for name, value in dataclasses.asdict(found.breakdown).items()}},
-        )
+        shares = {"compute": found.breakdown.compute, **dataclasses.asdict(found.breakdown)}
+        _draw(kept, lambda: pictures.write_step(kept.folder.artifacts / "figures" / "step_time.png", found))
+        kept.finished(says, {**summary, **{f"{name}_fraction": value for name, value in shares.items()}})
     return found, kept.folder
 
 
@@ -136,10 +135,8 @@ def _summary(rows: Sequence[Row]) -> dict[str, float]:
     return {f"speed_up/{row.measured.entry.name}": row.speed_up for row in rows if row.speed_up is not None}
 
 
-def _draw(kept: Record, rows: Sequence[Row]) -> None:
-    from rankzero.compare import pictures
-
+def _draw(kept: Record, draw: Callable[[], None]) -> None:
     try:
-        pictures.write(kept.folder.artifacts, rows)
+        draw()
     except Exception as error:  # a picture that cannot be drawn must not cost the table
-        kept.notice(f"the scaling picture could not be drawn: {error!r}")
+        kept.notice(f"the picture could not be drawn: {error!r}")

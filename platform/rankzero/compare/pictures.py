@@ -1,11 +1,14 @@
-"""The scaling picture: speed-up against devices, with the ideal line. Imports matplotlib when it is called."""
+"""Comparisons and profiles as pictures: speed-up against devices, a step's time. Import matplotlib when called."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from rankzero.compare.entries import Row
+from rankzero.tracking import figures
+from rankzero.train.profiling import Profile
 
 
 def write(folder: Path, rows: Sequence[Row]) -> None:
@@ -25,3 +28,11 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(folder / "scaling.png", dpi=120)
+
+
+def write_step(path: Path, profile: Profile) -> None:
+    """Draw where a step's time goes."""
+    shares = dataclasses.asdict(profile.breakdown)
+    parts = {name: share * profile.step_seconds for name, share in shares.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figures.write_bar(path, parts, f"A step of {1e3 * profile.step_seconds:.3g} ms on {profile.device}")

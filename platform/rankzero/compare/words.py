@@ -88,7 +88,8 @@ def verdict(profile: Profile) -> str:
     found, step = profile.breakdown, profile.step_seconds
     bound = found.bound
     return (
-        f"A step takes {1e3 * step:.3g} ms ({profile.batch_size / step:,.0f} samples/s): {found.compute:.0%} compute, "
+        f"A step takes {1e3 * step:.3g} ms ({profile.batch_size / step:,.0f} samples/s): {found.compute:.0%} compute "
+        f"({found.forward:.0%} forward, {found.backward:.0%} backward, {found.optimizer:.0%} optimizer), "
         f"{found.communication:.0%} communication that no computing hides, {found.data:.0%} waiting for data, "
         f"{found.other:.0%} other (Python, launching, waiting for another rank). What limits it is {bound}, "
         f"{ADVICE[bound]} (Under the profiler a step took {1e3 * profile.profiled_seconds:.3g} ms.)"

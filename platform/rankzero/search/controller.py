@@ -30,7 +30,7 @@ from rankzero.train.failure import is_out_of_memory
 
 MEMORY = "memory"
 DIVERGED = "NotFinite"
-OF_A_TRIAL = {"train.save_every": 0, "train.log_model": False}  # a trial is judged, not kept
+OF_A_TRIAL = {"train.save_every": 0, "train.log_model": False, "train.pictures": False}  # a trial is judged, not kept
 Say = Callable[[str], None]
 
 

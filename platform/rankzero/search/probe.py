@@ -25,9 +25,9 @@ from rankzero.train.launch import Nodes
 BELOW = 2  # a ladder starts at the user's batch size over this
 MOST_RESTARTS = 8
 NOT_PART = ("train.batch_size", "train.micro_batch", "train.precision", "train.seed", "train.epochs", "train.steps",
-            "train.eval_every", "train.save_every", "train.keep", "train.log_model", "train.max_minutes",
-            "train.stop_at_target", "train.log_every", "train.schedule", "train.warmup_steps", "lr", "goal.metric",
-            "goal.mode", "goal.target")  # fmt: skip
+            "train.eval_every", "train.save_every", "train.keep", "train.log_model", "train.pictures",
+            "train.max_minutes", "train.stop_at_target", "train.log_every", "train.schedule", "train.warmup_steps",
+            "lr", "goal.metric", "goal.mode", "goal.target")  # fmt: skip
 """Settings that do not change how long a step takes, or that a cell sets itself."""
 
 

@@ -17,7 +17,7 @@ from rankzero.search.steady import Steady
 
 if TYPE_CHECKING:
     from rankzero.experiment import Experiment
-    from rankzero.train.loop import Job, State
+    from rankzero.train.job import Job, State
     from rankzero.train.world import World
 
 Data = tuple[Any, Any]

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankzero.events import Event, RunEnded, RunStarted, decode
+from rankzero.events import DataDescribed, Event, RunEnded, RunStarted, decode
 from rankzero.tracking import facts, report
 from rankzero.tracking import progress as state
 from rankzero.tracking.delivery import End, Item, Points, Tags, ending, translate, trouble_of
@@ -228,6 +228,8 @@ class Deliverer:
         match item:
             case RunStarted():
                 tracker.start_attempt(run_id, item)
+            case DataDescribed():
+                tracker.log_data(run_id, item)
             case Points():
                 tracker.log_metrics(run_id, item.points)
                 self.progress.delivered += len(item.points)
@@ -236,6 +238,7 @@ class Deliverer:
             case End():
                 tracker.close_run(run_id, item.event)
                 self.progress.ending, self.progress.ended = None, True
+                self.progress.waiting.append(state.FIGURES)  # nobody need wait for them to see how the run ended
         self._sent()
         return True
 

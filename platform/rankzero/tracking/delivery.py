@@ -9,8 +9,10 @@ from typing import NamedTuple
 from rankzero.events import (
     CheckpointDeleted,
     CheckpointSaved,
+    DataDescribed,
     Evaluated,
     Event,
+    PicturesTaken,
     RunEnded,
     RunStarted,
     StepsLogged,
@@ -54,7 +56,7 @@ class End:
     event: RunEnded
 
 
-Item = RunStarted | Points | Tags | End
+Item = RunStarted | DataDescribed | Points | Tags | End
 
 
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
@@ -73,6 +75,8 @@ def translate(events: Iterable[Event], progress: Progress) -> Iterator[Item]:
             yield from _batches(batch)
             batch = []
             yield _start(event, progress)
+        elif isinstance(event, DataDescribed):
+            yield event
         else:
             batch += _points_or_none(event, progress)
         while len(batch) >= legal.METRICS_PER_BATCH:
@@ -214,7 +218,7 @@ def _evaluation(event: Evaluated, progress: Progress) -> list[Point]:
 
 def _queue(event: Event, progress: Progress) -> None:
     match event:
-        case CheckpointSaved() | CheckpointDeleted():
+        case CheckpointSaved() | CheckpointDeleted() | PicturesTaken():
             progress.waiting.append(encode(event))
         case RunEnded():
             progress.ending = encode(event)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from rankzero.events import (
     CheckpointDeleted,
     CheckpointSaved,
+    DataDescribed,
     Evaluated,
     Event,
     Noticed,
@@ -49,6 +50,8 @@ class Facts:
     checkpoints: dict[int, bool] = dataclasses.field(default_factory=dict)
     gpu_sums: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
     notices: list[str] = dataclasses.field(default_factory=list)
+    data: dict[str, DataDescribed] = dataclasses.field(default_factory=dict)
+    """By what they are used for: training, validation."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     """The newest value of each; those of the system are not among them."""
     end: RunEnded | None = None
@@ -96,6 +99,8 @@ def _fold_one(facts: Facts, event: Event) -> None:
             facts.checkpoints.pop(event.step, None)
         case SystemSampled():
             _system(facts, event)
+        case DataDescribed():
+            facts.data[event.context] = event
         case Noticed():
             facts.notices.append(event.text)
         case RunEnded():

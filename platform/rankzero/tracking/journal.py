@@ -112,6 +112,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def pictures(self) -> Path:
+        """What pictures are drawn from, until MLflow has them."""
+        return self.path / "pictures"
+
+    @property
     def failures(self) -> Path:
         """Where a failing rank says why: ``rank_<r>.json`` with time, reason and error."""
         return self.path / "failures"

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import getpass
 import hashlib
+import json
 import logging
 import os
 import re
 import shutil
+import tempfile
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -33,11 +36,21 @@ for _name, _value in {
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # deprecations among MLflow's dependencies: nothing for our users to mend
     from mlflow import MlflowClient, set_tracking_uri
-    from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, Run, RunTag
+    from mlflow.entities import (
+        Dataset,
+        DatasetInput,
+        InputTag,
+        LoggedModel,
+        LoggedModelOutput,
+        Metric,
+        Param,
+        Run,
+        RunTag,
+    )
     from mlflow.exceptions import MlflowException
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-from rankzero.events import CheckpointSaved, RunEnded, RunStarted  # noqa: E402
+from rankzero.events import CheckpointSaved, DataDescribed, RunEnded, RunStarted  # noqa: E402
 from rankzero.tracking import legal  # noqa: E402
 from rankzero.tracking.delivery import WHOLE_RUN, Point  # noqa: E402
 from rankzero.tracking.facts import SPEED  # noqa: E402
@@ -46,6 +59,10 @@ from rankzero.tracking.secrecy import url_without_secrets  # noqa: E402
 from rankzero.tracking.store import RunGone, TrackingError, artifact_root, make_tables, prepare_store  # noqa: E402
 
 LONGEST_FOLDER = 200
+DATASET_NAME_LENGTH, DIGEST_LENGTH, INPUT_TAG_LENGTH = 500, 36, 500
+PICTURES = "pictures"
+LOGGED_IMAGES = "mlflow.loggedImages"
+THUMBNAIL_PIXELS = 800
 UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
 
 
@@ -147,6 +164,10 @@ class Tracker:
         if run.info.status != "RUNNING":
             self._client.update_run(run_id, status="RUNNING")
 
+    def log_data(self, run_id: str, event: DataDescribed) -> None:
+        """Log a data set as the run's input, where MLflow shows and filters data sets. Again: nothing happens."""
+        self._client.log_inputs(run_id, [_dataset_input(event)])
+
     def log_metrics(self, run_id: str, points: Sequence[Point]) -> None:
         """Send the points, at most a thousand at a time. Sending one again changes nothing."""
         for chunk in _chunks(points, legal.METRICS_PER_BATCH):
@@ -183,6 +204,17 @@ class Tracker:
         """Upload what is in the folder `path`."""
         with _patience():
             self._client.log_artifacts(run_id, str(path), folder)
+
+    def log_pictures(self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int) -> None:
+        """Upload PNGs by key, so that MLflow's page shows each key's pictures by step; again: the same files.
+
+        The newest of each also goes to ``pictures/<key>.png``.
+        """
+        with tempfile.TemporaryDirectory(prefix="rankzero-") as folder, _patience():
+            for key, path in pictures.items():
+                write_image(path, Path(folder), run_id, key, step, milliseconds)
+            self._client.log_artifacts(run_id, folder)
+        self.set_tags(run_id, {LOGGED_IMAGES: "True"})
 
     def save_checkpoint(
         self, run: OpenRun, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]
@@ -419,6 +451,25 @@ def folder_for(experiment: str) -> str:
     return f"{plain.lstrip('.')[: LONGEST_FOLDER - 9]}-{hashlib.sha256(experiment.encode()).hexdigest()[:8]}"
 
 
+def write_image(path: Path, folder: Path, run_id: str, key: str, step: int, milliseconds: int) -> None:
+    """Write a PNG as `MlflowClient.log_image` names its files, but for the random part, which is always the same.
+
+    Our smaller copy, which the page's grid shows, is sharper than MLflow's of 256 pixels: there are words to read.
+    """
+    from PIL import Image
+
+    key, number = key.replace("/", "~"), uuid.uuid5(uuid.NAMESPACE_OID, f"{run_id} {key} {step} {milliseconds}")
+    name = f"{PICTURES}~{key}+step+{step}+timestamp+{milliseconds}+{number}"  # ~ stands for /: a section of the page
+    for below in ("images", PICTURES):
+        (folder / below).mkdir(exist_ok=True)
+    shutil.copyfile(path, folder / "images" / f"{name}.png")
+    shutil.copyfile(path, folder / PICTURES / f"{key}.png")
+    with Image.open(path) as image:
+        smaller = image.convert("RGBA" if "A" in image.getbands() else "RGB")
+    smaller.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    smaller.save(folder / "images" / f"{name}+compressed.webp", quality=85)
+
+
 def save_pytorch(
     model: Any, folder: Path, inputs: Sequence[Any], output: Any, kind: str, code_paths: Sequence[Path]
 ) -> None:
@@ -453,6 +504,21 @@ def _specs(name: str, arrays: Sequence[Any]) -> list[Any]:
         TensorSpec(array.dtype, (-1, *array.shape[1:]), f"{name}_{i}" if len(arrays) > 1 else None)
         for i, array in enumerate(arrays)
     ]
+
+
+def _dataset_input(event: DataDescribed) -> DatasetInput:
+    source = {"uri": event.source} if event.source_type == "local" else {"tags": {"mlflow.source.name": event.source}}
+    columns = [{"name": name, "type": kind, "required": True} for name, kind in event.columns.items()]
+    dataset = Dataset(
+        name=legal.head(event.name, DATASET_NAME_LENGTH),
+        digest=legal.head(event.digest, DIGEST_LENGTH),
+        source_type=event.source_type,
+        source=json.dumps(source),
+        schema=json.dumps({"mlflow_colspec": columns}) if columns else None,
+        profile=json.dumps({"num_rows": event.samples}),
+    )
+    tags = {"mlflow.data.context": event.context, "rankzero.digest_of": event.how}
+    return DatasetInput(dataset, [InputTag(key, legal.head(value, INPUT_TAG_LENGTH)) for key, value in tags.items()])
 
 
 def _birth_tags(identity: Identity) -> dict[str, str]:

@@ -8,8 +8,9 @@ import functools
 import json
 import time
 import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rankzero.events import Event, RunEnded, decode
 from rankzero.tracking.journal import RunFolder, write_atomically
@@ -18,6 +19,8 @@ from rankzero.tracking.secrecy import text_without_secrets
 REASONS_KEPT = 20
 ARTIFACTS = "artifacts"
 """The upload of a run's artifacts, among what waits."""
+FIGURES = "figures"
+"""The drawing and upload of pictures of the whole run, likewise."""
 STEPS_REMEMBERED = 1000
 
 
@@ -128,13 +131,26 @@ def load(path: Path) -> Progress:
         return Progress()
 
 
-def glance(path: Path) -> tuple[str | None, dict[str, int]]:
-    """Return the run's id in MLflow and the journals' offsets, as `load` does; for lists of thousands."""
+class Glance(NamedTuple):
+    """Of a delivery, what lists show."""
+
+    run_id: str | None
+    offsets: Mapping[str, int]
+    waits: bool
+    """Whether uploads are still to be done."""
+
+
+def glance(path: Path) -> Glance:
+    """Return the run's id in MLflow, the journals' offsets and whether something waits, as `load` does.
+
+    For lists of thousands, where reading all of it is felt.
+    """
     try:
         fields, kinds = json.loads(path.read_bytes()), _kinds()
-        return _sound(fields.get("run_id"), kinds["run_id"]), _sound(fields.get("offsets", {}), kinds["offsets"])
+        found = {name: _sound(fields[name], kinds[name]) for name in ("run_id", "offsets", "waiting") if name in fields}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return None, {}
+        return Glance(None, {}, False)
+    return Glance(found.get("run_id"), found.get("offsets", {}), bool(found.get("waiting")))
 
 
 @functools.cache
@@ -149,9 +165,9 @@ def _short(text: str) -> str:
 def _without_foreign_words(found: Progress) -> Progress:
     """Set aside what waits and is nothing that a journal told."""
     for word in (*found.waiting, *filter(None, [found.ending])):
-        if word != ARTIFACTS and _event(word) is None:
+        if word not in (ARTIFACTS, FIGURES) and _event(word) is None:
             found.reject(f"upload {word[:100]}", "it is no event")
-    found.waiting = [word for word in found.waiting if word == ARTIFACTS or _event(word) is not None]
+    found.waiting = [word for word in found.waiting if word in (ARTIFACTS, FIGURES) or _event(word) is not None]
     if found.ending is not None and not isinstance(_event(found.ending), RunEnded):
         found.ending = None
     return found

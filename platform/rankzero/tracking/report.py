@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rankzero.events import RunEnded
+from rankzero.events import DataDescribed, RunEnded
 from rankzero.tracking import reproduce
 from rankzero.tracking.facts import Facts
 from rankzero.tracking.legal import number
@@ -178,6 +178,7 @@ def _origin(facts: Facts) -> str:
     torch = known.get("rankzero.torch") or known.get("rankzero.package.torch")
     rows = [
         ("Experiment", known.get("rankzero.experiment_file")),
+        *((f"{context.capitalize()} data", _data(one)) for context, one in facts.data.items()),
         ("Commit", code and f"{code}{changed}"),
         ("Processes", known.get("rankzero.world_size", "") and f"{known['rankzero.world_size']} on {machine}"),
         ("Host", known.get("rankzero.host")),
@@ -185,6 +186,10 @@ def _origin(facts: Facts) -> str:
     ]
     found = [(title, _inline(value)) for title, value in rows if value]
     return GAP + "### What was run\n\n" + _table(("Origin", ""), found) if found else ""
+
+
+def _data(one: DataDescribed) -> str:
+    return f"{one.name}, {one.samples:,} samples, digest {one.digest}"
 
 
 def _reproduce(name: str, facts: Facts) -> str:

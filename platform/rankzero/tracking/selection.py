@@ -27,6 +27,7 @@ COLUMNS: dict[str, Callable[[Summary], Value]] = {
     "age": lambda one: time.time() - one.started,
     "duration": lambda one: one.seconds,
     "parent": lambda one: one.parent,
+    "data": lambda one: one.data,
     "id": lambda one: one.mlflow_run_id,
 }
 _COMPARE: dict[str, Callable[[float, float], bool]] = {

@@ -10,9 +10,11 @@ from rankzero.events import (
     LATEST,
     CheckpointDeleted,
     CheckpointSaved,
+    DataDescribed,
     Evaluated,
     Event,
     Noticed,
+    PicturesTaken,
     RunEnded,
     RunStarted,
     StepsLogged,
@@ -83,7 +85,7 @@ def _lines(event: Event, attempt: _Attempt) -> Iterator[Line]:
             yield Line(
                 event.time, f"{event.status} at step {attempt.last_step:,}: {event.reason}", event.status != "FINISHED"
             )
-        case SystemSampled():
+        case DataDescribed() | PicturesTaken() | SystemSampled():
             pass
 
 

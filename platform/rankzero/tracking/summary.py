@@ -20,7 +20,8 @@ from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.legal import number
 
 TAIL_BYTES, LONGEST_TAIL_BYTES = 1 << 12, 1 << 20
-
+TRAINING_DATA = "rankzero.data.training"
+"""The tag with the digest of the data that a run trains on."""
 OF_A_REPORT = 4  # keys that the loop logs with each report, besides those of `measure`
 
 STARTING_SECONDS = 120.0  # from a run's folder to its first process, on a busy machine
@@ -48,6 +49,8 @@ class Summary:
     parent: str | None
     """The study that a trial belongs to."""
     mlflow_run_id: str | None
+    data: str | None
+    """The digest of what it trains on: the same for the same data."""
     params: Mapping[str, str]
     metrics: Mapping[str, float]
     """The newest values, and what the whole run comes to below ``whole_run/``."""
@@ -64,7 +67,7 @@ class Summary:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("name", "experiment", "status", "reason", "goal"), (str,)),
-    **dict.fromkeys(("parent", "mlflow_run_id"), (str, NoneType)),
+    **dict.fromkeys(("parent", "mlflow_run_id", "data"), (str, NoneType)),
     **dict.fromkeys(("started", "seconds"), (int, float)),
     **dict.fromkeys(("best", "samples_per_second"), (int, float, NoneType)),
     **dict.fromkeys(("params", "metrics"), (dict,)),
@@ -91,7 +94,7 @@ def read_summary(folder: RunFolder) -> Summary:
     params = started.params if started else {}
     begun = started.time if started else (folder.path / "run.json").stat().st_mtime
     goal, metrics = params.get("goal.metric", ""), _newest(events)
-    run_id, offsets = delivery.glance(delivery.path_of(folder, 0))
+    seen = delivery.glance(delivery.path_of(folder, 0))
     return Summary(
         folder=folder,
         name=identity.name,
@@ -103,9 +106,10 @@ def read_summary(folder: RunFolder) -> Summary:
         goal=goal,
         best=number(ended.metrics.get("best")) if ended else _best(events, goal, params.get("goal.mode", "min")),
         samples_per_second=number(ended.metrics.get("samples_per_second")) if ended else metrics.get(SPEED),
-        undelivered=delivery.unread_bytes(folder, {folder.events.name: 0, **offsets}) > 0,
+        undelivered=seen.waits or delivery.unread_bytes(folder, {folder.events.name: 0, **seen.offsets}) > 0,
         parent=identity.parent,
-        mlflow_run_id=run_id or identity.mlflow_run_id,
+        mlflow_run_id=seen.run_id or identity.mlflow_run_id,
+        data=started.environment.get(TRAINING_DATA) if started else None,
         params=dict(params),
         metrics=metrics,
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankzero.events import CheckpointDeleted, CheckpointSaved, decode
+from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, RunStarted, decode
+from rankzero.tracking import legal
 from rankzero.tracking.delivery import linked
-from rankzero.tracking.journal import RunFolder
-from rankzero.tracking.progress import ARTIFACTS, Progress
+from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.progress import ARTIFACTS, FIGURES, Progress
 from rankzero.tracking.retry import refusal
 
 if TYPE_CHECKING:
@@ -25,6 +28,9 @@ def upload(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress
     if word == ARTIFACTS:
         upload_artifacts(tracker, run, folder, progress)
         return
+    if word == FIGURES:
+        upload_figures(tracker, run, folder, progress)
+        return
     event = decode(word)
     if isinstance(event, CheckpointDeleted):
         tracker.delete_checkpoints(run, event.step)
@@ -34,6 +40,12 @@ def upload(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress
             progress.reject(f"checkpoint of step {event.step}", f"{event.path!r} leads out of the run's folder")
         else:
             _upload_checkpoint(tracker, run, path, event, progress)
+    elif isinstance(event, PicturesTaken):
+        path = folder.path / event.path
+        if leads_out(path, folder.pictures):
+            progress.reject(f"pictures of step {event.step}", f"{event.path!r} leads out of the run's folder")
+        else:
+            _upload_pictures(tracker, run, path, event, progress)
 
 
 def upload_artifacts(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress) -> None:
@@ -57,6 +69,27 @@ def upload_artifacts(tracker: Tracker, run: OpenRun, folder: RunFolder, progress
         progress.uploaded[name] = signature
 
 
+def upload_figures(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress) -> None:
+    """Draw and upload pictures of the whole run; not of a search's trial, nor where the run is to have no pictures."""
+    from rankzero.tracking import figures
+
+    if folder.identity.parent is not None or not _wants_pictures(folder):
+        return
+    with tempfile.TemporaryDirectory(prefix="rankzero-") as place:
+        try:
+            drawn = figures.draw(folder, Path(place))
+        except Exception as error:  # whatever a user's values do to matplotlib
+            progress.reject("figures", f"{type(error).__name__}: {error}")
+            return
+        for path in drawn:
+            tracker.log_artifact(run.run_id, path, FIGURES)
+
+
+def _wants_pictures(folder: RunFolder) -> bool:
+    starts = (event for event in read_all(folder.events) if isinstance(event, RunStarted))
+    return all(event.params.get("train.pictures") != "false" for event in itertools.islice(starts, 1))
+
+
 def leads_out(path: Path, base: Path) -> bool:
     """Tell whether a path, or a link at it or below it, leads out of the folder `base`."""
     inside = path.resolve() != base.resolve() and path.resolve().is_relative_to(base.resolve())
@@ -70,8 +103,25 @@ def _upload_checkpoint(tracker: Tracker, run: OpenRun, path: Path, event: Checkp
         log.info("checkpoint of step %d is gone already: retention removed it before its upload", event.step)
 
 
+def _upload_pictures(tracker: Tracker, run: OpenRun, path: Path, event: PicturesTaken, progress: Progress) -> None:
+    """Draw and upload what was seen at a step; what it is drawn from goes once it is there. Again: the same files."""
+    from rankzero.tracking import drawing, negatives
+
+    with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
+        try:
+            drawn = drawing.draw(negatives.read(path), event.step, Path(folder))
+        except FileNotFoundError:
+            return  # uploaded already, by one that died before it could say so
+        except Exception as error:  # a file that is none of ours, or a picture that cannot be drawn
+            progress.reject(f"pictures of step {event.step}", f"{type(error).__name__}: {error}")
+            drawn = {}
+        if drawn:
+            tracker.log_pictures(run.run_id, drawn, event.step, legal.milliseconds(event.time) or 0)
+    path.unlink(missing_ok=True)
+
+
 def _deleted_later(event: CheckpointSaved, progress: Progress) -> bool:
-    later = (decode(word) for word in progress.waiting[1:] if word != ARTIFACTS)
+    later = (decode(word) for word in progress.waiting[1:] if word not in (ARTIFACTS, FIGURES))
     return any(isinstance(other, CheckpointDeleted) and other.path == event.path for other in later)
 
 

@@ -46,6 +46,8 @@ class Feed:
         local_world_size: int = 1,
     ) -> None:
         self.device = device
+        self.dataset = dataset
+        """As the experiment made it."""
         self.samples = len(dataset)
         self._tensors = _tensors(dataset, device) if stacks(collate) else None
         self._dataset = Augmented(dataset, seed)

@@ -15,62 +15,23 @@ of evaluation before checkpoint matters: a checkpoint carries its step's validat
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rankzero.errors import UserError
 from rankzero.events import Evaluated, Event, Hook, StepsLogged
-from rankzero.experiment import Experiment
 from rankzero.train import randomness, strategies
 from rankzero.train.checkpoint import Checkpoints
-from rankzero.train.data import Plan, most_batches
-from rankzero.train.feed import Feed
-from rankzero.train.meters import Means, Report, Tally, Window
-from rankzero.train.precision import Precision
+from rankzero.train.evaluation import evaluation, show
+from rankzero.train.job import Job, State, arithmetic
+from rankzero.train.meters import Report, Tally, Window
 from rankzero.train.stop import REASONS, Stop
-from rankzero.train.straggler import Stopwatch
-from rankzero.train.strategies.interface import Arithmetic, Strategy
-from rankzero.train.world import World
 
 REPORT_SECONDS = 1.0
 LONGEST_WINDOW = 1000  # steps: bounds what a SIGKILL can take, and the host's list of tensors
-
-
-@dataclasses.dataclass
-class State:
-    """What changes during a run, and what a checkpoint holds."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    base_lrs: list[float]
-    options: list[dict[str, Any]]
-    """The optimizer's, by group, as the experiment makes it."""
-    step: int = 0
-    best: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What does not change during a run."""
-
-    experiment: Experiment
-    world: World
-    plan: Plan
-    total_steps: int
-    precision: Precision
-    strategy: Strategy
-    """Has `State`'s model and optimizer, and divides the work among the ranks."""
-    train_feed: Feed
-    val_feed: Feed
-    stopwatch: Stopwatch
-    beat: Callable[[], None] = lambda: None
-    """Says that this rank gets on; see `watchdog`."""
 
 
 class NotFinite(Exception):
@@ -85,7 +46,7 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
     train, plan, total = job.experiment.train, job.plan, job.total_steps
     evaluate_every = train.eval_every or plan.steps_per_epoch
     save_every = train.save_every if train.save_every is not None else evaluate_every
-    batches = job.train_feed.train(plan, job.strategy.shard.rank, state.step, total)
+    batches = job.gallery.training(job.train_feed.train(plan, job.strategy.shard.rank, state.step, total))
     window, length = Window(job.world), train.log_every or 1
     state.model.train()
     times: list[float] = []
@@ -112,6 +73,8 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
             emit(Evaluated(time.time(), state.step, tally.last_metrics, better))
         if evaluation_due and train.stop_at_target and job.experiment.goal.reached(state.best):
             total = state.step  # every rank has the same best, so every rank finishes here
+        if evaluation_due:
+            show(job, state, better=better, last=state.step == total, seconds=tally.train_seconds, emit=emit)
         if save_every and (save_due or report.stop_code or total == state.step):
             fresh = evaluation_due and bool(tally.last_metrics)
             save(job, state, checkpoints, emit, tally.last_metrics if fresh else {}, fresh and better)
@@ -154,14 +117,6 @@ def train_step(job: Job, state: State, batches: Iterator[Any]) -> tuple[dict[str
     return metrics, waited
 
 
-def arithmetic(job: Job) -> Arithmetic:
-    """Return how a micro-batch is computed."""
-    precision = job.precision
-    return Arithmetic(
-        job.stopwatch.timed(job.experiment.measure), precision.autocast, precision.scaler, job.plan.accumulation
-    )
-
-
 def update(job: Job, state: State) -> None:
     """Clip, step, zero."""
     scaler, clip = job.precision.scaler, job.experiment.train.clip
@@ -184,55 +139,6 @@ def set_lr(state: State, factor: float) -> None:
             group["lr"].fill_(base * factor)
         else:
             group["lr"] = base * factor
-
-
-def evaluate(job: Job, state: State, names: Sequence[str]) -> dict[str, float]:
-    """Return ``val/<metric>`` means over every validation sample of all ranks. A collective."""
-    strategy, how, means = job.strategy, arithmetic(job), Means(job.world)
-    strategy.align()  # running statistics differ by rank; rank 0's are the checkpoint's
-    state.model.eval()
-    with torch.no_grad():
-        for batch, samples in validation_batches(job):
-            values = strategy.metrics(how, batch)
-            job.beat()
-            if values is not None:
-                means.add(values, samples)
-    state.model.train()
-    return {f"val/{name}": value for name, value in means.reduce(names).items()}
-
-
-def validation_batches(job: Job) -> Iterator[tuple[Any, int]]:
-    """Yield this rank's validation batches and how many samples each counts for.
-
-    Where a forward is a collective, all ranks get as many batches: one that has run out gets its last again, for 0.
-    """
-    shard, batch_size = job.strategy.shard, job.plan.micro_batch
-    batch, count = None, 0
-    for batch, samples in job.val_feed.evaluate(batch_size, shard.rank, shard.size):
-        count += 1
-        yield batch, samples
-    if job.strategy.lockstep:
-        if batch is None:
-            raise UserError("the validation set has fewer samples than there are processes: give it more, or use ddp")
-        for _ in range(count, most_batches(job.val_feed.samples, batch_size, shard.size)):
-            yield batch, 0
-
-
-def evaluation(job: Job, state: State, report: Report) -> tuple[dict[str, float], bool]:
-    """Evaluate, compare the replicas, and tell whether the goal metric is the best so far."""
-    unlike = job.world.unlike_the_first(job.strategy.checksum())
-    if unlike:
-        raise UserError(
-            f"the parameters of rank {', '.join(map(str, unlike))} are not rank 0's after step {state.step}: something "
-            "changes the model on one rank only, such as a write to a parameter outside the optimizer"
-        )
-    metrics, goal = evaluate(job, state, list(report.values)), job.experiment.goal
-    if goal.metric not in metrics:
-        raise UserError(f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric")
-    better = goal.better(metrics[goal.metric], state.best)
-    if better:
-        state.best = metrics[goal.metric]
-    return metrics, better
 
 
 def save(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rankzero import config, experiment_file
-from rankzero.train.spans import Breakdown, Span, breakdown
+from rankzero.train.spans import Breakdown, Seen, Span, breakdown, common, union, without
 
 COMMUNICATION = ("nccl", "gloo:", "c10d::")
+FORWARD, DATA = "rankzero::forward", "rankzero::data"
+BACKWARD, OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer."  # as PyTorch marks them itself
+MARKS = ("rankzero::", OPTIMIZER, "ProfilerStep", "## ")  # shown again beside the kernels below them
 WARM_UP, STEPS = 10, 10
 TOP = 12
 ENDLESS = 1_000_000_000  # steps: an order of samples for ever
@@ -86,7 +91,8 @@ def _profile(request: Request, world: Any) -> Profile:
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     job, state = worker.build(config.override(experiment, {"train.steps": ENDLESS}), world)
-    batches = job.train_feed.train(job.plan, job.strategy.shard.rank, 0, ENDLESS)
+    job = dataclasses.replace(job, stopwatch=Marking())
+    batches = marked(job.train_feed.train(job.plan, job.strategy.shard.rank, 0, ENDLESS))
     state.model.train()
     _steps(job, state, batches, WARM_UP)
     bare, _ = _steps(job, state, batches, STEPS)
@@ -96,9 +102,10 @@ def _profile(request: Request, world: Any) -> Profile:
     slowest = float(world.gather(torch.tensor([bare])).max())
     if request.trace:
         profiler.export_chrome_trace(str(Path(request.folder) / f"trace_rank_{world.ranks.rank}.json.gz"))
-    computing, communicating = _spans(profiler.events(), on_gpu)
+    recorded = profiler.profiler.kineto_results.events()  # these alone say which operator launched a kernel
+    seen = attributed([Recorded.of(event) for event in recorded], on_gpu)
     return Profile(
-        slowest / STEPS, seconds / STEPS, job.plan.batch_size, breakdown(seconds, waited, computing, communicating),
+        slowest / STEPS, seconds / STEPS, job.plan.batch_size, breakdown(seconds, waited, seen),
         _costs(profiler.key_averages(), on_gpu), world.device.type,
     )  # fmt: skip
 
@@ -114,22 +121,110 @@ def _steps(job: Any, state: Any, batches: Iterator[Any], count: int) -> tuple[fl
     return job.world.now() - start, waited
 
 
-def _spans(events: Any, on_gpu: bool) -> tuple[list[Span], list[Span]]:
-    """Return when something was computed and when something was sent, in seconds.
+class Marking:
+    """Marks each forward for the profiler, in the place of the stopwatch that times some."""
 
-    On a GPU, by its kernels; on the CPU, by operators of this thread, and what gloo's threads do.
+    def timed(self, measure: Callable[..., Any]) -> Callable[..., Any]:
+        from torch.profiler import record_function
+
+        def call(*given: Any) -> Any:
+            with record_function(FORWARD):
+                return measure(*given)
+
+        return call
+
+    def read(self) -> float:
+        return 0.0
+
+
+def marked(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches, the making of each marked for the profiler."""
+    from torch.profiler import record_function
+
+    while True:
+        with record_function(DATA):
+            batch = next(batches)
+        yield batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What the profiler saw: an operator, a range or a kernel."""
+
+    name: str
+    begin: float
+    end: float
+    on_gpu: bool = False
+    number: int = 0
+    launched_by: int = 0
+    """The number of the operator that launched a kernel; 0 where that is unknown."""
+
+    @classmethod
+    def of(cls, event: Any) -> Recorded:
+        """Return one of the profiler's own events."""
+        begin = event.start_ns() / 1e9
+        on_gpu = str(event.device_type()).endswith("CUDA")
+        end = begin + event.duration_ns() / 1e9
+        return cls(event.name(), begin, end, on_gpu, event.correlation_id(), event.linked_correlation_id())
+
+    @property
+    def span(self) -> Span:
+        return self.begin, self.end
+
+    @property
+    def talks(self) -> bool:
+        return self.name.lower().startswith(COMMUNICATION)
+
+
+def attributed(events: Sequence[Recorded], on_gpu: bool) -> Seen:
+    """Return when something was computed, by what for, and when something was sent.
+
+    On a GPU, by its kernels: a kernel belongs to the range in which the operator that launched it began. On the CPU, by
+    operators of this thread, and what gloo's threads do. The forward is what `measure` does; where that computes
+    nothing, as on a pipeline's stages, it is what is neither the backward nor the optimizer.
     """
-    computing, communicating = [], []
-    for event in events:
-        span = event.time_range.start / 1e6, event.time_range.end / 1e6
-        talks = event.name.lower().startswith(COMMUNICATION)
-        if str(event.device_type).endswith("CUDA") != on_gpu:
-            continue
-        if talks:
-            communicating.append(span)
-        elif on_gpu or event.name.startswith("aten::"):
-            computing.append(span)
-    return computing, communicating
+    host = [event for event in events if not event.on_gpu]
+    ranges = {prefix: union(event.span for event in host if event.name.startswith(prefix))
+              for prefix in (FORWARD, BACKWARD, OPTIMIZER, DATA)}  # fmt: skip
+    mine = [event for event in events if event.on_gpu] if on_gpu else host
+    talking = [event.span for event in mine if event.talks]
+    work = [event for event in mine if not event.talks]
+    if on_gpu:
+        kernels = [event for event in work if not event.name.startswith(MARKS)]
+        parts = _by_launch(kernels, {event.number: event.begin for event in host}, ranges)
+    else:
+        parts = _by_time(union(event.span for event in work if event.name.startswith("aten::")), ranges)
+    if not parts[FORWARD]:
+        parts = {**parts, FORWARD: parts[""], "": []}
+    return Seen(parts[FORWARD], parts[BACKWARD], parts[OPTIMIZER], parts[""], talking)
+
+
+def _by_time(busy: Sequence[Span], ranges: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]]:
+    """Cut the time in which something was computed up by the ranges; what is in none is under the empty name."""
+    rest, parts = without(busy, ranges[DATA]), {}  # making a batch is waiting for it
+    for name in (OPTIMIZER, BACKWARD, FORWARD):
+        parts[name] = common(rest, ranges[name])
+        rest = without(rest, ranges[name])
+    return {**parts, "": rest}
+
+
+def _by_launch(
+    kernels: Sequence[Recorded], begun: Mapping[int, float], ranges: Mapping[str, Sequence[Span]]
+) -> dict[str, list[Span]]:
+    """Sort kernels by the range in which they were launched; those of no known range go under the empty name."""
+    parts: dict[str, list[Span]] = {name: [] for name in (OPTIMIZER, BACKWARD, FORWARD, DATA, "")}
+    for kernel in kernels:
+        at = begun.get(kernel.launched_by) if kernel.launched_by else None
+        parts[_range_at(at, ranges)].append(kernel.span)
+    return parts
+
+
+def _range_at(moment: float | None, ranges: Mapping[str, Sequence[Span]]) -> str:
+    for name in (OPTIMIZER, BACKWARD, FORWARD, DATA):
+        place = 0 if moment is None else bisect.bisect_right(ranges[name], (moment, math.inf))
+        if moment is not None and place and moment < ranges[name][place - 1][1]:
+            return name
+    return ""
 
 
 def _costs(averages: Any, on_gpu: bool) -> list[Cost]:

@@ -11,7 +11,7 @@ import torch
 
 from rankzero.errors import UserError
 from rankzero.train import checkpoint, optimizers, randomness, strategies
-from rankzero.train.loop import Job, State
+from rankzero.train.job import Job, State
 
 
 def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], None], *, required: bool = False) -> None:

@@ -6,13 +6,23 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 SLOWER = 1.25  # times the others' median: less is noise on a machine that does other things, too
 LATER = 0.1  # of the time waited for data, more than the others
 WINDOWS = 5  # fewer are no pattern
+
+
+class Timer(Protocol):
+    """What a forward is timed with."""
+
+    def timed(self, measure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what to call in the place of `measure`."""
+
+    def read(self) -> float:
+        """Return the seconds of a forward, 0 where none was timed."""
 
 
 class Stopwatch:

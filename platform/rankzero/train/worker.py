@@ -6,23 +6,25 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rankzero import config, experiment_file
 from rankzero.errors import UserError
-from rankzero.events import RunEnded, RunStarted, Status
+from rankzero.events import DataDescribed, RunEnded, RunStarted, Status
 from rankzero.experiment import Experiment
 from rankzero.tracking import ranks as launcher
 from rankzero.tracking.journal import Identity
 from rankzero.tracking.runlog import RunLog
 from rankzero.tracking.secrecy import settings_without_secrets
-from rankzero.train import device, failure, precision, randomness, restore, strategies
+from rankzero.train import device, failure, fingerprint, precision, randomness, restore, strategies
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import make_plan
 from rankzero.train.feed import Feed
-from rankzero.train.loop import Job, State, fit, frozen_heap
+from rankzero.train.gallery import Gallery, class_names
+from rankzero.train.job import Job, State
+from rankzero.train.loop import fit, frozen_heap
 from rankzero.train.meters import Tally
 from rankzero.train.optimizers import as_values, options
 from rankzero.train.request import OUT_OF_MEMORY, Request
@@ -72,7 +74,7 @@ def attempt(request: Request, world: World, stop: Stop) -> Outcome:
         job, state = build(experiment, world)
         device.forget_peak_memory(world)
         restore.newest(log.folder.checkpoints, job, state, log.notice, required=request.resumes)
-        told.started(state.step, job.total_steps)
+        told.started(state.step, job.total_steps, _data(job, request))
         if OUT_OF_MEMORY in request.environment:
             log.notice(f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.plan.batch_size}")
         told.outcome = _train(job, state, log, stop, tally)
@@ -87,11 +89,13 @@ class _Telling:
         self._begun = False
         self.outcome = Outcome("FAILED", "ended without saying why")
 
-    def started(self, step: int = 0, total_steps: int | None = None) -> None:
+    def started(self, step: int = 0, total_steps: int | None = None, data: Sequence[DataDescribed] = ()) -> None:
         if not self._begun:
             self._begun = True
-            now = time.time()
-            self._log(RunStarted(now, self._params, self._environment, self._log.attempt, step, total_steps))
+            tags = {**self._environment, **{f"rankzero.data.{one.context}": one.digest for one in data}}
+            self._log(RunStarted(time.time(), self._params, tags, self._log.attempt, step, total_steps))
+            for one in data:
+                self._log(one)
 
     def ended(self, error: str | None, summary: Mapping[str, float]) -> None:
         self.started()
@@ -113,6 +117,17 @@ def _told(log: RunLog, experiment: Experiment, request: Request, world: World, t
     finally:
         telling.ended(error, {**tally.summary(), "peak_memory_megabytes": device.peak_memory_megabytes(world)})
         log.close()
+
+
+def _data(job: Job, request: Request) -> list[DataDescribed]:
+    """Return what the run's data are, on rank 0."""
+    if not job.world.ranks.first:
+        return []
+    file = request.environment.get("rankzero.experiment_file", request.experiment_file)
+    return [
+        fingerprint.describe(job.train_feed.dataset, "training", file),
+        fingerprint.describe(job.val_feed.dataset, "validation", file),
+    ]
 
 
 def _root_cause(error: BaseException, world: World) -> failure.Failure:
@@ -185,7 +200,8 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Out
     watchdog = Watchdog(train.hang_minutes, world.ranks.rank, lambda failed: _leave_word(failed, log, world))
     try:
         with frozen_heap(), watchdog.watching():
-            reason = fit(dataclasses.replace(job, beat=watchdog.beat), state, log, stop, checkpoints, tally)
+            job = dataclasses.replace(job, beat=watchdog.beat, gallery=_gallery(job, log))
+            reason = fit(job, state, log, stop, checkpoints, tally)
     finally:
         if checkpoints is not None:
             _finish(checkpoints, log, tally)
@@ -205,6 +221,22 @@ def _checkpoints(job: Job, log: RunLog) -> Checkpoints | None:
     if not world.ranks.first:
         return None
     return Checkpoints(log.folder.path, experiment.train.keep, experiment.goal, world.size)
+
+
+def _gallery(job: Job, log: RunLog) -> Gallery:
+    """Return what takes pictures; on other ranks than 0, what calls the experiment's own method."""
+    experiment, world = job.experiment, job.world
+    if not experiment.train.pictures:
+        return Gallery()
+    whole = experiment.train.strategy != "pp" or not world.together  # a stage is no model to call
+    own = experiment.pictures if whole and type(experiment).pictures is not Experiment.pictures else None
+    return Gallery(
+        log.folder.pictures if world.ranks.first else None,
+        total=job.val_feed.samples,
+        classes=class_names(job.val_feed.dataset),
+        own=own,
+        notice=log.notice,
+    )
 
 
 def _leave_word(failed: failure.Failure, log: RunLog, world: World) -> None:

@@ -1,0 +1,122 @@
+"""Pictures of a whole run: learning curves, and where the time of its steps went. Import matplotlib when called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankzero.tracking.drawing import DOTS_PER_INCH, GREY, INK, headings
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from rankzero.tracking.history import Cell
+    from rankzero.tracking.journal import RunFolder
+
+COLOURS = {
+    "forward": "#1f77b4", "backward": "#6baed6", "optimizer": "#9ecae1", "communication": "#e6862c", "data": "#d62728",
+    "other": "#b0b0b0",
+}  # fmt: skip
+STEP, WAIT = "throughput/step_seconds", "throughput/data_wait_fraction"
+MOST_POINTS = 4000  # of a curve: more than a picture has columns
+NARROW = 0.05  # of the bar: a part that has no room for words
+
+
+def draw(folder: RunFolder, into: Path) -> list[Path]:
+    """Draw a run's figures into the folder `into`; none for a run without steps, or without curves of its own."""
+    from rankzero.tracking import curves, history
+    from rankzero.tracking.facts import fold
+    from rankzero.tracking.journal import read_all
+
+    table = history.table(thinned(history.cells(read_all(folder.events))))
+    found = []
+    shown = table[[name for name in table.columns if name in ("step", "time") or name.startswith(("train/", "val/"))]]
+    goal = fold(read_all(folder.events)).goal.metric
+    if len(table) > 1 and curves.write(into / "learning_curves.png", shown, goal):
+        found.append(into / "learning_curves.png")
+    if {STEP, WAIT} <= set(table.columns) and len(table[[STEP, WAIT]].dropna()) > 1:
+        write_steps(into / "step_time.png", table)
+        found.append(into / "step_time.png")
+    return found
+
+
+def thinned(cells: Iterable[Cell]) -> Iterator[Cell]:
+    """Yield at most twice `MOST_POINTS` of each metric, evenly spaced, the last among them. Holds no more."""
+    kept: dict[str, list[Cell]] = {}
+    stride: dict[str, int] = {}
+    count: dict[str, int] = {}
+    last: dict[str, Cell] = {}
+    for cell in cells:
+        name = cell[0]
+        last[name] = cell
+        count[name] = count.get(name, -1) + 1
+        if count[name] % stride.setdefault(name, 1):
+            continue
+        column = kept.setdefault(name, [])
+        column.append(cell)
+        if len(column) >= 2 * MOST_POINTS:
+            del column[1::2]
+            stride[name] *= 2
+    for name, column in kept.items():
+        yield from column
+        if column[-1] is not last[name]:
+            yield last[name]
+
+
+def write_steps(path: Path, table: DataFrame) -> None:
+    """Draw a run's step time over its steps, in the two parts that are measured: waiting for data, and the rest."""
+    from matplotlib.figure import Figure
+
+    known = table[["step", STEP, WAIT]].dropna()
+    whole = 1e3 * known[STEP]
+    waiting = whole * known[WAIT].clip(0, 1)
+    figure = Figure(figsize=(9, 3.9), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    labels = ["waiting for data", "forward, backward, communication, optimizer"]
+    axes.stackplot(known["step"], waiting, whole - waiting, labels=labels, step="pre", alpha=0.85,
+                   colors=[COLOURS["data"], COLOURS["forward"]])  # fmt: skip
+    top = float(whole.quantile(0.98)) * 1.35  # the first steps warm up: they would flatten all others
+    axes.set(
+        xlabel="step", ylabel="milliseconds a step", ylim=(0, top or 1), xlim=(known["step"].min(), known["step"].max())
+    )
+    share = float(waiting.sum() / max(whole.sum(), 1e-12))
+    says = f"median {whole.median():.3g} ms · {share:.0%} waiting for data · the slowest rank's"
+    headings(figure, 3.9, "Step time", says)
+    axes.legend(loc="upper right", ncols=2, frameon=False, reverse=True)
+    _plain(axes)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def write_bar(path: Path, parts: Mapping[str, float], title: str) -> None:
+    """Draw the parts of a step, in seconds by name, as one bar; the words below it where there is no room inside."""
+    from matplotlib.figure import Figure
+
+    whole = sum(parts.values()) or 1.0
+    figure = Figure(figsize=(9, 2.7), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    left = 0.0
+    for name, seconds in parts.items():
+        share = seconds / whole
+        axes.barh(
+            0, 1e3 * seconds, left=1e3 * left, color=COLOURS.get(name, GREY), label=f"{name} {share:.0%}", height=0.6
+        )
+        if share >= NARROW:
+            dark = name in ("forward", "data")
+            axes.text(1e3 * (left + seconds / 2), 0, f"{share:.0%}", ha="center", va="center",
+                      color="white" if dark else INK, fontsize=9)  # fmt: skip
+        left += seconds
+    headings(figure, 2.7, title, "where its time goes, by the profiler; communication: what no computing hides")
+    axes.set(xlabel="milliseconds", xlim=(0, 1e3 * whole), ylim=(-0.4, 0.4))
+    axes.set_yticks([])
+    figure.legend(loc="outside lower center", ncols=len(parts), frameon=False, handlelength=1, columnspacing=1.4)
+    _plain(axes)
+    axes.spines["left"].set_visible(False)
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def _plain(axes: Any) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)

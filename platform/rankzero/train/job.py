@@ -1,0 +1,60 @@
+"""What one training is: what does not change while it goes on, and what does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankzero.experiment import Experiment
+from rankzero.train.data import Plan
+from rankzero.train.feed import Feed
+from rankzero.train.gallery import Gallery
+from rankzero.train.precision import Precision
+from rankzero.train.straggler import Timer
+from rankzero.train.strategies.interface import Arithmetic, Strategy
+from rankzero.train.world import World
+
+
+@dataclasses.dataclass
+class State:
+    """What changes during a run, and what a checkpoint holds."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    base_lrs: list[float]
+    options: list[dict[str, Any]]
+    """The optimizer's, by group, as the experiment makes it."""
+    step: int = 0
+    best: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What does not change during a run."""
+
+    experiment: Experiment
+    world: World
+    plan: Plan
+    total_steps: int
+    precision: Precision
+    strategy: Strategy
+    """Has `State`'s model and optimizer, and divides the work among the ranks."""
+    train_feed: Feed
+    val_feed: Feed
+    stopwatch: Timer
+    beat: Callable[[], None] = lambda: None
+    """Says that this rank gets on; see `watchdog`."""
+    gallery: Gallery = dataclasses.field(default_factory=Gallery)
+    """Takes pictures at evaluations."""
+
+
+def arithmetic(job: Job) -> Arithmetic:
+    """Return how a micro-batch is computed."""
+    precision = job.precision
+    return Arithmetic(
+        job.stopwatch.timed(job.experiment.measure), precision.autocast, precision.scaler, job.plan.accumulation
+    )

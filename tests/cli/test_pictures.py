@@ -1,0 +1,97 @@
+"""Pictures and data sets of real runs, as MLflow has them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cli.conftest import Command, events
+from rankzero.events import DataDescribed, PicturesTaken
+from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.mlflow import Tracker
+
+DIGITS = Path(__file__).parents[2] / "experiments" / "digits.py"
+PICTURED = Path(__file__).parents[1] / "fixtures" / "pictured.py"
+FEW = ("train.epochs=2", "train.log_model=false", "train.save_every=0")
+
+
+def artifacts(rankzero: Command, run: RunFolder) -> Path:
+    record = Tracker(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").find_run(run.path.name)
+    (found,) = (rankzero.folder / "mlruns" / "artifacts").glob(f"*/{record.run_id}/artifacts")
+    return found
+
+
+def inputs(rankzero: Command) -> dict[str, dict[str, tuple[str, str, int]]]:
+    """Return MLflow's data sets, by run and context: name, digest, rows."""
+    found: dict[str, dict[str, tuple[str, str, int]]] = {}
+    query = """select r.name, t.value, d.name, d.digest, d.dataset_profile from inputs i
+        join datasets d on d.dataset_uuid = i.source_id join runs r on r.run_uuid = i.destination_id
+        join input_tags t on t.input_uuid = i.input_uuid and t.name = 'mlflow.data.context'"""
+    with sqlite3.connect(rankzero.folder / "mlruns" / "mlflow.db") as database:
+        for run, context, name, digest, profile in database.execute(query):
+            found.setdefault(run, {})[context] = (name, digest, json.loads(profile)["num_rows"])
+    return found
+
+
+def test_digits_on_two_ranks_show_their_mistakes_in_mlflow(rankzero: Command) -> None:
+    code, output = rankzero("train", DIGITS, "--nproc", 2, *FEW)
+    assert code == 0, output
+    rankzero("sync")
+    (run,) = rankzero.runs
+    folder = artifacts(rankzero, run)
+    steps = [event.step for event in events(run) if isinstance(event, PicturesTaken)]
+    assert steps == [22, 44] and not list(run.pictures.iterdir())
+    keyed = sorted(tuple(path.name.split("+")[:3]) for path in (folder / "images").glob("*.png"))
+    both = ("pictures~confusion_matrix", "pictures~hardest_mistakes")
+    wanted = [(key, "step", str(step)) for key in both for step in steps]
+    assert keyed == [*wanted, ("pictures~training_batch", "step", "22")]
+    assert len(list((folder / "images").glob("*+compressed.webp"))) == len(keyed)
+    ours = [f"pictures/{name}.png" for name in ("confusion_matrix", "hardest_mistakes", "training_batch")]
+    for name in (*ours, "figures/learning_curves.png", "figures/step_time.png"):
+        with Image.open(folder / name) as image:
+            assert min(image.size) > 200
+
+
+def test_runs_on_the_same_data_are_found_by_its_digest(rankzero: Command) -> None:
+    for name, settings in (("one", ()), ("two", ("lr=1e-4", "train.seed=7")), ("other", ("samples=46",))):
+        code, output = rankzero("train", f"{PICTURED}:Showing", "--run-name", name, *settings)
+        assert code == 0, output
+    rankzero("sync")
+    found = inputs(rankzero)
+    assert found["one"] == found["two"] and found["one"]["training"] == found["other"]["training"]
+    assert found["one"]["validation"] != found["other"]["validation"]
+    name, digest, samples = found["one"]["training"]
+    assert name == "Squares" and samples == 64
+    described = [event for event in events(rankzero.runs[0]) if isinstance(event, DataDescribed)]
+    assert [event.context for event in described] == ["training", "validation"] and described[0].digest == digest
+    code, output = rankzero("runs", f"data={digest}", "--json")
+    assert code == 0 and {one["name"] for one in json.loads(output)} == {"one", "two", "other"}
+    record = Tracker(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").find_run("one")
+    assert f"Squares, 64 samples, digest {digest}" in record.tags["mlflow.note.content"]
+    assert {path.name for path in (artifacts(rankzero, rankzero.runs[0]) / "pictures").iterdir()} >= {
+        "input.png", "grey ramp~x.png", "confusion_matrix.png",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shown"), [("fsdp", {"input", "confusion_matrix", "training_batch"}), ("pp", {"training_batch"})]
+)
+def test_a_divided_model_shows_what_rank_0_has_of_it(rankzero: Command, strategy: str, shown: set[str]) -> None:
+    words = (f"train.strategy={strategy}", "train.save_every=0")
+    code, output = rankzero("train", f"{PICTURED}:Showing", "--nproc", 2, *words)
+    assert code == 0 and "note:" not in output, output
+    rankzero("sync")
+    (run,) = rankzero.runs
+    names = {path.stem for path in (artifacts(rankzero, run) / "pictures").iterdir()}
+    assert shown <= names and (strategy == "fsdp" or names == shown)
+
+
+def test_pictures_can_be_switched_off(rankzero: Command) -> None:
+    code, output = rankzero("train", f"{PICTURED}:Showing", "train.pictures=false", "own=raises")
+    assert code == 0 and "pictures" not in output.partition("look:")[2], output
+    (run,) = rankzero.runs
+    assert not run.pictures.exists() and not any(isinstance(event, PicturesTaken) for event in events(run))

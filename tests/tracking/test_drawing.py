@@ -1,0 +1,200 @@
+"""Pictures as PNGs, and their way to MLflow: once, again after a crash, and never what is none of ours."""
+
+from __future__ import annotations
+
+import io
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rankzero.events import PicturesTaken
+from rankzero.tracking import drawing, negatives
+from rankzero.tracking.deliverer import Deliverer
+from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.mlflow import write_image
+from rankzero.tracking.retry import Backoff
+from tracking.fake_tracker import FakeTracker
+from tracking.runs import T0, append, ended, make_folder, started
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return make_folder(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back-off without its waits."""
+    monkeypatch.setattr(Backoff, "over", True)
+
+
+def arrays(classes: int = 3, mistakes: int = 5, **others: Any) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    return {
+        "samples": np.int64(40), "total": np.int64(80), "wrong": np.int64(mistakes), "cut": np.bool_(False),
+        "mistakes": random.integers(0, 256, (mistakes, 6, 6, 3)).astype(np.uint8),
+        "mistakes_true": np.arange(mistakes) % classes, "mistakes_predicted": np.ones(mistakes, int),
+        "mistakes_confidence": np.full(mistakes, 0.5), "confusion": random.integers(0, 9, (classes, classes)),
+        "batch": np.zeros((16, 6, 6, 1), np.uint8), "batch_labels": np.zeros(16, int),
+        "classes": np.array(["a $very$ long name of a class \\frac", "b", "c"], "U"), "own_names": np.array([], "U"),
+        **others,
+    }  # fmt: skip
+
+
+def taken(folder: RunFolder, step: int, content: dict[str, Any] | bytes) -> PicturesTaken:
+    path = folder.pictures / f"step_{step:08d}.npz"
+    if isinstance(content, bytes):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    else:
+        negatives.write(path, content)
+    return PicturesTaken(T0 + step, step, f"pictures/{path.name}")
+
+
+def deliver(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
+    made = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    made.hasten()
+    for _ in range(200):
+        if not made.work() and made.complete:
+            return made
+    raise AssertionError(f"not complete: {made.progress}")
+
+
+@pytest.mark.parametrize("classes", [2, 10, 30, 31, 400])
+@pytest.mark.parametrize("mistakes", [0, 1, 4, 16])
+def test_every_number_of_classes_and_mistakes_can_be_drawn(tmp_path: Path, classes: int, mistakes: int) -> None:
+    if mistakes != 4 and classes != 10:
+        classes = 2
+    drawn = drawing.draw(arrays(classes, mistakes), 7, tmp_path)
+    assert list(drawn) == ["hardest_mistakes", "confusion_matrix", "training_batch"]
+    for path in drawn.values():
+        with Image.open(path) as image:
+            assert image.format == "PNG" and 300 < image.width < 1600 and 200 < image.height < 1600
+
+
+def test_own_images_keep_their_pixels_and_names_stay_apart(tmp_path: Path) -> None:
+    own = {"own_names": np.array(["a/b:c", "a/b_c", "confusion_matrix", "../../up"], "U")}
+    own |= {f"own_{number}": np.full((300, 200, 3), number, np.uint8) for number in range(4)}
+    drawn = drawing.draw(arrays(**own), 7, tmp_path)
+    assert len(drawn) == 7 and all(".." not in key and not key.startswith("/") for key in drawn)
+    with Image.open(next(path for key, path in drawn.items() if key.endswith("up"))) as image:
+        assert image.size == (200, 300) and image.getpixel((0, 0)) == (3, 3, 3)
+
+
+def test_pictures_are_delivered_and_what_they_were_drawn_from_goes(folder: RunFolder) -> None:
+    tracker = FakeTracker()
+    append(folder, started(), taken(folder, 5, arrays()), taken(folder, 9, arrays()), ended())
+    deliverer = deliver(folder, tracker)
+    keys = ["confusion_matrix", "hardest_mistakes", "training_batch"]
+    assert sorted(tracker.pictures) == [(key, step, int((T0 + step) * 1000)) for key in keys for step in (5, 9)]
+    assert not list(folder.pictures.iterdir()) and not deliverer.progress.rejected
+    assert tracker.status == "FINISHED"
+
+
+def test_a_replay_after_a_crash_finds_them_delivered(folder: RunFolder) -> None:
+    tracker = FakeTracker()
+    append(folder, started(), taken(folder, 5, arrays()), ended())
+    deliver(folder, tracker)
+    before = dict(tracker.pictures)
+    (folder.path / "delivery.json").unlink()
+    assert not deliver(folder, tracker).progress.rejected
+    assert tracker.pictures == before
+
+
+def test_a_store_that_is_away_gets_them_later(folder: RunFolder) -> None:
+    tracker, fails = FakeTracker(), iter([True, True, False])
+
+    def fail(name: str, argument: object) -> None:
+        if name == "log_pictures" and next(fails):
+            raise ConnectionError("away")
+
+    tracker.fail = fail
+    append(folder, started(), taken(folder, 5, arrays()), ended())
+    deliver(folder, tracker)
+    assert len(tracker.pictures) == 3 and not list(folder.pictures.iterdir())
+
+
+def pickled() -> bytes:
+    content = io.BytesIO()
+    np.savez(content, mistakes=np.array([print], dtype=object))
+    return content.getvalue()
+
+
+def bomb() -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("confusion.npy", bytes(negatives.MOST_BYTES + (1 << 20)))
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no archive", pickled(), arrays(mistakes_true=np.zeros(2)), arrays(own_names=np.array(["x"], "U"))],
+)
+def test_what_is_none_of_ours_is_set_aside(folder: RunFolder, content: dict[str, Any] | bytes) -> None:
+    tracker = FakeTracker()
+    append(folder, started(), taken(folder, 5, content), ended())
+    progress = deliver(folder, tracker).progress
+    assert progress.rejected == 1 and "pictures of step 5" in progress.reasons[0]
+    assert not tracker.pictures and tracker.status == "FINISHED"
+
+
+def test_a_bomb_is_not_unpacked(folder: RunFolder) -> None:
+    event = taken(folder, 5, bomb())
+    with pytest.raises(ValueError, match="more than was written"):
+        negatives.read(folder.path / event.path)
+
+
+@pytest.mark.parametrize("path", ["../victim.npz", "/etc/hostname", "pictures/link.npz", "pictures", "run.json"])
+def test_nothing_outside_of_the_folder_is_read_or_deleted(folder: RunFolder, path: str) -> None:
+    victim = folder.path.parent / "victim.npz"
+    negatives.write(victim, arrays())
+    folder.pictures.mkdir()
+    (folder.pictures / "link.npz").symlink_to(victim)
+    append(folder, started(), PicturesTaken(T0, 5, path), ended())
+    tracker = FakeTracker()
+    progress = deliver(folder, tracker).progress
+    assert progress.rejected == 1 and "leads out" in progress.reasons[0]
+    assert not tracker.pictures and victim.exists() and (folder.path / "run.json").exists()
+
+
+def test_too_large_pictures_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(negatives, "MOST_BYTES", 1000)
+    with pytest.raises(ValueError, match="too large"):
+        negatives.write(tmp_path / "x.npz", {"big": np.zeros(1001, np.uint8)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_are_named_as_mlflow_names_them_and_the_same_again(tmp_path: Path) -> None:
+    Image.new("RGB", (2000, 1000)).save(tmp_path / "one.png")
+    (tmp_path / "ours").mkdir()
+    for _ in range(2):
+        write_image(tmp_path / "one.png", tmp_path / "ours", "run", "a/b", 7, 1234)
+    tags = logged_by_mlflow(tmp_path / "one.png", tmp_path, "pictures/a/b", 7, 1234)
+    theirs = sorted(path.name for path in (tmp_path / "theirs").rglob("*+step+*"))
+    ours = sorted(path.name for path in (tmp_path / "ours" / "images").iterdir())
+    assert len(theirs) == len(ours) == 2, "written again, they are the same files"
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.split("+")[:5] == other.split("+")[:5] and len(one) == len(other)
+        assert one.endswith("+compressed.webp") == other.endswith("+compressed.webp")
+    assert tags["mlflow.loggedImages"] == "True"
+
+
+def logged_by_mlflow(path: Path, folder: Path, key: str, step: int, milliseconds: int) -> dict[str, str]:
+    """Log an image with MLflow's own client, into ``theirs``; return the run's tags."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations among MLflow's dependencies
+        from mlflow import MlflowClient
+
+        client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+        experiment = client.create_experiment("e", artifact_location=str(folder / "theirs"))
+        run = client.create_run(experiment)
+        with Image.open(path) as image:
+            client.log_image(run.info.run_id, image, key=key, step=step, timestamp=milliseconds, synchronous=True)
+        tags: dict[str, str] = client.get_run(run.info.run_id).data.tags
+        return tags

@@ -1,0 +1,88 @@
+"""Pictures of a whole run: drawn from its journal, uploaded after its end."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from rankzero.events import Event, StepsLogged
+from rankzero.tracking import figures
+from rankzero.tracking.deliverer import Deliverer
+from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.retry import Backoff
+from tracking.fake_tracker import FakeTracker
+from tracking.runs import T0, append, ended, evaluated, make_folder, started, steps
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back-off without its waits."""
+    monkeypatch.setattr(Backoff, "over", True)
+
+
+def speed(step: int, seconds: float = 0.01, wait: float = 0.2) -> Event:
+    return StepsLogged([step], [T0 + step], {figures.STEP: [seconds], figures.WAIT: [wait]})
+
+
+def delivered(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
+    made = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    made.hasten()
+    for _ in range(200):
+        if not made.work() and made.complete:
+            return made
+    raise AssertionError(f"not complete: {made.progress}")
+
+
+BOTH = {"figures/learning_curves.png", "figures/step_time.png"}
+
+
+def test_a_run_has_its_curves_and_its_step_time_once_it_has_ended(tmp_path: Path) -> None:
+    folder, tracker = make_folder(tmp_path), FakeTracker()
+    append(folder, started(), steps(1, 20), speed(10), speed(20), evaluated(20, 0.5), ended())
+    assert not delivered(folder, tracker).progress.rejected
+    assert set(tracker.artifacts) == BOTH
+    assert tracker.calls.index("close_run") < tracker.calls.index("log_artifact"), "nobody waits for pictures"
+
+
+@pytest.mark.parametrize(
+    ("parent", "events"),
+    [
+        (None, [started()]),
+        (None, [started(), steps(1, 1)]),
+        (None, [started(**{"train.pictures": "false"}), steps(1, 20), speed(10), speed(20)]),
+        (None, [started(), steps(1, 9, "search/value")]),
+    ],
+)
+def test_runs_with_nothing_to_show_have_none(tmp_path: Path, parent: str | None, events: list[Event]) -> None:
+    folder, tracker = make_folder(tmp_path, parent=parent), FakeTracker()
+    append(folder, *events, ended())
+    assert not delivered(folder, tracker).progress.rejected
+    assert not tracker.artifacts and tracker.status == "FINISHED"
+
+
+def test_values_that_cannot_be_drawn_cost_the_figures_alone(tmp_path: Path) -> None:
+    folder, tracker = make_folder(tmp_path), FakeTracker()
+    infinite = StepsLogged([1, 2], [T0, T0], {"train/loss": [float("inf"), float("nan")], "val/x": [1e308, -1e308]})
+    append(folder, started(), infinite, speed(1, float("inf"), float("nan")), speed(2, 1e300, 7.0), ended())
+    delivered(folder, tracker)
+    assert tracker.status == "FINISHED"
+
+
+def test_long_curves_are_thinned_evenly_and_keep_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "MOST_POINTS", 100)
+    cells = [(name, step, T0, float(step)) for step in range(10_007) for name in ("a", "b")]
+    kept = [cell[1] for cell in figures.thinned(cells) if cell[0] == "a"]
+    assert kept[0] == 0 and kept[-1] == 10_006 and 50 < len(kept) <= 202
+    assert len({after - before for before, after in itertools.pairwise(kept[:-1])}) == 1
+    assert [cell[1] for cell in figures.thinned(cells[:40]) if cell[0] == "b"] == list(range(20))
+
+
+def test_the_parts_of_a_step_are_drawn(tmp_path: Path) -> None:
+    parts = {"forward": 0.3, "backward": 0.5, "optimizer": 0.1, "communication": 0.02, "data": 0.0, "other": 0.08}
+    figures.write_bar(tmp_path / "bar.png", parts, "A step of 1 ms")
+    figures.write_bar(tmp_path / "nothing.png", dict.fromkeys(parts, 0.0), "A step of 0 ms")
+    with Image.open(tmp_path / "bar.png") as image:
+        assert image.width > 900

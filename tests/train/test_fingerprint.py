@@ -1,0 +1,178 @@
+"""Digests of data: the same for the same data, others for others; cheap, and without a random number."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from rankzero.train.fingerprint import SAMPLES, describe, fingerprint, innermost, spaced
+
+
+def tensors(seed: int = 0, count: int = 100) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(count, 3, 4, generator=generator), torch.arange(count))
+
+
+class Wrapped(Dataset[Any]):
+    """Changes what another makes, at random."""
+
+    def __init__(self, inner: Any, strength: float = 0.1) -> None:
+        self.inner, self.strength = inner, strength
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.inner[index]
+        return x + self.strength * torch.randn_like(x), y
+
+
+class Files(Dataset[Any]):
+    """Like torchvision's ImageFolder: a root, and a list of files with labels."""
+
+    def __init__(self, root: Path, count: int = 50) -> None:
+        self.root = root
+        self.samples = [(str(root / f"class_{n % 3}" / f"{n}.png"), n % 3) for n in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("no file needs to be read")
+
+
+class Computed(Dataset[Any]):
+    """Holds nothing; makes each sample when it is asked for."""
+
+    reads = 0
+
+    def __init__(self, slope: float = 1.0, noisy: bool = False, seconds: float = 0.0) -> None:
+        self._slope, self._noisy, self._seconds = slope, noisy, seconds
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, index: int) -> Any:
+        Computed.reads += 1
+        time.sleep(self._seconds)
+        noise = random.random() + float(np.random.rand()) if self._noisy else 0.0
+        return {"x": np.full(3, self._slope * index + noise), "y": (index % 2, "text")}
+
+
+class Odd:
+    """No data set of anybody's making."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("do not look at me")
+
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError("nor read me")
+
+
+def kinds() -> dict[str, Any]:
+    return {
+        "tensors": tensors(),
+        "subset": Subset(tensors(), range(50)),
+        "other subset": Subset(tensors(), range(50, 100)),
+        "joined": ConcatDataset([tensors(), tensors(1)]),
+        "joined otherwise": ConcatDataset([tensors(1), tensors()]),
+        "wrapped": Wrapped(tensors()),
+        "other numbers": tensors(1),
+        "fewer": tensors(0, 99),
+        "other type": TensorDataset(tensors().tensors[0].double(), tensors().tensors[1]),
+        "files": Files(Path("/data/one")),
+        "fewer files": Files(Path("/data/one"), 49),
+        "computed": Computed(),
+        "computed otherwise": Computed(2.0),
+        "random": Computed(noisy=True),
+        "odd": Odd(),
+        "empty rows": TensorDataset(torch.zeros(5, 0)),
+        "bytes": TensorDataset(torch.zeros(5, 2, dtype=torch.bfloat16), torch.ones(5, dtype=torch.bool)),
+    }
+
+
+@pytest.mark.parametrize("name", list(kinds()))
+def test_the_same_data_have_the_same_digest_whatever_the_random_state(name: str) -> None:
+    torch.manual_seed(1)
+    one = fingerprint(kinds()[name])
+    torch.manual_seed(2)
+    assert fingerprint(kinds()[name]) == one
+    assert len(one[0]) == 16 and one[1]
+
+
+def test_other_data_have_another_digest() -> None:
+    found = {name: fingerprint(dataset)[0] for name, dataset in kinds().items()}
+    assert len(set(found.values())) == len(found), found
+
+
+def test_no_random_number_is_drawn() -> None:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index, union-attr]
+    for dataset in kinds().values():
+        fingerprint(dataset)
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert (np.random.get_state()[1] == before[2]).all()  # type: ignore[index]
+
+
+def test_augmentation_does_not_change_a_digest_and_is_not_even_run() -> None:
+    assert fingerprint(Wrapped(tensors(), 0.1)) == fingerprint(Wrapped(tensors(), 5.0))
+    assert fingerprint(Computed(noisy=True))[1].startswith("its type, its length")
+
+
+def test_where_the_files_lie_does_not_matter() -> None:
+    assert fingerprint(Files(Path("/data/one"))) == fingerprint(Files(Path("/mnt/other")))
+
+
+def test_huge_data_cost_next_to_nothing() -> None:
+    Computed.reads = 0
+    begun = time.perf_counter()
+    fingerprint(TensorDataset(torch.empty(1 << 22, 64, dtype=torch.uint8)))
+    fingerprint(Subset(tensors(), [n % 100 for n in range(1_000_000)]))
+    fingerprint(Computed())
+    assert Computed.reads == 2 * SAMPLES
+    assert time.perf_counter() - begun < 2.0
+
+
+def test_slow_samples_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankzero.train.fingerprint.SECONDS", 0.01)
+    Computed.reads = 0
+    assert fingerprint(Computed(seconds=0.02))[1].startswith("its type, its length") and Computed.reads == 2
+
+
+def test_what_is_said_of_data() -> None:
+    said = describe(Subset(tensors(), range(10)), "training", "experiments/digits.py:Digits")
+    assert (said.name, said.context, said.samples) == ("digits", "training", 10)
+    assert (said.source_type, said.source) == ("code", "experiments/digits.py:Digits")
+    assert said.columns == {"0": "float32[3, 4]", "1": "int64"}
+    files = describe(Wrapped(Files(Path("/data/one"))), "validation", "x.py")
+    assert (files.name, files.source_type, files.source) == ("Files", "local", "/data/one")
+    assert describe(Odd(), "training", "x.py").name == "Odd"
+
+
+def test_passwords_in_a_root_are_taken_out() -> None:
+    said = describe(Files(Path("x")), "training", "x.py")
+    assert said.source.endswith("/x")
+    remote = Files(Path("x"))
+    remote.root = "s3://user:hunter2@bucket/data"  # type: ignore[assignment]
+    assert describe(remote, "training", "x.py").source == "s3://bucket/data"
+
+
+def test_data_sets_that_hold_each_other_come_to_an_end() -> None:
+    one, other = Wrapped(tensors()), Wrapped(tensors())
+    one.inner, other.inner = other, one
+    assert innermost(one) in (one, other)
+
+
+def test_rows_are_spread_from_end_to_end() -> None:
+    assert spaced(3, 64) == [0, 1, 2]
+    rows = spaced(1000, 64)
+    assert len(rows) == 64 and rows[0] == 0 and rows[-1] == 999

@@ -1,0 +1,311 @@
+"""Pictures at evaluations: what is counted, what is shown, when; and that nothing else changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Subset, TensorDataset
+
+from rankzero import config, experiment_file
+from rankzero.events import Evaluated, Event, PicturesTaken
+from rankzero.experiment import Experiment
+from rankzero.tracking import negatives
+from rankzero.tracking.ranks import Ranks
+from rankzero.train import mistakes as module
+from rankzero.train.gallery import LEAST_SECONDS, Gallery, caught, class_names
+from rankzero.train.images import as_bytes
+from rankzero.train.loop import fit
+from rankzero.train.meters import Tally
+from rankzero.train.mistakes import ABSENT, Classified, Mistakes, classified, small
+from rankzero.train.stop import Stop
+from rankzero.train.worker import build
+from rankzero.train.world import World
+from train.conftest import FIXTURES
+
+PICTURED = FIXTURES / "pictured.py"
+
+
+@dataclasses.dataclass
+class Shown:
+    """What a training with pictures left."""
+
+    events: list[Event]
+    notices: list[str]
+    folder: Path
+    weights: list[torch.Tensor]
+
+    @property
+    def taken(self) -> list[PicturesTaken]:
+        return [event for event in self.events if isinstance(event, PicturesTaken)]
+
+    def arrays(self, number: int) -> dict[str, Any]:
+        return negatives.read(self.folder / self.taken[number].path)
+
+    def metrics(self) -> list[tuple[int, dict[str, float]]]:
+        return [(event.step, dict(event.metrics)) for event in self.events if isinstance(event, Evaluated)]
+
+
+def pictured(cls: str = "Pictured", **changes: Any) -> Experiment:
+    named = {key.replace("__", "."): value for key, value in changes.items()}
+    return config.override(experiment_file.load(f"{PICTURED}:{cls}")(), named)
+
+
+def run(experiment: Experiment, folder: Path, watch: bool = True) -> Shown:
+    job, state = build(experiment, World(Ranks(), torch.device("cpu")))
+    events: list[Event] = []
+    notices: list[str] = []
+    own = experiment.pictures if type(experiment).pictures is not Experiment.pictures else None
+    names = class_names(job.val_feed.dataset)
+    folder.mkdir(exist_ok=True)
+    gallery = Gallery(folder / "pictures", total=job.val_feed.samples, classes=names, own=own, notice=notices.append)
+    if watch:
+        job = dataclasses.replace(job, gallery=gallery)
+    fit(job, state, events.append, Stop(), None, Tally())
+    return Shown(events, notices, folder, [one.detach().clone() for one in state.model.parameters()])
+
+
+def a_batch(samples: int, classes: int, seed: int) -> Classified:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.rand(samples, 1, 4, 4, generator=generator)
+    labels = torch.randint(classes, (samples,), generator=generator)
+    return Classified(images, labels, torch.randn(samples, classes, generator=generator))
+
+
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6), classes=st.integers(2, 7), seed=st.integers(0, 999))
+def test_confusions_are_numpys_and_the_mistakes_are_the_hardest(sizes: list[int], classes: int, seed: int) -> None:
+    batches = [a_batch(size, classes, seed + number) for number, size in enumerate(sizes)]
+    seen = Mistakes()
+    for batch in batches:
+        seen.add(batch)
+    found = seen.read()
+    assert found is not None
+    labels = torch.cat([batch.labels for batch in batches])
+    output = torch.cat([batch.output for batch in batches])
+    predicted = output.argmax(1)
+    pairs = (labels * classes + predicted).numpy()
+    assert (found["confusion"].flatten() == np.bincount(pairs, minlength=classes**2)).all()
+    losses = cross_entropy(output, labels, reduction="none")
+    wrong = (predicted != labels).nonzero().flatten()
+    hardest = wrong[losses[wrong].argsort(descending=True)][: module.MOST_SHOWN]
+    assert found["mistakes_true"].tolist() == labels[hardest].tolist()
+    assert found["mistakes_predicted"].tolist() == predicted[hardest].tolist()
+    assert len(found["mistakes"]) == len(hardest) and found["wrong"] == len(wrong) and found["samples"] == sum(sizes)
+
+
+def test_what_waits_is_folded_and_what_is_looked_at_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FOLD_ROWS", 16)
+    monkeypatch.setattr(module, "MOST_SAMPLES", 100)
+    seen = Mistakes()
+    for seed in range(30):
+        seen.add(a_batch(10, 3, seed))
+        assert seen._rows < 16
+    found = seen.read()
+    assert found is not None and found["confusion"].sum() == found["samples"] == 100 and found["cut"]
+
+
+@pytest.mark.parametrize("label", [-100, 3])
+def test_labels_that_are_no_classes_give_no_pictures(label: int) -> None:
+    batch = a_batch(8, 3, 0)
+    batch.labels[2] = label
+    seen = Mistakes()
+    seen.add(batch)
+    assert seen.read() is None
+
+
+def test_outputs_that_are_no_numbers_do_no_harm() -> None:
+    batch = a_batch(8, 3, 0)
+    batch.output[1:4] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    batch.images[:] = float("nan")
+    seen = Mistakes()
+    seen.add(batch)
+    found = seen.read()
+    assert found is not None and found["confusion"].sum() == 8 and found["mistakes"].max() == 0
+
+
+def test_many_classes_have_mistakes_and_no_table() -> None:
+    seen = Mistakes()
+    seen.add(a_batch(20, module.MOST_CLASSES + 1, 0))
+    found = seen.read()
+    assert found is not None and "confusion" not in found and len(found["mistakes"]) == module.MOST_SHOWN
+
+
+def test_large_images_are_made_small() -> None:
+    assert small(torch.rand(2, 3, 512, 256)).shape == (2, 3, module.MOST_PIXELS, module.MOST_PIXELS // 2)
+    assert small(torch.rand(2, 1, 8, 8)).shape == (2, 1, 8, 8)
+
+
+X, Y, OUT = torch.rand(4, 3, 5, 5), torch.tensor([0, 1, 0, 1]), torch.rand(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "output"),
+    [
+        ((X, Y), OUT[:, :1]),
+        ((X, Y), OUT.flatten()),
+        ((X, Y), OUT[:2]),
+        ((X, Y), OUT.long()),
+        ((X, Y), {"logits": OUT}),
+        ((X, Y.float()), OUT),
+        ((X, Y > 0), OUT),
+        ((X, Y.view(2, 2)), OUT),
+        ((X, Y[:3]), OUT),
+        ((X.flatten(1), Y), OUT),
+        ((X[:, :2], Y), OUT),
+        ((X.byte(), Y), OUT),
+        ((X[:0], Y[:0]), OUT[:0]),
+        ((X, Y, Y), OUT),
+        ({"x": X, "y": Y}, OUT),
+        (X, OUT),
+        (None, None),
+    ],
+)
+def test_what_is_no_batch_of_labelled_images_is_left_alone(batch: Any, output: Any) -> None:
+    assert classified((X, Y), OUT) is not None
+    assert classified(batch, output) is None
+
+
+def test_pictures_change_no_metric_no_weight_and_no_random_number(tmp_path: Path) -> None:
+    bare = run(pictured(), tmp_path / "bare", watch=False)
+    after = torch.rand(3)
+    shown = run(pictured("Showing"), tmp_path / "shown")
+    assert torch.equal(torch.rand(3), after)
+    assert shown.taken and not bare.taken and not shown.notices
+    assert shown.metrics() == bare.metrics()
+    assert all(torch.equal(one, other) for one, other in zip(shown.weights, bare.weights, strict=True))
+
+
+def test_the_first_evaluation_and_the_last_are_shown_with_the_names_of_classes(tmp_path: Path) -> None:
+    shown = run(pictured(), tmp_path)
+    assert [event.step for event in shown.taken] == [3, 12]
+    first, last = shown.arrays(0), shown.arrays(1)
+    assert first["classes"].tolist() == ["dark", "middling", "bright"]
+    assert first["batch"].shape == (16, 6, 6, 1) and first["batch"].dtype == np.uint8 and "batch" not in last
+    assert last["confusion"].sum() == last["samples"] == last["total"] == 45
+    accuracy = dict(shown.metrics())[12]["val/accuracy"]
+    assert last["confusion"].trace() / 45 == pytest.approx(accuracy) and last["wrong"] == round(45 * (1 - accuracy))
+
+
+def test_a_compiled_model_is_watched_too(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    model.compile(backend="eager")
+    outputs: list[torch.Tensor] = []
+    x = torch.rand(4, 3)
+    before = model(x)
+    with caught(model, outputs):
+        seen = model(x)
+        assert outputs[0] is seen and torch.equal(seen, before)
+        model(x), model(x)
+    model(x)
+    assert len(outputs) == 2, "no more than are needed are kept, and none afterwards"
+
+
+def test_a_model_that_is_called_twice_has_no_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = pictured()
+    once = type(experiment).measure
+
+    def twice(self: Any, model: Any, batch: Any) -> Any:
+        model(batch[0])
+        return once(self, model, batch)
+
+    monkeypatch.setattr(type(experiment), "measure", twice)
+    shown = run(experiment, tmp_path)
+    assert "confusion" not in shown.arrays(0) and len(shown.taken) == 1 and not shown.notices
+
+
+def test_own_pictures_are_kept_as_bytes(tmp_path: Path) -> None:
+    found = run(pictured("Showing", channels=3), tmp_path).arrays(0)
+    assert found["own_names"].tolist() == ["input", "grey ramp/x"]
+    assert found["own_0"].shape == (6, 6, 3) and found["own_1"].shape == (8, 8, 1)
+
+
+@pytest.mark.parametrize(("own", "says"), [("raises", "no such picture"), ("odd", r"'odd': an image has the shape")])
+def test_own_pictures_that_fail_are_told_once_and_cost_nothing_else(tmp_path: Path, own: str, says: str) -> None:
+    shown = run(pictured("Showing", own=own), tmp_path)
+    (notice,) = shown.notices
+    assert says.replace("'", "") in notice.replace("'", "") and len(shown.metrics()) == 4
+    assert [event.step for event in shown.taken] == [3, 12]
+
+
+def test_a_full_disk_ends_the_pictures_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(negatives, "write", full)
+    shown = run(pictured(), tmp_path)
+    assert len(shown.metrics()) == 4 and not shown.taken
+    assert shown.notices == ["no more pictures: OSError: [Errno 28] No space left on device"]
+
+
+def test_pictures_of_new_bests_come_now_and_then() -> None:
+    gallery = Gallery()
+    assert gallery.due(better=False, last=False, seconds=0.5), "the first evaluation"
+    assert not gallery.due(better=True, last=False, seconds=LEAST_SECONDS)
+    assert not gallery.due(better=False, last=False, seconds=50.0)
+    assert gallery.due(better=True, last=False, seconds=50.0)
+    assert gallery.due(better=False, last=True, seconds=50.1)
+    day = [gallery.due(better=True, last=False, seconds=float(at)) for at in range(60, 86400, 5)]
+    assert 50 < sum(day) < 120
+
+
+def test_class_names_are_found_in_what_a_subset_is_of() -> None:
+    inner = TensorDataset(X, Y)
+    assert class_names(Subset(inner, [0])) == []
+    inner.classes = ("cat", "dog")  # type: ignore[attr-defined]
+    assert class_names(Subset(Subset(inner, [0, 1]), [0])) == ["cat", "dog"]
+    looped = Subset(inner, [0])
+    looped.dataset = looped
+    assert class_names(looped) == []
+
+
+def images() -> dict[str, tuple[Any, tuple[int, ...]]]:
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(figsize=(2, 1))
+    figure.subplots()
+    return {
+        "tensor": (torch.rand(3, 5, 7), (5, 7, 3)),
+        "bytes": (torch.zeros(5, 7, dtype=torch.uint8), (5, 7, 1)),
+        "half": (torch.rand(1, 5, 7).bfloat16(), (5, 7, 1)),
+        "array": (np.random.default_rng(0).normal(size=(5, 7, 3)), (5, 7, 3)),
+        "mask": (np.ones((5, 7), bool), (5, 7, 1)),
+        "pil": (Image.new("L", (7, 5)), (5, 7, 3)),
+        "figure": (figure, (120, 240, 3)),
+        "huge": (torch.zeros(5000, 10), (1667, 4, 1)),
+    }
+
+
+@pytest.mark.parametrize("name", list(images()))
+def test_every_kind_of_image_becomes_bytes(name: str) -> None:
+    image, shape = images()[name]
+    found = as_bytes(image)
+    assert found.shape == shape and found.dtype == np.uint8
+
+
+@pytest.mark.parametrize("odd", ["a path", None, torch.zeros(2, 2, 2, 2), np.zeros((5, 5, 2)), np.array([["a"]])])
+def test_what_is_no_image_is_said(odd: Any) -> None:
+    with pytest.raises(ValueError, match=r"is no tensor|shape|numbers"):
+        as_bytes(odd)
+
+
+def test_the_first_training_batch_is_kept_as_it_was(tmp_path: Path) -> None:
+    gallery = Gallery(tmp_path / "pictures")
+    batches = ((torch.full((20, 1, 2, 2), float(number)), torch.arange(20)) for number in itertools.count())
+    passed = gallery.training(batches)
+    first = next(passed)
+    first[0].mul_(0).add_(9.0)
+    assert next(passed)[0][0, 0, 0, 0] == 1.0
+    assert gallery._trained is not None
+    images, labels = gallery._trained
+    assert len(images) == 16 and not images.any() and labels.tolist() == list(range(16))
+    assert ABSENT < 0
