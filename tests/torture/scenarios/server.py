@@ -11,7 +11,7 @@ from rankzero.events import RunEnded
 from rankzero.tracking.journal import read_all
 from torture import promises
 from torture.disks import Disk, small_disk
-from torture.ground import GRACE_SECONDS, Broken, Command, Ground
+from torture.ground import GRACE_SECONDS, Broken, Command, Ground, wait_for
 from torture.promises import Losses
 from torture.proxy import MODES, Proxy
 from torture.scenarios.training import SETTINGS, TINY, at_a_random_moment, ends, finished, the_run
@@ -106,7 +106,11 @@ def full_store_disk(ground: Ground, reference: Losses) -> None:
 
 
 def _fill_now_and_then(ground: Ground, command: Command, disk: Disk, what: str) -> None:
-    """Fill a disk that the training itself does not need, until that has ended well and everything is delivered."""
+    """Fill a disk that the training itself does not need, until that has ended well and everything is delivered.
+
+    Not before there is a run: a store that cannot be written then is told in a message, and nothing is begun.
+    """
+    wait_for(lambda: ground.the_run() is not None or not command.running)
     at_a_random_moment(ground, command)
     while command.running and len(ground.faults) < 4:
         disk.fill()
