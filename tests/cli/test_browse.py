@@ -113,7 +113,7 @@ def test_runs_as_json_have_the_same_keys(here: Here) -> None:
     assert [one["name"] for one in found] == ["second", "first"]
     assert {tuple(one) for one in found} == {
         ("name", "experiment", "status", "reason", "started", "seconds", "goal", "best", "samples_per_second",
-         "undelivered", "parent", "mlflow_run_id", "params", "metrics")
+         "undelivered", "parent", "mlflow_run_id", "data", "params", "metrics")
     }  # fmt: skip
     assert found[0]["params"]["lr"] == "0.001" and 0 <= found[0]["metrics"]["val/accuracy"] <= 1
     assert json.loads(here("runs", "--json", "status=FAILED")[1]) == []
