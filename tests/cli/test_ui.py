@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
-from cli.conftest import TINY, Command, command_in, free_port
+from cli.conftest import SECONDS, TINY, Command, command_in, free_port
 from rankzero.tracking.mlflow import RunRecord, Tracker
 from rankzero.tracking.saved_view import BUSY_GPUS, WHOLE_SPEED
 from tracking.test_gpu import card, compile_stub
@@ -71,10 +71,10 @@ def _fill(rankzero: Command, gpus: dict[str, str]) -> None:
         "--challengers", 1, "--study", STUDY,
     )]  # fmt: skip
     for process in started:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, output
     environ = {**rankzero.environ, **gpus, **card(0), **card(1, "whole_idle")}
-    subprocess.run([sys.executable, "-c", OWN_LOOP], cwd=rankzero.folder, env=environ, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", OWN_LOOP], cwd=rankzero.folder, env=environ, check=True, timeout=SECONDS)
     assert rankzero("sync")[0] == 0
 
 
@@ -141,7 +141,7 @@ def see_curve(page: Page, title: str) -> None:
     expect(chart.locator(".scatterlayer path.js-line").first).to_be_attached()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_runs_come_with_columns_and_charts_that_say_something(shown: Shown, page: Page, pictures: Path) -> None:
     """The table: status, goal, samples/s, batch size, lr, precision, duration, GPU use. The charts: a handful first."""
     page.goto(shown.runs)
@@ -158,7 +158,7 @@ def test_runs_come_with_columns_and_charts_that_say_something(shown: Shown, page
     page.screenshot(path=pictures / "charts.png")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_the_newest_run_has_its_curve_and_its_machine(shown: Shown, page: Page, pictures: Path) -> None:
     page.goto(shown.runs)
     page.get_by_role("link", name=NEWEST).click()
@@ -178,7 +178,7 @@ def test_the_newest_run_has_its_curve_and_its_machine(shown: Shown, page: Page, 
     page.screenshot(path=pictures / "system.png")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_a_study_has_its_pictures_and_they_come_from_here(shown: Shown, page: Page, pictures: Path) -> None:
     page.goto(run_page(shown, STUDY))
     expect(page.get_by_text("val/accuracy", exact=False).first).to_be_visible()
@@ -197,7 +197,7 @@ def test_a_study_has_its_pictures_and_they_come_from_here(shown: Shown, page: Pa
     page.screenshot(path=pictures / "pareto.png")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_trials_sort_by_their_speed(shown: Shown, page: Page, pictures: Path) -> None:
     page.goto(shown.runs)
     study = shown.records[STUDY].run_id
@@ -215,7 +215,7 @@ def test_trials_sort_by_their_speed(shown: Shown, page: Page, pictures: Path) ->
     page.screenshot(path=pictures / "trials.png")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_two_runs_side_by_side(shown: Shown, page: Page, pictures: Path) -> None:
     page.goto(shown.runs)
     for name in ("lr-0.05", "lr-0.1"):

@@ -45,13 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     _require_free(who)
     store.prepare_store(store.default_tracking_uri(arguments.dir))
+    empty = store.is_empty(arguments.dir / store.DATABASE)
     environ, says = store.server_environment(os.environ), ""
     if who.authenticated:
         environ, says = server.with_users(arguments.dir, environ)
     command = server.command(arguments.dir, who)
     process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     with process, _ended_with_us(process):
-        links = list(_links(arguments.dir, who.address))  # meanwhile the server starts
+        links = list(_links(arguments.dir, who.address, empty))  # meanwhile the server starts
         _wait_until_up(process, who.address)
         print(f"MLflow UI: {who.address}  (Ctrl-C ends it)", flush=True)
         print(says or _warning(who), end="\n" if says or _warning(who) else "", flush=True)
@@ -93,12 +94,13 @@ def _wait_until_up(process: subprocess.Popen[bytes], address: str) -> None:
     raise RunFailed(f"MLflow's server did not answer on {address} within {STARTUP_SECONDS:.0f} s")
 
 
-def _links(root: Path, address: str) -> Iterator[str]:
+def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
     """Return where to begin: the runs of the newest run's experiment, with columns that say something; that run."""
     runs = catalog.listed(root / "runs")
     if not runs:
         return
-    found = _save_views(store.default_tracking_uri(root), runs)
+    # An empty store's tables are the server's to make: not by two processes at once.
+    found = {} if empty else _save_views(store.default_tracking_uri(root), runs)
     if runs[0].experiment in found:
         yield f"runs: {store.runs_link(address, found[runs[0].experiment], saved_view.QUERY)}"
     for one in runs:

@@ -88,7 +88,7 @@ def make_tables(tracking_uri: str, make: Callable[[str], object]) -> None:
     if path is None:
         return
     with _alone(path.parent):
-        if _is_empty(path):
+        if is_empty(path):
             for left in path.parent.glob(f"{SETUP}*"):
                 shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=SETUP, dir=path.parent) as folder:
@@ -192,7 +192,8 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_empty(path: Path) -> bool:
+def is_empty(path: Path) -> bool:
+    """Tell whether a database has no tables yet."""
     with contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
         return database.execute("SELECT 1 FROM sqlite_master").fetchone() is None
 
