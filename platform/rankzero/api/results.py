@@ -135,7 +135,7 @@ class Run:
 
 
 _COLUMNS = ("name", "experiment", "status", "reason", "started", "seconds", "goal", "best", "samples_per_second",
-            "undelivered", "parent", "mlflow_run_id")  # fmt: skip
+            "undelivered", "parent", "mlflow_run_id", "data")  # fmt: skip
 
 
 def _row(one: Summary) -> dict[str, Any]:
