@@ -16,6 +16,7 @@ from rich.console import Console as Terminal
 from rich.live import Live
 from rich.table import Table
 
+from rankzero.cli.terminal import is_interactive
 from rankzero.cli.view import View, progress_line, progress_panel
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
@@ -83,7 +84,7 @@ class Console:
     @contextlib.contextmanager
     def status(self, text: str) -> Iterator[None]:
         """Show that something goes on for the duration of the block."""
-        if self._terminal.is_terminal:
+        if is_interactive():
             with self._terminal.status(text):
                 yield
         else:
@@ -108,7 +109,7 @@ class Console:
 
     @contextlib.contextmanager
     def _display(self) -> Iterator[None]:
-        if not self._terminal.is_terminal:
+        if not is_interactive():
             yield
             return
         with Live(console=self._terminal, refresh_per_second=4, transient=True) as self._live:

@@ -12,7 +12,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
-from rankzero.cli.terminal import plain_or_fitting
+from rankzero.cli.terminal import is_interactive, plain_or_fitting
 from rankzero.errors import UserError
 from rankzero.events import RunStarted
 from rankzero.tracking import catalog, differences, facts, provenance, report
@@ -57,7 +57,7 @@ def is_study(folder: RunFolder) -> bool:
 def show_markdown(text: str) -> None:
     """Print Markdown: set for a terminal, as it is into a pipe."""
     text, terminal = report.for_terminal(text), plain_or_fitting()
-    if terminal.is_terminal:
+    if is_interactive():
         terminal.print(Markdown(text, code_theme="ansi_dark"))
     else:
         print(text, end="")

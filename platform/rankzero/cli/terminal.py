@@ -12,3 +12,8 @@ ENDLESS = 10_000  # columns
 def plain_or_fitting() -> Console:
     """Return where tables go. Colours are for terminals, and follow NO_COLOR."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else ENDLESS)
+
+
+def is_interactive() -> bool:
+    """Tell whether output may be drawn over: on a terminal, whatever FORCE_COLOR says, which notebooks and CI set."""
+    return sys.stdout.isatty()
