@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+from optuna.trial import FrozenTrial
 
 from rankzero import Experiment, Goal, Train
 from rankzero.search import members, plan
@@ -99,3 +103,33 @@ def test_several_at_once_do_no_more_trials_than_were_asked_for(tmp_path: Path) -
     at_once(*(lambda: session(opened(tmp_path), 7).help(plan.guesses(SPACE)) for _ in range(4)))
     session(study, 7).run(plan.guesses(SPACE))
     assert len(counted(study)) == 7 and not plan.running(study.trials())
+
+
+def test_one_that_others_took_for_dead_goes_on_and_its_trial_counts_for_nothing(tmp_path: Path) -> None:
+    study, other = opened(tmp_path), opened(tmp_path)
+    number, _ = study.ask()
+    study._open[number].set_user_attr(OWNER, DEAD)  # as if it had been silent for minutes
+    assert other.recover() == [number]
+    assert study.report(number, 3, 0.5)
+    study.tell(number, "COMPLETE", 1.0, {}, {"run": "late"})
+    assert study.trials()[number].state == "FAIL" and counted(study) == []
+    assert study.ask()[0] == number + 1
+
+
+def test_a_trial_that_is_being_drawn_gets_a_while_by_the_clock_of_who_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, other = opened(tmp_path), opened(tmp_path)
+    number = study._study.ask().number
+    monkeypatch.setattr(FrozenTrial, "datetime_start", datetime.datetime(1999, 1, 1))  # another zone, a wrong clock
+    assert other.recover() == []
+    monkeypatch.setattr("rankzero.search.study.ASKING_SECONDS", 0.0)
+    assert other.recover() == [number]
+
+
+def test_what_an_older_version_abandoned_stays_abandoned(tmp_path: Path) -> None:
+    study = opened(tmp_path)
+    study.note("abandoned", [3, 5])
+    study.abandon(4)
+    study.abandon(5)
+    assert study.abandoned == [3, 4, 5]

@@ -7,8 +7,8 @@ and the trial's number, so a study that was interrupted goes on with what it wou
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,9 +30,10 @@ PRUNERS = ("asha", "hyperband", "median", "none")
 # or a large batch's few first steps say little.
 RUNGS, FIRST_RUNG = 12, 3
 STARTUP_TRIALS = 6  # drawn at random, those given included, before the sampler's model is trusted
-ASKING_SECONDS = 30.0  # from a trial's first trace in the database until its owner's name is there, at most
+ASKING_SECONDS = 60.0  # from a trial's first trace in the database until its owner's name is there, at most
 GRID_POINTS = 5  # of a range that is not a list
 OWNER, ABANDONED = "owner", "abandoned "
+ABANDONED_BEFORE = "abandoned"  # a list, in studies of older versions
 
 
 class Study:
@@ -42,6 +43,8 @@ class Study:
         self._study, self._sampler, self._seed = study, sampler, seed
         self._distributions: dict[str, BaseDistribution] = {}
         self._open: dict[int, optuna.Trial] = {}
+        self._ownerless: dict[int, float] = {}
+        """Trials that are being drawn -> when they were first seen, by this process's clock: others' may differ."""
         self.members = members.Members(self)
 
     @property
@@ -54,6 +57,11 @@ class Study:
 
     def ask(self, parameters: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """Return the next trial's number and parameters: these, or what the sampler draws."""
+        while True:
+            with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):  # others took this process for dead
+                return self._asked(parameters)
+
+    def _asked(self, parameters: Mapping[str, Any] | None) -> tuple[int, dict[str, Any]]:
         self._study.sampler = self._drawing() if parameters is None else given(parameters)
         trial = self._study.ask(self._distributions)
         trial.set_user_attr(OWNER, members.name())
@@ -67,21 +75,34 @@ class Study:
     def report(self, number: int, resource: int, value: float) -> bool:
         """Note a trial's progress at a common resource; return whether it should be pruned."""
         trial = self._open[number]
-        trial.report(value, resource)
+        try:
+            trial.report(value, resource)
+        except optuna.exceptions.UpdateFinishedTrialError:
+            return True  # others took this process for dead, and try the same again
         return bool(trial.should_prune())
 
     def tell(
         self, number: int, state: State, value: float | None, constraints: Mapping[str, float], facts: Mapping[str, Any]
     ) -> None:
-        """End a trial. `constraints`: the same keys for every trial that is COMPLETE or PRUNED."""
+        """End a trial. `constraints`: the same keys for every trial that is COMPLETE or PRUNED.
+
+        Nothing happens where others took this process for dead: the trial is abandoned, and tried again.
+        """
         trial = self._open.pop(number)
+        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+            self._tell(trial, state, value, constraints, facts)
+
+    def _tell(
+        self, trial: optuna.Trial, state: State, value: float | None, constraints: Mapping[str, float],
+        facts: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         for name, fact in facts.items():
             trial.set_user_attr(name, fact)
         for key, violation in constraints.items():
             trial.set_constraint(key, violation)
         # The grid's sampler would stop a loop that is not Optuna's, and raise; the others have nothing to do here.
         self._study.sampler = optuna.samplers.RandomSampler()
-        self._study.tell(number, value if state == "COMPLETE" else None, TrialState[state])
+        self._study.tell(trial, value if state == "COMPLETE" else None, TrialState[state])
 
     def note(self, name: str, fact: Any) -> None:
         """Keep a fact about the study as a whole."""
@@ -110,14 +131,16 @@ class Study:
 
     def _is_being_done(self, found: optuna.trial.FrozenTrial) -> bool:
         """Tell whether somebody is at a trial; whose it is, is known a moment after it is there."""
-        if OWNER in found.user_attrs or found.datetime_start is None:
-            return self.members.live(found.user_attrs.get(OWNER))
-        return (datetime.datetime.now() - found.datetime_start).total_seconds() < ASKING_SECONDS
+        if OWNER in found.user_attrs:
+            return self.members.live(found.user_attrs[OWNER])
+        return time.monotonic() - self._ownerless.setdefault(found.number, time.monotonic()) < ASKING_SECONDS
 
     @property
     def abandoned(self) -> list[int]:
         """Return the trials that count as if they had never been, by number."""
-        return sorted(int(name.removeprefix(ABANDONED)) for name in self.facts if name.startswith(ABANDONED))
+        facts = self.facts
+        told = (int(name.removeprefix(ABANDONED)) for name in facts if name.startswith(ABANDONED))
+        return sorted({*told, *facts.get(ABANDONED_BEFORE, ())})
 
     def abandon(self, number: int) -> None:
         """Note that a trial was interrupted: it is to be tried again, as if it had never been.
