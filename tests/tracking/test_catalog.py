@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,14 @@ def test_of_what_has_ended_the_last_report_is_read_whole(tmp_path: Path) -> None
     assert (found.metrics["val/accuracy"], found.seconds, found.params["lr"]) == (0.2, 100.0, "0.1")
     append(folder, started(2, step=20))
     assert len(summary.tail(folder.events)) == 11
+
+
+def test_a_long_journal_without_an_evaluation_takes_as_long_as_it_is_long(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), *(steps(n, n) for n in range(1, 8000)), ended())
+    before = time.process_time()
+    assert summary.read_summary(folder).metrics["train/loss"] == 1 / 7999
+    assert time.process_time() - before < 3.0  # seconds: a tenth of one; 10 when each event had all others read again
 
 
 def test_what_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

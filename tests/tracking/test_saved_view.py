@@ -55,3 +55,5 @@ def test_a_view_is_saved_and_kept_as_somebody_changed_it(sqlite: str) -> None:
     changed = json.dumps({**json.loads(value), "updatedAt": saved_view.SINCE + 1})
     tracker._client.set_experiment_tag(opened.experiment_id, saved_view.TAG, changed)
     assert save(value) == changed
+    tracker._client.delete_experiment(opened.experiment_id)
+    assert tracker.save_view("new", saved_view.TAG, value, saved_view.is_ours) is None

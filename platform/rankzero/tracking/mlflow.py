@@ -328,7 +328,7 @@ class Tracker:
     def save_view(self, experiment: str, tag: str, value: str, may_replace: Callable[[str | None], bool]) -> str | None:
         """Set an experiment's tag where what it has `may_replace`; return the experiment's id, None without one."""
         found = self._client.get_experiment_by_name(experiment)
-        if found is None:
+        if found is None or found.lifecycle_stage == "deleted":
             return None
         known = found.tags.get(tag)
         if known != value and may_replace(known):

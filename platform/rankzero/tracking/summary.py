@@ -159,36 +159,61 @@ def last_end(events: Iterable[Event]) -> RunEnded | None:
 def _decoded_from_the_end(lines: Sequence[bytes]) -> list[Event]:
     """Return the events, oldest first; of a run that has ended, from the last whole report on, if that tells all."""
     found: list[Event] = []
+    told = _Told()
     for line in reversed(lines):
         try:
             event = decode(line.decode(errors="replace"))
         except ValueError:
             continue  # the first line is cut, the last may be torn
-        if _is_older(event, found) and _has_ended(found) and _tells_all(found):
+        if told.ended and told.all and told.is_newer_than(event):
             break
         found.append(event)
+        told.add(event)
     return found[::-1]
 
 
-def _is_older(event: Event, newer: Iterable[Event]) -> bool:
-    """Tell whether the event belongs to a report before that of `newer`: decoding one costs more than reading it."""
-    step = _step(event)
-    return step is not None and step != next(filter(None, map(_step, newer)), step)
+def _tells_all(events: Sequence[Event]) -> bool:
+    told = _Told()
+    for event in reversed(events):
+        told.add(event)
+    return told.all
+
+
+class _Told:
+    """What is known of a run when its newest events, in this order, have been read."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+        self._evaluated = False
+        self._step: int | None = None
+        self.ended: bool | None = None
+        """Whether it has; None: nothing says so yet."""
+
+    def add(self, event: Event) -> None:
+        if self._step is None:
+            self._step = _step(event)
+        if isinstance(event, StepsLogged):
+            self._logged.update(event.metrics)
+        elif isinstance(event, Evaluated):
+            self._evaluated = True
+        elif isinstance(event, (RunStarted, RunEnded)) and self.ended is None:
+            self.ended = isinstance(event, RunEnded)
+
+    @property
+    def all(self) -> bool:
+        """Tell whether that is an evaluation, the speed, and what a step logs."""
+        return self._evaluated and SPEED in self._logged and len(self._logged) > OF_A_REPORT
+
+    def is_newer_than(self, event: Event) -> bool:
+        """Tell whether the event belongs to an older report: decoding one costs more than reading it."""
+        step = _step(event)
+        return step is not None and self._step not in (None, step)
 
 
 def _step(event: Event) -> int | None:
     if isinstance(event, StepsLogged):
         return event.steps[-1] if event.steps else None
     return event.step if isinstance(event, Evaluated) else None
-
-
-def _has_ended(newest_first: Iterable[Event]) -> bool:
-    return isinstance(next((one for one in newest_first if isinstance(one, (RunStarted, RunEnded))), None), RunEnded)
-
-
-def _tells_all(events: list[Event]) -> bool:
-    logged = {key for event in events if isinstance(event, StepsLogged) for key in event.metrics}
-    return any(isinstance(event, Evaluated) for event in events) and (SPEED in logged) and len(logged) > OF_A_REPORT
 
 
 def _newest(events: Iterable[Event]) -> dict[str, float]:
