@@ -12,8 +12,9 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, synchronize
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ PASSED_ON = {
     signal.SIGUSR1: signal.SIGUSR1,
 }  # fmt: skip
 TRANSLATED = {signal.SIGUSR2: signal.SIGUSR2, signal.SIGQUIT: signal.SIGKILL}
+LOOK_SECONDS = 0.01
 SHUTDOWN_SECONDS = 30  # what a rank gets to leave once another has failed, before SIGKILL
 
 
@@ -110,13 +112,35 @@ def _spec(nodes: Nodes, entry: Callable[[Any], str], request: Any) -> Any:
     return WorkerSpec(
         role="rank",
         local_world_size=nodes.processes,
-        entrypoint=entry,
-        args=(request,),
+        entrypoint=enter,
+        args=(entry, request),
         rdzv_handler=registry.get_rendezvous_handler(parameters),
         max_restarts=nodes.max_restarts,
         monitor_interval=MONITOR_SECONDS,
         local_addr="localhost" if nodes.nodes == 1 else None,
     )
+
+
+def enter(entry: Callable[[Any], str], request: Any) -> str:
+    """Run `entry(request)` in a worker, and see to it that the agent outlives the worker's death afterwards.
+
+    A worker that has returned waits for the agent's event, which lets all of them go; to set it, the agent waits for
+    each that sleeps on it to wake, for ever where one was killed meanwhile (seen with PyTorch 2.15). Who looks does
+    not sleep.
+    """
+    result = entry(request)
+    synchronize.Event.wait = wait_by_looking  # type: ignore[assignment, method-assign]
+    return result
+
+
+def wait_by_looking(event: Any, timeout: float | None = None) -> bool:
+    """Wait for an event of multiprocessing's without a trace in it: no lock, no place among the sleepers."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while event._flag._semlock._is_zero():
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True
 
 
 def _log_specs(logs: Path) -> Any:

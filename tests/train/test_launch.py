@@ -1,0 +1,40 @@
+"""How workers leave, and that the agent outlives those that are killed at that moment."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from multiprocessing.synchronize import Event
+
+from rankzero.train.launch import enter, wait_by_looking
+
+
+def returned(event: Event, told: Event) -> None:
+    """Do what torchrun's agent has a worker do once it has returned."""
+    enter(lambda request: "FINISHED", None)
+    told.set()
+    event.wait()
+
+
+def test_a_worker_that_is_killed_after_it_has_returned_holds_up_nobody() -> None:
+    context = multiprocessing.get_context("spawn")
+    event, told = context.Event(), [context.Event(), context.Event()]
+    workers = [context.Process(target=returned, args=(event, one), daemon=True) for one in told]
+    for worker, one in zip(workers, told, strict=True):
+        worker.start()
+        assert one.wait(60)
+    workers[0].kill()
+    workers[0].join()
+    lets_go = threading.Thread(target=event.set, daemon=True)
+    lets_go.start()
+    lets_go.join(10)
+    assert not lets_go.is_alive(), "it waits for the dead to wake"
+    workers[1].join(10)
+    assert workers[1].exitcode == 0
+
+
+def test_looking_ends_in_time() -> None:
+    event = multiprocessing.get_context("spawn").Event()
+    assert not wait_by_looking(event, 0.03)
+    event.set()
+    assert wait_by_looking(event) and wait_by_looking(event, 0.0)
