@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from rankzero.tracking.secrecy import text_without_secrets
 
 ROWS = 64  # of each array or list
 ROW_VALUES = 4096  # of each row, spread over it
+MAPPED_VALUES = 256  # of each row of a file in memory: each may be a page to read
 INDICES = 4096  # of a subset
 DEEPEST = 6  # data sets in data sets
 PLAIN = (str, bytes, int, float, bool, type(None))
@@ -81,7 +83,7 @@ def _contents(dataset: Any, seen: list[str], depth: int) -> Iterator[bytes]:
     if depth > DEEPEST:
         return
     if isinstance(dataset, Subset):
-        yield from (b"subset", _packed(list(dataset.indices), INDICES))
+        yield from (b"subset", _indices(dataset.indices))
         yield from _contents(dataset.dataset, seen, depth + 1)
         return
     if isinstance(dataset, ConcatDataset):
@@ -108,7 +110,7 @@ def _attributes(dataset: Any) -> list[tuple[str, Any]]:
 def _holds(value: Any, count: int) -> bool:
     """Tell whether an attribute has an entry for each sample."""
     if isinstance(value, (Tensor, np.ndarray)):
-        return bool(value.ndim) and len(value) == count and str(value.dtype) != "object"
+        return bool(value.ndim) and len(value) == count and not getattr(value.dtype, "hasobject", False)
     return isinstance(value, (list, tuple)) and len(value) == count > 0 and _is_plain(value[0])
 
 
@@ -118,23 +120,32 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (*PLAIN, Path, np.generic))
 
 
-def _packed(values: Any, most: int = ROWS) -> bytes:
-    """Return the shape and evenly spaced rows of an array or a list, as bytes."""
-    rows = spaced(len(values), most)
+def _packed(values: Any) -> bytes:
+    """Return the shape and evenly spaced rows of an array or a list, as bytes. Only what is returned is copied."""
     if isinstance(values, Tensor):
-        head = f"{values.dtype} {tuple(values.shape)}"
-        picked = values.detach()[torch.tensor(rows, device=values.device)].cpu().contiguous()
-        values, rows = picked.view(torch.uint8).numpy() if picked.ndim and picked.numel() else picked.numpy(), []
-        return head.encode() + b"".join(_thin(row) for row in values)
+        picked = values.detach()[_places(values.shape, ROW_VALUES)].cpu().contiguous()
+        seen: bytes = picked.view(torch.uint8).numpy().tobytes()
+        return f"{values.dtype} {tuple(values.shape)}".encode() + seen
     if isinstance(values, np.ndarray):
-        head = f"torch.{values.dtype} {tuple(values.shape)}"
-        return head.encode() + b"".join(_thin(np.ascontiguousarray(values[row])) for row in rows)
-    return repr((len(values), [_said(values[row]) for row in rows])).encode()
+        picked = values[_places(values.shape, MAPPED_VALUES if isinstance(values, np.memmap) else ROW_VALUES)]
+        return f"torch.{values.dtype} {values.shape}".encode() + picked.tobytes()
+    return repr((len(values), [_said(values[row]) for row in spaced(len(values), ROWS)])).encode()
 
 
-def _thin(row: Any) -> bytes:
-    flat = np.asarray(row).reshape(-1).view(np.uint8)
-    return flat[:: max(1, -(-len(flat) // ROW_VALUES))].tobytes()
+def _places(shape: Sequence[int], most: int) -> tuple[Any, ...]:
+    """Return an index of spaced rows' spaced values, `most` of each: a gather, however the array lies in memory."""
+    rows, size = np.array(spaced(shape[0], ROWS), np.int64)[:, None], math.prod(shape[1:])
+    steps = np.arange(0, size, max(1, -(-size // most)))
+    columns = np.unravel_index(steps, tuple(shape[1:])) if size and len(shape) > 1 else [steps] * (len(shape) - 1)
+    return (rows, *columns)
+
+
+def _indices(indices: Any) -> bytes:
+    """Return evenly spaced ones of a subset's indices, the same for a list and a tensor."""
+    places = spaced(len(indices), INDICES)
+    arrays = isinstance(indices, (Tensor, np.ndarray))
+    picked = indices[places].tolist() if arrays else [_said(indices[place]) for place in places]
+    return repr((len(indices), picked)).encode()
 
 
 def _said(value: Any) -> Any:
@@ -143,7 +154,7 @@ def _said(value: Any) -> Any:
         return tuple(map(_said, value))
     if isinstance(value, Path) or (isinstance(value, str) and "/" in value):
         return "/".join(Path(value).parts[-2:])
-    return value.item() if isinstance(value, np.generic) else value
+    return value.item() if isinstance(value, (np.generic, Tensor)) else value
 
 
 def spaced(count: int, most: int) -> list[int]:
