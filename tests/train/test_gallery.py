@@ -209,6 +209,28 @@ def test_a_compiled_model_is_watched_too(tmp_path: Path) -> None:
     assert len(outputs) == 2, "no more than are needed are kept, and none afterwards"
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning", "ignore:`torch.jit.*:FutureWarning")
+def test_a_model_that_takes_no_hook_is_evaluated_all_the_same(tmp_path: Path) -> None:
+    notices: list[str] = []
+    gallery = Gallery(tmp_path / "pictures", notice=notices.append)
+    model = torch.jit.script(nn.Linear(3, 2))
+    for _ in range(2):
+        with gallery.watching(model) as see:
+            model(torch.rand(4, 3))
+            see((X[:4], Y), 4)
+        assert gallery.take(1, {}) is None
+    (notice,) = notices
+    assert notice.startswith("no more pictures: ") and not (tmp_path / "pictures").exists()
+
+
+def test_an_evaluation_that_fails_is_watched_no_longer(tmp_path: Path) -> None:
+    notices: list[str] = []
+    gallery, model = Gallery(tmp_path / "pictures", notice=notices.append), nn.Linear(3, 2)
+    with pytest.raises(KeyError), gallery.watching(model):
+        raise KeyError("measure() is wrong")
+    assert not model._forward_hooks and not notices
+
+
 def test_a_model_that_is_called_twice_has_no_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = pictured()
     once = type(experiment).measure

@@ -124,11 +124,10 @@ def _packed(values: Any) -> bytes:
     """Return the shape and evenly spaced rows of an array or a list, as bytes. Only what is returned is copied."""
     if isinstance(values, Tensor):
         picked = values.detach()[_places(values.shape, ROW_VALUES)].cpu().contiguous()
-        seen: bytes = picked.view(torch.uint8).numpy().tobytes()
-        return f"{values.dtype} {tuple(values.shape)}".encode() + seen
+        return f"{values.dtype} {tuple(values.shape)}".encode() + bytes(picked.view(torch.uint8).numpy())
     if isinstance(values, np.ndarray):
-        picked = values[_places(values.shape, MAPPED_VALUES if isinstance(values, np.memmap) else ROW_VALUES)]
-        return f"torch.{values.dtype} {values.shape}".encode() + picked.tobytes()
+        gathered = values[_places(values.shape, MAPPED_VALUES if isinstance(values, np.memmap) else ROW_VALUES)]
+        return f"torch.{values.dtype} {values.shape}".encode() + bytes(gathered.tobytes())
     return repr((len(values), [_said(values[row]) for row in spaced(len(values), ROWS)])).encode()
 
 

@@ -82,7 +82,9 @@ class Gallery:
                     self._seen = mistakes
             outputs.clear()
 
-        with caught(model, outputs):
+        with contextlib.ExitStack() as watch:
+            with self._harmless():  # a scripted model takes no hooks
+                watch.enter_context(caught(model, outputs))
             yield see
 
     def due(self, better: bool, last: bool, seconds: float) -> bool:
