@@ -113,6 +113,47 @@ def test_what_waits_is_folded_and_what_is_looked_at_is_bounded(monkeypatch: pyte
     assert found is not None and found["confusion"].sum() == found["samples"] == 100 and found["cut"]
 
 
+def sized(seed: int, channels: int, height: int, width: int) -> Classified:
+    batch = a_batch(5, 3, seed)
+    return batch._replace(images=torch.rand(5, channels, height, width) + 1)
+
+
+def test_images_of_different_sizes_are_shown_beside_each_other() -> None:
+    seen = Mistakes()
+    sizes = [(1, 4, 4), (1, 4, 4), (1, 9, 4), (3, 2, 12), (3, 300, 100), (1, 4, 4)]
+    for seed, size in enumerate(sizes):
+        seen.add(sized(seed, *size))
+    found = seen.read()
+    assert found is not None and found["confusion"].sum() == found["samples"] == 30
+    assert found["mistakes"].shape == (module.MOST_SHOWN, 128, 43, 3)
+    whole = found["mistakes"].reshape(module.MOST_SHOWN, -1)
+    assert (whole.min(1) == 0).all() and (whole.max(1) == 255).all(), "a frame is no brighter or darker than its image"
+
+
+def test_outputs_of_different_widths_are_told_before_a_device_stumbles_over_them() -> None:
+    seen = Mistakes()
+    seen.add(a_batch(5, 3, 0))
+    with pytest.raises(ValueError, match="3 columns and 4"):
+        seen.add(a_batch(5, 4, 0))
+
+
+def test_outputs_that_the_next_call_overwrites_are_kept_as_they_were() -> None:
+    place = torch.tensor([[2.0, 1.0]] * 4)  # where a model compiled with CUDA graphs puts every output
+    kept = classified((X, Y), place)
+    place.copy_(torch.tensor([[0.0, 9.0]] * 4))
+    assert kept is not None and (kept.output.argmax(1) == 0).all()
+
+
+def test_embeddings_are_not_taken_for_scores_where_classes_are_known(tmp_path: Path) -> None:
+    embeddings = torch.rand(4, 128)
+    assert classified((X, Y), embeddings, 10) is None and classified((X, Y), OUT, 2) is not None
+    gallery, model = Gallery(tmp_path / "pictures", classes=["a", "b", "c"]), nn.Linear(75, 128)
+    with gallery.watching(model) as see:
+        model(X.flatten(1))
+        see((X, Y), 4)
+    assert gallery.take(1, {}) is None
+
+
 @pytest.mark.parametrize("label", [-100, 3])
 def test_labels_that_are_no_classes_give_no_pictures(label: int) -> None:
     batch = a_batch(8, 3, 0)

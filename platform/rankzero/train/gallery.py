@@ -76,7 +76,7 @@ class Gallery:
         def see(batch: Any, samples: int) -> None:
             self._remember(batch, samples)
             with self._harmless():
-                found = classified(batch, outputs[0]) if samples and len(outputs) == 1 else None
+                found = classified(batch, outputs[0], len(self._classes)) if samples and len(outputs) == 1 else None
                 if found is not None:
                     mistakes.add(found)
                     self._seen = mistakes
