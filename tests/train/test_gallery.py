@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib import pyplot
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset, TensorDataset
@@ -21,9 +22,10 @@ from rankzero.events import Evaluated, Event, PicturesTaken
 from rankzero.experiment import Experiment
 from rankzero.tracking import negatives
 from rankzero.tracking.ranks import Ranks
+from rankzero.train import evaluation
 from rankzero.train import mistakes as module
 from rankzero.train.gallery import LEAST_SECONDS, Gallery, caught, class_names
-from rankzero.train.images import as_bytes
+from rankzero.train.images import MOST_PIXELS, as_bytes
 from rankzero.train.loop import fit
 from rankzero.train.meters import Tally
 from rankzero.train.mistakes import ABSENT, Classified, Mistakes, classified, small
@@ -299,6 +301,19 @@ def test_own_pictures_that_fail_are_told_once_and_cost_nothing_else(tmp_path: Pa
     assert [event.step for event in shown.taken] == [3, 12]
 
 
+@pytest.mark.parametrize(("own", "rank"), [("figure", 0), ("figures", 0), ("figure", 1)])
+def test_figures_are_closed_on_every_rank(tmp_path: Path, own: str, rank: int) -> None:
+    pyplot.close("all")
+    experiment = pictured("Showing", own=own)
+    job, state = build(experiment, World(Ranks(), torch.device("cpu")))
+    gallery = Gallery(tmp_path / "pictures", own=experiment.pictures)
+    gallery.first_batch = X, Y
+    job = dataclasses.replace(job, gallery=gallery, world=World(Ranks(rank=rank), torch.device("cpu")))
+    events: list[Event] = []
+    evaluation.show(job, state, better=True, last=True, seconds=1.0, emit=events.append)
+    assert pyplot.get_fignums() == [] and len(events) == (own == "figure" and rank == 0)
+
+
 def test_a_full_disk_ends_the_pictures_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -353,6 +368,11 @@ def test_every_kind_of_image_becomes_bytes(name: str) -> None:
     image, shape = images()[name]
     found = as_bytes(image)
     assert found.shape == shape and found.dtype == np.uint8
+
+
+def test_an_image_that_no_memory_would_hold_is_thinned_before_it_is_copied() -> None:
+    found = as_bytes(np.broadcast_to(np.float32(0.5), (1_000_000, 1_000_000)))
+    assert max(found.shape) <= MOST_PIXELS and (found == 128).all()
 
 
 @pytest.mark.parametrize("odd", ["a path", None, torch.zeros(2, 2, 2, 2), np.zeros((5, 5, 2)), np.array([["a"]])])

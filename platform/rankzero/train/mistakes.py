@@ -70,7 +70,7 @@ class Mistakes:
         """How many are wrong, and how many have a label that is no class."""
 
     def add(self, batch: Classified) -> None:
-        """Look at a batch, at once or with the next ones. Raises ValueError where it has other classes than the last."""
+        """Look at a batch, at once or with the next ones. Raises ValueError where the last had other classes."""
         if self.samples >= MOST_SAMPLES:
             return
         if self._classes not in (None, batch.output.shape[1]):
