@@ -21,16 +21,19 @@ from rankzero import config, experiment_file
 from rankzero.events import Evaluated, Event, PicturesTaken
 from rankzero.experiment import Experiment
 from rankzero.tracking import negatives
+from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.ranks import Ranks
+from rankzero.tracking.runlog import RunLog
 from rankzero.train import evaluation
 from rankzero.train import mistakes as module
-from rankzero.train.gallery import LEAST_SECONDS, Gallery, caught, class_names
+from rankzero.train.gallery import LEAST_SECONDS, Gallery, caught, images_of
 from rankzero.train.images import MOST_PIXELS, as_bytes
 from rankzero.train.loop import fit
 from rankzero.train.meters import Tally
 from rankzero.train.mistakes import ABSENT, Classified, Mistakes, classified, small
 from rankzero.train.stop import Stop
-from rankzero.train.worker import build
+from rankzero.train.titles import LONGEST, MOST_CLASSES, class_names
+from rankzero.train.worker import _gallery, build
 from rankzero.train.world import World
 from train.conftest import FIXTURES
 
@@ -343,6 +346,44 @@ def test_class_names_are_found_in_what_a_subset_is_of() -> None:
     looped = Subset(inner, [0])
     looped.dataset = looped
     assert class_names(looped) == []
+
+
+class Lazy(TensorDataset):
+    """Reads all of its labels when it is asked for its classes."""
+
+    asked = 0
+
+    @property
+    def classes(self) -> list[str]:
+        Lazy.asked += 1
+        return ["a"]
+
+
+def test_names_of_classes_are_taken_only_where_they_lie() -> None:
+    Lazy.asked = 0
+    assert class_names(Subset(Lazy(X, Y), [0])) == [] and Lazy.asked == 0
+    inner = TensorDataset(X, Y)
+    inner.classes = [("tench", "Tinca tinca"), ("goldfish",), "shark"]  # type: ignore[attr-defined]
+    assert class_names(inner) == ["tench", "goldfish", "shark"]
+    inner.classes = ["x"] * (MOST_CLASSES + 1)  # type: ignore[attr-defined]
+    assert class_names(inner) == []
+
+
+def test_only_rank_0_looks_for_names_of_classes() -> None:
+    job, _ = build(pictured(), World(Ranks(), torch.device("cpu")))
+    log = RunLog(RunFolder(Path("x")), None, 1, None)
+    found = [
+        _gallery(dataclasses.replace(job, world=World(Ranks(rank=rank), torch.device("cpu"))), log)._classes
+        for rank in (0, 1)
+    ]
+    assert found == [["dark", "middling", "bright"], []]
+
+
+def test_names_of_own_pictures_are_cut_by_bytes_and_stay_apart() -> None:
+    keys = ["é" * 100, "é" * 101, "é" * 30, 1, "1", "a\ud800"]
+    found = list(images_of(dict.fromkeys(keys, X[0])))
+    assert found == ["é" * 30, "é" * 28 + " (2)", "é" * 28 + " (3)", "1", "1 (2)", "a?"]
+    assert all(len(name.encode()) <= LONGEST for name in found)
 
 
 def images() -> dict[str, tuple[Any, tuple[int, ...]]]:
