@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from rankzero.events import PicturesTaken
@@ -75,6 +76,19 @@ def test_every_number_of_classes_and_mistakes_can_be_drawn(tmp_path: Path, class
     for path in drawn.values():
         with Image.open(path) as image:
             assert image.format == "PNG" and 300 < image.width < 1600 and 200 < image.height < 1600
+
+
+@pytest.mark.parametrize("picture", [drawing._mistakes, drawing._confusion])
+def test_outputs_of_classes_without_names_are_said_to_be_a_guess(picture: Any) -> None:
+    found = arrays(samples=np.int64(65_536), wrong=np.int64(65_000), total=np.int64(120_000), cut=np.bool_(True))
+    for classes, says in ((["a", "b", "c"], False), ([], True)):
+        inches, on = picture(found, classes, 1_200_000)
+        figure = Figure(figsize=inches, layout="constrained")
+        on(figure)
+        texts = [text.get_text() for text in (*figure.texts, *(axes.xaxis.label for axes in figure.axes))]
+        assert any(drawing.GUESSED in text for text in texts) == says
+        if picture is drawing._mistakes:
+            assert figure.texts[1].get_window_extent().x1 < figure.bbox.width
 
 
 def test_own_images_keep_their_pixels_and_names_stay_apart(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from rankzero.train.fingerprint import SAMPLES, describe, fingerprint, innermost, spaced
+from rankzero.train.fingerprint import INDICES, ROWS, describe, fingerprint, innermost, spaced
 
 
 def tensors(seed: int = 0, count: int = 100) -> TensorDataset:
@@ -49,21 +49,20 @@ class Files(Dataset[Any]):
 
 
 class Computed(Dataset[Any]):
-    """Holds nothing; makes each sample when it is asked for."""
+    """Holds nothing; makes each sample when it is asked for, with random numbers of its own and a file it opens."""
 
-    reads = 0
-
-    def __init__(self, slope: float = 1.0, noisy: bool = False, seconds: float = 0.0) -> None:
-        self._slope, self._noisy, self._seconds = slope, noisy, seconds
+    def __init__(self, slope: float = 1.0, noisy: bool = False) -> None:
+        self.slope, self.noisy = slope, noisy
+        self._file: list[int] | None = None
+        self.generator = torch.Generator().manual_seed(1)
 
     def __len__(self) -> int:
         return 10**9
 
     def __getitem__(self, index: int) -> Any:
-        Computed.reads += 1
-        time.sleep(self._seconds)
-        noise = random.random() + float(np.random.rand()) if self._noisy else 0.0
-        return {"x": np.full(3, self._slope * index + noise), "y": (index % 2, "text")}
+        self._file = self._file or []
+        self._file.append(index)
+        return {"x": self.slope * index + torch.rand(3, generator=self.generator), "y": (index % 2, "text")}
 
 
 class Odd:
@@ -95,6 +94,8 @@ def kinds() -> dict[str, Any]:
         "computed": Computed(),
         "computed otherwise": Computed(2.0),
         "random": Computed(noisy=True),
+        "some computed": Subset(Computed(), range(50)),
+        "others computed": Subset(Computed(), range(50, 100)),
         "odd": Odd(),
         "empty rows": TensorDataset(torch.zeros(5, 0)),
         "bytes": TensorDataset(torch.zeros(5, 2, dtype=torch.bfloat16), torch.ones(5, dtype=torch.bool)),
@@ -115,37 +116,95 @@ def test_other_data_have_another_digest() -> None:
     assert len(set(found.values())) == len(found), found
 
 
+def random_state() -> bytes:
+    return pickle.dumps((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()))
+
+
 def test_no_random_number_is_drawn() -> None:
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index, union-attr]
+    before = random_state()
     for dataset in kinds().values():
         fingerprint(dataset)
-    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
-    assert (np.random.get_state()[1] == before[2]).all()  # type: ignore[index]
+    assert random_state() == before
 
 
 def test_augmentation_does_not_change_a_digest_and_is_not_even_run() -> None:
     assert fingerprint(Wrapped(tensors(), 0.1)) == fingerprint(Wrapped(tensors(), 5.0))
-    assert fingerprint(Computed(noisy=True))[1].startswith("its type, its length")
+    assert fingerprint(Wrapped(Computed(), 0.1)) == fingerprint(Wrapped(Computed(), 5.0))
+
+
+def test_no_sample_is_read_so_no_file_is_opened_that_loading_processes_would_inherit() -> None:
+    computed = Computed()
+    before = computed.generator.get_state()
+    parts: list[Any] = [Subset(computed, range(9)), ConcatDataset([computed, tensors()]), Wrapped(computed)]
+    for dataset in (computed, *parts):
+        describe(dataset, "training", "x.py")
+    assert computed._file is None and torch.equal(computed.generator.get_state(), before)
+    assert fingerprint(computed)[1] == "its type, its length, noisy, slope"
 
 
 def test_where_the_files_lie_does_not_matter() -> None:
     assert fingerprint(Files(Path("/data/one"))) == fingerprint(Files(Path("/mnt/other")))
 
 
-def test_huge_data_cost_next_to_nothing() -> None:
-    Computed.reads = 0
-    begun = time.perf_counter()
-    fingerprint(TensorDataset(torch.empty(1 << 22, 64, dtype=torch.uint8)))
-    fingerprint(Subset(tensors(), [n % 100 for n in range(1_000_000)]))
-    fingerprint(Computed())
-    assert Computed.reads == 2 * SAMPLES
-    assert time.perf_counter() - begun < 2.0
+class Counted(list[int]):
+    """Counts how many of its entries are looked at; is never walked through."""
+
+    reads = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(place)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("all of it is read")
 
 
-def test_slow_samples_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankzero.train.fingerprint.SECONDS", 0.01)
-    Computed.reads = 0
-    assert fingerprint(Computed(seconds=0.02))[1].startswith("its type, its length") and Computed.reads == 2
+class Holding(Dataset[Any]):
+    """Holds one thing."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+def test_of_long_lists_a_few_entries_are_read() -> None:
+    indices, labels = Counted([n % 100 for n in range(1_000_000)]), Counted(range(1_000_000))
+    fingerprint(Subset(tensors(), indices))
+    assert indices.reads == INDICES
+    assert fingerprint(Holding(labels))[1].endswith("held") and labels.reads <= ROWS + 1
+
+
+def volumes() -> dict[str, Any]:
+    """Return arrays of which no row fits into any machine's memory."""
+    shape = 200, 4096, 4096, 4096
+    ramp = torch.arange(4096.0).view(1, 4096, 1, 1)
+    return {
+        "tensor": torch.zeros(1).expand(shape),
+        "strided": ramp.expand(shape).transpose(1, 3),
+        "array": np.broadcast_to(np.zeros(1, np.float32), shape),
+    }
+
+
+@pytest.mark.parametrize("name", list(volumes()))
+def test_of_huge_rows_no_more_is_copied_than_counts(name: str) -> None:
+    assert fingerprint(Holding(volumes()[name]))[1] == "up to 64 rows of held"
+
+
+def test_an_array_a_tensor_and_a_view_of_the_same_numbers_are_the_same_data(tmp_path: Path) -> None:
+    tensor = torch.rand(100, 3, 70, 50)
+    turned = tensor.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    alike = [tensor, turned, tensor.numpy(), turned.numpy()]
+    assert not turned.is_contiguous() and len({fingerprint(Holding(held)) for held in alike}) == 1
+    mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(100, 3, 70, 50))
+    assert fingerprint(Holding(mapped))[1] == "up to 64 rows of held"
+
+
+def test_a_subset_is_the_same_whatever_holds_its_indices() -> None:
+    rows = torch.randperm(10_000)
+    alike = [rows, rows.numpy(), rows.tolist(), list(rows)]
+    assert len({fingerprint(Subset(tensors(), indices)) for indices in alike}) == 1  # type: ignore[arg-type]
 
 
 def test_what_is_said_of_data() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib import pyplot
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset, TensorDataset
@@ -20,15 +21,19 @@ from rankzero import config, experiment_file
 from rankzero.events import Evaluated, Event, PicturesTaken
 from rankzero.experiment import Experiment
 from rankzero.tracking import negatives
+from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.ranks import Ranks
+from rankzero.tracking.runlog import RunLog
+from rankzero.train import evaluation
 from rankzero.train import mistakes as module
-from rankzero.train.gallery import LEAST_SECONDS, Gallery, caught, class_names
-from rankzero.train.images import as_bytes
+from rankzero.train.gallery import LEAST_SECONDS, Gallery, caught, images_of
+from rankzero.train.images import MOST_PIXELS, as_bytes
 from rankzero.train.loop import fit
 from rankzero.train.meters import Tally
 from rankzero.train.mistakes import ABSENT, Classified, Mistakes, classified, small
 from rankzero.train.stop import Stop
-from rankzero.train.worker import build
+from rankzero.train.titles import LONGEST, MOST_CLASSES, class_names
+from rankzero.train.worker import _gallery, build
 from rankzero.train.world import World
 from train.conftest import FIXTURES
 
@@ -111,6 +116,47 @@ def test_what_waits_is_folded_and_what_is_looked_at_is_bounded(monkeypatch: pyte
         assert seen._rows < 16
     found = seen.read()
     assert found is not None and found["confusion"].sum() == found["samples"] == 100 and found["cut"]
+
+
+def sized(seed: int, channels: int, height: int, width: int) -> Classified:
+    batch = a_batch(5, 3, seed)
+    return batch._replace(images=torch.rand(5, channels, height, width) + 1)
+
+
+def test_images_of_different_sizes_are_shown_beside_each_other() -> None:
+    seen = Mistakes()
+    sizes = [(1, 4, 4), (1, 4, 4), (1, 9, 4), (3, 2, 12), (3, 300, 100), (1, 4, 4)]
+    for seed, size in enumerate(sizes):
+        seen.add(sized(seed, *size))
+    found = seen.read()
+    assert found is not None and found["confusion"].sum() == found["samples"] == 30
+    assert found["mistakes"].shape == (module.MOST_SHOWN, 128, 43, 3)
+    whole = found["mistakes"].reshape(module.MOST_SHOWN, -1)
+    assert (whole.min(1) == 0).all() and (whole.max(1) == 255).all(), "a frame is no brighter or darker than its image"
+
+
+def test_outputs_of_different_widths_are_told_before_a_device_stumbles_over_them() -> None:
+    seen = Mistakes()
+    seen.add(a_batch(5, 3, 0))
+    with pytest.raises(ValueError, match="3 columns and 4"):
+        seen.add(a_batch(5, 4, 0))
+
+
+def test_outputs_that_the_next_call_overwrites_are_kept_as_they_were() -> None:
+    place = torch.tensor([[2.0, 1.0]] * 4)  # where a model compiled with CUDA graphs puts every output
+    kept = classified((X, Y), place)
+    place.copy_(torch.tensor([[0.0, 9.0]] * 4))
+    assert kept is not None and (kept.output.argmax(1) == 0).all()
+
+
+def test_embeddings_are_not_taken_for_scores_where_classes_are_known(tmp_path: Path) -> None:
+    embeddings = torch.rand(4, 128)
+    assert classified((X, Y), embeddings, 10) is None and classified((X, Y), OUT, 2) is not None
+    gallery, model = Gallery(tmp_path / "pictures", classes=["a", "b", "c"]), nn.Linear(75, 128)
+    with gallery.watching(model) as see:
+        model(X.flatten(1))
+        see((X, Y), 4)
+    assert gallery.take(1, {}) is None
 
 
 @pytest.mark.parametrize("label", [-100, 3])
@@ -209,6 +255,28 @@ def test_a_compiled_model_is_watched_too(tmp_path: Path) -> None:
     assert len(outputs) == 2, "no more than are needed are kept, and none afterwards"
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning", "ignore:`torch.jit.*:FutureWarning")
+def test_a_model_that_takes_no_hook_is_evaluated_all_the_same(tmp_path: Path) -> None:
+    notices: list[str] = []
+    gallery = Gallery(tmp_path / "pictures", notice=notices.append)
+    model = torch.jit.script(nn.Linear(3, 2))
+    for _ in range(2):
+        with gallery.watching(model) as see:
+            model(torch.rand(4, 3))
+            see((X[:4], Y), 4)
+        assert gallery.take(1, {}) is None
+    (notice,) = notices
+    assert notice.startswith("no more pictures: ") and not (tmp_path / "pictures").exists()
+
+
+def test_an_evaluation_that_fails_is_watched_no_longer(tmp_path: Path) -> None:
+    notices: list[str] = []
+    gallery, model = Gallery(tmp_path / "pictures", notice=notices.append), nn.Linear(3, 2)
+    with pytest.raises(KeyError), gallery.watching(model):
+        raise KeyError("measure() is wrong")
+    assert not model._forward_hooks and not notices
+
+
 def test_a_model_that_is_called_twice_has_no_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = pictured()
     once = type(experiment).measure
@@ -234,6 +302,19 @@ def test_own_pictures_that_fail_are_told_once_and_cost_nothing_else(tmp_path: Pa
     (notice,) = shown.notices
     assert says.replace("'", "") in notice.replace("'", "") and len(shown.metrics()) == 4
     assert [event.step for event in shown.taken] == [3, 12]
+
+
+@pytest.mark.parametrize(("own", "rank"), [("figure", 0), ("figures", 0), ("figure", 1)])
+def test_figures_are_closed_on_every_rank(tmp_path: Path, own: str, rank: int) -> None:
+    pyplot.close("all")
+    experiment = pictured("Showing", own=own)
+    job, state = build(experiment, World(Ranks(), torch.device("cpu")))
+    gallery = Gallery(tmp_path / "pictures", own=experiment.pictures)
+    gallery.first_batch = X, Y
+    job = dataclasses.replace(job, gallery=gallery, world=World(Ranks(rank=rank), torch.device("cpu")))
+    events: list[Event] = []
+    evaluation.show(job, state, better=True, last=True, seconds=1.0, emit=events.append)
+    assert pyplot.get_fignums() == [] and len(events) == (own == "figure" and rank == 0)
 
 
 def test_a_full_disk_ends_the_pictures_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +348,44 @@ def test_class_names_are_found_in_what_a_subset_is_of() -> None:
     assert class_names(looped) == []
 
 
+class Lazy(TensorDataset):
+    """Reads all of its labels when it is asked for its classes."""
+
+    asked = 0
+
+    @property
+    def classes(self) -> list[str]:
+        Lazy.asked += 1
+        return ["a"]
+
+
+def test_names_of_classes_are_taken_only_where_they_lie() -> None:
+    Lazy.asked = 0
+    assert class_names(Subset(Lazy(X, Y), [0])) == [] and Lazy.asked == 0
+    inner = TensorDataset(X, Y)
+    inner.classes = [("tench", "Tinca tinca"), ("goldfish",), "shark"]  # type: ignore[attr-defined]
+    assert class_names(inner) == ["tench", "goldfish", "shark"]
+    inner.classes = ["x"] * (MOST_CLASSES + 1)  # type: ignore[attr-defined]
+    assert class_names(inner) == []
+
+
+def test_only_rank_0_looks_for_names_of_classes() -> None:
+    job, _ = build(pictured(), World(Ranks(), torch.device("cpu")))
+    log = RunLog(RunFolder(Path("x")), None, 1, None)
+    found = [
+        _gallery(dataclasses.replace(job, world=World(Ranks(rank=rank), torch.device("cpu"))), log)._classes
+        for rank in (0, 1)
+    ]
+    assert found == [["dark", "middling", "bright"], []]
+
+
+def test_names_of_own_pictures_are_cut_by_bytes_and_stay_apart() -> None:
+    keys = ["é" * 100, "é" * 101, "é" * 30, 1, "1", "a\ud800"]
+    found = list(images_of(dict.fromkeys(keys, X[0])))
+    assert found == ["é" * 30, "é" * 28 + " (2)", "é" * 28 + " (3)", "1", "1 (2)", "a?"]
+    assert all(len(name.encode()) <= LONGEST for name in found)
+
+
 def images() -> dict[str, tuple[Any, tuple[int, ...]]]:
     from matplotlib.figure import Figure
     from PIL import Image
@@ -290,6 +409,11 @@ def test_every_kind_of_image_becomes_bytes(name: str) -> None:
     image, shape = images()[name]
     found = as_bytes(image)
     assert found.shape == shape and found.dtype == np.uint8
+
+
+def test_an_image_that_no_memory_would_hold_is_thinned_before_it_is_copied() -> None:
+    found = as_bytes(np.broadcast_to(np.float32(0.5), (1_000_000, 1_000_000)))
+    assert max(found.shape) <= MOST_PIXELS and (found == 128).all()
 
 
 @pytest.mark.parametrize("odd", ["a path", None, torch.zeros(2, 2, 2, 2), np.zeros((5, 5, 2)), np.array([["a"]])])

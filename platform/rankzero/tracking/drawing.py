@@ -18,6 +18,7 @@ COLUMNS = 4
 LONGEST_LABEL = 18
 HEADINGS = 0.72  # inches
 SMALL = 64  # pixels: below, they are shown as squares
+GUESSED = "argmax of the output"  # said where nothing tells that these are scores of classes
 OURS = ("hardest_mistakes", "confusion_matrix", "training_batch")
 
 
@@ -63,7 +64,7 @@ def _mistakes(found: Mapping[str, Any], classes: Sequence[str], step: int) -> tu
         for right, guess, sure in zip(true, predicted, found["mistakes_confidence"], strict=True)
     ]
     wrong, samples = int(found["wrong"]), int(found["samples"])
-    says = f"step {step:,} · {wrong:,} of {samples:,} wrong{_share(found)}"
+    says = f"step {step:,} · {wrong:,} of {samples:,} wrong{_share(found)}{'' if classes else f' · {GUESSED}'}"
     key = [("predicted", RED), ("true", GREEN)]
     return _grid(images, words, "Hardest mistakes", says, key)
 
@@ -134,7 +135,7 @@ def _confusion(found: Mapping[str, Any], classes: Sequence[str], step: int) -> t
         headings(figure, whole[1], "Confusion matrix", says)
         axes = figure.subplots()
         drawn = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest" if size < 200 else "auto")
-        axes.set(xlabel="predicted", ylabel="true")
+        axes.set(xlabel="predicted" if classes else f"predicted: {GUESSED}", ylabel="true")
         if size <= MOST_NUMBERS:
             _number(axes, counts, shares, classes)
         bar = figure.colorbar(drawn, ax=axes, fraction=0.045, pad=0.02, format=lambda share, _: f"{share:.0%}")

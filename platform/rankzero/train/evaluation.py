@@ -12,6 +12,7 @@ from rankzero.events import Hook
 from rankzero.train import randomness
 from rankzero.train.data import most_batches
 from rankzero.train.gallery import images_of
+from rankzero.train.images import close_figures
 from rankzero.train.job import Job, State, arithmetic
 from rankzero.train.meters import Means, Report
 
@@ -85,7 +86,7 @@ def _own_pictures(job: Job, state: State) -> Mapping[str, Any]:
     own, batch, device = job.gallery.own, job.gallery.first_batch, job.world.device
     if own is None or batch is None:
         return {}
-    before = randomness.state(device)
+    before, returned = randomness.state(device), None
     state.model.eval()
     try:
         with torch.no_grad(), job.precision.autocast:
@@ -95,5 +96,6 @@ def _own_pictures(job: Job, state: State) -> Mapping[str, Any]:
         job.gallery.complain(f"pictures() failed: {type(error).__name__}: {error}")
         return {}
     finally:
+        close_figures(returned)
         state.model.train()
         randomness.restore(before, device)

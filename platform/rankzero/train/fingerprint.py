@@ -1,18 +1,18 @@
 """What a run's data are: a name, a digest that is the same for the same data, and how it was made.
 
 A digest is made of what a data set holds, as far as that can be seen without reading samples: tensors, arrays, lists
-of files and labels, also of the data sets that it is made of. Only where nothing is seen are a few samples read. It
-takes milliseconds however large the data are, draws no random number that anybody else would have drawn, and
-augmentation does not change it.
+of files and labels, also of the data sets that it is made of; where nothing is seen, of its type, its length and its
+settings. No sample is ever read: that would open files that loading processes then inherit, and draw random numbers.
+It takes milliseconds however large the data are, and augmentation does not change it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,13 +23,11 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from rankzero.events import DataDescribed
 from rankzero.tracking.secrecy import text_without_secrets
-from rankzero.train.feed import Augmented
 
 ROWS = 64  # of each array or list
 ROW_VALUES = 4096  # of each row, spread over it
+MAPPED_VALUES = 256  # of each row of a file in memory: each may be a page to read
 INDICES = 4096  # of a subset
-SAMPLES = 8  # read where nothing else is seen, each twice
-SECONDS = 1.0  # after which no more are
 DEEPEST = 6  # data sets in data sets
 PLAIN = (str, bytes, int, float, bool, type(None))
 GENERIC = (TensorDataset, Subset, ConcatDataset)
@@ -52,7 +50,7 @@ def describe(dataset: Any, context: Literal["training", "validation"], experimen
 
 def fingerprint(dataset: Any) -> tuple[str, str]:
     """Return a digest of 16 characters, and how it was made."""
-    ways: Sequence[Callable[[Any], tuple[Contents, str] | None]] = (_of_contents, _of_samples, _of_facts)
+    ways: Sequence[Callable[[Any], tuple[Contents, str] | None]] = (_of_contents, _of_facts)
     for way in ways:
         found = None
         with contextlib.suppress(Exception):  # a user's class may do anything when it is looked at
@@ -85,7 +83,7 @@ def _contents(dataset: Any, seen: list[str], depth: int) -> Iterator[bytes]:
     if depth > DEEPEST:
         return
     if isinstance(dataset, Subset):
-        yield from (b"subset", _packed(list(dataset.indices), INDICES))
+        yield from (b"subset", _indices(dataset.indices))
         yield from _contents(dataset.dataset, seen, depth + 1)
         return
     if isinstance(dataset, ConcatDataset):
@@ -112,7 +110,7 @@ def _attributes(dataset: Any) -> list[tuple[str, Any]]:
 def _holds(value: Any, count: int) -> bool:
     """Tell whether an attribute has an entry for each sample."""
     if isinstance(value, (Tensor, np.ndarray)):
-        return bool(value.ndim) and len(value) == count and str(value.dtype) != "object"
+        return bool(value.ndim) and len(value) == count and not getattr(value.dtype, "hasobject", False)
     return isinstance(value, (list, tuple)) and len(value) == count > 0 and _is_plain(value[0])
 
 
@@ -122,23 +120,31 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (*PLAIN, Path, np.generic))
 
 
-def _packed(values: Any, most: int = ROWS) -> bytes:
-    """Return the shape and evenly spaced rows of an array or a list, as bytes."""
-    rows = spaced(len(values), most)
+def _packed(values: Any) -> bytes:
+    """Return the shape and evenly spaced rows of an array or a list, as bytes. Only what is returned is copied."""
     if isinstance(values, Tensor):
-        head = f"{values.dtype} {tuple(values.shape)}"
-        picked = values.detach()[torch.tensor(rows, device=values.device)].cpu().contiguous()
-        values, rows = picked.view(torch.uint8).numpy() if picked.ndim and picked.numel() else picked.numpy(), []
-        return head.encode() + b"".join(_thin(row) for row in values)
+        picked = values.detach()[_places(values.shape, ROW_VALUES)].cpu().contiguous()
+        return f"{values.dtype} {tuple(values.shape)}".encode() + bytes(picked.view(torch.uint8).numpy())
     if isinstance(values, np.ndarray):
-        head = f"torch.{values.dtype} {tuple(values.shape)}"
-        return head.encode() + b"".join(_thin(np.ascontiguousarray(values[row])) for row in rows)
-    return repr((len(values), [_said(values[row]) for row in rows])).encode()
+        gathered = values[_places(values.shape, MAPPED_VALUES if isinstance(values, np.memmap) else ROW_VALUES)]
+        return f"torch.{values.dtype} {values.shape}".encode() + bytes(gathered.tobytes())
+    return repr((len(values), [_said(values[row]) for row in spaced(len(values), ROWS)])).encode()
 
 
-def _thin(row: Any) -> bytes:
-    flat = np.asarray(row).reshape(-1).view(np.uint8)
-    return flat[:: max(1, -(-len(flat) // ROW_VALUES))].tobytes()
+def _places(shape: Sequence[int], most: int) -> tuple[Any, ...]:
+    """Return an index of spaced rows' spaced values, `most` of each: a gather, however the array lies in memory."""
+    rows, size = np.array(spaced(shape[0], ROWS), np.int64)[:, None], math.prod(shape[1:])
+    steps = np.arange(0, size, max(1, -(-size // most)))
+    columns = np.unravel_index(steps, tuple(shape[1:])) if size and len(shape) > 1 else [steps] * (len(shape) - 1)
+    return (rows, *columns)
+
+
+def _indices(indices: Any) -> bytes:
+    """Return evenly spaced ones of a subset's indices, the same for a list and a tensor."""
+    places = spaced(len(indices), INDICES)
+    arrays = isinstance(indices, (Tensor, np.ndarray))
+    picked = indices[places].tolist() if arrays else [_said(indices[place]) for place in places]
+    return repr((len(indices), picked)).encode()
 
 
 def _said(value: Any) -> Any:
@@ -147,7 +153,7 @@ def _said(value: Any) -> Any:
         return tuple(map(_said, value))
     if isinstance(value, Path) or (isinstance(value, str) and "/" in value):
         return "/".join(Path(value).parts[-2:])
-    return value.item() if isinstance(value, np.generic) else value
+    return value.item() if isinstance(value, (np.generic, Tensor)) else value
 
 
 def spaced(count: int, most: int) -> list[int]:
@@ -157,50 +163,13 @@ def spaced(count: int, most: int) -> list[int]:
     return [number * (count - 1) // (most - 1) for number in range(most)]
 
 
-def _of_samples(dataset: Any) -> tuple[Contents, str] | None:
-    """Look at a few samples, unless they are others each time, or take too long."""
-    begun, found = time.monotonic(), [_kind(dataset), str(len(dataset)).encode()]
-    dataset = copy.copy(dataset)  # a file that it opens when first read must not be shared with loading processes
-    rows = spaced(len(dataset), SAMPLES)
-    for row in rows:
-        once, again = (_bytes(Augmented(dataset, seed).__getitems__([(0, row)])[0]) for seed in (1, 2))
-        if once is None or once != again or time.monotonic() - begun > SECONDS:
-            return None
-        found.append(once)
-    return found, f"{len(rows)} samples"
-
-
-def _bytes(sample: Any) -> bytes | None:
-    """Return a sample's bytes; None for what has none."""
-    if isinstance(sample, Tensor):
-        return _packed(sample.reshape(1, -1))
-    if isinstance(sample, np.ndarray):
-        return _packed(sample.reshape(1, -1))
-    if isinstance(sample, (*PLAIN, np.generic)):
-        return repr(_said(sample)).encode()
-    if hasattr(sample, "tobytes") and hasattr(sample, "getbands"):  # PIL's
-        return _thin(np.asarray(sample))
-    parts = (
-        sample.items()
-        if isinstance(sample, Mapping)
-        else enumerate(sample)
-        if isinstance(sample, (list, tuple))
-        else None
-    )
-    if parts is None:
-        return None
-    packed = [(str(name).encode(), _bytes(part)) for name, part in parts]
-    return (
-        None if any(part is None for _, part in packed) else b"\1".join(name + (part or b"") for name, part in packed)
-    )
-
-
 def _of_facts(dataset: Any) -> tuple[Contents, str]:
-    plain = [(name, _said(value)) for name, value in _attributes(dataset)
+    """Return what the data set's parts are, and the settings of the one that it is of in the end."""
+    plain = [(name, _said(value)) for name, value in _attributes(innermost(dataset))
              if name[:1] != "_" and isinstance(value, (str, int, float, bool, Path))]  # fmt: skip
     facts = [(name, value.rpartition("/")[2] if isinstance(value, str) else value) for name, value in plain]
     how = "its type, its length" + "".join(f", {name}" for name, _ in facts)
-    return [_kind(dataset), str(len(dataset)).encode(), repr(facts).encode()], how[:200]
+    return [*_contents(dataset, [], 0), repr(facts).encode()], how[:200]
 
 
 def _kind(dataset: Any) -> bytes:

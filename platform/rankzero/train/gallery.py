@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from rankzero.events import PicturesTaken
 from rankzero.tracking import negatives
+from rankzero.train import titles
 from rankzero.train.images import as_bytes
 from rankzero.train.mistakes import MOST_SHOWN, Mistakes, classified, is_labelled_images, pixels, small
 
 LEAST_SECONDS = 10.0  # of training between pictures of a new best
 LEAST_SHARE = 0.1  # of the training so far: a day's run has about a hundred pictures
 MOST_OF_OWN = 16
-LONGEST_NAME = 60
+LONGEST_CLASS = 60  # characters of a class's name
 MOST_OUTPUTS = 2  # of a batch: where a model is called more than once, which output is the answer?
 
 See = Callable[[Any, int], None]
@@ -76,13 +77,15 @@ class Gallery:
         def see(batch: Any, samples: int) -> None:
             self._remember(batch, samples)
             with self._harmless():
-                found = classified(batch, outputs[0]) if samples and len(outputs) == 1 else None
+                found = classified(batch, outputs[0], len(self._classes)) if samples and len(outputs) == 1 else None
                 if found is not None:
                     mistakes.add(found)
                     self._seen = mistakes
             outputs.clear()
 
-        with caught(model, outputs):
+        with contextlib.ExitStack() as watch:
+            with self._harmless():  # a scripted model takes no hooks
+                watch.enter_context(caught(model, outputs))
             yield see
 
     def due(self, better: bool, last: bool, seconds: float) -> bool:
@@ -125,7 +128,7 @@ class Gallery:
         found |= {f"own_{number}": image for number, image in enumerate(own.values())}
         if not found:
             return {}
-        classes = [str(name)[:LONGEST_NAME] for name in self._classes]
+        classes = [name[:LONGEST_CLASS] for name in self._classes]
         names = {"classes": np.array(classes, "U"), "own_names": np.array(list(own), "U")}
         return {**found, **names, "total": np.int64(self._total)}
 
@@ -192,20 +195,9 @@ def images_of(returned: Any) -> dict[str, Any]:
     if len(returned) > MOST_OF_OWN:
         raise ValueError(f"it returned {len(returned)} images; at most {MOST_OF_OWN} are kept")
     found = {}
-    for name, image in returned.items():
+    for name, image in zip(titles.apart(returned), returned.values(), strict=True):
         try:
-            found[str(name)[:LONGEST_NAME]] = as_bytes(image)
+            found[name] = as_bytes(image)
         except ValueError as error:
-            raise ValueError(f"{str(name)[:LONGEST_NAME]!r}: {error}") from error
+            raise ValueError(f"{name!r}: {error}") from error
     return found
-
-
-def class_names(dataset: Any) -> list[str]:
-    """Return the names of a data set's classes, also of one that it is a part of; empty where it has none."""
-    with contextlib.suppress(Exception):  # a user's class may do anything when it is asked
-        for _ in range(16):
-            names = getattr(dataset, "classes", None)
-            if isinstance(names, (list, tuple)) and names:
-                return [str(name) for name in names]
-            dataset = getattr(dataset, "dataset", None)
-    return []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,16 @@ def as_bytes(image: Any) -> Any:
         image = np.asarray(image.convert("RGBA" if "A" in image.getbands() else "RGB"))
     if not isinstance(image, np.ndarray):
         raise ValueError(f"{type(image).__name__} is no tensor, array, PIL image or matplotlib figure")
-    return _thinned(_in_bytes(_channels_last(image)))
+    return _in_bytes(_thinned(_channels_last(image)))
+
+
+def close_figures(returned: Any) -> None:
+    """Close what `pictures` made with pyplot, which keeps every figure until it is told. Raises nothing."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    images = list(returned.values()) if pyplot is not None and isinstance(returned, Mapping) else []
+    for figure in (image for image in images if hasattr(image, "savefig")):
+        with contextlib.suppress(Exception):  # another library's figure
+            pyplot.close(figure)  # type: ignore[union-attr]
 
 
 def _drawn(figure: Any) -> Any:

@@ -6,7 +6,6 @@ until `read`, and nothing draws a random number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,15 +29,21 @@ class Classified(NamedTuple):
     output: Tensor
 
 
-def classified(batch: Any, output: Any) -> Classified | None:
-    """Return a batch as what it is, where it is images with labels and `output` scores of two classes or more."""
+def classified(batch: Any, output: Any, classes: int = 0) -> Classified | None:
+    """Return a batch as what it is, where it is images with labels and `output` scores of two classes or more.
+
+    `classes`: how many there are, where that is known: other outputs are no scores, but embeddings, say. The output is
+    copied: a model compiled with CUDA graphs writes its next one in the same place.
+    """
     if not is_labelled_images(batch):
         return None
     images, labels = batch
     fits = type(output) is Tensor and output.dim() == 2 and len(output) == len(images) and output.shape[1] >= 2
     if not fits or not output.is_floating_point() or output.device != labels.device:
         return None
-    return Classified(images.detach(), labels.detach(), output.detach())
+    if classes and output.shape[1] != classes:
+        return None
+    return Classified(images.detach(), labels.detach(), output.detach().clone())
 
 
 def is_labelled_images(batch: Any) -> bool:
@@ -58,15 +63,21 @@ class Mistakes:
         self.samples = 0
         self._waiting: list[Classified] = []
         self._rows = self._bytes = 0
+        self._classes: int | None = None
         self._top: Top | None = None
         self._confusion: Tensor | None = None
         self._tally: Tensor | None = None
         """How many are wrong, and how many have a label that is no class."""
 
     def add(self, batch: Classified) -> None:
-        """Look at a batch, at once or with the next ones."""
+        """Look at a batch, at once or with the next ones. Raises ValueError where the last had other classes."""
         if self.samples >= MOST_SAMPLES:
             return
+        if self._classes not in (None, batch.output.shape[1]):
+            raise ValueError(f"the model's outputs have {self._classes} columns and {batch.output.shape[1]}")
+        self._classes = batch.output.shape[1]
+        if self._waiting and self._waiting[0].images.shape[1:] != batch.images.shape[1:]:
+            self._fold()
         self.samples += len(batch.labels)
         self._waiting.append(batch)
         self._rows += len(batch.labels)
@@ -128,10 +139,6 @@ class Mistakes:
         self._confusion.index_add_(0, where, torch.ones_like(where))  # bincount would wait for a GPU
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-
-
 class Top(NamedTuple):
     """Mistakes, the hardest first; losses of `ABSENT` where there are fewer."""
 
@@ -144,9 +151,23 @@ class Top(NamedTuple):
 
 
 def _hardest(one: Top, other: Top) -> Top:
+    images = _framed(one.images, other.images), _framed(other.images, one.images)
+    one, other = one._replace(images=images[0]), other._replace(images=images[1])
     both = Top(*(torch.cat(pair) for pair in zip(one, other, strict=True)))
     kept = both.losses.topk(min(MOST_SHOWN, len(both.losses))).indices
     return Top(*(column[kept] for column in both))
+
+
+def _framed(images: Tensor, others: Tensor) -> Tensor:
+    """Return images with a frame, each in its own darkest shade, that makes them as large as the others at least."""
+    if images.shape[1:] == others.shape[1:]:
+        return images
+    height, width = images.shape[2:]
+    shape = [max(pair) for pair in zip(images.shape[1:], others.shape[1:], strict=True)]
+    framed = images.amin((1, 2, 3), keepdim=True).expand(-1, *shape).clone()
+    top, left = (shape[1] - height) // 2, (shape[2] - width) // 2
+    framed[:, :, top : top + height, left : left + width] = images
+    return framed
 
 
 def small(images: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from rankzero.train import device, failure, fingerprint, precision, randomness, 
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import make_plan
 from rankzero.train.feed import Feed
-from rankzero.train.gallery import Gallery, class_names
+from rankzero.train.gallery import Gallery
 from rankzero.train.job import Job, State
 from rankzero.train.loop import fit, frozen_heap
 from rankzero.train.meters import Tally
@@ -30,6 +30,7 @@ from rankzero.train.optimizers import as_values, options
 from rankzero.train.request import OUT_OF_MEMORY, Request
 from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, end_with_launcher, listen
 from rankzero.train.straggler import Stopwatch
+from rankzero.train.titles import class_names
 from rankzero.train.watchdog import Watchdog
 from rankzero.train.world import World, is_lost_contact, join
 
@@ -233,7 +234,7 @@ def _gallery(job: Job, log: RunLog) -> Gallery:
     return Gallery(
         log.folder.pictures if world.ranks.first else None,
         total=job.val_feed.samples,
-        classes=class_names(job.val_feed.dataset),
+        classes=class_names(job.val_feed.dataset) if world.ranks.first else (),
         own=own,
         notice=log.notice,
     )
