@@ -87,9 +87,9 @@ def operator(name: str, begin: float, end: float, number: int) -> Recorded:
 
 
 def test_operators_and_ranges_of_the_installed_profiler_are_told_as_such() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        with torch.profiler.record_function(FORWARD):
-            torch.ones(2, 2) @ torch.ones(2, 2)
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu]) as profiler, torch.profiler.record_function(FORWARD):
+        torch.ones(2, 2) @ torch.ones(2, 2)
     recorded = [Recorded.of(event) for event in profiler.profiler.kineto_results.events()]
     assert {FORWARD, "aten::mm"} <= {event.name for event in recorded if event.is_operator}
 
