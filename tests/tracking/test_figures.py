@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import time
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from rankzero.cli import sync as sync_command
 from rankzero.events import Event, StepsLogged
-from rankzero.tracking import figures
+from rankzero.tracking import figures, incumbent, recorder, summary, sync
+from rankzero.tracking import progress as state
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.retry import Backoff
 from tracking.fake_tracker import FakeTracker
-from tracking.runs import T0, append, ended, evaluated, make_folder, started, steps
+from tracking.runs import T0, append, ended, evaluated, make_folder, saved, started, steps
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +73,71 @@ def test_values_that_cannot_be_drawn_cost_the_figures_alone(tmp_path: Path) -> N
     append(folder, started(), infinite, speed(1, float("inf"), float("nan")), speed(2, 1e300, 7.0), ended())
     delivered(folder, tracker)
     assert tracker.status == "FINISHED"
+
+
+def test_nobody_waits_for_them(tmp_path: Path) -> None:
+    """The run is told while they cannot be uploaded; lists show nothing that waits, and later they are there."""
+    folder, tracker, away = make_folder(tmp_path), FakeTracker(), True
+
+    def fail(name: str, argument: object) -> None:
+        if away and name == "log_artifact":
+            raise ConnectionError("away")
+
+    tracker.fail = fail
+    append(folder, started(), steps(1, 20), saved(folder, 20), ended())
+    made = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    made.hasten()
+    for _ in range(20):
+        made.work()
+    found = sync.status(folder)
+    assert found.done and found.undrawn and not found.pending and not made.complete
+    assert tracker.checkpoints and sync.wait(folder, 5) == found
+    assert not summary.read_summary(folder).undelivered
+    assert state.glance(state.path_of(folder, 0)).undrawn
+    away = False
+    assert delivered(folder, tracker).complete and "figures/learning_curves.png" in tracker.artifacts
+    assert sync.drawn(sync.status(folder))
+
+
+def test_they_hold_up_nothing_of_a_later_attempt(tmp_path: Path) -> None:
+    folder, tracker = make_folder(tmp_path), FakeTracker()
+    append(folder, started(), steps(1, 20), ended("KILLED", "stopped"))
+    made = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    made.hasten()
+    while not made.progress.undrawn:
+        made.work()
+    append(folder, started(2, step=20), steps(21, 30), saved(folder, 30), ended())
+    delivered(folder, tracker)
+    calls = tracker.calls
+    assert calls.index("save_checkpoint") < calls.index("log_artifact") and calls.count("close_run") == 2
+    assert calls.index("log_artifact") > len(calls) - 1 - calls[::-1].index("close_run")
+    assert calls.count("log_artifact") == 1, "drawn once, after the end that counts"
+
+
+def test_the_courier_draws_them_after_the_command_has_gone(tmp_path: Path, sqlite: str) -> None:
+    folder = make_folder(tmp_path, sqlite)
+    recording = recorder.start(folder, [], 0)
+    append(folder, started(), steps(1, 20), ended())
+    recording.close()
+    assert sync.wait(folder, 60).done
+    deadline = time.monotonic() + 180  # processor time that nobody wants may be long in coming
+    while incumbent.is_recording(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    found = sync.status(folder)
+    assert not incumbent.is_recording(folder) and sync.drawn(found)
+    assert len(list(tmp_path.rglob("figures/learning_curves.png"))) == 1
+
+
+def test_sync_draws_what_a_courier_that_died_has_left(tmp_path: Path, sqlite: str) -> None:
+    folder = make_folder(tmp_path, sqlite)
+    append(folder, started(), steps(1, 20), ended())
+    made = Deliverer(folder)
+    made.hasten()
+    while not made.progress.undrawn:
+        made.work()
+    assert sync.told(sync.status(folder)) and not list(tmp_path.rglob("learning_curves.png"))
+    assert sync_command.run(argparse.Namespace(dir=tmp_path, run=None)) == 0
+    assert sync.drawn(sync.status(folder)) and len(list(tmp_path.rglob("learning_curves.png"))) == 1
 
 
 def test_long_curves_are_thinned_evenly_and_keep_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.train.profiling import DATA, FORWARD, Recorded, attributed
+from rankzero.train.profiling import DATA, FORWARD, Recorded, _external_id, attributed
 from rankzero.train.spans import Seen, Span, breakdown, common, length, union, without
 
 MOMENT = st.integers(0, 50).map(float)
@@ -65,16 +66,47 @@ def test_operators_on_the_cpu_belong_to_the_range_they_are_in() -> None:
 
 def test_kernels_belong_to_the_range_they_were_launched_in() -> None:
     events = [
-        Recorded(FORWARD, 0, 1, number=1), Recorded("aten::mm", 0.5, 0.6, number=2),
-        Recorded("autograd::engine::evaluate_function: MmBackward0", 1, 2, number=3),
-        Recorded("aten::mm", 1.1, 1.2, number=4),
-        Recorded("Optimizer.step#SGD.step", 2, 3, number=5), Recorded("aten::add_", 2.5, 2.6, number=6),
+        operator(FORWARD, 0, 1, 1), operator("aten::mm", 0.5, 0.6, 2),
+        operator("autograd::engine::evaluate_function: MmBackward0", 1, 2, 3), operator("aten::mm", 1.1, 1.2, 4),
+        operator("Optimizer.step#SGD.step", 2, 3, 5), operator("aten::add_", 2.5, 2.6, 6),
         Recorded(FORWARD, 10, 14, on_gpu=True), Recorded("gemm", 10, 12, True, 20, 2),
         Recorded("gemm", 12, 13, True, 21, 4),
         Recorded("elementwise", 13, 14, True, 22, 6), Recorded("Memset", 14, 15, True, 23),
         Recorded("ncclDevKernel_AllReduce", 12, 16, True, 24, 3),
     ]  # fmt: skip
-    assert attributed(events, on_gpu=True) == Seen([(10, 12)], [(12, 13)], [(13, 14)], [(14, 15)], [(12, 16)])
+    calls = [  # CUPTI counts by itself: its numbers are those of operators, too
+        Recorded("cudaLaunchKernel", 2.55, 2.56, number=2, launched_by=6),
+        Recorded("cudaDeviceSynchronize", 2.9, 2.95, number=4), Recorded("cudaMemsetAsync", 0.1, 0.2, number=6),
+    ]  # fmt: skip
+    for some in (events, [*events, *calls], [*calls, *events]):
+        assert attributed(some, on_gpu=True) == Seen([(10, 12)], [(12, 13)], [(13, 14)], [(14, 15)], [(12, 16)])
+
+
+def operator(name: str, begin: float, end: float, number: int) -> Recorded:
+    return Recorded(name, begin, end, number=number, external_id=number)
+
+
+def test_operators_and_ranges_of_the_installed_profiler_are_told_as_such() -> None:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu]) as profiler, torch.profiler.record_function(FORWARD):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    recorded = [Recorded.of(event) for event in profiler.profiler.kineto_results.events()]
+    assert {FORWARD, "aten::mm"} <= {event.name for event in recorded if event.is_operator}
+
+
+class OfAnOlderTorch:
+    """An event of a profiler that does not tell `external_id`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = lambda: name
+
+    def correlation_id(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize(("name", "number"), [("cudaLaunchKernel", 0), ("cuLaunchKernelEx", 0), ("custom", 7)])
+def test_an_older_profiler_tells_cudas_calls_by_their_names(name: str, number: int) -> None:
+    assert _external_id(OfAnOlderTorch(name)) == number
 
 
 def test_a_stage_whose_measure_computes_nothing_has_a_forward_all_the_same() -> None:

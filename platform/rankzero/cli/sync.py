@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rankzero.cli.main import FAILED, FINISHED
-from rankzero.tracking import catalog, sync
+from rankzero.tracking import catalog, progress, sync
 from rankzero.tracking.journal import RunFolder
 
 
@@ -18,10 +18,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run:
         waiting = [catalog.require(runs, arguments.run)]
     else:
-        waiting = [one.folder for one in catalog.listed(runs) if one.undelivered]
+        waiting = [one.folder for one in catalog.listed(runs) if one.undelivered or _is_undrawn(one.folder)]
     if not waiting:
         print("nothing waits: everything is in MLflow")
     return max([_deliver(folder) for folder in waiting], default=FINISHED)
+
+
+def _is_undrawn(folder: RunFolder) -> bool:
+    """Tell whether pictures of the whole run are lacking, which lists do not show: its courier may be at it."""
+    return progress.glance(progress.path_of(folder, 0)).undrawn
 
 
 def _deliver(folder: RunFolder) -> int:
@@ -35,7 +40,8 @@ def _deliver(folder: RunFolder) -> int:
             f"try again later: rankzero sync {name}"
         )
         return FAILED
-    print(f"{name}: complete, {result.delivered:,} values in MLflow")
+    lacks = f", but for its figures: rankzero sync {name}" if result.undrawn else ""
+    print(f"{name}: complete, {result.delivered:,} values in MLflow{lacks}")
     for line in result.trouble:
         print(f"  {line}")
     ended = catalog.last_end(folder)

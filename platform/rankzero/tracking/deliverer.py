@@ -78,12 +78,12 @@ class Deliverer:
         if not self._sending.over:
             return False
         if self._run is None:
-            return bool(self._items or self.progress.pending or self._unread()) and self._try(self._open, self._sending)
+            return not self.complete and self._try(self._open, self._sending)
         if not self._items and self._take_due():
             self._take()
         if self._items:
             return self._try(self._send, self._sending, self._set_item_aside)
-        if self.progress.ending is not None and (self._uploading.failures or not self.progress.waiting):
+        if self.progress.ending is not None and (self._uploading.failures or not self.progress.uploads):
             self._items.extend(self._ending(self.progress.ending))  # uploads that fail do not hold up the end
             return True
         if self.progress.waiting and self._uploading.over:
@@ -219,6 +219,7 @@ class Deliverer:
                 self.progress.reject(f"{name} before byte {taken.offset:,}", f"{taken.foreign} lines are no events")
             self._taken[name] = taken.offset
         self._items.extend(translate(events, self.progress))
+        self.progress.put_figures_last()
         self.progress.offsets = dict(self._taken)
         if not self._items:
             self.commit()
@@ -238,7 +239,7 @@ class Deliverer:
             case End():
                 tracker.close_run(run_id, item.event)
                 self.progress.ending, self.progress.ended = None, True
-                self.progress.waiting.append(state.FIGURES)  # nobody need wait for them to see how the run ended
+                self.progress.waiting = [*self.progress.uploads, state.FIGURES]  # last: nobody waits for them
         self._sent()
         return True
 

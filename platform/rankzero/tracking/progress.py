@@ -8,7 +8,7 @@ import functools
 import json
 import time
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,14 +82,28 @@ class Progress:
     updated: float = 0.0
 
     @property
+    def uploads(self) -> list[str]:
+        """Return what waits, but for pictures of the whole run: nobody waits for those."""
+        return awaited(self.waiting)
+
+    @property
+    def undrawn(self) -> bool:
+        """Tell whether pictures of the whole run are still to be drawn."""
+        return FIGURES in self.waiting
+
+    @property
     def pending(self) -> int:
-        """Return how much is left to do; 0 when all is delivered."""
-        return self.pending_bytes + len(self.waiting) + (self.ending is not None)
+        """Return how much is left to do before the run is told; 0 when it is."""
+        return self.pending_bytes + len(self.uploads) + (self.ending is not None)
 
     @property
     def done(self) -> bool:
-        """Tell whether MLflow had everything, the end included, when this was written."""
+        """Tell whether MLflow had everything but pictures of the whole run, when this was written; the end, too."""
         return self.ended and not self.pending
+
+    def put_figures_last(self) -> None:
+        """Let nothing wait for pictures of the whole run: they are of use once all else is there."""
+        self.waiting.sort(key=lambda word: word == FIGURES)
 
     def reject(self, what: str, reason: str) -> None:
         """Count something that is set aside, and remember why."""
@@ -137,7 +151,9 @@ class Glance(NamedTuple):
     run_id: str | None
     offsets: Mapping[str, int]
     waits: bool
-    """Whether uploads are still to be done."""
+    """Whether uploads are still to be done, other than of pictures of the whole run."""
+    undrawn: bool
+    """Whether those are."""
 
 
 def glance(path: Path) -> Glance:
@@ -149,8 +165,14 @@ def glance(path: Path) -> Glance:
         fields, kinds = json.loads(path.read_bytes()), _kinds()
         found = {name: _sound(fields[name], kinds[name]) for name in ("run_id", "offsets", "waiting") if name in fields}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return Glance(None, {}, False)
-    return Glance(found.get("run_id"), found.get("offsets", {}), bool(found.get("waiting")))
+        return Glance(None, {}, False, False)
+    waiting = found.get("waiting", [])
+    return Glance(found.get("run_id"), found.get("offsets", {}), bool(awaited(waiting)), FIGURES in waiting)
+
+
+def awaited(waiting: Sequence[str]) -> list[str]:
+    """Return those of the words in `waiting` that a run's delivery is not done without."""
+    return [word for word in waiting if word != FIGURES]
 
 
 @functools.cache

@@ -18,7 +18,10 @@ STARTUP_SECONDS = 20.0  # until a recorder on a busy machine can be expected to 
 
 
 class Delivery(NamedTuple):
-    """How a delivery stands: points delivered, bytes and things pending, things that MLflow refused."""
+    """How a delivery stands: points delivered, bytes and things pending, things that MLflow refused.
+
+    `done`: MLflow has all but pictures of the whole run, which the courier draws when nobody waits any more.
+    """
 
     delivered: int
     pending: int
@@ -30,6 +33,8 @@ class Delivery(NamedTuple):
     reasons: tuple[str, ...]
     trouble: tuple[str, ...] = ()
     """What went wrong on the way, in words."""
+    undrawn: bool = False
+    """Whether pictures of the whole run are still to come."""
 
 
 def status(folder: RunFolder) -> Delivery:
@@ -40,7 +45,7 @@ def status(folder: RunFolder) -> Delivery:
     unread = state.unread_bytes(folder, {folder.events.name: 0, **progress.offsets})
     return Delivery(
         progress.delivered,
-        unread + len(progress.waiting) + (progress.ending is not None),
+        unread + len(progress.uploads) + (progress.ending is not None),
         progress.rejected,
         progress.done and heard and not unread,
         progress.error,
@@ -48,18 +53,32 @@ def status(folder: RunFolder) -> Delivery:
         progress.experiment_id,
         tuple(progress.reasons),
         tuple(trouble(progress)),
+        progress.undrawn,
     )
 
 
+def told(delivery: Delivery) -> bool:
+    """Tell whether MLflow has what a run's end need not go without."""
+    return delivery.done
+
+
+def drawn(delivery: Delivery) -> bool:
+    """Tell whether MLflow has all there is, pictures of the whole run, too."""
+    return delivery.done and not delivery.undrawn
+
+
 def wait(
-    folder: RunFolder, timeout: float = GRACE_SECONDS, on_progress: Callable[[Delivery], None] | None = None
+    folder: RunFolder,
+    timeout: float = GRACE_SECONDS,
+    on_progress: Callable[[Delivery], None] | None = None,
+    enough: Callable[[Delivery], bool] = told,
 ) -> Delivery:
-    """Return once the recorder is done, has given up, or has made no progress for `timeout` seconds.
+    """Return once there is `enough`, or the recorder has given up or made no progress for `timeout` seconds.
 
     A study is done when its trials are, which its recorder delivers, too.
     """
     before, moved = of_family(folder), time.monotonic()
-    while not before.done and time.monotonic() - moved < timeout and _recorder_lives(folder):
+    while not enough(before) and time.monotonic() - moved < timeout and _recorder_lives(folder):
         time.sleep(0.1)
         now = of_family(folder)
         if now != before:
@@ -78,6 +97,7 @@ def of_family(folder: RunFolder) -> Delivery:
         pending=own.pending + sum(child.pending for child in children),
         done=own.done and all(child.done for child in children),
         error=own.error or next((child.error for child in children if child.error), None),
+        undrawn=own.undrawn or any(child.undrawn for child in children),
     )
 
 
@@ -94,9 +114,9 @@ def deliver(
             if mine:
                 _deliver_node(folder, node, on_progress, patience)
             elif node == 0:
-                wait(folder, patience, on_progress)
+                wait(folder, patience, on_progress, drawn)
     for child in folder.children:  # after their parent, whose run id they need
-        if not status(child).done:
+        if not drawn(status(child)):
             deliver(child, on_progress=on_progress, patience=patience)
     return status(folder)
 

@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ BACKWARD, OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer."  # as 
 MARKS = ("rankzero::", OPTIMIZER, "ProfilerStep", "## ")  # shown again beside the kernels below them
 WARM_UP, STEPS = 10, 10
 TOP = 12
+RUNTIME = re.compile(r"(cuda|cu|hip)[A-Z]")  # cudaLaunchKernel, cuLaunchKernel: calls, as CUPTI records them
 ENDLESS = 1_000_000_000  # steps: an order of samples for ever
 
 
@@ -158,6 +160,8 @@ class Recorded:
     number: int = 0
     launched_by: int = 0
     """The number of the operator that launched a kernel; 0 where that is unknown."""
+    external_id: int = 0
+    """PyTorch's own number of an operator or a range; 0 of what only CUPTI has numbered, such as a call of CUDA's."""
 
     @classmethod
     def of(cls, event: Any) -> Recorded:
@@ -165,7 +169,13 @@ class Recorded:
         begin = event.start_ns() / 1e9
         on_gpu = str(event.device_type()).endswith("CUDA")
         end = begin + event.duration_ns() / 1e9
-        return cls(event.name(), begin, end, on_gpu, event.correlation_id(), event.linked_correlation_id())
+        number, launched_by = event.correlation_id(), event.linked_correlation_id()
+        return cls(event.name(), begin, end, on_gpu, number, launched_by, _external_id(event))
+
+    @property
+    def is_operator(self) -> bool:
+        """Tell whether `number` is PyTorch's. CUDA's calls have CUPTI's, and the two overlap."""
+        return not self.on_gpu and self.external_id != 0 and self.launched_by == 0
 
     @property
     def span(self) -> Span:
@@ -174,6 +184,13 @@ class Recorded:
     @property
     def talks(self) -> bool:
         return self.name.lower().startswith(COMMUNICATION)
+
+
+def _external_id(event: Any) -> int:
+    """Return the event's number in PyTorch; as far as its name tells, where PyTorch does not say."""
+    if hasattr(event, "external_id"):
+        return int(event.external_id())
+    return 0 if RUNTIME.match(event.name()) else int(event.correlation_id())
 
 
 def attributed(events: Sequence[Recorded], on_gpu: bool) -> Seen:
@@ -191,7 +208,7 @@ def attributed(events: Sequence[Recorded], on_gpu: bool) -> Seen:
     work = [event for event in mine if not event.talks]
     if on_gpu:
         kernels = [event for event in work if not event.name.startswith(MARKS)]
-        parts = _by_launch(kernels, {event.number: event.begin for event in host}, ranges)
+        parts = _by_launch(kernels, {event.number: event.begin for event in host if event.is_operator}, ranges)
     else:
         parts = _by_time(union(event.span for event in work if event.name.startswith("aten::")), ranges)
     if not parts[FORWARD]:
