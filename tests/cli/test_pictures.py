@@ -77,6 +77,21 @@ def test_runs_on_the_same_data_are_found_by_its_digest(rankzero: Command) -> Non
     }  # fmt: skip
 
 
+def test_what_a_killed_attempt_left_of_pictures_goes_with_the_next(rankzero: Command) -> None:
+    words = ("--run-name", "run", "train.steps=6", "train.save_every=3")
+    code, output = rankzero("train", f"{PICTURED}:Showing", *words)
+    assert code == 0, output
+    (run,) = rankzero.runs
+    left = [run.pictures / "step_00000006_1800000000000.npz", run.pictures / ".step_00000009_1800000000000.npz.4711"]
+    for path in left:
+        path.write_bytes(b"half of it")
+    code, output = rankzero("resume", "run", "train.steps=12")
+    assert code == 0, output
+    rankzero("sync")
+    assert not list(run.pictures.iterdir())
+    assert [event.step for event in events(run) if isinstance(event, PicturesTaken)] == [3, 6, 9, 12]
+
+
 @pytest.mark.parametrize(
     ("strategy", "shown"), [("fsdp", {"input", "confusion_matrix", "training_batch"}), ("pp", {"training_batch"})]
 )

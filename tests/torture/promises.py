@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from cli.conftest import losses as journaled
-from rankzero.events import Evaluated, RunEnded, StepsLogged
+from rankzero.events import Evaluated, PicturesTaken, RunEnded, StepsLogged
 from rankzero.tracking import sync
 from rankzero.tracking.catalog import mlflow_id
 from rankzero.tracking.journal import RunFolder, read_all
@@ -80,6 +80,19 @@ def nothing_is_lost(run: RunFolder, reference: Losses, *, steps: int | None = No
 def _alike(value: float, wanted: float) -> bool:
     """Tell whether a value is the one wanted; a NaN that ended an attempt may be one."""
     return value == wanted or math.isnan(value)
+
+
+def pictures_are_there(ground: Ground, run: RunFolder) -> None:
+    """Each step with pictures has them among the run's artifacts, and nothing that they were drawn from is left."""
+    record = delivered(run)
+    left = sorted(path.name for path in run.pictures.glob("*"))
+    if left:
+        raise Broken(f"orphan: pictures/ holds {', '.join(left)}")
+    steps = {event.step for event in read_all(run.events) if isinstance(event, PicturesTaken)}
+    images = ground.folder.glob(f"mlruns/artifacts/*/{record.run_id}/artifacts/images/pictures~confusion_matrix+step+*")
+    missing = steps - {int(path.name.split("+")[2]) for path in images}
+    if missing or not steps:
+        raise Broken(f"lost: of {len(steps)} steps with pictures {sorted(missing)} are not in MLflow")
 
 
 def status_is(run: RunFolder, *allowed: str) -> str:

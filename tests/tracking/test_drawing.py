@@ -184,6 +184,35 @@ def test_too_large_pictures_are_not_written(tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.iterdir())
 
 
+def litter(folder: RunFolder) -> dict[str, Path]:
+    """Leave what a killed writer leaves, and what is none of ours."""
+    folder.pictures.mkdir(exist_ok=True)
+    names = {"whole": "step_00000007_1800000000000.npz", "half": ".step_00000009_1800000000000.npz.4711",
+             "theirs": "notes.txt", "folder": "step_00000008_1800000000000.npz"}  # fmt: skip
+    left = {key: folder.pictures / name for key, name in names.items()}
+    left["folder"].mkdir()
+    for key in ("whole", "half", "theirs"):
+        left[key].write_bytes(b"x")
+    return left
+
+
+def test_what_a_killed_writer_left_goes_and_nothing_else_does(folder: RunFolder) -> None:
+    left = litter(folder)
+    named = folder.pictures / "step_00000005_1800000000000.npz"
+    negatives.write(named, arrays())
+    append(folder, started(), PicturesTaken(T0, 5, f"pictures/{named.name}"))
+    negatives.clear(folder)
+    assert set(folder.pictures.iterdir()) == {named, left["theirs"], left["folder"]}
+
+
+def test_a_folder_of_pictures_that_is_elsewhere_is_left_alone(folder: RunFolder, tmp_path: Path) -> None:
+    elsewhere = make_folder(tmp_path / "elsewhere")
+    left = litter(elsewhere)
+    folder.pictures.symlink_to(elsewhere.pictures)
+    negatives.clear(folder)
+    assert set(elsewhere.pictures.iterdir()) == set(left.values())
+
+
 def test_files_are_named_as_mlflow_names_them_and_the_same_again(tmp_path: Path) -> None:
     Image.new("RGB", (2000, 1000)).save(tmp_path / "one.png")
     (tmp_path / "ours").mkdir()

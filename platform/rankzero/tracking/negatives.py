@@ -5,12 +5,18 @@ Read without pickle, and no more than a bounded number of bytes, whatever a file
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rankzero.events import PicturesTaken
+from rankzero.tracking.journal import RunFolder, read_all
+
+OURS = re.compile(r"step_\d+_\d+\.npz|\.step_\d+_\d+\.npz\.\d+")  # whole, and as they are written
 MOST_BYTES = 256 << 20  # sixteen pictures of 2048 x 2048 in colour, and some
 MOST_ARRAYS = 64
 
@@ -27,6 +33,24 @@ def write(path: Path, arrays: Mapping[str, Any]) -> None:
     with temporary.open("wb") as file:
         np.savez(file, **arrays)
     temporary.replace(path)
+
+
+def clear(folder: RunFolder) -> None:
+    """Remove what a killed writer left: files that no event of the journal names, so that nobody will ever draw them.
+
+    For the only writer, before it writes: a courier may be at work on those that are named. Raises nothing.
+    """
+    with contextlib.suppress(OSError):
+        left = [] if folder.pictures.is_symlink() else sorted(folder.pictures.iterdir())
+        left = [path for path in left if OURS.fullmatch(path.name)]
+        named = _named(folder) if left else set()  # a journal is long; most attempts find nothing
+        for path in left:
+            if path.name not in named and path.is_file():
+                path.unlink(missing_ok=True)
+
+
+def _named(folder: RunFolder) -> set[str]:
+    return {Path(event.path).name for event in read_all(folder.events) if isinstance(event, PicturesTaken)}
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.events import Event, Hook, Noticed, RunEnded, RunStarted
-from rankzero.tracking import recorder
+from rankzero.tracking import negatives, recorder
 from rankzero.tracking.emitter import Emitter
 from rankzero.tracking.journal import Identity, Journal, RunFolder, read_all
 from rankzero.tracking.ranks import Ranks
@@ -34,6 +34,8 @@ class RunLog:
         """Open the run's folder, made where it is missing, and start this node's recorder (local rank 0)."""
         folder = RunFolder.open_or_create(runs, identity) if ranks.local_rank == 0 else RunFolder(runs / identity.name)
         attempt = 1 + sum(isinstance(event, RunStarted) for event in read_all(folder.events)) if ranks.first else 0
+        if ranks.first:
+            negatives.clear(folder)
         journal = Journal(folder.events) if ranks.first else None
         recording = (
             recorder.start(folder, gpu_uuids, ranks.node_rank, ranks.node_count) if ranks.local_rank == 0 else None

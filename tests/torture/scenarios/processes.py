@@ -13,7 +13,17 @@ from rankzero.train.watchdog import OTHERS
 from torture import promises
 from torture.ground import Broken, Ground
 from torture.promises import Losses
-from torture.scenarios.training import SETTINGS, TINY, at_a_random_moment, ends, finished, goes_on, kill, the_run
+from torture.scenarios.training import (
+    IMAGED,
+    SETTINGS,
+    TINY,
+    at_a_random_moment,
+    ends,
+    finished,
+    goes_on,
+    kill,
+    the_run,
+)
 
 HANG_SECONDS = 6.0
 AGENT_SECONDS = 60.0
@@ -22,12 +32,13 @@ AGENT_SECONDS = 60.0
 
 def killed_ranks(ground: Ground, reference: Losses) -> None:
     """SIGKILL of ranks, of the recorder, of the courier, again and again: the training restarts and gets to its end."""
-    command = ground.start("train", TINY, *SETTINGS, "--max-restarts", 50)
+    command = ground.start("train", IMAGED, *SETTINGS, "--max-restarts", 50)
     while command.running and len(ground.faults) < 6:
         time.sleep(ground.random.uniform(0.2, 3.0))
         kill(ground, ground.random.choice(("rank 0", "other rank", "recorder", "courier")))
     ends(command, 0)
     finished(ground, reference)
+    promises.pictures_are_there(ground, the_run(ground))
 
 
 def killed_launcher(ground: Ground, reference: Losses) -> None:

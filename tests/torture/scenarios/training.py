@@ -15,6 +15,7 @@ from torture.ground import Broken, Command, Ground, wait_for
 from torture.promises import Losses
 
 TINY = Path(__file__).parents[2] / "fixtures" / "tiny.py"
+IMAGED = TINY.with_name("imaged.py")
 CLOCK = TINY.with_name("clocked.py")
 STEPS = 200
 SETTINGS = (
