@@ -78,12 +78,14 @@ def upload_figures(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: 
         return
     with tempfile.TemporaryDirectory(prefix="rankzero-") as place:
         try:
-            drawn = figures.draw(folder, Path(place))
+            drawn, failed = figures.draw(folder, Path(place))
         except Exception as error:  # whatever a user's values do to matplotlib
             if is_want(error):
                 raise
             progress.reject("figures", f"{type(error).__name__}: {error}")
             return
+        for name, fault in failed.items():
+            progress.reject(f"figure {name}", f"{type(fault).__name__}: {fault}")
         for path in drawn:
             tracker.log_artifact(run.run_id, path, FIGURES)
 
