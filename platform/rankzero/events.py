@@ -171,6 +171,19 @@ def _is_text_by_name(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8", "surrogateescape")  # as paths are
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_path(value: object) -> bool:
+    """Tell whether the system can be asked for a file of this name: no zero byte, nothing that UTF-8 has not."""
+    return isinstance(value, str) and "\0" not in value and _is_encodable(value)
+
+
 def _in_columns(event: Event) -> bool:
     return not isinstance(event, StepsLogged) or all(isinstance(column, list) for column in event.metrics.values())
 
@@ -190,7 +203,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("context", "name", "digest", "how", "source_type", "source"), _is_one_of(str)),
     "total_steps": _is_one_of(int, type(None)),
     "best": _is_one_of(bool),
-    "path": _is_one_of(str),
+    "path": _is_path,
     "reason": _is_one_of(str),
     "text": _is_one_of(str),
     "error": _is_one_of(str, type(None)),

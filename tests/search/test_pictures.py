@@ -57,5 +57,10 @@ def test_pngs(tmp_path: Path) -> None:
     assert all(content.startswith(b"\x89PNG") for content in found.values())
 
 
+def test_names_are_taken_for_no_formulas(tmp_path: Path) -> None:
+    pngs.write(tmp_path, TRIALS, [], {"a$b{c$": 1.0}, Goal("val/a$b{c$", "max"), [1])
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_a_map_alone() -> None:
     assert "Probe map" in pictures.map_page(MAP, "A map")

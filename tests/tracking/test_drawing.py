@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import warnings
 import zipfile
 from pathlib import Path
@@ -17,10 +19,10 @@ from rankzero.events import PicturesTaken
 from rankzero.tracking import drawing, negatives
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import RunFolder
-from rankzero.tracking.mlflow import write_image
-from rankzero.tracking.retry import Backoff
+from rankzero.tracking.mlflow import Tracker, write_image
+from rankzero.tracking.retry import Backoff, Impossible
 from tracking.fake_tracker import FakeTracker
-from tracking.runs import T0, append, ended, make_folder, started
+from tracking.runs import T0, append, ended, make_folder, saved, started
 
 
 @pytest.fixture
@@ -175,6 +177,103 @@ def test_nothing_outside_of_the_folder_is_read_or_deleted(folder: RunFolder, pat
     progress = deliver(folder, tracker).progress
     assert progress.rejected == 1 and "leads out" in progress.reasons[0]
     assert not tracker.pictures and victim.exists() and (folder.path / "run.json").exists()
+
+
+WANTS = [
+    OSError(errno.ENOSPC, "no space"),
+    MemoryError(),
+    OSError(errno.EMFILE, "files"),
+    OSError(errno.ESTALE, "gone"),
+]
+
+
+@pytest.mark.parametrize("want", WANTS, ids=repr)
+@pytest.mark.parametrize("place", ["draw", "read", "load"])
+def test_what_the_machine_lacks_costs_no_pictures(
+    folder: RunFolder, want: Exception, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner: Any = {"draw": drawing, "read": zipfile, "load": np}[place]
+    name = {"draw": "draw", "read": "ZipFile", "load": "load"}[place]
+    real, fails = getattr(owner, name), iter([True, True])
+
+    def lacking(*given: Any, **named: Any) -> Any:
+        if next(fails, False):
+            raise want
+        return real(*given, **named)
+
+    event = taken(folder, 5, arrays())
+    monkeypatch.setattr(owner, name, lacking)
+    append(folder, started(), event, ended())
+    tracker = FakeTracker()
+    progress = deliver(folder, tracker).progress
+    assert len(tracker.pictures) == 3 and not progress.rejected and progress.failures == 2
+
+
+def test_an_upload_that_asks_for_more_memory_than_there_is_holds_nothing_up(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*given: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(drawing, "draw", lacking)
+    append(folder, started(), taken(folder, 5, arrays()), saved(folder, 6), ended())
+    tracker = FakeTracker()
+    progress = deliver(folder, tracker).progress
+    assert progress.rejected == 1 and "not enough memory" in progress.reasons[0]
+    assert list(tracker.checkpoints) == [6] and list(folder.pictures.iterdir()), "what it is drawn from stays"
+
+
+@pytest.mark.parametrize("number", [errno.ENAMETOOLONG, errno.EISDIR, errno.EINVAL])
+def test_what_no_file_system_takes_is_set_aside(folder: RunFolder, number: int) -> None:
+    tracker = FakeTracker()
+
+    def fail(name: str, argument: object) -> None:
+        if name == "log_pictures":
+            raise OSError(number, os.strerror(number))
+
+    tracker.fail = fail
+    append(folder, started(), taken(folder, 5, arrays()), saved(folder, 6), ended())
+    progress = deliver(folder, tracker).progress
+    assert progress.rejected == 1 and os.strerror(number) in progress.reasons[0]
+    assert list(tracker.checkpoints) == [6]
+
+
+def test_a_folder_and_names_that_no_file_has_are_set_aside(folder: RunFolder) -> None:
+    (folder.pictures / "folder").mkdir(parents=True)
+    os.mkfifo(folder.pictures / "fifo")
+    paths = ["pictures/folder", "pictures/fifo", "pictures/a\0b", "pictures/\ud800", "pictures/" + "x" * 300]
+    append(folder, started(), *(PicturesTaken(T0 + n, n, path) for n, path in enumerate(paths)), ended())
+    tracker = FakeTracker()
+    progress = deliver(folder, tracker).progress
+    assert progress.rejected == 4, progress.reasons
+    assert (folder.pictures / "folder").is_dir() and tracker.status == "FINISHED"
+
+
+def test_an_array_that_claims_more_than_its_file_is_no_want_of_memory(folder: RunFolder) -> None:
+    content = io.BytesIO()
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (1 << 60,)})
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("confusion.npy", header.getvalue())
+    event = taken(folder, 5, content.getvalue())
+    with pytest.raises(ValueError, match="larger than its file"):
+        negatives.read(folder.path / event.path)
+
+
+def test_an_image_that_cannot_be_made_smaller_is_impossible(tmp_path: Path, sqlite: str) -> None:
+    (tmp_path / "big.png").write_bytes(b"no picture")
+    with pytest.raises(Impossible, match="own: UnidentifiedImageError"):
+        Tracker(sqlite).log_pictures("run", {"own": tmp_path / "big.png"}, 7, 1234)
+
+
+@pytest.mark.parametrize("key", ["漢" * 85, "a" * 250, "pictures/" + "ü" * 120])
+def test_files_of_long_names_can_be_written(tmp_path: Path, key: str) -> None:
+    Image.new("RGB", (20, 10)).save(tmp_path / "one.png")
+    for other in (key, f"{key}x"):
+        write_image(tmp_path / "one.png", tmp_path, "r" * 32, other, 2**63 - 1, 10**15 - 1)
+    names = [path.name for path in (tmp_path / "images").iterdir()]
+    assert len(names) == 4 and max(len(name.encode()) for name in names) <= 255
+    assert len(list((tmp_path / "pictures").iterdir())) == 2
 
 
 def test_too_large_pictures_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

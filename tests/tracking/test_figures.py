@@ -12,7 +12,7 @@ from PIL import Image
 
 from rankzero.cli import sync as sync_command
 from rankzero.events import Event, StepsLogged
-from rankzero.tracking import figures, incumbent, recorder, summary, sync
+from rankzero.tracking import curves, figures, incumbent, journal, recorder, summary, sync
 from rankzero.tracking import progress as state
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import RunFolder
@@ -138,6 +138,40 @@ def test_sync_draws_what_a_courier_that_died_has_left(tmp_path: Path, sqlite: st
     assert sync.told(sync.status(folder)) and not list(tmp_path.rglob("learning_curves.png"))
     assert sync_command.run(argparse.Namespace(dir=tmp_path, run=None)) == 0
     assert sync.drawn(sync.status(folder)) and len(list(tmp_path.rglob("learning_curves.png"))) == 1
+
+
+@pytest.mark.parametrize("name", ["train/a$b{c$", "val/$\\\\frac$", "train/$$", "val/_x"])
+def test_names_are_taken_for_no_formulas(tmp_path: Path, name: str) -> None:
+    folder, tracker = make_folder(tmp_path), FakeTracker()
+    append(folder, started(), steps(1, 20), steps(1, 20, name), speed(10), speed(20), ended())
+    assert not delivered(folder, tracker).progress.rejected and set(tracker.artifacts) == BOTH
+
+
+def test_a_figure_that_fails_leaves_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, table: object, goal: str) -> bool:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(curves, "write", fail)
+    folder, tracker = make_folder(tmp_path), FakeTracker()
+    append(folder, started(), steps(1, 20), speed(10), speed(20), ended())
+    assert delivered(folder, tracker).progress.reasons == ["figure learning_curves: RuntimeError: no"]
+    assert set(tracker.artifacts) == {"figures/step_time.png"}
+
+
+def test_what_no_figure_shows_is_not_kept() -> None:
+    names = (
+        [f"own/{n}" for n in range(50)] + [f"train/m{n}" for n in range(500)] + ["val/goal", "val/loss", figures.STEP]
+    )
+    kept = {cell[0] for cell in figures.shown(((name, 1, T0, 1.0) for name in names), "val/goal")}
+    assert {"val/goal", "val/loss", figures.STEP} | {f"train/m{n}" for n in range(12)} == kept
+
+
+def test_figures_read_a_journal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, read, real = make_folder(tmp_path), [], journal.read_all
+    append(folder, started(), steps(1, 20), speed(10), speed(20), ended())
+    monkeypatch.setattr(journal, "read_all", lambda path: read.append(path) or real(path))
+    found, failed = figures.draw(folder, tmp_path)
+    assert len(found) == 2 and not failed and len(read) == 1
 
 
 def test_long_curves_are_thinned_evenly_and_keep_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:

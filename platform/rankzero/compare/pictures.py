@@ -8,9 +8,11 @@ from pathlib import Path
 
 from rankzero.compare.entries import Row
 from rankzero.tracking import figures
+from rankzero.tracking.drawing import plain_words
 from rankzero.train.profiling import Profile
 
 
+@plain_words
 def write(folder: Path, rows: Sequence[Row]) -> None:
     """Write ``scaling.png``."""
     from matplotlib.figure import Figure

@@ -23,6 +23,7 @@ from rankzero.search.pictures import (
     points,
 )
 from rankzero.search.trial import Trial
+from rankzero.tracking.drawing import plain_words
 
 DOTS_PER_INCH = 120
 MOST_LABELS = 16  # on an axis
@@ -49,6 +50,7 @@ def write_map(folder: Path, measured: Sequence[Measured]) -> None:
     _draw(folder / "probe_map.png", lambda axes: _draw_heat_map(axes, measured), (9, height))
 
 
+@plain_words
 def _draw(path: Path, draw: Callable[[Any], None], inches: tuple[float, float] = (7, 5)) -> None:
     from matplotlib.figure import Figure
 

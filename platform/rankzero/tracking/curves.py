@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rankzero.tracking.drawing import plain_words
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
@@ -14,6 +16,7 @@ MOST_FRAMES = 12
 COLUMNS = 2
 
 
+@plain_words
 def write(path: Path, table: DataFrame, goal: str = "") -> bool:
     """Draw the curves of a table of metrics into a PNG, the goal's metric first; return whether there are any."""
     from matplotlib.figure import Figure

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 TAKE_SECONDS = 5.0  # few large batches: each costs the server as much as a thousand points do
 SUSPICIOUS_FAILURES = 8  # of one item, while MLflow answers otherwise: the item is at fault
+MOST_WITHOUT_MEMORY = 4  # tries of one upload that ran out of memory: it may ask for more than there is
 
 log = logging.getLogger("rankzero.recorder")
 
@@ -133,6 +134,8 @@ class Deliverer:
         reason = refusal(error)
         if reason is None and backoff is self._sending and backoff.failures >= SUSPICIOUS_FAILURES:
             reason = f"fails while MLflow answers otherwise: {error!r}" if self._answers() else None
+        if isinstance(error, MemoryError) and backoff is self._uploading and backoff.failures >= MOST_WITHOUT_MEMORY:
+            reason = "there was not enough memory for it, however often it was tried"
         if isinstance(error, RunGone):
             self._abandon(str(error))
             return True

@@ -5,9 +5,10 @@ What it draws from was read from a file: shapes are checked, texts are cut and n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rankzero.tracking import legal
 
@@ -38,6 +39,23 @@ def draw(found: Mapping[str, Any], step: int, folder: Path) -> dict[str, Path]:
         key = names[f"{name} (own)" if name in OURS else name]
         drawn[key] = _plain(folder, len(drawn), found[f"own_{number}"])
     return drawn
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def plain_words(draw: Callable[P, R]) -> Callable[P, R]:
+    """Have a function that draws take names for what they are: ``train/a$b{c$`` is no formula."""
+
+    @functools.wraps(draw)
+    def plainly(*given: P.args, **named: P.kwargs) -> R:
+        from matplotlib import rc_context
+
+        with rc_context({"text.parse_math": False}):
+            return draw(*given, **named)
+
+    return plainly
 
 
 Draw = Callable[[Any], None]

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankzero.tracking.drawing import DOTS_PER_INCH, GREY, INK, headings
+from rankzero.events import RunStarted
+from rankzero.tracking import curves
+from rankzero.tracking.drawing import DOTS_PER_INCH, GREY, INK, headings, plain_words
+from rankzero.tracking.retry import is_want
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -23,22 +26,54 @@ MOST_POINTS = 4000  # of a curve: more than a picture has columns
 NARROW = 0.05  # of the bar: a part that has no room for words
 
 
-def draw(folder: RunFolder, into: Path) -> list[Path]:
-    """Draw a run's figures into the folder `into`; none for a run without steps, or without curves of its own."""
-    from rankzero.tracking import curves, history
-    from rankzero.tracking.facts import fold
+def draw(folder: RunFolder, into: Path) -> tuple[list[Path], dict[str, Exception]]:
+    """Draw a run's figures into the folder `into`; none for a run without steps, or without curves of its own.
+
+    Returns them, and by name what went wrong with others. Raises what the machine lacks: space, memory, files.
+    """
+    from rankzero.tracking import history
+    from rankzero.tracking.facts import goal_of
     from rankzero.tracking.journal import read_all
 
-    table = history.table(thinned(history.cells(read_all(folder.events))))
-    found = []
-    shown = table[[name for name in table.columns if name in ("step", "time") or name.startswith(("train/", "val/"))]]
-    goal = fold(read_all(folder.events)).goal.metric
-    if len(table) > 1 and curves.write(into / "learning_curves.png", shown, goal):
-        found.append(into / "learning_curves.png")
-    if {STEP, WAIT} <= set(table.columns) and len(table[[STEP, WAIT]].dropna()) > 1:
-        write_steps(into / "step_time.png", table)
-        found.append(into / "step_time.png")
-    return found
+    events = read_all(folder.events)
+    start = next((event for event in events if isinstance(event, RunStarted)), None)
+    goal = goal_of(start.params) if start else None
+    metric = goal.metric if goal else ""
+    table = history.table(thinned(shown(history.cells(events), metric)))
+    found, failed = [], {}
+    for name, write in (("learning_curves", _write_curves), ("step_time", _write_steps)):
+        try:
+            if write(into / f"{name}.png", table, metric):
+                found.append(into / f"{name}.png")
+        except Exception as error:  # whatever a user's values do to matplotlib
+            if is_want(error):
+                raise
+            failed[name] = error
+    return found, failed
+
+
+def _write_curves(path: Path, table: DataFrame, goal: str) -> bool:
+    columns = [name for name in table.columns if name not in (STEP, WAIT)]
+    return len(table) > 1 and curves.write(path, table[columns], goal)
+
+
+def _write_steps(path: Path, table: DataFrame, goal: str) -> bool:
+    if not {STEP, WAIT} <= set(table.columns) or len(table[[STEP, WAIT]].dropna()) < 2:
+        return False
+    write_steps(path, table)
+    return True
+
+
+def shown(cells: Iterable[Cell], goal: str) -> Iterator[Cell]:
+    """Yield the values that a figure shows: of more curves than have a frame, the goal's, the loss and the first."""
+    titles = {"loss", goal.partition("/")[2]}
+    for cell in cells:
+        place, _, title = cell[0].partition("/")
+        if place in curves.PLACES and (title in titles or len(titles) < 2 + curves.MOST_FRAMES):
+            titles.add(title)
+            yield cell
+        elif cell[0] in (STEP, WAIT):
+            yield cell
 
 
 def thinned(cells: Iterable[Cell]) -> Iterator[Cell]:
@@ -64,6 +99,7 @@ def thinned(cells: Iterable[Cell]) -> Iterator[Cell]:
             yield last[name]
 
 
+@plain_words
 def write_steps(path: Path, table: DataFrame) -> None:
     """Draw a run's step time over its steps, in the two parts that are measured: waiting for data, and the rest."""
     from matplotlib.figure import Figure
@@ -88,6 +124,7 @@ def write_steps(path: Path, table: DataFrame) -> None:
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
+@plain_words
 def write_bar(path: Path, parts: Mapping[str, float], title: str) -> None:
     """Draw the parts of a step, in seconds by name, as one bar; the words below it where there is no room inside."""
     from matplotlib.figure import Figure

@@ -55,6 +55,7 @@ from rankzero.tracking import legal  # noqa: E402
 from rankzero.tracking.delivery import WHOLE_RUN, Point  # noqa: E402
 from rankzero.tracking.facts import SPEED  # noqa: E402
 from rankzero.tracking.journal import Identity  # noqa: E402
+from rankzero.tracking.retry import Impossible, is_want  # noqa: E402
 from rankzero.tracking.secrecy import url_without_secrets  # noqa: E402
 from rankzero.tracking.store import RunGone, TrackingError, artifact_root, make_tables, prepare_store  # noqa: E402
 
@@ -63,6 +64,7 @@ DATASET_NAME_LENGTH, DIGEST_LENGTH, INPUT_TAG_LENGTH = 500, 36, 500
 PICTURES = "pictures"
 LOGGED_IMAGES = "mlflow.loggedImages"
 THUMBNAIL_PIXELS = 800
+LONGEST_KEY_BYTES = 140  # of the 255 of a file's name; step, time and the rest take up to 114
 UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
 
 
@@ -208,11 +210,11 @@ class Tracker:
     def log_pictures(self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int) -> None:
         """Upload PNGs by key, so that MLflow's page shows each key's pictures by step; again: the same files.
 
-        The newest of each also goes to ``pictures/<key>.png``.
+        The newest of each also goes to ``pictures/<key>.png``. Raises Impossible for what cannot be made smaller.
         """
         with tempfile.TemporaryDirectory(prefix="rankzero-") as folder, _patience():
             for key, path in pictures.items():
-                write_image(path, Path(folder), run_id, key, step, milliseconds)
+                _write_image(path, Path(folder), run_id, key, step, milliseconds)
             self._client.log_artifacts(run_id, folder)
         self.set_tags(run_id, {LOGGED_IMAGES: "True"})
 
@@ -458,7 +460,8 @@ def write_image(path: Path, folder: Path, run_id: str, key: str, step: int, mill
     """
     from PIL import Image
 
-    key, number = key.replace("/", "~"), uuid.uuid5(uuid.NAMESPACE_OID, f"{run_id} {key} {step} {milliseconds}")
+    number = uuid.uuid5(uuid.NAMESPACE_OID, f"{run_id} {key} {step} {milliseconds}")
+    key = _cut(key.replace("/", "~"))
     name = f"{PICTURES}~{key}+step+{step}+timestamp+{milliseconds}+{number}"  # ~ stands for /: a section of the page
     for below in ("images", PICTURES):
         (folder / below).mkdir(exist_ok=True)
@@ -468,6 +471,23 @@ def write_image(path: Path, folder: Path, run_id: str, key: str, step: int, mill
         smaller = image.convert("RGBA" if "A" in image.getbands() else "RGB")
     smaller.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
     smaller.save(folder / "images" / f"{name}+compressed.webp", quality=85)
+
+
+def _write_image(path: Path, folder: Path, run_id: str, key: str, step: int, milliseconds: int) -> None:
+    try:
+        write_image(path, folder, run_id, key, step, milliseconds)
+    except Exception as error:
+        if is_want(error):
+            raise
+        raise Impossible(f"{key}: {type(error).__name__}: {error}") from error
+
+
+def _cut(key: str) -> str:
+    """Return the key as a part of a file's name: no more bytes than one may have; keys that differ stay apart."""
+    if len(key.encode()) <= LONGEST_KEY_BYTES:
+        return key
+    head = key.encode()[: LONGEST_KEY_BYTES - 9].decode(errors="ignore")
+    return f"{head}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
 def save_pytorch(

@@ -6,8 +6,10 @@ Read without pickle, and no more than a bounded number of bytes, whatever a file
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+import stat
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 from rankzero.events import PicturesTaken
 from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.retry import is_want
 
 OURS = re.compile(r"step_\d+_\d+\.npz|\.step_\d+_\d+\.npz\.\d+")  # whole, and as they are written
 MOST_BYTES = 256 << 20  # sixteen pictures of 2048 x 2048 in colour, and some
@@ -54,17 +57,40 @@ def _named(folder: RunFolder) -> set[str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the arrays. Raises FileNotFoundError, and ValueError for what `write` has not written."""
+    """Return the arrays. Raises what the machine lacks, and ValueError for what `write` has not written.
+
+    The latter only for what the file says: one that could not be read is not to be thrown away.
+    """
     import numpy as np
 
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path.name} is no file")
     try:
         with zipfile.ZipFile(path) as stored:
             sizes = [member.file_size for member in stored.infolist()]
-        if len(sizes) > MOST_ARRAYS or sum(sizes) > MOST_BYTES + (MOST_ARRAYS << 12):
-            raise ValueError("it holds more than was written")
+            if len(sizes) > MOST_ARRAYS or sum(sizes) > MOST_BYTES + (MOST_ARRAYS << 12):
+                raise ValueError("it holds more than was written")
+            for member in stored.infolist():
+                _check_header(stored, member)
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except FileNotFoundError:
-        raise
     except Exception as error:  # a damaged archive fails in as many ways as there are bytes
+        if is_want(error):
+            raise
         raise ValueError(f"{path.name} holds no pictures: {type(error).__name__}: {error}") from error
+
+
+def _check_header(stored: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    """Raise ValueError where an array says that it is larger than its file: what it asks for is no want of memory."""
+    from numpy.lib import format as npy
+
+    if member.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("it is compressed")
+    with stored.open(member) as file:
+        npy.read_magic(file)
+        try:
+            shape, _, kind = npy.read_array_header_1_0(file)
+        except MemoryError as error:  # how Python's parser complains of what is nested too deeply
+            raise ValueError("a header that nobody can read") from error
+    if math.prod(shape) * kind.itemsize > member.file_size:
+        raise ValueError("an array is larger than its file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import tempfile
@@ -14,7 +15,7 @@ from rankzero.tracking import legal
 from rankzero.tracking.delivery import linked
 from rankzero.tracking.journal import RunFolder, read_all
 from rankzero.tracking.progress import ARTIFACTS, FIGURES, Progress
-from rankzero.tracking.retry import refusal
+from rankzero.tracking.retry import is_want, refusal
 
 if TYPE_CHECKING:
     from rankzero.tracking.mlflow import OpenRun, Tracker
@@ -77,10 +78,14 @@ def upload_figures(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: 
         return
     with tempfile.TemporaryDirectory(prefix="rankzero-") as place:
         try:
-            drawn = figures.draw(folder, Path(place))
+            drawn, failed = figures.draw(folder, Path(place))
         except Exception as error:  # whatever a user's values do to matplotlib
+            if is_want(error):
+                raise
             progress.reject("figures", f"{type(error).__name__}: {error}")
             return
+        for name, fault in failed.items():
+            progress.reject(f"figure {name}", f"{type(fault).__name__}: {fault}")
         for path in drawn:
             tracker.log_artifact(run.run_id, path, FIGURES)
 
@@ -104,20 +109,26 @@ def _upload_checkpoint(tracker: Tracker, run: OpenRun, path: Path, event: Checkp
 
 
 def _upload_pictures(tracker: Tracker, run: OpenRun, path: Path, event: PicturesTaken, progress: Progress) -> None:
-    """Draw and upload what was seen at a step; what it is drawn from goes once it is there. Again: the same files."""
+    """Draw and upload what was seen at a step; what it is drawn from goes once it is there. Again: the same files.
+
+    It stays where the machine lacks something: there is another try.
+    """
     from rankzero.tracking import drawing, negatives
 
+    if not path.exists():
+        return  # uploaded already, by one that died before it could say so
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         try:
             drawn = drawing.draw(negatives.read(path), event.step, Path(folder))
-        except FileNotFoundError:
-            return  # uploaded already, by one that died before it could say so
         except Exception as error:  # a file that is none of ours, or a picture that cannot be drawn
+            if is_want(error):
+                raise
             progress.reject(f"pictures of step {event.step}", f"{type(error).__name__}: {error}")
             drawn = {}
         if drawn:
             tracker.log_pictures(run.run_id, drawn, event.step, legal.milliseconds(event.time) or 0)
-    path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a folder, or a disk that is read only: it is in MLflow, or told
+        path.unlink(missing_ok=True)
 
 
 def _deleted_later(event: CheckpointSaved, progress: Progress) -> bool:
