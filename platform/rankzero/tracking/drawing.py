@@ -100,7 +100,7 @@ def _grid(
     rows = max(1, -(-len(images) // COLUMNS))
     lines = max([1, *map(len, words)])
     height = 1.65 + 0.19 * lines
-    whole = (7.2, 0.75 + rows * height) if len(images) else (7.2, 2.2)
+    whole = (7.2, 0.98 + rows * height) if len(images) else (7.2, 2.2)
 
     def on(figure: Any) -> None:
         headings(figure, whole[1], title, says, key)

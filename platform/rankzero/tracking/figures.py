@@ -112,7 +112,7 @@ def write_steps(path: Path, table: DataFrame) -> None:
     labels = ["waiting for data", "forward, backward, communication, optimizer"]
     axes.stackplot(known["step"], waiting, whole - waiting, labels=labels, step="pre", alpha=0.85,
                    colors=[COLOURS["data"], COLOURS["forward"]])  # fmt: skip
-    top = float(whole.quantile(0.98)) * 1.35  # the first steps warm up: they would flatten all others
+    top = float(min(whole.quantile(0.98), 3 * whole.median())) * 1.35  # warming up would flatten all that comes after
     axes.set(
         xlabel="step", ylabel="milliseconds a step", ylim=(0, top or 1), xlim=(known["step"].min(), known["step"].max())
     )
