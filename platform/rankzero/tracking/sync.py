@@ -9,11 +9,12 @@ from typing import NamedTuple
 from rankzero.events import RunEnded, RunStarted
 from rankzero.tracking import incumbent, stale
 from rankzero.tracking import progress as state
-from rankzero.tracking.courier import GRACE_SECONDS
+from rankzero.tracking.courier import GRACE_SECONDS, grace_seconds
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import RunFolder, read_all
 from rankzero.tracking.trouble import trouble
 
+TROUBLED_SECONDS = 15.0  # where MLflow refuses or hangs: one request's time, and some; what is left comes later
 STARTUP_SECONDS = 20.0  # until a recorder on a busy machine can be expected to hold its lock
 
 
@@ -69,16 +70,17 @@ def drawn(delivery: Delivery) -> bool:
 
 def wait(
     folder: RunFolder,
-    timeout: float = GRACE_SECONDS,
+    timeout: float | None = None,
     on_progress: Callable[[Delivery], None] | None = None,
     enough: Callable[[Delivery], bool] = told,
 ) -> Delivery:
     """Return once there is `enough`, or the recorder has given up or made no progress for `timeout` seconds.
 
-    A study is done when its trials are, which its recorder delivers, too.
+    None: as long as the recorder itself goes on without progress, but no longer than `TROUBLED_SECONDS` where MLflow
+    refuses or does not answer. A study is done when its trials are, which its recorder delivers, too.
     """
     before, moved = of_family(folder), time.monotonic()
-    while not enough(before) and time.monotonic() - moved < timeout and _recorder_lives(folder):
+    while not enough(before) and time.monotonic() - moved < _patience(timeout, before) and _recorder_lives(folder):
         time.sleep(0.1)
         now = of_family(folder)
         if now != before:
@@ -86,6 +88,12 @@ def wait(
             if on_progress is not None:
                 on_progress(now)
     return of_family(folder)
+
+
+def _patience(timeout: float | None, delivery: Delivery) -> float:
+    if timeout is not None:
+        return timeout
+    return min(grace_seconds(), TROUBLED_SECONDS) if delivery.error else grace_seconds()
 
 
 def of_family(folder: RunFolder) -> Delivery:
