@@ -37,9 +37,10 @@ def test_it_trains_as_the_experiment_that_says_the_same(rankzero: Command) -> No
     ran(rankzero, "train", MODULE, "--nproc", 2)
     ran(rankzero, "train", PLAIN, "--nproc", 2)
     module, plain = rankzero.runs
-    assert len(losses(plain)) == 27 and losses(module) == losses(plain)
+    # Not to the last bit: PyTorch's schedulers get each learning rate from the one before, and ours from the step.
+    assert len(losses(plain)) == 27 and losses(module) == pytest.approx(losses(plain), rel=1e-6)
     evaluations = [[event.metrics for event in events(run) if isinstance(event, Evaluated)] for run in (module, plain)]
-    assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 3
+    assert evaluations[0] == [pytest.approx(one, rel=1e-6) for one in evaluations[1]] and len(evaluations[0]) == 3
     found = in_mlflow(rankzero)[module.path.name]
     assert found.status == "FINISHED" and found.params["width"] == "8" and found.params["train.batch_size"] == "32"
     assert any(folder.name == "best_model.json" for folder in module.path.iterdir()), "the module itself was logged"
