@@ -24,8 +24,8 @@ MARK = "RANKZERO_TORTURE"
 """An environment variable that every process of a scenario inherits."""
 DEADLINE_SECONDS = 240.0
 """A command that takes longer has hung."""
-ORPHAN_SECONDS = 45.0
-"""What processes get to leave after their command has ended: a recorder delivers for a while."""
+ORPHAN_SECONDS = 120.0
+"""What processes get to leave after their command has ended: a courier on a busy machine takes a minute to begin."""
 GRACE_SECONDS = 5.0
 """What the end of a command waits for a server that does not answer."""
 CROWD = 6
