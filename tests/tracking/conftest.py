@@ -80,7 +80,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables: making them takes seconds, copying them none."""
+    """A database with MLflow's tables, to be copied, which takes no time, and never written to: all others begin so."""
     from rankzero.tracking.mlflow import Tracker
 
     path = tmp_path_factory.mktemp("template") / "mlflow.db"
@@ -92,18 +92,26 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def sqlite(empty_database: Path, tmp_path: Path) -> str:
     """The URI of a new sqlite store."""
-    for path in empty_database.parent.glob("mlflow.db*"):
-        shutil.copy(path, tmp_path / path.name)
-    return f"sqlite:///{tmp_path}/mlflow.db"
+    return copied(empty_database, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def sqlite_of_all(empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URI of a sqlite store for all of a module's tests, each with its own runs."""
+    return copied(empty_database, tmp_path_factory.mktemp("store"))
+
+
+def copied(database: Path, folder: Path) -> str:
+    for path in database.parent.glob("mlflow.db*"):
+        shutil.copy(path, folder / path.name)
+    return f"sqlite:///{folder}/mlflow.db"
 
 
 @pytest.fixture(scope="session")
 def server(empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all tests; each uses its own run."""
     root = tmp_path_factory.mktemp("server")
-    for path in empty_database.parent.glob("mlflow.db*"):
-        shutil.copy(path, root / path.name)
-    made = Server(root, f"sqlite:///{root}/mlflow.db")
+    made = Server(root, copied(empty_database, root))
     made.start()
     made.wait()
     yield made

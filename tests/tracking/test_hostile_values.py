@@ -87,9 +87,9 @@ def test_every_value_is_sent_or_told(rows: list[tuple[str, Any]]) -> None:
 @seldom
 @given(st.dictionaries(names, numbers, max_size=8), st.dictionaries(names, st.text(max_size=30), max_size=8))
 def test_mlflow_has_what_it_is_said_to_have(
-    tmp_path_factory: pytest.TempPathFactory, empty_database: Path, metrics: dict[str, Any], params: dict[str, str]
+    tmp_path_factory: pytest.TempPathFactory, sqlite_of_all: str, metrics: dict[str, Any], params: dict[str, str]
 ) -> None:
-    folder = make_folder(tmp_path_factory.mktemp("run"), f"sqlite:///{empty_database}")
+    folder = make_folder(tmp_path_factory.mktemp("run"), sqlite_of_all)
     append(folder, RunStarted(T0, params, {}, 1), Evaluated(T0, 3, metrics, False), ended(metrics={}))
     progress, run = delivered(folder)
     stored = legal.names(params)

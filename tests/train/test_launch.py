@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from multiprocessing.synchronize import Event
 
-from rankzero.train.launch import enter, wait_by_looking
-
-
-def returned(event: Event, told: Event) -> None:
-    """Do what torchrun's agent has a worker do once it has returned."""
-    enter(lambda request: "FINISHED", None)
-    told.set()
-    event.wait()
+from rankzero.train.launch import wait_by_looking
+from train.returning import returned
 
 
 def test_a_worker_that_is_killed_after_it_has_returned_holds_up_nobody() -> None:
