@@ -171,9 +171,10 @@ def _create_database(path: Path) -> None:
 
     In sqlite's default mode whoever reads (the UI, a search) blocks the recorder's commits; with a write-ahead log
     readers and the writer do not wait for each other. The mode is a property of the file, so setting it once is enough.
+    One process at a time: sqlite waits for nobody to set the mode, and fails where another has the file open.
     """
     new = not path.exists()
-    with contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
+    with _alone(path.parent), contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
         if new and not _on_network(path):
             database.execute("PRAGMA journal_mode=WAL")
         database.execute("BEGIN IMMEDIATE")  # fails here, and not after an hour of training, where it is read-only
