@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shutil
 import sqlite3
 import sys
@@ -34,6 +35,8 @@ from torture.servers import Server
 
 PROMISES = ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan")
 """What a broken promise is called: the first word of what `Broken` says."""
+FOLDERS = re.compile(r"(?:(?<![\w.:/])|(?<=sqlite:///))/(?:[^\s/'\"]+/)+")
+"""What stands before the last name of an absolute path."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +164,16 @@ def report(results: Sequence[Result], seed: int, fuzzed: Fuzzed | None = None) -
         "fuzz": fuzzed and fuzzed.line,
         "faults": sum(len(result.faults) for result in results),
         "by_fault": dict(collections.Counter(fault for result in results for fault in result.faults).most_common()),
-        "scenarios": [dataclasses.asdict(result) for result in results],
+        "scenarios": [
+            {**dataclasses.asdict(result), "broken": result.broken and without_folders(result.broken)}
+            for result in results
+        ],
     }
+
+
+def without_folders(text: str) -> str:
+    """Return the text with the last name of every path alone: a report is read where nobody knows the machine."""
+    return FOLDERS.sub("", text)
 
 
 def _line(result: Result, results: Sequence[Result]) -> str:

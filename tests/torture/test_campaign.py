@@ -39,6 +39,18 @@ def test_what_is_broken_is_counted_by_its_kind() -> None:
     assert report(results, 1)["by_fault"] == {"SIGINT to rank 0": 2, "SIGTERM to launcher": 1, "disk full": 1}
 
 
+def test_what_is_kept_names_no_folder_of_the_machine() -> None:
+    broken = (
+        "orphan: 375 /home/me/.venv/bin/python -P -m rankzero.tracking.courier /tmp/t-1/1048-x/mlruns/run; "
+        "sqlite:////home/me/mlflow.db 'File \"/home/me/a.py\"' http://127.0.0.1:9/api/2.0 and/or 3/4"
+    )
+    (kept,) = report([Result("signals", 1, [], 2.0, broken)], 1)["scenarios"]
+    assert kept["broken"] == (
+        "orphan: 375 python -P -m rankzero.tracking.courier run; "
+        "sqlite:///mlflow.db 'File \"a.py\"' http://127.0.0.1:9/api/2.0 and/or 3/4"
+    )
+
+
 def test_the_cases_of_the_fuzz_are_counted() -> None:
     output = "during generate phase (1.2 seconds): - 498 passing, 2 failing, and 30 invalid test cases"
     found = fuzzing.counted(f"{output}\n{output}\n", passed=False)
