@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from rankzero.events import Event, StepsLogged
-from rankzero.tracking.catalog import folders
+from rankzero.tracking.catalog import folders, mlflow_id
 from rankzero.tracking.journal import RunFolder, read_all
-from rankzero.tracking.mlflow import Tracker
+from rankzero.tracking.mlflow import RunRecord, Tracker
 
 TINY = Path(__file__).parents[1] / "fixtures" / "tiny.py"
 SECONDS = 200.0
@@ -75,6 +75,13 @@ def losses(folder: RunFolder) -> dict[int, float]:
         if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
             found.update(zip(event.steps, event.metrics["train/loss"], strict=True))
     return found
+
+
+def tracked(folder: RunFolder) -> RunRecord:
+    """Return a run as MLflow has it."""
+    run_id = mlflow_id(folder)
+    assert run_id is not None
+    return Tracker(folder.identity.tracking_uri).find_run(run_id)
 
 
 def free_port() -> int:

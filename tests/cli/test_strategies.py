@@ -10,11 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cli.conftest import TINY, Command, command_in, events, losses
+from cli.conftest import TINY, Command, command_in, events, losses, tracked
 from rankzero.events import RunEnded
-from rankzero.tracking.catalog import mlflow_id
 from rankzero.tracking.journal import RunFolder
-from rankzero.tracking.mlflow import RunRecord, Tracker
+from rankzero.tracking.mlflow import Tracker
 
 LAYERED = TINY.with_name("layered.py")
 STEPS = 40
@@ -74,9 +73,3 @@ def is_rank(process: psutil.Process) -> bool:
 
 def ended(run: RunFolder) -> RunEnded:
     return [event for event in events(run) if isinstance(event, RunEnded)][-1]
-
-
-def tracked(run: RunFolder) -> RunRecord:
-    run_id = mlflow_id(run)
-    assert run_id is not None
-    return Tracker(run.identity.tracking_uri).find_run(run_id)

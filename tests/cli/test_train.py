@@ -18,19 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli.conftest import TINY, Command, events, free_port, losses
+from cli.conftest import TINY, Command, events, free_port, losses, tracked
 from rankzero.events import Evaluated, RunEnded, RunStarted, StepsLogged
 from rankzero.tracking.catalog import folders, mlflow_id
 from rankzero.tracking.journal import RunFolder
-from rankzero.tracking.mlflow import RunRecord, Tracker
+from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.store import server_command, server_environment
 from rankzero.train import checkpoint
-
-
-def tracked(folder: RunFolder) -> RunRecord:
-    run_id = mlflow_id(folder)
-    assert run_id is not None
-    return Tracker(folder.identity.tracking_uri).find_run(run_id)
 
 
 def tracked_losses(folder: RunFolder) -> dict[int, float]:

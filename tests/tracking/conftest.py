@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from rankzero.tracking.retry import Backoff
 from rankzero.tracking.store import prepare_store
 
 QUICK = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -76,6 +77,12 @@ class Server:
             os.killpg(self._process.pid, 9)
             self._process.wait()
             self._process = None
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back-off without its waits."""
+    monkeypatch.setattr(Backoff, "over", True)
 
 
 @pytest.fixture(scope="session")

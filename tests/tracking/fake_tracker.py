@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rankzero.events import CheckpointSaved, DataDescribed, RunEnded, RunStarted
+from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.delivery import Point
-from rankzero.tracking.journal import Identity
+from rankzero.tracking.journal import Identity, RunFolder
 from rankzero.tracking.store import RunGone
 
 
@@ -100,3 +101,19 @@ class FakeTracker:
     def _call(self, name: str, argument: object) -> None:
         self.fail(name, argument)
         self.calls.append(name)
+
+
+def deliverer_to(tracker: FakeTracker, folder: RunFolder, node: int = 0) -> Deliverer:
+    """Return what delivers a run to this store, in a hurry."""
+    made = Deliverer(folder, node, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    made.hasten()
+    return made
+
+
+def delivered(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
+    """Deliver all of a run. Raises AssertionError where that has no end."""
+    made = deliverer_to(tracker, folder)
+    for _ in range(200):
+        if not made.work() and made.complete:
+            return made
+    raise AssertionError(f"not complete: {made.progress}")

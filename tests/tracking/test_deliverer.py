@@ -16,9 +16,10 @@ from rankzero.tracking import progress as state
 from rankzero.tracking import sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import Journal, RunFolder
-from rankzero.tracking.retry import Backoff
-from tracking.fake_tracker import FakeTracker, Refused
+from tracking.fake_tracker import FakeTracker, Refused, deliverer_to
 from tracking.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
+
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @pytest.fixture
@@ -29,18 +30,6 @@ def tracker() -> FakeTracker:
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return make_folder(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Back-off without its waits."""
-    monkeypatch.setattr(Backoff, "over", True)
-
-
-def make(folder: RunFolder, tracker: FakeTracker, node: int = 0) -> Deliverer:
-    made = Deliverer(folder, node, lambda uri: tracker)  # type: ignore[arg-type, return-value]
-    made.hasten()
-    return made
 
 
 def run(deliverer: Deliverer, most: int = 10_000) -> Deliverer:
@@ -66,7 +55,7 @@ def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
     (folder.artifacts / "config.yaml").write_text("lr: 0.1")
     (folder.artifacts / "logs" / "a.txt").write_text("hello")
     append(folder, started(), steps(1, 50), evaluated(50, 0.6), saved(folder, 50), ended(metrics={"best": 0.6}))
-    done = run(make(folder, tracker))
+    done = run(deliverer_to(tracker, folder))
     assert tracker.curve("train/loss") == {n: 1.0 / n for n in range(1, 51)}
     assert tracker.curve("val/accuracy") == {50: 0.6}
     assert tracker.status == "FINISHED"
@@ -81,7 +70,7 @@ def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
 
 def test_a_backlog_of_a_hundred_thousand_points_goes_in_full_batches(folder: RunFolder, tracker: FakeTracker) -> None:
     append(folder, started(), *(steps(first, first + 999) for first in range(1, 100_001, 1000)))
-    run(make(folder, tracker))
+    run(deliverer_to(tracker, folder))
     assert len(tracker.points) == 100_000
     assert len(tracker.batches) <= 110
 
@@ -95,7 +84,7 @@ def test_a_server_that_is_down_loses_nothing(folder: RunFolder, tracker: FakeTra
             raise ConnectionError("server down")
 
     tracker.fail = flaky
-    run(make(folder, tracker))
+    run(deliverer_to(tracker, folder))
     assert tracker.curve("train/loss") == {n: 1.0 / n for n in range(1, 2501)}
     assert tracker.status == "FINISHED"
 
@@ -103,7 +92,7 @@ def test_a_server_that_is_down_loses_nothing(folder: RunFolder, tracker: FakeTra
 def test_trouble_is_on_the_disk_and_goes_away(folder: RunFolder, tracker: FakeTracker) -> None:
     append(folder, started(), steps(1, 10))
     tracker.fail = failing(2, "log_metrics", lambda: ConnectionError("server down"))
-    deliverer = make(folder, tracker)
+    deliverer = deliverer_to(tracker, folder)
     for _ in range(4):
         deliverer.work()
     assert "server down" in str(sync.status(folder).error)
@@ -141,11 +130,11 @@ def test_a_crash_anywhere_replays_and_loses_nothing(tmp_path: Path) -> None:
                 raise Killed
 
         tracker.fail = killer
-        deliverer = make(folder, tracker)
+        deliverer = deliverer_to(tracker, folder)
         try:
             run(deliverer)
         except Killed:
-            run(make(folder, tracker))
+            run(deliverer_to(tracker, folder))
         curve = tracker.curve("train/loss")
         assert sorted(curve) == list(range(1, 3001)), crash
         assert all(value < 2 for step, value in curve.items() if step <= 2500), crash
@@ -162,7 +151,7 @@ def test_one_bad_point_does_not_take_its_batch_along(folder: RunFolder, tracker:
             raise Refused("step 777 is not to my taste")
 
     tracker.fail = picky
-    done = run(make(folder, tracker))
+    done = run(deliverer_to(tracker, folder))
     assert len(tracker.curve("train/loss")) == 999
     assert done.progress.rejected == 1
     assert "train/loss at step 777: step 777 is not to my taste" in done.progress.reasons[0]
@@ -178,7 +167,7 @@ def test_what_always_fails_while_the_store_answers_is_set_aside(folder: RunFolde
             raise RuntimeError("500")
 
     tracker.fail = poisoned
-    done = run(make(folder, tracker))
+    done = run(deliverer_to(tracker, folder))
     assert tracker.curve("train/loss") == {1: 1.0, 2: 0.5}
     assert done.progress.rejected == 2
     assert tracker.status == "FINISHED"
@@ -187,7 +176,7 @@ def test_what_always_fails_while_the_store_answers_is_set_aside(folder: RunFolde
 def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(folder: RunFolder, tracker: FakeTracker) -> None:
     append(folder, started(), saved(folder, 10), steps(1, 20), ended())
     tracker.fail = failing(50, "save_checkpoint", lambda: OSError("no space left on device"))
-    deliverer = make(folder, tracker)
+    deliverer = deliverer_to(tracker, folder)
     for _ in range(20):
         deliverer.work()
     assert len(tracker.curve("train/loss")) == 20
@@ -202,13 +191,13 @@ def test_a_checkpoint_that_is_gone_is_no_trouble(folder: RunFolder, tracker: Fak
     event = saved(folder, 10)
     shutil.rmtree(folder.path / event.path)
     append(folder, started(), event, ended())
-    assert run(make(folder, tracker)).progress.rejected == 0
+    assert run(deliverer_to(tracker, folder)).progress.rejected == 0
     assert not tracker.checkpoints
 
 
 def test_a_checkpoint_deleted_later_in_the_journal_is_not_uploaded(folder: RunFolder, tracker: FakeTracker) -> None:
     append(folder, started(), saved(folder, 10), saved(folder, 20), deleted(10))
-    run(make(folder, tracker))
+    run(deliverer_to(tracker, folder))
     assert list(tracker.checkpoints) == [20]
     assert tracker.calls.count("save_checkpoint") == 1
 
@@ -217,7 +206,7 @@ def test_artifacts_that_change_are_uploaded_again_at_the_end(folder: RunFolder, 
     folder.artifacts.mkdir()
     (folder.artifacts / "config.yaml").write_text("old")
     append(folder, started())
-    deliverer = run(make(folder, tracker))
+    deliverer = run(deliverer_to(tracker, folder))
     (folder.artifacts / "config.yaml").write_text("new!")
     folder.failures.mkdir()
     (folder.failures / "rank_1.json").write_text("{}")
@@ -229,14 +218,14 @@ def test_artifacts_that_change_are_uploaded_again_at_the_end(folder: RunFolder, 
 
 def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: FakeTracker) -> None:
     append(folder, started(), steps(1, 5000))
-    run(make(folder, tracker))
+    run(deliverer_to(tracker, folder))
 
     def refuse(name: str, argument: object) -> None:
         if name != "require_run":
             raise Refused("must be in the 'active' state")
 
     append(folder, steps(5001, 10_000), ended())
-    deliverer = make(folder, tracker)
+    deliverer = deliverer_to(tracker, folder)
     deliverer.work()
     tracker.gone, tracker.fail = True, refuse
     done = run(deliverer, 10)
@@ -246,11 +235,11 @@ def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: F
 
 def test_lost_progress_goes_on_from_what_mlflow_has(folder: RunFolder, tracker: FakeTracker) -> None:
     append(folder, started(), steps(1, 100))
-    run(make(folder, tracker))
+    run(deliverer_to(tracker, folder))
     state.path_of(folder, 0).write_text("{ damaged")
     tracker.marks = {"train/loss": 100}
     append(folder, steps(101, 120))
-    run(make(folder, tracker))
+    run(deliverer_to(tracker, folder))
     assert [point.step for point in tracker.points] == list(range(1, 121))
 
 
@@ -261,7 +250,7 @@ def test_a_resume_on_another_machine_goes_on_with_the_samples(tmp_path: Path, tr
     journal = Journal(folder.system(0))
     journal(SystemSampled(T0, 0, {"system/cpu_utilization_percentage": 1.0}))
     journal.close()
-    run(make(folder, tracker))
+    run(deliverer_to(tracker, folder))
     assert list(tracker.curve("train/loss")) == list(range(51, 61))
     assert list(tracker.curve("system/cpu_utilization_percentage")) == [10]
 
@@ -271,7 +260,7 @@ def test_another_node_waits_for_the_run_and_sends_its_samples_only(folder: RunFo
     journal(SystemSampled(T0, 0, {"system/node_1/cpu_utilization_percentage": 1.0}))
     journal.close()
     append(folder, started(), steps(1, 3))
-    second = make(folder, tracker, node=1)
+    second = deliverer_to(tracker, folder, node=1)
     assert not second.work()
     tracker.status = "RUNNING"
     run(second)

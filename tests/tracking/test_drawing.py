@@ -17,23 +17,18 @@ from PIL import Image
 
 from rankzero.events import PicturesTaken
 from rankzero.tracking import drawing, negatives
-from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.mlflow import Tracker, write_image
-from rankzero.tracking.retry import Backoff, Impossible
-from tracking.fake_tracker import FakeTracker
+from rankzero.tracking.retry import Impossible
+from tracking.fake_tracker import FakeTracker, delivered
 from tracking.runs import T0, append, ended, make_folder, saved, started
+
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return make_folder(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Back-off without its waits."""
-    monkeypatch.setattr(Backoff, "over", True)
 
 
 def arrays(classes: int = 3, mistakes: int = 5, **others: Any) -> dict[str, Any]:
@@ -57,15 +52,6 @@ def taken(folder: RunFolder, step: int, content: dict[str, Any] | bytes) -> Pict
     else:
         negatives.write(path, content)
     return PicturesTaken(T0 + step, step, f"pictures/{path.name}")
-
-
-def deliver(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
-    made = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
-    made.hasten()
-    for _ in range(200):
-        if not made.work() and made.complete:
-            return made
-    raise AssertionError(f"not complete: {made.progress}")
 
 
 @pytest.mark.parametrize("classes", [2, 10, 30, 31, 400])
@@ -105,7 +91,7 @@ def test_own_images_keep_their_pixels_and_names_stay_apart(tmp_path: Path) -> No
 def test_pictures_are_delivered_and_what_they_were_drawn_from_goes(folder: RunFolder) -> None:
     tracker = FakeTracker()
     append(folder, started(), taken(folder, 5, arrays()), taken(folder, 9, arrays()), ended())
-    deliverer = deliver(folder, tracker)
+    deliverer = delivered(folder, tracker)
     keys = ["confusion_matrix", "hardest_mistakes", "training_batch"]
     assert sorted(tracker.pictures) == [(key, step, int((T0 + step) * 1000)) for key in keys for step in (5, 9)]
     assert not list(folder.pictures.iterdir()) and not deliverer.progress.rejected
@@ -115,10 +101,10 @@ def test_pictures_are_delivered_and_what_they_were_drawn_from_goes(folder: RunFo
 def test_a_replay_after_a_crash_finds_them_delivered(folder: RunFolder) -> None:
     tracker = FakeTracker()
     append(folder, started(), taken(folder, 5, arrays()), ended())
-    deliver(folder, tracker)
+    delivered(folder, tracker)
     before = dict(tracker.pictures)
     (folder.path / "delivery.json").unlink()
-    assert not deliver(folder, tracker).progress.rejected
+    assert not delivered(folder, tracker).progress.rejected
     assert tracker.pictures == before
 
 
@@ -131,7 +117,7 @@ def test_a_store_that_is_away_gets_them_later(folder: RunFolder) -> None:
 
     tracker.fail = fail
     append(folder, started(), taken(folder, 5, arrays()), ended())
-    deliver(folder, tracker)
+    delivered(folder, tracker)
     assert len(tracker.pictures) == 3 and not list(folder.pictures.iterdir())
 
 
@@ -155,7 +141,7 @@ def bomb() -> bytes:
 def test_what_is_none_of_ours_is_set_aside(folder: RunFolder, content: dict[str, Any] | bytes) -> None:
     tracker = FakeTracker()
     append(folder, started(), taken(folder, 5, content), ended())
-    progress = deliver(folder, tracker).progress
+    progress = delivered(folder, tracker).progress
     assert progress.rejected == 1 and "pictures of step 5" in progress.reasons[0]
     assert not tracker.pictures and tracker.status == "FINISHED"
 
@@ -174,7 +160,7 @@ def test_nothing_outside_of_the_folder_is_read_or_deleted(folder: RunFolder, pat
     (folder.pictures / "link.npz").symlink_to(victim)
     append(folder, started(), PicturesTaken(T0, 5, path), ended())
     tracker = FakeTracker()
-    progress = deliver(folder, tracker).progress
+    progress = delivered(folder, tracker).progress
     assert progress.rejected == 1 and "leads out" in progress.reasons[0]
     assert not tracker.pictures and victim.exists() and (folder.path / "run.json").exists()
 
@@ -205,7 +191,7 @@ def test_what_the_machine_lacks_costs_no_pictures(
     monkeypatch.setattr(owner, name, lacking)
     append(folder, started(), event, ended())
     tracker = FakeTracker()
-    progress = deliver(folder, tracker).progress
+    progress = delivered(folder, tracker).progress
     assert len(tracker.pictures) == 3 and not progress.rejected and progress.failures == 2
 
 
@@ -218,7 +204,7 @@ def test_an_upload_that_asks_for_more_memory_than_there_is_holds_nothing_up(
     monkeypatch.setattr(drawing, "draw", lacking)
     append(folder, started(), taken(folder, 5, arrays()), saved(folder, 6), ended())
     tracker = FakeTracker()
-    progress = deliver(folder, tracker).progress
+    progress = delivered(folder, tracker).progress
     assert progress.rejected == 1 and "not enough memory" in progress.reasons[0]
     assert list(tracker.checkpoints) == [6] and list(folder.pictures.iterdir()), "what it is drawn from stays"
 
@@ -233,7 +219,7 @@ def test_what_no_file_system_takes_is_set_aside(folder: RunFolder, number: int) 
 
     tracker.fail = fail
     append(folder, started(), taken(folder, 5, arrays()), saved(folder, 6), ended())
-    progress = deliver(folder, tracker).progress
+    progress = delivered(folder, tracker).progress
     assert progress.rejected == 1 and os.strerror(number) in progress.reasons[0]
     assert list(tracker.checkpoints) == [6]
 
@@ -244,7 +230,7 @@ def test_a_folder_and_names_that_no_file_has_are_set_aside(folder: RunFolder) ->
     paths = ["pictures/folder", "pictures/fifo", "pictures/a\0b", "pictures/\ud800", "pictures/" + "x" * 300]
     append(folder, started(), *(PicturesTaken(T0 + n, n, path) for n, path in enumerate(paths)), ended())
     tracker = FakeTracker()
-    progress = deliver(folder, tracker).progress
+    progress = delivered(folder, tracker).progress
     assert progress.rejected == 4, progress.reasons
     assert (folder.pictures / "folder").is_dir() and tracker.status == "FINISHED"
 

@@ -12,32 +12,17 @@ from PIL import Image
 
 from rankzero.cli import sync as sync_command
 from rankzero.events import Event, StepsLogged
-from rankzero.tracking import curves, figures, incumbent, journal, recorder, summary, sync
+from rankzero.tracking import curves, facts, figures, incumbent, journal, recorder, summary, sync
 from rankzero.tracking import progress as state
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.journal import RunFolder
-from rankzero.tracking.retry import Backoff
-from tracking.fake_tracker import FakeTracker
+from tracking.fake_tracker import FakeTracker, delivered
 from tracking.runs import T0, append, ended, evaluated, make_folder, saved, started, steps
 
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Back-off without its waits."""
-    monkeypatch.setattr(Backoff, "over", True)
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def speed(step: int, seconds: float = 0.01, wait: float = 0.2) -> Event:
-    return StepsLogged([step], [T0 + step], {figures.STEP: [seconds], figures.WAIT: [wait]})
-
-
-def delivered(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
-    made = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
-    made.hasten()
-    for _ in range(200):
-        if not made.work() and made.complete:
-            return made
-    raise AssertionError(f"not complete: {made.progress}")
+    return StepsLogged([step], [T0 + step], {facts.STEP_SECONDS: [seconds], facts.DATA_WAIT: [wait]})
 
 
 BOTH = {"figures/learning_curves.png", "figures/step_time.png"}
@@ -160,10 +145,12 @@ def test_a_figure_that_fails_leaves_the_other(tmp_path: Path, monkeypatch: pytes
 
 def test_what_no_figure_shows_is_not_kept() -> None:
     names = (
-        [f"own/{n}" for n in range(50)] + [f"train/m{n}" for n in range(500)] + ["val/goal", "val/loss", figures.STEP]
+        [f"own/{n}" for n in range(50)]
+        + [f"train/m{n}" for n in range(500)]
+        + ["val/goal", "val/loss", facts.STEP_SECONDS]
     )
     kept = {cell[0] for cell in figures.shown(((name, 1, T0, 1.0) for name in names), "val/goal")}
-    assert {"val/goal", "val/loss", figures.STEP} | {f"train/m{n}" for n in range(12)} == kept
+    assert {"val/goal", "val/loss", facts.STEP_SECONDS} | {f"train/m{n}" for n in range(12)} == kept
 
 
 def test_figures_read_a_journal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

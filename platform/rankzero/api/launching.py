@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rankzero import config, experiment_file
-from rankzero.api.results import Run, root_of
+from rankzero.api.results import Run
 from rankzero.api.results import run as run_of
 from rankzero.errors import RunFailed, UserError
+from rankzero.exit_codes import FINISHED, RESUMABLE, USAGE
 from rankzero.tracking.journal import new_name
+from rankzero.tracking.store import root_of
 from rankzero.train.request import with_secrets
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
     from rankzero.experiment import Experiment
 
-FINISHED, USAGE, RESUMABLE = 0, 2, 75
 _STUDY = re.compile(r"study  (\S+)  ")
 
 

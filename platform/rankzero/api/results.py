@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rankzero.tracking import catalog, facts, history, report, selection
 from rankzero.tracking.journal import RunFolder
 from rankzero.tracking.page import page, status
+from rankzero.tracking.store import root_of
 from rankzero.tracking.summary import Summary
 
 if TYPE_CHECKING:
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankzero.experiment import Experiment
-
-
-def root_of(dir: str | Path | None) -> Path:
-    """Return the folder of the embedded store and of the runs, as the command line finds it."""
-    return Path(dir or os.environ.get("RANKZERO_DIR") or "mlruns")
 
 
 def runs(*filters: str, sort: str | None = None, all: bool = False, dir: str | Path | None = None) -> DataFrame:

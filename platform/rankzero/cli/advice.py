@@ -6,8 +6,8 @@ import collections
 import statistics
 
 from rankzero.events import Event, RunStarted, StepsLogged
+from rankzero.tracking.facts import DATA_WAIT
 
-FRACTION = "throughput/data_wait_fraction"
 TOO_MUCH = 0.2
 """Waiting a fifth of the time: what faster loading would gain is then more than noise."""
 SKIPPED_WINDOWS = 2  # loaders start up
@@ -31,9 +31,9 @@ class DataWait:
         if isinstance(event, RunStarted):
             self._windows.clear()
             self._told = False
-        if not isinstance(event, StepsLogged) or FRACTION not in event.metrics or self._told:
+        if not isinstance(event, StepsLogged) or DATA_WAIT not in event.metrics or self._told:
             return None
-        self._windows.append((event.times[-1], event.metrics[FRACTION][-1]))
+        self._windows.append((event.times[-1], event.metrics[DATA_WAIT][-1]))
         seen = list(self._windows)[SKIPPED_WINDOWS:]
         if not seen or seen[-1][0] - seen[0][0] < WATCHED_SECONDS:
             return None

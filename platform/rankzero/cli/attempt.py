@@ -12,8 +12,8 @@ from pathlib import Path
 from rankzero import config
 from rankzero.cli.advice import DataWait
 from rankzero.cli.console import Console
-from rankzero.cli.main import FAILED, FINISHED, RESUMABLE
 from rankzero.errors import RunFailed, UserError
+from rankzero.exit_codes import FAILED, FINISHED, RESUMABLE
 from rankzero.experiment import Experiment, Train
 from rankzero.tracking import catalog, provenance, sync
 from rankzero.tracking.host import usable_cores

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from rich.console import Console
 from rich.markup import escape
 
-from rankzero.cli.main import FAILED, FINISHED
+from rankzero.exit_codes import FAILED, FINISHED
 
 GIGABYTE = 1e9
 LEAST_SHARED_BYTES = 1 * GIGABYTE

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from rankzero.cli.console import Console
-from rankzero.cli.main import FAILED, FINISHED, RESUMABLE
 from rankzero.errors import UserError
 from rankzero.events import RunEnded
+from rankzero.exit_codes import FAILED, FINISHED, RESUMABLE
 from rankzero.experiment import Goal
 from rankzero.tracking import catalog, incumbent
 from rankzero.tracking.facts import goal_of

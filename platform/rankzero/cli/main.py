@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rankzero import __version__
 from rankzero.cli.verbs import VERBS
-
-FINISHED, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75  # 75 is sysexits' EX_TEMPFAIL: stopped, try again
+from rankzero.exit_codes import FAILED, USAGE
+from rankzero.tracking import store
 
 AFTER_MINUS = ("--sort",)  # options whose value may begin with a minus
 
@@ -97,7 +97,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dir",
         type=Path,
-        default=Path(os.environ.get("RANKZERO_DIR", "mlruns")),
+        default=store.root_of(None),
         help="the folder of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns)",
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rankzero.cli.main import FAILED, FINISHED
+from rankzero.exit_codes import FAILED, FINISHED
 from rankzero.tracking import catalog, progress, sync
 from rankzero.tracking.journal import RunFolder
 

@@ -14,6 +14,7 @@ from rich.text import Text
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
 from rankzero.tracking import legal
+from rankzero.tracking.facts import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.tracking.report import straggler
 
 BAR_WIDTH = 32
@@ -49,7 +50,7 @@ class View:
     @property
     def eta_seconds(self) -> float | None:
         """Return the time left at the newest step time; None while it is unknown."""
-        step_seconds = self.values.get("throughput/step_seconds")
+        step_seconds = self.values.get(STEP_SECONDS)
         if step_seconds is None or self.total_steps is None or not math.isfinite(step_seconds):
             return None
         return (self.total_steps - self.step) * step_seconds
@@ -60,10 +61,10 @@ class View:
         facts = [f"step {self.step:,}{total}"]
         if "train/loss" in self.values:
             facts.append(f"loss {self.values['train/loss']:.4g}")
-        if "throughput/samples_per_second" in self.values:
-            facts.append(f"{self.values['throughput/samples_per_second']:,.0f} samples/s")
-        if "throughput/data_wait_fraction" in self.values:
-            facts.append(f"data wait {self.values['throughput/data_wait_fraction']:.0%}")
+        if SPEED in self.values:
+            facts.append(f"{self.values[SPEED]:,.0f} samples/s")
+        if DATA_WAIT in self.values:
+            facts.append(f"data wait {self.values[DATA_WAIT]:.0%}")
         gpus = [
             value for name, value in self.system.items() if "/gpu_" in name and name.endswith("_utilization_percentage")
         ]

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
-
-STEP_SECONDS = "throughput/step_seconds"
+from rankzero.tracking.facts import STEP_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,11 +55,11 @@ class Session:
         self._recover()
         try:
             objective = self._reference()
-            self._search(objective, guesses)
-            self._await_helpers()
-            while self._may_go_on():  # what those left that died meanwhile
+            while True:
                 self._search(objective, guesses)
                 self._await_helpers()
+                if not self._may_go_on():  # else some of them died, and left trials
+                    break
             if (reason := self._budget.too_short()) is not None:
                 raise RunFailed(reason)
             self._confirm(objective)

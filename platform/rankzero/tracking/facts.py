@@ -23,6 +23,7 @@ from rankzero.tracking import legal
 from rankzero.tracking.legal import number
 
 SPEED = "throughput/samples_per_second"
+STEP_SECONDS, DATA_WAIT = "throughput/step_seconds", "throughput/data_wait_fraction"
 COMMAND = "rankzero.command"
 _GPU = re.compile(r"system/(?:node_\d+/)?gpu_\d+_(.+)")
 

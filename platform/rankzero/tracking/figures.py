@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rankzero.events import RunStarted
 from rankzero.tracking import curves
 from rankzero.tracking.drawing import DOTS_PER_INCH, GREY, INK, headings, plain_words
+from rankzero.tracking.facts import DATA_WAIT, STEP_SECONDS, goal_of
 from rankzero.tracking.retry import is_want
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ COLOURS = {
     "forward": "#1f77b4", "backward": "#6baed6", "optimizer": "#9ecae1", "communication": "#e6862c", "data": "#d62728",
     "other": "#b0b0b0",
 }  # fmt: skip
-STEP, WAIT = "throughput/step_seconds", "throughput/data_wait_fraction"
 MOST_POINTS = 4000  # of a curve: more than a picture has columns
 NARROW = 0.05  # of the bar: a part that has no room for words
 
@@ -32,7 +32,6 @@ def draw(folder: RunFolder, into: Path) -> tuple[list[Path], dict[str, Exception
     Returns them, and by name what went wrong with others. Raises what the machine lacks: space, memory, files.
     """
     from rankzero.tracking import history
-    from rankzero.tracking.facts import goal_of
     from rankzero.tracking.journal import read_all
 
     events = read_all(folder.events)
@@ -53,12 +52,12 @@ def draw(folder: RunFolder, into: Path) -> tuple[list[Path], dict[str, Exception
 
 
 def _write_curves(path: Path, table: DataFrame, goal: str) -> bool:
-    columns = [name for name in table.columns if name not in (STEP, WAIT)]
+    columns = [name for name in table.columns if name not in (STEP_SECONDS, DATA_WAIT)]
     return len(table) > 1 and curves.write(path, table[columns], goal)
 
 
 def _write_steps(path: Path, table: DataFrame, goal: str) -> bool:
-    if not {STEP, WAIT} <= set(table.columns) or len(table[[STEP, WAIT]].dropna()) < 2:
+    if not {STEP_SECONDS, DATA_WAIT} <= set(table.columns) or len(table[[STEP_SECONDS, DATA_WAIT]].dropna()) < 2:
         return False
     write_steps(path, table)
     return True
@@ -72,7 +71,7 @@ def shown(cells: Iterable[Cell], goal: str) -> Iterator[Cell]:
         if place in curves.PLACES and (title in titles or len(titles) < 2 + curves.MOST_FRAMES):
             titles.add(title)
             yield cell
-        elif cell[0] in (STEP, WAIT):
+        elif cell[0] in (STEP_SECONDS, DATA_WAIT):
             yield cell
 
 
@@ -104,9 +103,9 @@ def write_steps(path: Path, table: DataFrame) -> None:
     """Draw a run's step time over its steps, in the two parts that are measured: waiting for data, and the rest."""
     from matplotlib.figure import Figure
 
-    known = table[["step", STEP, WAIT]].dropna()
-    whole = 1e3 * known[STEP]
-    waiting = whole * known[WAIT].clip(0, 1)
+    known = table[["step", STEP_SECONDS, DATA_WAIT]].dropna()
+    whole = 1e3 * known[STEP_SECONDS]
+    waiting = whole * known[DATA_WAIT].clip(0, 1)
     figure = Figure(figsize=(9, 3.9), layout="constrained", facecolor="white")
     axes = figure.subplots()
     labels = ["waiting for data", "forward, backward, communication, optimizer"]

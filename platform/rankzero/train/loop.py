@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from rankzero.events import Evaluated, Event, Hook, StepsLogged
+from rankzero.tracking.facts import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.train import randomness, strategies
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.evaluation import evaluation, show
@@ -179,9 +180,9 @@ def window_events(job: Job, state: State, report: Report, times: list[float]) ->
     steps = range(state.step - report.steps + 1, state.step + 1)
     speed = {
         "lr": [float(state.optimizer.param_groups[0]["lr"])],
-        "throughput/samples_per_second": [job.plan.batch_size / report.step_seconds],
-        "throughput/step_seconds": [report.step_seconds],
-        "throughput/data_wait_fraction": [report.data_wait_seconds / report.seconds],
+        SPEED: [job.plan.batch_size / report.step_seconds],
+        STEP_SECONDS: [report.step_seconds],
+        DATA_WAIT: [report.data_wait_seconds / report.seconds],
     }
     values = {f"train/{name}": column for name, column in report.values.items()}
     return [StepsLogged(list(steps), times, values), StepsLogged([state.step], [times[-1]], speed)]

@@ -54,7 +54,7 @@ def track(
     mine = _mine()
     if not mine.first:
         return TrackedRun(None, goal or Goal(), keep)
-    root = Path(folder or os.environ.get("RANKZERO_DIR", "mlruns")).absolute()
+    root = store.root_of(folder).absolute()
     uri = store.resolve_tracking_uri(tracking_uri, os.environ, root)
     store.prepare_store(uri)
     identity = Identity(
