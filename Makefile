@@ -20,9 +20,9 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup
 	@$(BIN)/rankzero train experiments/digits.py --nproc 2
 
-# Two at a time: most tests wait for processes. The frameworks have a command of their own, below.
+# Three at a time: most tests wait for processes. The frameworks have a command of their own, below.
 test: setup
-	$(BIN)/pytest --numprocesses 2 --dist worksteal --ignore tests/integrations
+	$(BIN)/pytest --numprocesses 3 --dist worksteal --ignore tests/integrations
 
 # The adapters against the real frameworks, which are extras. TensorFlow and DeepSpeed have environments of their own:
 # whoever finds them imports them, too. What needs Debian's openmpi-bin or a C++ compiler says so where it is skipped.

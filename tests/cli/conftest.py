@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rankzero.events import Event, StepsLogged
@@ -84,6 +85,18 @@ def tracked(folder: RunFolder) -> RunRecord:
     return Tracker(folder.identity.tracking_uri).find_run(run_id)
 
 
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return what still runs of the commands: everything started in their folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -120,3 +133,6 @@ def command_in(folder: Path, store: Path) -> Iterator[Command]:
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
+    for late in processes_of(folder):  # couriers that draw what no test will look at
+        with contextlib.suppress(psutil.NoSuchProcess):
+            late.kill()

@@ -9,11 +9,10 @@ import sqlite3
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
-from cli.conftest import TINY, Command, events
+from cli.conftest import TINY, Command, events, processes_of
 from rankzero.events import RunEnded, StepsLogged
 from rankzero.search.study import default_storage, find_study
 from rankzero.tracking.catalog import last_end
@@ -26,18 +25,6 @@ MOODY = TINY.with_name("moody.py")
 def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
     found = Tracker(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").list_runs()
     return {run.name: run for run in found}
-
-
-def processes_of(folder: Path) -> list[psutil.Process]:
-    """Return what still runs of a search: everything started in its folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def gone(folder: Path, seconds: float = 30.0) -> bool:

@@ -68,6 +68,22 @@ def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
     assert sync.status(folder)[:4] == (53, 0, 0, True)
 
 
+def test_what_is_delivered_late_is_not_written_into_another_run_of_that_name(
+    folder: RunFolder, tracker: FakeTracker, tmp_path: Path
+) -> None:
+    append(folder, started(), steps(1, 5), ended())
+    late = run(deliverer_to(tracker, folder))
+    identity = folder.identity
+    folder.path.rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="moved or deleted"):
+        late.commit()
+    RunFolder.create(folder.path.parent, identity)
+    append(folder, started(), steps(1, 3), ended())
+    with pytest.raises(FileNotFoundError, match="moved or deleted"):
+        late.commit()
+    assert state.load(state.path_of(folder, 0)) == state.Progress()
+
+
 def test_a_backlog_of_a_hundred_thousand_points_goes_in_full_batches(folder: RunFolder, tracker: FakeTracker) -> None:
     append(folder, started(), *(steps(first, first + 999) for first in range(1, 100_001, 1000)))
     run(deliverer_to(tracker, folder))

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuzz import often, patient, thorough
+from fuzz import often, patient, seldom, thorough
 from rankzero.cli import runs as runs_command
 from rankzero.cli import story
 from rankzero.cli.view import View, duration, progress_line, progress_panel
 from rankzero.events import Event, RunEnded, decode, encode
 from rankzero.experiment import Goal
-from rankzero.tracking import catalog, progress, report, sync
+from rankzero.tracking import catalog, figures, progress, report, sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.facts import fold
 from rankzero.tracking.journal import RunFolder, read_all, take
@@ -78,10 +78,11 @@ def lines(draw: st.DrawFn) -> bytes:
 
 
 def run_whole(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
+    """Deliver all but figures, whose drawing takes longer than all else together."""
     deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
     deliverer.hasten()
     for _ in range(2000):
-        if not deliverer.work() and deliverer.complete:
+        if deliverer.snapshot().done or (not deliverer.work() and deliverer.complete):
             return deliverer
     raise AssertionError(f"hangs: {deliverer.progress}")
 
@@ -107,6 +108,18 @@ def test_every_reader_of_a_journal_bears_every_line(
     assert listed.status == "FINISHED" and all(isinstance(cell, str) for cell in runs_command._cells(listed))
     _show(list(read_all(folder.events)))
     assert all(isinstance(line, str) for _, lines in story.told(folder) for line in lines)
+
+
+@seldom
+@given(st.lists(lines(), max_size=6))
+def test_figures_are_drawn_of_any_journal(tmp_path_factory: pytest.TempPathFactory, foreign: list[bytes]) -> None:
+    folder = make_folder(tmp_path_factory.mktemp("run"))
+    append(folder, started(), steps(1, 3))
+    with folder.events.open("ab") as file:
+        file.write(b"".join(line.replace(b"\n", b"") + b"\n" for line in foreign))
+    append(folder, ended())
+    found, failed = figures.draw(folder, folder.path)
+    assert "learning_curves" in {*failed, *(path.stem for path in found)}
 
 
 def _is_event(line: bytes) -> bool:

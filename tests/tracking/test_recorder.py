@@ -238,6 +238,18 @@ class TestAttempt:
         assert not attempt.is_latest
         assert not folder.events.exists()
 
+    def test_another_run_of_the_same_name_is_not_given_an_end(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
+        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, pipe[0])
+        identity = folder.identity
+        folder.path.rename(folder.path.with_name("elsewhere"))
+        assert attempt.is_latest
+        RunFolder.create(folder.path.parent, identity)
+        assert not attempt.is_latest
+        os.close(pipe[1])
+        attempt.wait(1)
+        attempt.say_end_if_unsaid()
+        assert not folder.events.exists()
+
 
 def test_a_writer_that_lives_is_told_from_a_dead_one(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)

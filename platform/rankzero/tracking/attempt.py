@@ -20,6 +20,7 @@ class Attempt:
 
     def __init__(self, folder: RunFolder, node: int, token: str, stdin: int = 0) -> None:
         self.folder, self.node, self.token = folder, node, token
+        self._directory = incumbent.directory(folder)
         claim = incumbent.latest(folder, node)
         self._since = claim.time if claim else time.time()
         self._read_to = claim.events_offset if claim else 0
@@ -28,7 +29,9 @@ class Attempt:
 
     @property
     def is_latest(self) -> bool:
-        """Tell whether no newer attempt has begun."""
+        """Tell whether no newer attempt has begun, and no other run in a folder of this name."""
+        if incumbent.directory(self.folder) not in (self._directory, None):
+            return False
         claim = incumbent.latest(self.folder, self.node)
         return claim is None or claim.token == self.token
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero.events import DataDescribed, Event, RunEnded, RunStarted, decode
-from rankzero.tracking import facts, report
+from rankzero.tracking import facts, incumbent, report
 from rankzero.tracking import progress as state
 from rankzero.tracking.delivery import End, Item, Points, Tags, ending, translate, trouble_of
 from rankzero.tracking.journal import EVENTS, READ_BYTES, Identity, RunFolder, read, take
@@ -55,7 +55,7 @@ class Deliverer:
 
     def __init__(self, folder: RunFolder, node: int = 0, connect: Callable[[str], Tracker] = _connect) -> None:
         self._folder, self._node, self._connect = folder, node, connect
-        self._path = state.path_of(folder, node)
+        self._path, self._directory = state.path_of(folder, node), incumbent.directory(folder)
         self.progress = state.load(self._path)
         for name in self._journals():
             self.progress.offsets.setdefault(name, 0)
@@ -98,7 +98,12 @@ class Deliverer:
         self._uploading.reset()
 
     def commit(self) -> None:
-        """Write down how far it is; only between items, since `progress` is ahead of what is sent while some wait."""
+        """Write down how far it is; only between items, since `progress` is ahead of what is sent while some wait.
+
+        Raises FileNotFoundError where the folder was moved or deleted: another run of its name knows nothing of this.
+        """
+        if incumbent.directory(self._folder) != self._directory:
+            raise FileNotFoundError(f"{self._folder.path} was moved or deleted while it was delivered")
         if not self._items:
             self._committed = copy.deepcopy(self.progress)
         self._committed.error = self.progress.error

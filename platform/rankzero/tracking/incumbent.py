@@ -69,6 +69,15 @@ def beat(folder: RunFolder) -> float:
     return max(written, default=0.0) or (folder.path / "run.json").stat().st_mtime
 
 
+def directory(folder: RunFolder) -> tuple[int, int] | None:
+    """Return which directory the folder's path leads to: another, once a folder was moved away and made anew."""
+    try:
+        found = folder.path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def started(pid: int) -> str:
     """Return when the process began, in the kernel's ticks; an empty text when it is dead."""
     try:
