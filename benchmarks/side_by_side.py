@@ -76,11 +76,23 @@ def found(runs: Path, steps: int) -> tuple[list[float], float]:
     """Return the newest run's times and last loss. Raises AssertionError where MLflow lacks a step."""
     folder = RunFolder(max(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime).parent)
     assert sync.wait(folder, DELIVERY_SECONDS).done, "not delivered"
-    points = Tracker(folder.identity.tracking_uri).history(mlflow_id(folder) or "", "train/loss")
-    assert [point.step for point in points] == list(range(1, steps + 1)), "MLflow does not have every step"
+    assert steps_in_mlflow(folder) == list(range(1, steps + 1)), "MLflow does not have every step"
     events = [event for event in read_all(folder.events) if isinstance(event, StepsLogged)
               and "train/loss" in event.metrics]  # fmt: skip
     return [moment for event in events for moment in event.times], events[-1].metrics["train/loss"][-1]
+
+
+def steps_in_mlflow(folder: RunFolder) -> list[int]:
+    """Return the steps of the loss, asked for until an answer comes: the server may be one that misbehaves."""
+    deadline = time.monotonic() + DELIVERY_SECONDS
+    while True:
+        try:
+            points = Tracker(folder.identity.tracking_uri).history(mlflow_id(folder) or "", "train/loss")
+        except Exception:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            return [point.step for point in points]
 
 
 def main(name: str, steps: int, blocks: int, uris: dict[str, str | None], out: str) -> None:

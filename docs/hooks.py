@@ -14,7 +14,8 @@ from mkdocs.structure.files import File, Files
 
 from rankzero import Goal, Train
 from rankzero.cli import main
-from rankzero.config import describe_type, leaves, render
+from rankzero.config import leaves
+from rankzero.setting import describe_type, render
 
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?!\w+\.md|decisions|reference)[^)]*\)")
 

@@ -9,18 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.config import (
-    NONE_WORDS,
-    ConfigError,
-    coerce,
-    flatten,
-    from_yaml,
-    override,
-    parse_assignments,
-    read_yaml,
-    render,
-    to_yaml,
-)
+from rankzero.config import ConfigError, flatten, from_yaml, override, parse_assignments, read_yaml, to_yaml
+from rankzero.setting import NONE_WORDS, coerce, render
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz import patient, thorough
-from rankzero.config import ConfigError, flatten, from_yaml, override, parse_assignments, read_yaml, render, to_yaml
+from rankzero.config import ConfigError, flatten, from_yaml, override, parse_assignments, read_yaml, to_yaml
 from rankzero.experiment import Experiment, Train
+from rankzero.setting import render
 from test_config import Outer
 
 pytestmark = patient

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from rankzero import Experiment, UserError, flatten, from_yaml, override, to_yaml
-from rankzero.config import render
 from rankzero.experiment_file import load
+from rankzero.setting import render
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 FILES = ["digits.py", "mnist.py", "cifar10.py"]

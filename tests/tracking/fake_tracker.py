@@ -34,6 +34,7 @@ class FakeTracker:
         self.status: str | None = None
         self.gone = False
         self.marks: dict[str, int] = {}
+        self.models = self
         self.fail: Callable[[str, object], None] = lambda name, argument: None
 
     def open_run(self, identity: Identity, start_seconds: float) -> object:

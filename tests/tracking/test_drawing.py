@@ -18,7 +18,8 @@ from PIL import Image
 from rankzero.events import PicturesTaken
 from rankzero.tracking import drawing, negatives
 from rankzero.tracking.journal import RunFolder
-from rankzero.tracking.mlflow import Tracker, write_image
+from rankzero.tracking.mlflow import Tracker
+from rankzero.tracking.mlflow.images import write_image
 from rankzero.tracking.retry import Impossible
 from tracking.fake_tracker import FakeTracker, delivered
 from tracking.runs import T0, append, ended, make_folder, saved, started

@@ -16,7 +16,7 @@ import pytest
 from rankzero.events import CheckpointSaved, RunStarted
 from rankzero.tracking.delivery import Point
 from rankzero.tracking.journal import Identity, RunFolder
-from rankzero.tracking.mlflow import OpenRun, Tracker
+from rankzero.tracking.mlflow import OpenRun, Tracker, models
 from rankzero.tracking.retry import refusal
 from rankzero.tracking.store import RunGone, TrackingError
 from tracking.runs import T0, ended, make_folder, saved, started
@@ -135,10 +135,10 @@ def test_artifacts(tracker: Tracker, run: OpenRun, tmp_path: Path) -> None:
 def test_a_checkpoint_goes_there_and_back(tracker: Tracker, run: OpenRun, folder: RunFolder, tmp_path: Path) -> None:
     event = saved(folder, 50)
     tracker.log_metrics(run.run_id, link(event)(None))
-    model_id = tracker.save_checkpoint(run, event, folder.path / event.path, link(event))
-    [checkpoint] = tracker.list_checkpoints(run)
+    model_id = tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
+    [checkpoint] = tracker.models.list_checkpoints(run)
     assert checkpoint[:4] == (50, model_id, "READY", True)
-    back = tracker.download_checkpoint(model_id, tmp_path / "back")
+    back = tracker.models.download_checkpoint(model_id, tmp_path / "back")
     assert (back / "state.pt").read_bytes() == bytes(1000)
     assert (back / "ranks" / "0.json").read_text() == "{}"
     model = tracker._client.get_logged_model(model_id)
@@ -150,8 +150,8 @@ def test_a_checkpoint_goes_there_and_back(tracker: Tracker, run: OpenRun, folder
 
 def test_saving_again_uploads_nothing_and_links_once(tracker: Tracker, run: OpenRun, folder: RunFolder) -> None:
     event = saved(folder, 50)
-    first = tracker.save_checkpoint(run, event, folder.path / event.path, link(event))
-    assert tracker.save_checkpoint(run, event, folder.path / event.path, link(event)) == first
+    first = tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
+    assert tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event)) == first
     assert len(tracker._client.get_run(run.run_id).outputs.model_outputs) == 1
 
 
@@ -164,26 +164,26 @@ def test_an_upload_that_was_cut_short_is_replaced(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tracker, "log_metrics", die)
-        tracker.save_checkpoint(run, event, folder.path / event.path, link(event))
-    assert [one.status for one in tracker.list_checkpoints(run)] == ["PENDING"]
-    tracker.save_checkpoint(run, event, folder.path / event.path, link(event))
-    assert [one.status for one in tracker.list_checkpoints(run)] == ["READY"]
+        patch.setattr(models, "log_points", die)
+        tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
+    assert [one.status for one in tracker.models.list_checkpoints(run)] == ["PENDING"]
+    tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
+    assert [one.status for one in tracker.models.list_checkpoints(run)] == ["READY"]
 
 
 def test_a_step_saved_anew_replaces_the_old_checkpoint(tracker: Tracker, run: OpenRun, folder: RunFolder) -> None:
     event = saved(folder, 50)
-    old = tracker.save_checkpoint(run, event, folder.path / event.path, link(event))
+    old = tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
     later = CheckpointSaved(T0 + 1000, 50, event.path, False, event.metrics)
-    new = tracker.save_checkpoint(run, later, folder.path / event.path, link(event))
-    assert [one.model_id for one in tracker.list_checkpoints(run)] == [new] != [old]
+    new = tracker.models.save_checkpoint(run, later, folder.path / event.path, link(event))
+    assert [one.model_id for one in tracker.models.list_checkpoints(run)] == [new] != [old]
 
 
 def test_one_checkpoint_is_the_best(tracker: Tracker, run: OpenRun, folder: RunFolder) -> None:
     for step in (10, 20):
         event = saved(folder, step)
-        tracker.save_checkpoint(run, event, folder.path / event.path, link(event))
-    assert [(one.step, one.best) for one in tracker.list_checkpoints(run)] == [(10, False), (20, True)]
+        tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
+    assert [(one.step, one.best) for one in tracker.models.list_checkpoints(run)] == [(10, False), (20, True)]
 
 
 def test_deleting_a_checkpoint_deletes_its_bytes(
@@ -193,36 +193,36 @@ def test_deleting_a_checkpoint_deletes_its_bytes(
     before = bytes_in(stored)
     for step in (10, 20):
         event = saved(folder, step, size=50_000)
-        tracker.save_checkpoint(run, event, folder.path / event.path, link(event))
+        tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
     assert bytes_in(stored) == before + 100_000
-    tracker.delete_checkpoints(run, 10)
-    tracker.delete_checkpoints(run, 10)  # a replay
+    tracker.models.delete_checkpoints(run, 10)
+    tracker.models.delete_checkpoints(run, 10)  # a replay
     assert bytes_in(stored) == before + 50_000
-    assert [one.step for one in tracker.list_checkpoints(run)] == [20]
+    assert [one.step for one in tracker.models.list_checkpoints(run)] == [20]
 
 
 def test_a_folder_that_goes_during_its_upload_leaves_nothing(
     tracker: Tracker, run: OpenRun, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event = saved(folder, 50)
-    upload = tracker._upload
+    upload = tracker.models._upload
 
     def upload_and_lose(model: Any, path: Path) -> None:
         upload(model, path)
         (path / "state.pt").unlink()
 
-    monkeypatch.setattr(tracker, "_upload", upload_and_lose)
+    monkeypatch.setattr(tracker.models, "_upload", upload_and_lose)
     with pytest.raises(FileNotFoundError):
-        tracker.save_checkpoint(run, event, folder.path / event.path, link(event))
+        tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
     with pytest.raises(FileNotFoundError):
-        tracker.save_checkpoint(run, event, folder.path / "nowhere", link(event))
-    assert tracker.list_checkpoints(run) == []
+        tracker.models.save_checkpoint(run, event, folder.path / "nowhere", link(event))
+    assert tracker.models.list_checkpoints(run) == []
 
 
 def test_a_checkpoint_beside_the_store_takes_no_second_copy_of_its_bytes(sqlite: str, tmp_path: Path) -> None:
     tracker, folder = Tracker(sqlite), make_folder(tmp_path, sqlite)
     event = saved(folder, 50)
-    tracker.save_checkpoint(tracker.open_run(folder.identity, T0), event, folder.path / event.path, link(event))
+    tracker.models.save_checkpoint(tracker.open_run(folder.identity, T0), event, folder.path / event.path, link(event))
     assert (folder.path / event.path / "state.pt").stat().st_nlink == 2
 
 
@@ -285,10 +285,10 @@ def test_postgres_takes_a_batch_again_too(postgres: str, tmp_path: Path) -> None
     tracker.start_attempt(run.run_id, RunStarted(T0, {"zero\x00byte": "\x00", "ünï": "🙂"}, {}, 1))
     event = saved(folder, 50)
     for _ in range(2):
-        tracker.save_checkpoint(run, event, folder.path / event.path, link(event))
+        tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
     assert [point.step for point in tracker.history(run.run_id, "train/loss")] == list(range(1, 1201))
     assert len(tracker.history(run.run_id, "train/nan")) == 1
-    assert [one.status for one in tracker.list_checkpoints(run)] == ["READY"]
+    assert [one.status for one in tracker.models.list_checkpoints(run)] == ["READY"]
     assert tracker.open_run(folder.identity, T0).marks["train/loss"] == 1200
 
 

@@ -21,7 +21,8 @@ from rankzero.events import CheckpointSaved
 from rankzero.tracking import catalog, fetch, names
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.journal import Identity, RunFolder, new_name
-from rankzero.tracking.mlflow import Tracker, folder_for
+from rankzero.tracking.mlflow import Tracker
+from rankzero.tracking.mlflow.experiments import folder_for
 from tracking.fake_tracker import FakeTracker
 from tracking.runs import T0, append, ended, make_folder, saved, started
 
@@ -220,5 +221,5 @@ def lying_server() -> Iterator[str]:
 def test_a_server_cannot_write_outside_of_the_checkpoint(lying_server: str, tmp_path: Path) -> None:
     target = tmp_path / "a" / "b" / "c" / "checkpoint"
     with pytest.raises(Exception, match=r"(?i)invalid path|planted"):
-        Tracker(lying_server).download_checkpoint("m-1", target)
+        Tracker(lying_server).models.download_checkpoint("m-1", target)
     assert not list(tmp_path.rglob("planted"))

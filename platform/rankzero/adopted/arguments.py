@@ -7,8 +7,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rankzero.config import is_setting
 from rankzero.errors import UserError
+from rankzero.setting import is_setting
 
 LEARNING_RATES = ("lr", "learning_rate")
 BATCH_SIZE = "batch_size"

@@ -159,9 +159,9 @@ def _spelled(kind: str) -> list[str]:
 
 
 def _choices(annotation: object) -> list[str]:
-    from rankzero import config
+    from rankzero import setting
 
     if annotation is bool:
         return ["true", "false"]
-    said = config.describe_type(annotation)
+    said = setting.describe_type(annotation)
     return said.split(" | ") if " | " in said and "int" not in said and "float" not in said else []

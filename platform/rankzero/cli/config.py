@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rankzero import config, experiment_file
+from rankzero import config, experiment_file, setting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print(config.to_yaml(experiment), end="")
     rows = [
-        (leaf.key, config.describe_type(leaf.annotation), config.render(leaf.value))
+        (leaf.key, setting.describe_type(leaf.annotation), setting.render(leaf.value))
         for leaf in config.leaves(experiment)
     ]
     width = max(len(key) for key, _, _ in rows)

@@ -27,12 +27,12 @@ def run(arguments: argparse.Namespace) -> int:
     tracker = Tracker(uri)
     found = tracker.find_run(arguments.run_name if folder is None else catalog.mlflow_id(folder) or folder.path.name)
     run = OpenRun(found.run_id, found.experiment_id, {})
-    model_id = tracker.best_model(run)
+    model_id = tracker.models.best_model(run)
     if model_id is None:
         raise RunFailed(f"{found.name} has no model in MLflow: {'; '.join(problems) or 'it ended without one'}")
     for problem in problems:
         print(f"note: {problem}")
-    version = tracker.register(run, model_id, arguments.model_name)
+    version = tracker.models.register(run, model_id, arguments.model_name)
     model = f"models:/{arguments.model_name}/{version}"
     print(f"{model} is the best model of {found.name}")
     print(f'load:  mlflow.pytorch.load_model("{model}")')

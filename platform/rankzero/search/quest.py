@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from rankzero import config
+from rankzero import config, setting
 from rankzero.search.budget import Options
 from rankzero.search.host import Host
 from rankzero.search.launcher import TrainLauncher
@@ -67,6 +67,6 @@ def launchers(quest: Quest, hosts: Sequence[Host], kept: Record) -> list[TrainLa
 
 def params_of(quest: Quest) -> dict[str, str]:
     settings = config.rendered(quest.space.reference)
-    options = {f"search.{name}": config.render(value) for name, value in dataclasses.asdict(quest.options).items()}
+    options = {f"search.{name}": setting.render(value) for name, value in dataclasses.asdict(quest.options).items()}
     chosen = {"search.sampler": quest.sampler, "search.pruner": quest.pruner}
     return {**settings_without_secrets(settings), **options, **chosen}

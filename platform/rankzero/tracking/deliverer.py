@@ -11,7 +11,7 @@ Points go before uploads, so that files that are big or cannot be stored never h
 from __future__ import annotations
 
 import copy
-import dataclasses
+import functools
 import logging
 import time
 from collections import deque
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero.events import DataDescribed, Event, RunEnded, RunStarted, decode
-from rankzero.tracking import facts, incumbent, report
+from rankzero.tracking import facts, incumbent, opening, report
 from rankzero.tracking import progress as state
 from rankzero.tracking.delivery import End, Item, Points, Tags, ending, translate, trouble_of
-from rankzero.tracking.journal import EVENTS, READ_BYTES, Identity, RunFolder, read, take
+from rankzero.tracking.journal import EVENTS, READ_BYTES, RunFolder, take
 from rankzero.tracking.retry import Backoff, refusal
 from rankzero.tracking.secrecy import text_without_secrets
 from rankzero.tracking.store import RunGone
@@ -40,12 +40,6 @@ MOST_WITHOUT_MEMORY = 4  # tries of one upload that ran out of memory: it may as
 log = logging.getLogger("rankzero.recorder")
 
 
-def _connect(tracking_uri: str) -> Tracker:
-    from rankzero.tracking.mlflow import Tracker  # seconds, on processor time that nobody wants
-
-    return Tracker(tracking_uri)
-
-
 class Deliverer:
     """Delivers what one node is responsible for: node 0 the run and its own samples, the others their samples.
 
@@ -53,8 +47,8 @@ class Deliverer:
     wait a little, and again.
     """
 
-    def __init__(self, folder: RunFolder, node: int = 0, connect: Callable[[str], Tracker] = _connect) -> None:
-        self._folder, self._node, self._connect = folder, node, connect
+    def __init__(self, folder: RunFolder, node: int = 0, connect: Callable[[str], Tracker] = opening.connect) -> None:
+        self._folder, self._node, self._connect = folder, node, functools.cache(connect)
         self._path, self._directory = state.path_of(folder, node), incumbent.directory(folder)
         self.progress = state.load(self._path)
         for name in self._journals():
@@ -170,48 +164,16 @@ class Deliverer:
         return True
 
     def _open(self) -> bool:
-        """Find or make the MLflow run; a node other than 0 waits for node 0 to make it."""
-        identity = self._folder.identity
-        if identity.parent is not None or identity.parent_uuid is not None:
-            identity = dataclasses.replace(identity, parent_run_id=self._parent_run_id(identity))
-            if identity.parent_run_id is None:
-                self._sending.fail()
-                return False
-        self._tracker = self._tracker or self._connect(identity.tracking_uri)
-        if self._node == 0:
-            run = self._tracker.open_run(identity, self._began())
-        else:
-            found = self._tracker.find_open_run(identity)
-            if found is None:
-                self._sending.fail()
-                return False
-            run = found
+        """Find or make the MLflow run, or wait for whoever makes it."""
+        opened = opening.open_run(self._folder, self._node, self._connect)
+        if opened is None:
+            self._sending.fail()
+            return False
+        self._tracker, self._run = opened
         if self.progress.run_id is None:
-            self._adopt(run, from_elsewhere=identity.mlflow_run_id is not None)
-        self._run = run
+            opening.adopt(self.progress, self._run, self._folder.identity.mlflow_run_id is not None)
         self.commit()
         return True
-
-    def _parent_run_id(self, identity: Identity) -> str | None:
-        """Return the run that this one is shown below, once it is there."""
-        if identity.parent_uuid is None:
-            beside = RunFolder(self._folder.path.parent / (identity.parent or ""))
-            return state.load(state.path_of(beside, 0)).run_id
-        self._tracker = self._tracker or self._connect(identity.tracking_uri)
-        parent = dataclasses.replace(identity, uuid=identity.parent_uuid, mlflow_run_id=None)
-        found = self._tracker.find_open_run(parent)
-        return None if found is None else found.run_id
-
-    def _adopt(self, run: OpenRun, from_elsewhere: bool) -> None:
-        """Begin with what MLflow has of the run already, sent by a process whose progress is not here."""
-        self.progress.run_id, self.progress.experiment_id = run.run_id, run.experiment_id
-        self.progress.marks, self.progress.floor = dict(run.marks), dict(run.marks)
-        samples = [mark for key, mark in run.marks.items() if key.startswith("system/")]
-        self.progress.sample_offset = max(samples, default=-1) + 1 if from_elsewhere else 0
-
-    def _began(self) -> float:
-        events, _ = read(self._folder.events, 0, 1)
-        return next((event.time for event in events if isinstance(event, RunStarted)), time.time())
 
     def _take_due(self) -> bool:
         unread = self._unread()

@@ -42,12 +42,12 @@ def log_model(
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         target = Path(folder) / "model"
         kind = save(model, example, target, code_paths)
-        return tracker.log_model(run, target, name, step, {"rankzero.format": kind, **(tags or {})})
+        return tracker.models.log_model(run, target, name, step, {"rankzero.format": kind, **(tags or {})})
 
 
 def save(model: Any, example: Any, folder: Path, code_paths: Sequence[Path] = ()) -> Format:
     """Write the model into the new folder in MLflow's layout; return in which format."""
-    from rankzero.tracking.mlflow import save_pytorch
+    from rankzero.tracking.mlflow.pytorch import save_pytorch
 
     model = copy.deepcopy(model).cpu().eval()
     inputs = tuple(_batch(tensor) for tensor in (example if isinstance(example, (tuple, list)) else (example,)))

@@ -71,12 +71,12 @@ def newest_checkpoint(folder: RunFolder) -> None:
     if run_id is None:
         return
     run = OpenRun(run_id, tracker.find_run(run_id).experiment_id, {})
-    ready = [one for one in tracker.list_checkpoints(run) if one.status == "READY"]
+    ready = [one for one in tracker.models.list_checkpoints(run) if one.status == "READY"]
     for newest in ready[-1:]:
         target = folder.checkpoints / f"step_{newest.step:08d}"
         aside = folder.checkpoints / f".tmp-{target.name}"
         shutil.rmtree(aside, ignore_errors=True)
-        tracker.download_checkpoint(newest.model_id, aside)
+        tracker.models.download_checkpoint(newest.model_id, aside)
         require_plain_files(aside)
         shutil.rmtree(target, ignore_errors=True)
         aside.replace(target)

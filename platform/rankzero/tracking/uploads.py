@@ -34,7 +34,7 @@ def upload(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress
         return
     event = decode(word)
     if isinstance(event, CheckpointDeleted):
-        tracker.delete_checkpoints(run, event.step)
+        tracker.models.delete_checkpoints(run, event.step)
     elif isinstance(event, CheckpointSaved) and not _deleted_later(event, progress):
         path = folder.path / event.path
         if leads_out(path, folder.checkpoints):
@@ -103,7 +103,7 @@ def leads_out(path: Path, base: Path) -> bool:
 
 def _upload_checkpoint(tracker: Tracker, run: OpenRun, path: Path, event: CheckpointSaved, progress: Progress) -> None:
     try:
-        tracker.save_checkpoint(run, event, path, lambda model_id: linked(event, progress, model_id))
+        tracker.models.save_checkpoint(run, event, path, lambda model_id: linked(event, progress, model_id))
     except FileNotFoundError:
         log.info("checkpoint of step %d is gone already: retention removed it before its upload", event.step)
 

@@ -71,7 +71,7 @@ def best(folder: RunFolder) -> None:
     )
     write_atomically(folder.path / MARK, json.dumps({"step": step, "model_id": model_id}))
     if before is not None:
-        tracker.delete_checkpoint(before["model_id"])
+        tracker.models.delete_checkpoint(before["model_id"])
 
 
 def experiment_of(folder: RunFolder) -> Experiment:

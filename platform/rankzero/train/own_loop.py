@@ -23,6 +23,7 @@ from typing import Any
 from rankzero import config as configs
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import Goal
+from rankzero.setting import render
 from rankzero.tracking import catalog, provenance, ranks, store
 from rankzero.tracking.journal import Identity, RunFolder, new_name
 from rankzero.tracking.runlog import RunLog
@@ -211,9 +212,9 @@ def params_of(config: object) -> dict[str, str]:
     if config is None:
         return {}
     if isinstance(config, Mapping):
-        return {key: configs.render(value) for key, value in _dotted(config, "")}
+        return {key: render(value) for key, value in _dotted(config, "")}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {key: configs.render(value) for key, value in _dotted(dataclasses.asdict(config), "")}
+        return {key: render(value) for key, value in _dotted(dataclasses.asdict(config), "")}
     raise configs.ConfigError(f"a config must be a mapping or a dataclass, got {type(config).__name__}")
 
 

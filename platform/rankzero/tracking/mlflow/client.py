@@ -1,0 +1,71 @@
+"""MLflow's client: made, given time, given batches as large as it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mlflow import MlflowClient, set_tracking_uri
+from mlflow.entities import Metric
+
+from rankzero.tracking import legal
+from rankzero.tracking.delivery import Point
+from rankzero.tracking.mlflow.answers import refuse_cut_answers
+from rankzero.tracking.store import artifact_root, make_tables, prepare_store
+
+UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
+
+
+def connect(tracking_uri: str) -> MlflowClient:
+    """Return a client of the store; a local database is made where there is none. Raises TrackingError."""
+    refuse_cut_answers()
+    prepare_store(tracking_uri)
+    root = artifact_root(tracking_uri)
+    if root is not None:  # else experiments made beside a database keep artifacts in the current directory
+        os.environ.setdefault("_MLFLOW_SERVER_ARTIFACT_ROOT", root)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations between MLflow and sqlalchemy: nothing to do for us
+        make_tables(tracking_uri, lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
+        client = MlflowClient(tracking_uri=tracking_uri)
+    logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # each error comes to us as an exception as well
+    logging.getLogger("alembic").setLevel(logging.ERROR)
+    return client
+
+
+def log_points(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:
+    """Send the points, at most a thousand at a time. Sending one again changes nothing."""
+    for chunk in chunks(points, legal.METRICS_PER_BATCH):
+        metrics = [Metric(p.key, p.value, p.milliseconds, p.step, model_id=p.model_id) for p in chunk]
+        client.log_batch(run_id, metrics=metrics, synchronous=True)
+
+
+def chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    """Yield the items in lists of at most `size`."""
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])
+
+
+@contextlib.contextmanager
+def patience() -> Iterator[None]:
+    """Let MLflow wait long for an answer: a big file takes longer than a metric."""
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    before = os.environ.get(name)
+    os.environ[name] = str(max(UPLOAD_SECONDS, int(before or 0)))
+    try:
+        yield
+    finally:
+        os.environ[name] = before or "10"
+
+
+@contextlib.contextmanager
+def as_everybodys(tracking_uri: str) -> Iterator[None]:
+    """Make the store this process's own for the duration of the block."""
+    set_tracking_uri(tracking_uri)
+    try:
+        yield
+    finally:
+        set_tracking_uri(None)  # type: ignore[arg-type]

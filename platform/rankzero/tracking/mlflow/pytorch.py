@@ -1,0 +1,45 @@
+"""A PyTorch module in MLflow's layout. Imports torch when called."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def save_pytorch(
+    model: Any, folder: Path, inputs: Sequence[Any], output: Any, kind: str, code_paths: Sequence[Path]
+) -> None:
+    """Write the module in MLflow's layout, its signature taken from arrays; the first dimension is any batch size.
+
+    `kind` is pt2 or pickle. `mlflow.pytorch.log_model` would also download every metric's history, and try out
+    the requirements in a new process.
+    """
+    import mlflow.pytorch  # imports torch
+    from mlflow.models import ModelSignature
+    from mlflow.types import Schema
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about torch's own internals
+        mlflow.pytorch.save_model(
+            model,
+            str(folder),
+            serialization_format=kind,
+            signature=ModelSignature(
+                Schema(_specs("input", inputs)), None if output is None else Schema(_specs("output", [output]))
+            ),
+            input_example=inputs[0] if len(inputs) == 1 else list(inputs),
+            code_paths=[str(path) for path in code_paths] or None,
+            pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", "torch", "numpy")],
+        )
+
+
+def _specs(name: str, arrays: Sequence[Any]) -> list[Any]:
+    from mlflow.types import TensorSpec
+
+    return [
+        TensorSpec(array.dtype, (-1, *array.shape[1:]), f"{name}_{i}" if len(arrays) > 1 else None)
+        for i, array in enumerate(arrays)
+    ]
