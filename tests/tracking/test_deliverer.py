@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -187,6 +188,24 @@ def test_what_always_fails_while_the_store_answers_is_set_aside(folder: RunFolde
     assert tracker.curve("train/loss") == {1: 1.0, 2: 0.5}
     assert done.progress.rejected == 2
     assert tracker.status == "FINISHED"
+
+
+def test_a_server_that_answers_now_and_then_is_to_blame_and_not_what_it_did_not_take(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
+    append(folder, started(), steps(1, 20), ended())
+    chosen = random.Random(7)
+    windows = ([False] * chosen.randint(3, 30) + [True] * chosen.randint(1, 3) for _ in itertools.count())
+    answers = itertools.chain.from_iterable(windows)
+
+    def mostly_away(name: str, argument: object) -> None:
+        if name != "open_run" and not next(answers):
+            raise ConnectionError("away")
+
+    tracker.fail = mostly_away
+    done = run(deliverer_to(tracker, folder))
+    assert done.progress.rejected == 0, done.progress.reasons
+    assert tracker.curve("train/loss").keys() == set(range(1, 21)) and tracker.status == "FINISHED"
 
 
 def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(folder: RunFolder, tracker: FakeTracker) -> None:

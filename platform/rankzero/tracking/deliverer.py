@@ -62,6 +62,7 @@ class Deliverer:
         self._sending, self._uploading = Backoff(), Backoff()
         self._away_since: float | None = None
         self._hurry = False
+        self._answered = False  # MLflow did, just before an item was tried once more
 
     @property
     def complete(self) -> bool:
@@ -88,8 +89,8 @@ class Deliverer:
     def hasten(self) -> None:
         """Take from now on what there is at once: nothing more comes, and somebody waits."""
         self._hurry = True
-        self._sending.reset()
-        self._uploading.reset()
+        self._sending.hasten()
+        self._uploading.hasten()
 
     def commit(self) -> None:
         """Write down how far it is; only between items, since `progress` is ahead of what is sent while some wait.
@@ -126,13 +127,13 @@ class Deliverer:
             self.progress.away_seconds += time.monotonic() - self._away_since
             self._away_since = None
         backoff.reset()
-        self.progress.error = None
+        self._answered, self.progress.error = False, None
         return did
 
     def _failed(self, error: Exception, backoff: Backoff, set_aside: Callable[[str], None] | None) -> bool:
         reason = refusal(error)
-        if reason is None and backoff is self._sending and backoff.failures >= SUSPICIOUS_FAILURES:
-            reason = f"fails while MLflow answers otherwise: {error!r}" if self._answers() else None
+        if reason is None and backoff is self._sending and self._is_at_fault():
+            reason = f"fails while MLflow answers otherwise: {error!r}"
         if isinstance(error, MemoryError) and backoff is self._uploading and backoff.failures >= MOST_WITHOUT_MEMORY:
             reason = "there was not enough memory for it, however often it was tried"
         if isinstance(error, RunGone):
@@ -140,7 +141,7 @@ class Deliverer:
             return True
         if reason is not None and set_aside is not None:
             return self._try(lambda: self._aside(set_aside, reason, backoff), backoff)
-        backoff.fail()
+        backoff.fail(wait=not (self._answered and backoff is self._sending))
         self.progress.failures += 1
         if self._away_since is None:
             self._away_since = time.monotonic()
@@ -155,6 +156,13 @@ class Deliverer:
         log.warning("set aside: %s", text_without_secrets(reason))
         set_aside(reason)
         return True
+
+    def _is_at_fault(self) -> bool:
+        """Tell whether what failed often now fails between two answers of MLflow's: else the server is to blame."""
+        if self._sending.failures < SUSPICIOUS_FAILURES:
+            return False
+        before, self._answered = self._answered, self._answers()
+        return before and self._answered
 
     def _answers(self) -> bool:
         try:

@@ -7,6 +7,7 @@ import random
 import time
 
 LONGEST_WAIT_SECONDS = 30.0
+HURRIED_WAIT_SECONDS = 5.0  # where somebody waits, and who tries gives up before long
 
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 _MAY_CHANGE = {401, 403, 404, 408, 409, 425, 429}  # the rights, the proxy, the load; not the thing itself
@@ -21,22 +22,27 @@ class Backoff:
     """When to try again: after about 1, 2, 4 … 30 seconds, at random, so that recorders do not march in step."""
 
     def __init__(self) -> None:
-        self.failures, self._at = 0, 0.0
+        self.failures, self._at, self._longest = 0, 0.0, LONGEST_WAIT_SECONDS
 
     @property
     def over(self) -> bool:
         """Tell whether the wait after the latest failure is over."""
         return time.monotonic() >= self._at
 
-    def fail(self) -> None:
-        """Wait before the next try, longer with each failure in a row."""
-        wait = min(LONGEST_WAIT_SECONDS, 2.0 ** min(self.failures, 10))
+    def fail(self, wait: bool = True) -> None:
+        """Wait before the next try, longer with each failure in a row; without `wait`, count the failure only."""
+        seconds = min(self._longest, 2.0 ** min(self.failures, 10)) if wait else 0.0
         self.failures += 1
-        self._at = time.monotonic() + wait * random.uniform(0.5, 1.0)
+        self._at = time.monotonic() + seconds * random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
         """Forget the failures: a try went well."""
         self.failures, self._at = 0, 0.0
+
+    def hasten(self) -> None:
+        """Try again at once, and from now on every few seconds."""
+        self.reset()
+        self._longest = HURRIED_WAIT_SECONDS
 
 
 def refusal(error: Exception) -> str | None:
