@@ -131,6 +131,30 @@ def test_a_download_of_fewer_bytes_is_told(run: OpenRun, server: Server, tmp_pat
         tracker.download_artifact(run.run_id, "config.yaml", tmp_path)
 
 
+@pytest.mark.parametrize(
+    "answer", [b"{}", b'{"error": "no such page"}', b"200 OK", b"", b"null", b"<html>log in</html>"]
+)
+def test_something_else_than_mlflow_is_told_from_it(answer: bytes, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_always, args=(listener, answer), daemon=True).start()
+        uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        tracker, identity = Tracker(uri), make_folder(tmp_path, uri).identity
+        for ask in (lambda: tracker.open_run(identity, T0), lambda: tracker.require_run("r" * 32)):
+            with pytest.raises(Exception, match=r"is it MLflow.s|not in a valid JSON") as raised:
+                ask()
+            assert refusal(raised.value) is None  # type: ignore[arg-type]
+
+
+def _always(listener: socket.socket, answer: bytes) -> None:
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(answer)
+    with contextlib.suppress(OSError):
+        while True:
+            client, _ = listener.accept()
+            with client:
+                client.recv(1 << 16)
+                client.sendall(whole + answer)
+
+
 def test_mlflow_alone_takes_it_for_an_empty_answer(cutter: Cutter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once this fails, `rankzero.tracking.mlflow.answers` can go."""
     monkeypatch.setattr(client_module, "refuse_cut_answers", lambda: None)

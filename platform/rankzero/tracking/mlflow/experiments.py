@@ -11,6 +11,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from rankzero.tracking.journal import Identity
+from rankzero.tracking.mlflow.records import known
 from rankzero.tracking.secrecy import url_without_secrets
 from rankzero.tracking.store import TrackingError, artifact_root
 
@@ -30,7 +31,7 @@ def find_or_create(client: MlflowClient, tracking_uri: str, identity: Identity) 
                     f"the MLflow experiment {identity.experiment!r} was deleted; use another name, "
                     f"or: mlflow experiments restore -x {experiment.experiment_id}"
                 )
-            return str(experiment.experiment_id)
+            return known(experiment.experiment_id, "experiment")
         with contextlib.suppress(MlflowException):
             return _create(client, tracking_uri, identity)
     return _create(client, tracking_uri, identity)
@@ -73,4 +74,4 @@ def _create(client: MlflowClient, tracking_uri: str, identity: Identity) -> str:
     kind = {"mlflow.experimentKind": "custom_model_development"}  # else the UI takes it for one of language agents
     base = identity.artifact_root or artifact_root(tracking_uri)
     location = None if base is None else f"{base.rstrip('/')}/{folder_for(identity.experiment)}"
-    return str(client.create_experiment(identity.experiment, location, tags=kind))
+    return known(client.create_experiment(identity.experiment, location, tags=kind), "experiment")

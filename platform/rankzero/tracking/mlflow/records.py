@@ -10,6 +10,7 @@ from mlflow.entities import LoggedModel, Run
 from rankzero.tracking import legal
 from rankzero.tracking.delivery import WHOLE_RUN
 from rankzero.tracking.facts import SPEED
+from rankzero.tracking.store import TrackingError
 
 
 class OpenRun(NamedTuple):
@@ -47,9 +48,20 @@ class RunRecord(NamedTuple):
 
 
 def opened(run: Run) -> OpenRun:
-    """Return a run to write to."""
+    """Return a run to write to. Raises TrackingError for an answer that is none of MLflow's."""
     metrics: Iterable[Any] = run.data._metric_objs  # the public dictionary has the values without their steps
-    return OpenRun(run.info.run_id, run.info.experiment_id, {metric.key: metric.step for metric in metrics})
+    run_id, experiment_id = known(run.info.run_id, "run"), known(run.info.experiment_id, "experiment")
+    return OpenRun(run_id, experiment_id, {metric.key: metric.step for metric in metrics})
+
+
+def known(identifier: str, what: str) -> str:
+    """Return the id that an answer gives. Raises TrackingError where there is none: something else than MLflow answers.
+
+    MLflow's client takes ``{}``, or "200 OK", for a run or an experiment whose fields are empty.
+    """
+    if not identifier:
+        raise TrackingError(f"the server answered without the {what}'s id: is it MLflow's, at the right address?")
+    return str(identifier)
 
 
 def record(run: Run) -> RunRecord:

@@ -20,7 +20,7 @@ from rankzero.tracking.mlflow.client import chunks, connect, log_points, patienc
 from rankzero.tracking.mlflow.datasets import dataset_input
 from rankzero.tracking.mlflow.images import write_images
 from rankzero.tracking.mlflow.models import Models
-from rankzero.tracking.mlflow.records import OpenRun, RunRecord, opened, record
+from rankzero.tracking.mlflow.records import OpenRun, RunRecord, known, opened, record
 from rankzero.tracking.secrecy import url_without_secrets
 from rankzero.tracking.store import RunGone, TrackingError
 
@@ -46,7 +46,7 @@ class Tracker:
             run_name=identity.name,
             tags=_birth_tags(identity),
         )
-        return OpenRun(run.info.run_id, run.info.experiment_id, {})
+        return opened(run)
 
     def find_open_run(self, identity: Identity) -> OpenRun | None:
         """Return the identity's run; None where nobody has made it yet."""
@@ -104,7 +104,9 @@ class Tracker:
     def require_run(self, run_id: str) -> None:
         """Raise RunGone when the run was deleted, and whatever MLflow raises when it cannot be asked."""
         try:
-            stage = self._client.get_run(run_id).info.lifecycle_stage
+            info = self._client.get_run(run_id).info
+            known(info.run_id, "run")
+            stage = info.lifecycle_stage
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
