@@ -21,7 +21,8 @@ from rankzero import config
 from rankzero.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.tracking import catalog
-from rankzero.tracking.journal import Identity, Journal
+from rankzero.tracking.folder import Identity
+from rankzero.tracking.journal import Journal
 
 WANTED = 1.0
 WINDOWS, STEPS = 12, 10

@@ -34,7 +34,7 @@ from rankzero.search.host import Host
 from rankzero.search.launcher import TrainLauncher
 from rankzero.search.objective import Objective
 from rankzero.search.space import BATCH_INDEX, FACTOR, PRECISION, Space, make_space
-from rankzero.tracking.journal import Identity, RunFolder
+from rankzero.tracking.folder import Identity, RunFolder
 from rankzero.train.launch import Nodes
 
 EXPERIMENT = str(HERE / "noisy_digits.py")

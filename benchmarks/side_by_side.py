@@ -23,7 +23,8 @@ from rankzero import config
 from rankzero.events import StepsLogged
 from rankzero.tracking import ranks, sync
 from rankzero.tracking.catalog import mlflow_id
-from rankzero.tracking.journal import Identity, RunFolder, read_all
+from rankzero.tracking.folder import Identity, RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.mlflow import Tracker
 from rankzero.train import worker
 from rankzero.train.request import Request

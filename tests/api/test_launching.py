@@ -18,7 +18,8 @@ import pytest
 import rankzero
 from cli.conftest import TINY, new_store  # noqa: F401 - a fixture
 from rankzero.api import launching
-from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 Start = Callable[..., subprocess.Popen[str]]

@@ -20,7 +20,8 @@ import pytest
 
 from rankzero.events import Event, StepsLogged
 from rankzero.tracking.catalog import folders, mlflow_id
-from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.mlflow import RunRecord, Tracker
 
 TINY = Path(__file__).parents[1] / "fixtures" / "tiny.py"

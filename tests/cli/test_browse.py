@@ -23,7 +23,7 @@ from cli.conftest import TINY, Command, command_in, free_port
 from rankzero.cli.console import Console
 from rankzero.cli.main import main
 from rankzero.tracking.catalog import mlflow_id
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import Tracker
 
 CHATTY = """

@@ -11,7 +11,7 @@ from PIL import Image
 
 from cli.conftest import Command, events
 from rankzero.events import DataDescribed, PicturesTaken
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import Tracker
 
 DIGITS = Path(__file__).parents[2] / "experiments" / "digits.py"

@@ -16,7 +16,7 @@ from cli.conftest import TINY, Command, events, processes_of
 from rankzero.events import RunEnded, StepsLogged
 from rankzero.search.study import default_storage, find_study
 from rankzero.tracking.catalog import last_end
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import RunRecord, Tracker
 
 MOODY = TINY.with_name("moody.py")

@@ -18,7 +18,7 @@ from rankzero.cli.main import main
 from rankzero.events import Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.tracking import catalog, incumbent, stale, story
 from rankzero.tracking import progress as delivery
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.progress import Progress
 from tracking.runs import T0, append, ended, evaluated, make_folder, saved, started, steps
@@ -33,8 +33,8 @@ def aged(folder: RunFolder, seconds: float) -> None:
 def dead_writer(folder: RunFolder) -> None:
     """Leave the claim of a process that is gone."""
     program = (
-        "from pathlib import Path; from rankzero.tracking import incumbent, journal; "
-        f"incumbent.claim(journal.RunFolder(Path({str(folder.path)!r})), 0)"
+        "from pathlib import Path; from rankzero.tracking import folder, incumbent; "
+        f"incumbent.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
     )
     subprocess.run([os.sys.executable, "-c", program], check=True)  # type: ignore[attr-defined]
 

@@ -12,7 +12,7 @@ import pytest
 
 from cli.conftest import TINY, Command, command_in, events, losses, tracked
 from rankzero.events import RunEnded
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import Tracker
 
 LAYERED = TINY.with_name("layered.py")

@@ -21,7 +21,7 @@ import torch
 from cli.conftest import TINY, Command, events, free_port, losses, tracked
 from rankzero.events import Evaluated, RunEnded, RunStarted, StepsLogged
 from rankzero.tracking.catalog import folders, mlflow_id
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.store import server_command, server_environment
 from rankzero.train import checkpoint

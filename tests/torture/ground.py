@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from rankzero.tracking.catalog import folders
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from torture.room import shared_memory
 
 MARK = "RANKZERO_TORTURE"

@@ -13,7 +13,8 @@ from cli.conftest import losses as journaled
 from rankzero.events import Evaluated, PicturesTaken, RunEnded, StepsLogged
 from rankzero.tracking import sync
 from rankzero.tracking.catalog import mlflow_id
-from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.mlflow import RunRecord, Tracker
 from rankzero.train import checkpoint
 from torture.ground import ORPHAN_SECONDS, Broken, Ground, wait_for

@@ -15,7 +15,8 @@ import psutil
 
 from rankzero.events import RunEnded, RunStarted, StepsLogged
 from rankzero.tracking import recorder
-from rankzero.tracking.journal import Journal, RunFolder
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import Journal
 
 
 def main(folder: RunFolder, steps: int, seconds: float, end: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rankzero.events import CheckpointSaved, DataDescribed, RunEnded, RunStarted
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.delivery import Point
-from rankzero.tracking.journal import Identity, RunFolder
+from rankzero.tracking.folder import Identity, RunFolder
 from rankzero.tracking.store import RunGone
 
 

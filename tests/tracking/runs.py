@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepsLogged
-from rankzero.tracking.journal import Identity, Journal, RunFolder
+from rankzero.tracking.folder import Identity, RunFolder
+from rankzero.tracking.journal import Journal
 
 T0 = 1_800_000_000.0
 PARAMS = {"lr": "0.1", "goal.metric": "val/accuracy", "goal.mode": "max", "goal.target": "0.5"}

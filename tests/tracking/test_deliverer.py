@@ -16,7 +16,8 @@ from rankzero.tracking import deliverer as module
 from rankzero.tracking import progress as state
 from rankzero.tracking import sync
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.journal import Journal, RunFolder
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import Journal
 from tracking.fake_tracker import FakeTracker, Refused, deliverer_to
 from tracking.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from rankzero.events import PicturesTaken
 from rankzero.tracking import drawing, negatives
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.mlflow.images import write_image
 from rankzero.tracking.retry import Impossible

@@ -7,7 +7,7 @@ from pathlib import Path
 from rankzero.tracking import incumbent, sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.family import Family
-from rankzero.tracking.journal import Identity, RunFolder
+from rankzero.tracking.folder import Identity, RunFolder
 from tracking.fake_tracker import FakeTracker
 from tracking.runs import append, ended, started, steps
 

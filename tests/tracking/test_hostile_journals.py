@@ -22,7 +22,8 @@ from rankzero.experiment import Goal
 from rankzero.tracking import catalog, figures, progress, report, sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.facts import fold
-from rankzero.tracking.journal import RunFolder, read_all, take
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all, take
 from rankzero.tracking.names import BrokenRun
 from rankzero.tracking.progress import Progress
 from tracking.fake_tracker import FakeTracker

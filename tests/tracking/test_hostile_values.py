@@ -15,7 +15,7 @@ from rankzero.events import Evaluated, RunStarted, StepsLogged
 from rankzero.tracking import legal, sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.delivery import Points, named, translate
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import RunRecord, Tracker
 from rankzero.tracking.progress import Progress
 from tracking.runs import T0, append, ended, make_folder

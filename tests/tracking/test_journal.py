@@ -26,7 +26,8 @@ from rankzero.events import (
     decode,
     encode,
 )
-from rankzero.tracking.journal import Identity, Journal, RunFolder, new_name, read, read_all, write_atomically
+from rankzero.tracking.folder import Identity, RunFolder, new_name, write_atomically
+from rankzero.tracking.journal import Journal, read, read_all
 
 numbers = st.floats()
 times = st.floats(-1e10, 1e10)

@@ -15,7 +15,7 @@ import pytest
 
 from rankzero.events import CheckpointSaved, RunStarted
 from rankzero.tracking.delivery import Point
-from rankzero.tracking.journal import Identity, RunFolder
+from rankzero.tracking.folder import Identity, RunFolder
 from rankzero.tracking.mlflow import OpenRun, Tracker, models
 from rankzero.tracking.retry import refusal
 from rankzero.tracking.store import RunGone, TrackingError

@@ -20,7 +20,7 @@ from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved
 from rankzero.tracking import catalog, fetch, names
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.journal import Identity, RunFolder, new_name
+from rankzero.tracking.folder import Identity, RunFolder, new_name
 from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.mlflow.experiments import folder_for
 from tracking.fake_tracker import FakeTracker

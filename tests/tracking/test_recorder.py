@@ -19,7 +19,8 @@ from rankzero.events import RunEnded
 from rankzero.tracking import incumbent, recorder, sync
 from rankzero.tracking.attempt import UNSAID, Attempt
 from rankzero.tracking.courier import grace_seconds
-from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.recorder import Recording
 from rankzero.tracking.store import default_tracking_uri
@@ -255,8 +256,8 @@ def test_a_writer_that_lives_is_told_from_a_dead_one(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     assert not incumbent.writer_lives(folder)
     code = (
-        f"from rankzero.tracking import incumbent, journal; from pathlib import Path; "
-        f"incumbent.claim(journal.RunFolder(Path({str(folder.path)!r})), 0)"
+        f"from rankzero.tracking import folder, incumbent; from pathlib import Path; "
+        f"incumbent.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert not incumbent.writer_lives(folder)

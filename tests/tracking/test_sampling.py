@@ -12,14 +12,14 @@ import pytest
 
 from rankzero.events import Noticed, SystemSampled
 from rankzero.tracking.facts import fold
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from tracking.runs import make_folder
 from tracking.stubbed_nvml import GPU_IS_LOST, card, compile_stub, uuid
 
 SAMPLE = """
 import json, sys, time
 from pathlib import Path
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.sampling import Sampling
 sampling = Sampling(RunFolder(Path(sys.argv[1])), json.loads(sys.argv[2]), 0, 1, 1)
 time.sleep(3.5)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rankzero.tracking import saved_view
-from rankzero.tracking.journal import Identity
+from rankzero.tracking.folder import Identity
 from rankzero.tracking.mlflow import Tracker
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.errors import UserError
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.selection import parse, select
 from rankzero.tracking.summary import Summary
 

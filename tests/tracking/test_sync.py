@@ -10,7 +10,7 @@ import pytest
 
 from rankzero.tracking import incumbent, sync
 from rankzero.tracking import progress as state
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from tracking.runs import append, ended, make_folder, started
 
 LONG = 60.0  # seconds: nobody waits so long in these tests

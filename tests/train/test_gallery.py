@@ -21,7 +21,7 @@ from rankzero import config, experiment_file
 from rankzero.events import Evaluated, Event, PicturesTaken
 from rankzero.experiment import Experiment
 from rankzero.tracking import negatives
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.ranks import Ranks
 from rankzero.tracking.runlog import RunLog
 from rankzero.train import evaluation

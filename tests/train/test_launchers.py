@@ -16,7 +16,8 @@ import pytest
 import rankzero
 from rankzero.events import Event, RunEnded, StepsLogged
 from rankzero.tracking.catalog import folders
-from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.ranks import Ranks
 
 VALUES = {1: 1.0, 2: 2.0, 3: 3.0}

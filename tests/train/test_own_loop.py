@@ -14,7 +14,8 @@ import rankzero
 from rankzero import Goal
 from rankzero.events import CheckpointSaved, Evaluated, RunEnded, RunStarted, StepsLogged
 from rankzero.tracking import sync
-from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.mlflow import Tracker
 from rankzero.train import checkpoint
 from rankzero.train.own_loop import params_of

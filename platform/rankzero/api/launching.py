@@ -21,7 +21,7 @@ from rankzero.api.results import Run
 from rankzero.api.results import run as run_of
 from rankzero.errors import RunFailed, UserError
 from rankzero.exit_codes import FINISHED, RESUMABLE, USAGE
-from rankzero.tracking.journal import new_name
+from rankzero.tracking.folder import new_name
 from rankzero.tracking.store import root_of
 from rankzero.train.request import with_secrets
 

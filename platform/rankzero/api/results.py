@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankzero.tracking import catalog, facts, history, report, selection
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.page import page, status
 from rankzero.tracking.store import root_of
 from rankzero.tracking.summary import Summary

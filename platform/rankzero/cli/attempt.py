@@ -16,8 +16,8 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.exit_codes import FAILED, FINISHED, RESUMABLE
 from rankzero.experiment import Experiment, Train
 from rankzero.tracking import catalog, provenance, sync
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.host import usable_cores
-from rankzero.tracking.journal import RunFolder
 from rankzero.train import failure, launch
 from rankzero.train.request import OUT_OF_MEMORY, request_for, write_config
 

@@ -19,7 +19,7 @@ from rankzero.errors import UserError
 from rankzero.search import mirror
 from rankzero.search.host import Host
 from rankzero.tracking import store, sync
-from rankzero.tracking.journal import new_name
+from rankzero.tracking.folder import new_name
 
 if TYPE_CHECKING:
     from rankzero.compare.bench import Bench

@@ -20,7 +20,8 @@ from rankzero.cli.terminal import is_interactive
 from rankzero.cli.view import View, progress_line, progress_panel
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
-from rankzero.tracking.journal import RunFolder, read
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read
 from rankzero.tracking.secrecy import url_without_secrets
 from rankzero.train.launch import log_files
 

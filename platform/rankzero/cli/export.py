@@ -13,7 +13,7 @@ from rankzero.cli import runs
 from rankzero.errors import UserError
 from rankzero.tracking import catalog
 from rankzero.tracking.facts import fold
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.page import page
 from rankzero.tracking.report import for_terminal
 from rankzero.tracking.summary import read_summary

@@ -16,7 +16,7 @@ from rankzero.exit_codes import FAILED, FINISHED, RESUMABLE
 from rankzero.experiment import Goal
 from rankzero.tracking import catalog, incumbent
 from rankzero.tracking.facts import goal_of
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.summary import read_summary
 from rankzero.train.launch import log_files
 

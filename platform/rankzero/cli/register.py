@@ -8,7 +8,7 @@ import shlex
 
 from rankzero.errors import RunFailed, UserError
 from rankzero.tracking import catalog, store, sync
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.secrecy import url_without_secrets
 
 

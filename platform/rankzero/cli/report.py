@@ -17,7 +17,8 @@ from rankzero.errors import UserError
 from rankzero.events import RunStarted
 from rankzero.tracking import catalog, differences, facts, provenance, report
 from rankzero.tracking.differences import Section, Side
-from rankzero.tracking.journal import RunFolder, read
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read
 from rankzero.tracking.page import page, status
 
 PATCH_LINES = 40

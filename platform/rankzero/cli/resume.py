@@ -14,7 +14,7 @@ from rankzero.cli.train import add_launch_arguments
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import catalog, incumbent, store
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.train import launch
 from rankzero.train.request import with_secrets, write_config
 

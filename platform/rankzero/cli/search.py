@@ -23,8 +23,8 @@ from rankzero.search.objective import NAMES
 from rankzero.search.share import shares, visible_gpus
 from rankzero.search.space import Space, make_space
 from rankzero.tracking import names, store, sync
+from rankzero.tracking.folder import Identity
 from rankzero.tracking.host import usable_cores
-from rankzero.tracking.journal import Identity
 
 PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes")
 SAMPLERS, PRUNERS = ("tpe", "gp", "random", "grid"), ("asha", "hyperband", "median", "none")

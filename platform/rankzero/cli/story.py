@@ -13,7 +13,8 @@ from rankzero.cli.view import duration
 from rankzero.events import RunEnded
 from rankzero.tracking import catalog, incumbent, stale, story
 from rankzero.tracking import progress as delivery
-from rankzero.tracking.journal import READ_BYTES, RunFolder, read_all, take
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import READ_BYTES, read_all, take
 from rankzero.tracking.secrecy import text_without_secrets, url_without_secrets
 from rankzero.tracking.summary import Summary, read_summary
 from rankzero.tracking.trouble import trouble

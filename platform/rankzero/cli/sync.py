@@ -6,7 +6,7 @@ import argparse
 
 from rankzero.exit_codes import FAILED, FINISHED
 from rankzero.tracking import catalog, progress, sync
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

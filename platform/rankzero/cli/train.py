@@ -14,7 +14,7 @@ from rankzero.cli import attempt
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import names, store
-from rankzero.tracking.journal import Identity, RunFolder, new_name
+from rankzero.tracking.folder import Identity, RunFolder, new_name
 from rankzero.train import launch
 from rankzero.train.request import make_folder, with_secrets, write_config
 

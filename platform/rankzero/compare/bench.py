@@ -19,7 +19,8 @@ from rankzero.search.host import Host
 from rankzero.search.launcher import TrainLauncher
 from rankzero.search.objective import Objective
 from rankzero.search.record import Record
-from rankzero.tracking.journal import Identity, RunFolder, read_all
+from rankzero.tracking.folder import Identity, RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.secrecy import settings_without_secrets
 from rankzero.train import failure, profiling
 from rankzero.train.launch import Nodes

@@ -17,7 +17,7 @@ from rankzero.search.quest import FIRST, PARENT, SPACE, Outcome, Quest, launcher
 from rankzero.search.session import TARGET, Session
 from rankzero.search.space import Space, narrowed
 from rankzero.search.study import OWNER, Study
-from rankzero.tracking.journal import Identity
+from rankzero.tracking.folder import Identity
 from rankzero.tracking.secrecy import url_without_secrets
 
 LOOK_SECONDS = 0.5

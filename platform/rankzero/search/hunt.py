@@ -23,7 +23,7 @@ from rankzero.search.session import Found, Session
 from rankzero.search.space import Space, narrowed
 from rankzero.search.study import Study, open_study
 from rankzero.search.trial import Trial
-from rankzero.tracking.journal import Identity
+from rankzero.tracking.folder import Identity
 from rankzero.tracking.secrecy import settings_without_secrets, url_without_secrets
 
 

@@ -16,7 +16,8 @@ from rankzero.experiment import Experiment
 from rankzero.search.host import Host
 from rankzero.tracking import catalog, incumbent
 from rankzero.tracking.attempt import say_end
-from rankzero.tracking.journal import Identity, RunFolder, read, write_atomically
+from rankzero.tracking.folder import Identity, RunFolder, write_atomically
+from rankzero.tracking.journal import read
 from rankzero.train import launch
 from rankzero.train.request import make_folder, request_for, write_config
 

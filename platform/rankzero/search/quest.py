@@ -13,7 +13,7 @@ from rankzero.search.launcher import TrainLauncher
 from rankzero.search.mirror import Description
 from rankzero.search.record import Record
 from rankzero.search.space import Space
-from rankzero.tracking.journal import Identity, RunFolder
+from rankzero.tracking.folder import Identity, RunFolder
 from rankzero.tracking.secrecy import settings_without_secrets
 from rankzero.train.launch import Nodes
 

@@ -16,7 +16,7 @@ from rankzero.events import RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.search.trial import Trial
 from rankzero.tracking import provenance
-from rankzero.tracking.journal import Identity, write_atomically
+from rankzero.tracking.folder import Identity, write_atomically
 from rankzero.tracking.ranks import Ranks
 from rankzero.tracking.runlog import RunLog
 from rankzero.tracking.secrecy import blotted

@@ -10,7 +10,8 @@ import time
 
 from rankzero.events import RunEnded
 from rankzero.tracking import incumbent
-from rankzero.tracking.journal import Journal, RunFolder, read
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import Journal, read
 
 UNSAID = "rank 0 died without a word (killed by a signal such as SIGKILL or the out-of-memory killer)"
 

@@ -18,7 +18,8 @@ from rankzero.events import Evaluated, RunEnded
 from rankzero.experiment import Goal
 from rankzero.tracking import names, summary
 from rankzero.tracking import progress as delivery
-from rankzero.tracking.journal import EVENTS, RunFolder, read_all
+from rankzero.tracking.folder import EVENTS, RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.summary import Summary
 
 CACHE = ".summaries.jsonl"

@@ -21,7 +21,7 @@ from rankzero.tracking import progress as state
 from rankzero.tracking.attempt import Attempt, closed
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.family import Family
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.logs import log_without_secrets
 from rankzero.tracking.provenance import write_packages
 
@@ -29,8 +29,10 @@ TICK_SECONDS = 0.5
 PAUSE_SECONDS = 5.0  # after what should not happen
 GRACE_SECONDS = 60.0
 IDLE_SECONDS = 30.0  # how long to hope for processor time that nobody wants
+UNWANTED = 0  # for a nice value: only what nobody wants
 MOST_DEATHS = 5
 MODEST = 10  # a nice value: about a tenth of a processor where all are taken, none where one is free
+FAIR = 1  # once rank 0 has ended: about what everybody gets
 
 log = logging.getLogger("rankzero.recorder")
 
@@ -43,30 +45,49 @@ class Courier:
         self._right: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader, self._writer = os.pipe()
-        self._started, self._deaths, self._modest, self._finished = time.time(), 0, False, False
+        self._started, self._deaths, self._nice = time.time(), 0, UNWANTED
+        self._finished: float | None = None
+        self._heard = 0.0  # when it last wrote down how far it is
 
     def finish(self) -> None:
         """Tell the courier that the journals are complete."""
-        if not self._finished:
-            self._finished = True
+        if self._finished is None:
+            self._finished = time.time()
             os.close(self._writer)
 
     def tend(self) -> bool:
         """Start the courier when it is due; return whether there is still one to tend."""
         if self._process is None:
-            return self._start() or not self._finished
+            return self._start() or self._finished is None
         code = self._process.poll()
         if code == 0:
             return False
         if code is not None:
             return self._start_again(code)
-        if not self._modest and time.time() - self._started > IDLE_SECONDS and not self._has_reported():
-            log.info("no processor has been idle for %d s: going on at nice %d", IDLE_SECONDS, MODEST)
-            self._modest = True
+        if self._starves():
+            self._nice = MODEST if self._finished is None else FAIR
+            log.info("no processor has been idle for %d s: going on at nice %d", IDLE_SECONDS, self._nice)
             self._process.kill()
             self._process.wait()
             self._start()
         return True
+
+    def _starves(self) -> bool:
+        """Tell whether it gets nowhere for want of a processor: since its start, or after the end of rank 0.
+
+        After that end it may be given more: what it takes, it no longer takes from the training. Where MLflow is
+        away it says so, and is left alone.
+        """
+        over = self._finished is not None
+        if self._nice == FAIR or (not over and (self._nice == MODEST or self._heard > self._started)):
+            return False
+        if time.time() - max(self._started, self._heard, self._finished or 0.0) <= IDLE_SECONDS:
+            return False
+        progress = state.load(state.path_of(self._attempt.folder, self._attempt.node))
+        if progress.updated > max(self._started, self._heard):
+            self._heard = progress.updated
+            return False
+        return progress.error is None
 
     def _start(self) -> bool:
         """Start it, once an older recorder has let go of the run; return whether it is started or to be waited for."""
@@ -79,7 +100,7 @@ class Courier:
         command = [
             *(sys.executable, "-P", "-m", "rankzero.tracking.courier", str(folder.path)),
             *("--token", self._attempt.token, "--node", str(node), "--pipe", str(self._reader)),
-            *("--nice", str(MODEST if self._modest else 0)),
+            *("--nice", str(self._nice)),
         ]
         self._process = subprocess.Popen(command, pass_fds=(self._reader, self._right), start_new_session=True)
         return True
@@ -90,9 +111,6 @@ class Courier:
         self._deaths += 1
         log.warning("the courier ended with %d, %d times by now", code, self._deaths)
         return self._deaths < MOST_DEATHS and self._start()
-
-    def _has_reported(self) -> bool:
-        return state.load(state.path_of(self._attempt.folder, self._attempt.node)).updated > self._started
 
 
 def grace_seconds() -> float:

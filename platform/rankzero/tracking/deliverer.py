@@ -23,7 +23,8 @@ from rankzero.events import DataDescribed, Event, RunEnded, RunStarted, decode
 from rankzero.tracking import facts, incumbent, opening, report
 from rankzero.tracking import progress as state
 from rankzero.tracking.delivery import End, Item, Points, Tags, ending, translate, trouble_of
-from rankzero.tracking.journal import EVENTS, READ_BYTES, RunFolder, take
+from rankzero.tracking.folder import EVENTS, RunFolder
+from rankzero.tracking.journal import READ_BYTES, take
 from rankzero.tracking.retry import Backoff, refusal
 from rankzero.tracking.secrecy import text_without_secrets
 from rankzero.tracking.store import RunGone

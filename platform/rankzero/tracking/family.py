@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rankzero.tracking import incumbent
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 
 LOOK_SECONDS = 1.0
 

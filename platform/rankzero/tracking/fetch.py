@@ -11,7 +11,7 @@ from pathlib import Path
 from rankzero.errors import UserError
 from rankzero.tracking import names
 from rankzero.tracking.catalog import mlflow_id
-from rankzero.tracking.journal import Identity, RunFolder
+from rankzero.tracking.folder import Identity, RunFolder
 from rankzero.tracking.store import TrackingError, artifact_root
 
 

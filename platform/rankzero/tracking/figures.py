@@ -15,8 +15,8 @@ from rankzero.tracking.retry import is_want
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from rankzero.tracking.folder import RunFolder
     from rankzero.tracking.history import Cell
-    from rankzero.tracking.journal import RunFolder
 
 COLOURS = {
     "forward": "#1f77b4", "backward": "#6baed6", "optimizer": "#9ecae1", "communication": "#e6862c", "data": "#d62728",

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.events import Evaluated, Event, StepsLogged, SystemSampled
 from rankzero.tracking import legal
-from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 
 TURN_SECONDS = 0.2
 ABANDONED_SECONDS = 600.0  # without a word from another machine

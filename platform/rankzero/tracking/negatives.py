@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.events import PicturesTaken
-from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.retry import is_want
 
 OURS = re.compile(r"step_\d+_\d+\.npz|\.step_\d+_\d+\.npz\.\d+")  # whole, and as they are written

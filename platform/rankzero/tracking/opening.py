@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rankzero.events import RunStarted
-from rankzero.tracking.journal import Identity, RunFolder, read
+from rankzero.tracking.folder import Identity, RunFolder
+from rankzero.tracking.journal import read
 from rankzero.tracking.progress import Progress, load, path_of
 
 if TYPE_CHECKING:

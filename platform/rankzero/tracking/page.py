@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rankzero.tracking import progress, report
 from rankzero.tracking.facts import fold
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.summary import read_summary
 from rankzero.tracking.trouble import trouble
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rankzero.events import Event, RunEnded, decode
-from rankzero.tracking.journal import RunFolder, write_atomically
+from rankzero.tracking.folder import RunFolder, write_atomically
 from rankzero.tracking.secrecy import text_without_secrets
 
 REASONS_KEPT = 20

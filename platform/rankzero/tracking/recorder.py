@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankzero.tracking import incumbent, ranks
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 
 SOURCE_ROOT = str(Path(__file__).parents[2])
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

@@ -11,7 +11,8 @@ from typing import Any
 from rankzero.events import Event, Hook, Noticed, RunEnded, RunStarted
 from rankzero.tracking import negatives, recorder
 from rankzero.tracking.emitter import Emitter
-from rankzero.tracking.journal import Identity, Journal, RunFolder, read_all
+from rankzero.tracking.folder import Identity, RunFolder
+from rankzero.tracking.journal import Journal, read_all
 from rankzero.tracking.ranks import Ranks
 from rankzero.tracking.secrecy import text_without_secrets
 

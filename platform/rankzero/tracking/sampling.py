@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankzero.events import Noticed, SystemSampled
-from rankzero.tracking.journal import Journal, RunFolder, read
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import Journal, read
 from rankzero.tracking.system import SAMPLE_SECONDS, SystemSampler, mean_of, publish_interval
 
 FIRST_SECONDS = 1.0  # a run of five seconds has values, too

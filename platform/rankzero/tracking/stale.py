@@ -11,7 +11,7 @@ import time
 from rankzero.tracking import incumbent
 from rankzero.tracking.attempt import UNSAID, say_end
 from rankzero.tracking.catalog import last_end
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.summary import STARTING_SECONDS
 
 QUIET_SECONDS = 30.0  # three times the longest silence of a recorder that lives

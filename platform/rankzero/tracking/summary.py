@@ -16,7 +16,7 @@ from rankzero.tracking import incumbent
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.delivery import WHOLE_RUN
 from rankzero.tracking.facts import SPEED, numbers
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.legal import number
 
 TAIL_BYTES, LONGEST_TAIL_BYTES = 1 << 12, 1 << 20

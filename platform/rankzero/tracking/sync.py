@@ -11,7 +11,8 @@ from rankzero.tracking import incumbent, stale
 from rankzero.tracking import progress as state
 from rankzero.tracking.courier import GRACE_SECONDS, grace_seconds
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.trouble import trouble
 
 TROUBLED_SECONDS = 15.0  # where MLflow refuses or hangs: one request's time, and some; what is left comes later

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, RunStarted, decode
 from rankzero.tracking import legal
 from rankzero.tracking.delivery import linked
-from rankzero.tracking.journal import RunFolder, read_all
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.progress import ARTIFACTS, FIGURES, Progress
 from rankzero.tracking.retry import is_want, refusal
 

@@ -16,7 +16,7 @@ from rankzero import config, experiment_file
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import sync
-from rankzero.tracking.journal import RunFolder, write_atomically
+from rankzero.tracking.folder import RunFolder, write_atomically
 from rankzero.tracking.secrecy import text_without_secrets
 from rankzero.train import checkpoint
 from rankzero.train.feed import Feed

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
-from rankzero.tracking.journal import write_atomically
+from rankzero.tracking.folder import write_atomically
 from rankzero.tracking.secrecy import text_without_secrets
 
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -25,7 +25,7 @@ from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, Step
 from rankzero.experiment import Goal
 from rankzero.setting import render
 from rankzero.tracking import catalog, provenance, ranks, store
-from rankzero.tracking.journal import Identity, RunFolder, new_name
+from rankzero.tracking.folder import Identity, RunFolder, new_name
 from rankzero.tracking.runlog import RunLog
 from rankzero.tracking.secrecy import settings_without_secrets
 

@@ -11,7 +11,7 @@ from typing import Any
 from rankzero import config
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.tracking.journal import Identity, RunFolder, write_atomically
+from rankzero.tracking.folder import Identity, RunFolder, write_atomically
 from rankzero.tracking.secrecy import BLOT, blotted
 
 MAKING_SECONDS = 5.0

@@ -15,7 +15,7 @@ from rankzero.errors import UserError
 from rankzero.events import DataDescribed, RunEnded, RunStarted, Status
 from rankzero.experiment import Experiment
 from rankzero.tracking import ranks as launcher
-from rankzero.tracking.journal import Identity
+from rankzero.tracking.folder import Identity
 from rankzero.tracking.runlog import RunLog
 from rankzero.tracking.secrecy import settings_without_secrets
 from rankzero.train import device, failure, fingerprint, precision, randomness, restore, strategies

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rankzero.events import Noticed, SystemSampled
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from torture.ground import Broken, Ground
 from torture.promises import Losses
 from torture.scenarios.training import CLOCK, SETTINGS, ends, finished, the_run

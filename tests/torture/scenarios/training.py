@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from rankzero.tracking.journal import RunFolder
+from rankzero.tracking.folder import RunFolder
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
 from torture.promises import Losses

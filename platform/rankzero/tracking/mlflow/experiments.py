@@ -10,7 +10,7 @@ from collections.abc import Callable
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from rankzero.tracking.journal import Identity
+from rankzero.tracking.folder import Identity
 from rankzero.tracking.mlflow.records import known
 from rankzero.tracking.secrecy import url_without_secrets
 from rankzero.tracking.store import TrackingError, artifact_root

@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from rankzero.events import DataDescribed, RunEnded, RunStarted
 from rankzero.tracking import legal
 from rankzero.tracking.delivery import Point
-from rankzero.tracking.journal import Identity
+from rankzero.tracking.folder import Identity
 from rankzero.tracking.mlflow import experiments
 from rankzero.tracking.mlflow.client import chunks, connect, log_points, patience
 from rankzero.tracking.mlflow.datasets import dataset_input
