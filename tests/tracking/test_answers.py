@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
 
 from rankzero.tracking.mlflow import OpenRun, Tracker
 from rankzero.tracking.mlflow import client as client_module
@@ -140,9 +141,23 @@ def test_something_else_than_mlflow_is_told_from_it(answer: bytes, tmp_path: Pat
         uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
         tracker, identity = Tracker(uri), make_folder(tmp_path, uri).identity
         for ask in (lambda: tracker.open_run(identity, T0), lambda: tracker.require_run("r" * 32)):
-            with pytest.raises(Exception, match=r"is it MLflow.s|not in a valid JSON") as raised:
+            with pytest.raises(Exception, match=r"is it MLflow.s|none of MLflow.s|not in a valid JSON") as raised:
                 ask()
             assert refusal(raised.value) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("answer", "taken"), [(b"", True), (b"{}", True), (b"<html>log in</html>", False), (b"null", False)]
+)
+def test_a_page_is_no_receipt_of_an_upload(answer: bytes, taken: bool, server: Server, tmp_path: Path) -> None:
+    Tracker(server.uri)
+    (tmp_path / "a.txt").write_text("hello")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_always, args=(listener, answer), daemon=True).start()
+        port = listener.getsockname()[1]
+        repository = HttpArtifactRepository(f"http://127.0.0.1:{port}/api/2.0/mlflow-artifacts/artifacts/1")
+        with contextlib.nullcontext() if taken else pytest.raises(Exception, match=r"upload is none of MLflow.s"):
+            repository.log_artifact(str(tmp_path / "a.txt"))
 
 
 def _always(listener: socket.socket, answer: bytes) -> None:
@@ -157,7 +172,7 @@ def _always(listener: socket.socket, answer: bytes) -> None:
 
 def test_mlflow_alone_takes_it_for_an_empty_answer(cutter: Cutter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once this fails, `rankzero.tracking.mlflow.answers` can go."""
-    monkeypatch.setattr(client_module, "refuse_cut_answers", lambda: None)
+    monkeypatch.setattr(client_module, "refuse_false_answers", lambda: None)
     from mlflow.utils import rest_utils
 
     from rankzero.tracking.mlflow import answers

@@ -16,7 +16,7 @@ from rankzero.tracking import deliverer as module
 from rankzero.tracking import progress as state
 from rankzero.tracking import sync
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.folder import FolderGone, RunFolder
 from rankzero.tracking.journal import Journal
 from tracking.fake_tracker import FakeTracker, Refused, deliverer_to
 from tracking.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
@@ -77,11 +77,11 @@ def test_what_is_delivered_late_is_not_written_into_another_run_of_that_name(
     late = run(deliverer_to(tracker, folder))
     identity = folder.identity
     folder.path.rename(tmp_path / "elsewhere")
-    with pytest.raises(FileNotFoundError, match="moved or deleted"):
+    with pytest.raises(FolderGone, match="moved or deleted"):
         late.commit()
     RunFolder.create(folder.path.parent, identity)
     append(folder, started(), steps(1, 3), ended())
-    with pytest.raises(FileNotFoundError, match="moved or deleted"):
+    with pytest.raises(FolderGone, match="moved or deleted"):
         late.commit()
     assert state.load(state.path_of(folder, 0)) == state.Progress()
 
@@ -207,6 +207,23 @@ def test_a_server_that_answers_now_and_then_is_to_blame_and_not_what_it_did_not_
     done = run(deliverer_to(tracker, folder))
     assert done.progress.rejected == 0, done.progress.reasons
     assert tracker.curve("train/loss").keys() == set(range(1, 21)) and tracker.status == "FINISHED"
+
+
+@pytest.mark.parametrize("tries", [10, 60, 400])
+def test_a_store_whose_disk_is_full_answers_and_loses_nothing(
+    tries: int, folder: RunFolder, tracker: FakeTracker
+) -> None:
+    append(folder, started(), steps(1, 20), ended())
+    left = iter(range(tries))
+
+    def full(name: str, argument: object) -> None:
+        if name in ("start_attempt", "log_metrics", "set_tags", "close_run") and next(left, None) is not None:
+            raise OSError("database or disk is full")
+
+    tracker.fail = full
+    done = run(deliverer_to(tracker, folder))
+    assert done.progress.rejected == 0, done.progress.reasons
+    assert tracker.params and tracker.curve("train/loss").keys() == set(range(1, 21)) and tracker.status == "FINISHED"
 
 
 def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(folder: RunFolder, tracker: FakeTracker) -> None:

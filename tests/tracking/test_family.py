@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rankzero.tracking import incumbent, sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.family import Family
-from rankzero.tracking.folder import Identity, RunFolder
+from rankzero.tracking.folder import FolderGone, Identity, RunFolder
 from tracking.fake_tracker import FakeTracker
 from tracking.runs import append, ended, started, steps
 
@@ -61,6 +63,21 @@ def test_a_trial_waits_for_its_study(tmp_path: Path) -> None:
     alone = Deliverer(child, connect=lambda uri: trackers.setdefault("one", FakeTracker()))  # type: ignore[arg-type, return-value]
     assert not alone.work() and not trackers
     assert study.children == []
+
+
+def test_a_trial_whose_folder_is_moved_can_be_taken_again(tmp_path: Path) -> None:
+    study, trackers = make(tmp_path, "study"), dict[str, FakeTracker]()
+    child = make(tmp_path, "one", parent="study")
+    study.add_child("one")
+    for run in (study, child):
+        append(run, started(), steps(1, 5))
+    found = family(study, trackers)
+    found.work()
+    moved = RunFolder(child.path.rename(tmp_path / "moved"))
+    assert incumbent.is_recording(moved)
+    with pytest.raises(FolderGone):
+        found.commit()
+    assert not incumbent.is_recording(moved)
 
 
 def test_a_run_without_trials_is_delivered_as_ever(tmp_path: Path) -> None:

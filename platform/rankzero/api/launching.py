@@ -22,7 +22,7 @@ from rankzero.api.results import run as run_of
 from rankzero.errors import RunFailed, UserError
 from rankzero.exit_codes import FINISHED, RESUMABLE, USAGE
 from rankzero.tracking.folder import new_name
-from rankzero.tracking.store import root_of
+from rankzero.tracking.root import root_of
 from rankzero.train.request import with_secrets
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rankzero.tracking import catalog, facts, history, report, selection
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.page import page, status
-from rankzero.tracking.store import root_of
+from rankzero.tracking.root import root_of
 from rankzero.tracking.summary import Summary
 
 if TYPE_CHECKING:

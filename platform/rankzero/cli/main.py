@@ -12,7 +12,7 @@ from pathlib import Path
 from rankzero import __version__
 from rankzero.cli.verbs import VERBS
 from rankzero.exit_codes import FAILED, USAGE
-from rankzero.tracking import store
+from rankzero.tracking.root import root_of
 
 AFTER_MINUS = ("--sort",)  # options whose value may begin with a minus
 
@@ -97,7 +97,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dir",
         type=Path,
-        default=store.root_of(None),
+        default=root_of(None),
         help="the folder of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns)",
     )
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from rankzero.cli.terminal import plain_or_fitting
 from rankzero.cli.view import duration
 from rankzero.tracking import catalog, selection, stale, sync
+from rankzero.tracking.folder import FolderGone
 from rankzero.tracking.summary import Summary
 
 COLOURS = {
@@ -70,7 +71,11 @@ def _closed(runs: Path) -> list[Summary]:
     for folder in found:
         print(f"{folder.path.name}: FAILED, {stale.close(folder)}", file=sys.stderr, flush=True)
     for folder in found:
-        result = sync.deliver(folder, patience=PATIENCE_SECONDS)
+        try:
+            result = sync.deliver(folder, patience=PATIENCE_SECONDS)
+        except FolderGone as error:
+            print(error, file=sys.stderr)
+            continue
         if result.pending:
             why = result.error or "no answer"
             print(f"{folder.path.name}: MLflow does not know yet ({why}): rankzero sync", file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 
 from rankzero.exit_codes import FAILED, FINISHED
 from rankzero.tracking import catalog, progress, sync
-from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.folder import FolderGone, RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,11 @@ def _deliver(folder: RunFolder) -> int:
     from rankzero.train import export
 
     name = folder.identity.name
-    result = sync.deliver(folder)
+    try:
+        result = sync.deliver(folder)
+    except FolderGone as error:
+        print(f"{name}: {error}")
+        return FAILED
     if result.pending:
         print(
             f"{name}: {result.delivered:,} values delivered, the rest not: {result.error or 'no answer'}; "

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from rankzero.events import DataDescribed, Event, RunEnded, RunStarted, decode
 from rankzero.tracking import facts, incumbent, opening, report
 from rankzero.tracking import progress as state
-from rankzero.tracking.delivery import End, Item, Points, Tags, ending, translate, trouble_of
-from rankzero.tracking.folder import EVENTS, RunFolder
+from rankzero.tracking.delivery import RETRIES, End, Item, Points, Tags, ending, translate, trouble_of
+from rankzero.tracking.folder import EVENTS, FolderGone, RunFolder
 from rankzero.tracking.journal import READ_BYTES, take
 from rankzero.tracking.retry import Backoff, refusal
 from rankzero.tracking.secrecy import text_without_secrets
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rankzero.tracking.mlflow import OpenRun, Tracker
 
 TAKE_SECONDS = 5.0  # few large batches: each costs the server as much as a thousand points do
+CERTAIN_ANSWERS = 3  # with a failure between each and the next
 SUSPICIOUS_FAILURES = 8  # of one item, while MLflow answers otherwise: the item is at fault
 MOST_WITHOUT_MEMORY = 4  # tries of one upload that ran out of memory: it may ask for more than there is
 
@@ -63,7 +64,7 @@ class Deliverer:
         self._sending, self._uploading = Backoff(), Backoff()
         self._away_since: float | None = None
         self._hurry = False
-        self._answered = False  # MLflow did, just before an item was tried once more
+        self._answered = 0  # times in a row that MLflow did, just after an item had failed
 
     @property
     def complete(self) -> bool:
@@ -96,10 +97,11 @@ class Deliverer:
     def commit(self) -> None:
         """Write down how far it is; only between items, since `progress` is ahead of what is sent while some wait.
 
-        Raises FileNotFoundError where the folder was moved or deleted: another run of its name knows nothing of this.
+        Raises FolderGone where the folder was moved or deleted: another run of its name knows nothing of this. Its
+        number tells, which no other folder gets while the lock, a file in it, is open.
         """
         if incumbent.directory(self._folder) != self._directory:
-            raise FileNotFoundError(f"{self._folder.path} was moved or deleted while it was delivered")
+            raise FolderGone(f"{self._folder.path} was moved or deleted while it was delivered")
         if not self._items:
             self._committed = copy.deepcopy(self.progress)
         self._committed.error = self.progress.error
@@ -128,12 +130,14 @@ class Deliverer:
             self.progress.away_seconds += time.monotonic() - self._away_since
             self._away_since = None
         backoff.reset()
-        self._answered, self.progress.error = False, None
+        self._answered, self.progress.error = 0, None
         return did
 
     def _failed(self, error: Exception, backoff: Backoff, set_aside: Callable[[str], None] | None) -> bool:
         reason = refusal(error)
-        if reason is None and backoff is self._sending and self._is_at_fault():
+        if reason is not None:
+            self._answered = 0
+        elif backoff is self._sending and self._is_at_fault():
             reason = f"fails while MLflow answers otherwise: {error!r}"
         if isinstance(error, MemoryError) and backoff is self._uploading and backoff.failures >= MOST_WITHOUT_MEMORY:
             reason = "there was not enough memory for it, however often it was tried"
@@ -142,7 +146,7 @@ class Deliverer:
             return True
         if reason is not None and set_aside is not None:
             return self._try(lambda: self._aside(set_aside, reason, backoff), backoff)
-        backoff.fail(wait=not (self._answered and backoff is self._sending))
+        backoff.fail(wait=backoff is self._uploading or not self._answered)
         self.progress.failures += 1
         if self._away_since is None:
             self._away_since = time.monotonic()
@@ -159,15 +163,18 @@ class Deliverer:
         return True
 
     def _is_at_fault(self) -> bool:
-        """Tell whether what failed often now fails between two answers of MLflow's: else the server is to blame."""
+        """Tell whether what failed often keeps failing between answers of MLflow's: else the server is to blame."""
         if self._sending.failures < SUSPICIOUS_FAILURES:
             return False
-        before, self._answered = self._answered, self._answers()
-        return before and self._answered
+        self._answered = self._answered + 1 if self._answers() else 0
+        return self._answered > CERTAIN_ANSWERS
 
     def _answers(self) -> bool:
+        """Tell whether MLflow takes something else now: it is written, since one whose disk is full answers well."""
         try:
-            self._known_tracker().require_run(self._open_run().run_id)
+            tracker, run_id = self._known_tracker(), self._open_run().run_id
+            tracker.require_run(run_id)
+            tracker.set_tags(run_id, {RETRIES: str(self.progress.failures)})
         except Exception:
             return False
         return True

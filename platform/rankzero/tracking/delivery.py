@@ -22,6 +22,7 @@ from rankzero.events import (
 from rankzero.tracking import legal
 from rankzero.tracking.progress import ARTIFACTS, Progress
 
+RETRIES = "rankzero.retries"
 WHOLE_RUN = "whole_run"  # sorts behind throughput, train and val
 
 
@@ -127,7 +128,7 @@ def trouble_of(progress: Progress) -> dict[str, str]:
     if progress.altered:
         tags["rankzero.altered"] = "; ".join([f"{progress.altered} things changed", *progress.remarks])
     if progress.failures:
-        tags["rankzero.retries"] = str(progress.failures)
+        tags[RETRIES] = str(progress.failures)
     return tags
 
 

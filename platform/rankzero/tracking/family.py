@@ -48,9 +48,9 @@ class Family:
 
     def commit(self) -> None:
         """Write down how far each is, and let go of the children."""
-        self._own.commit()
         for name in tuple(self._children):
             self._let_go(name)
+        self._own.commit()
 
     def _all(self) -> list[Deliverer]:
         return [self._own, *(child for child, _ in self._children.values())]
@@ -67,6 +67,8 @@ class Family:
 
     def _let_go(self, name: str) -> None:
         child, right = self._children.pop(name)
-        child.commit()
-        os.close(right)
-        self._done.add(name)
+        try:
+            child.commit()
+            self._done.add(name)
+        finally:
+            os.close(right)  # else nobody could take it again, this process neither

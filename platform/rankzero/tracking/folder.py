@@ -10,12 +10,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from rankzero.errors import UserError
 from rankzero.events import Event
 from rankzero.tracking import names
 from rankzero.tracking.journal import read_all
 from rankzero.tracking.secrecy import url_without_secrets
 
 EVENTS, CHILDREN = "events.jsonl", "children.txt"
+
+
+class FolderGone(UserError):
+    """A run's folder was moved or deleted while something was done with it."""
 
 
 @dataclasses.dataclass(frozen=True)

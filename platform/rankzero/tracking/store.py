@@ -34,11 +34,6 @@ class RunGone(TrackingError):
     """Someone deleted the run in MLflow; it takes nothing any more."""
 
 
-def root_of(folder: str | Path | None) -> Path:
-    """Return the folder of the embedded store and of the runs: this one, else $RANKZERO_DIR, else ./mlruns."""
-    return Path(folder or os.environ.get("RANKZERO_DIR") or "mlruns")
-
-
 def default_tracking_uri(root: Path) -> str:
     """Return the URI of the embedded store in `root`."""
     return f"sqlite:///{root.absolute() / DATABASE}"

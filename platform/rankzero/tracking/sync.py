@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from rankzero.tracking import incumbent, stale
 from rankzero.tracking import progress as state
 from rankzero.tracking.courier import GRACE_SECONDS, grace_seconds
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.folder import FolderGone, RunFolder
 from rankzero.tracking.journal import read_all
 from rankzero.tracking.trouble import trouble
 
@@ -116,7 +117,7 @@ def deliver(
     """Deliver what a dead recorder left, of all nodes, in this process.
 
     Gives up `patience` seconds after the last progress. A run whose writer died without a word is
-    closed as FAILED. Where a recorder is still at work, waits for it instead.
+    closed as FAILED. Where a recorder is still at work, waits for it instead. Raises FolderGone.
     """
     for node in _nodes(folder):
         with incumbent.lock(folder, node) as mine:
@@ -126,7 +127,8 @@ def deliver(
                 wait(folder, patience, on_progress, drawn)
     for child in folder.children:  # after their parent, whose run id they need
         if not drawn(status(child)):
-            deliver(child, on_progress=on_progress, patience=patience)
+            with contextlib.suppress(FolderGone):
+                deliver(child, on_progress=on_progress, patience=patience)
     return status(folder)
 
 

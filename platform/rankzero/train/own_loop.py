@@ -26,6 +26,7 @@ from rankzero.experiment import Goal
 from rankzero.setting import render
 from rankzero.tracking import catalog, provenance, ranks, store
 from rankzero.tracking.folder import Identity, RunFolder, new_name
+from rankzero.tracking.root import root_of
 from rankzero.tracking.runlog import RunLog
 from rankzero.tracking.secrecy import settings_without_secrets
 
@@ -55,7 +56,7 @@ def track(
     mine = _mine()
     if not mine.first:
         return TrackedRun(None, goal or Goal(), keep)
-    root = store.root_of(folder).absolute()
+    root = root_of(folder).absolute()
     uri = store.resolve_tracking_uri(tracking_uri, os.environ, root)
     store.prepare_store(uri)
     identity = Identity(

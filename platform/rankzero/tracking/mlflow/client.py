@@ -14,7 +14,7 @@ from mlflow.entities import Metric
 
 from rankzero.tracking import legal
 from rankzero.tracking.delivery import Point
-from rankzero.tracking.mlflow.answers import refuse_cut_answers
+from rankzero.tracking.mlflow.answers import refuse_false_answers
 from rankzero.tracking.store import artifact_root, make_tables, prepare_store
 
 UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
@@ -22,7 +22,7 @@ UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
 
 def connect(tracking_uri: str) -> MlflowClient:
     """Return a client of the store; a local database is made where there is none. Raises TrackingError."""
-    refuse_cut_answers()
+    refuse_false_answers()
     prepare_store(tracking_uri)
     root = artifact_root(tracking_uri)
     if root is not None:  # else experiments made beside a database keep artifacts in the current directory

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mlflow.entities import Param, RunTag
+from mlflow.entities import Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
 from rankzero.events import DataDescribed, RunEnded, RunStarted
@@ -65,7 +65,7 @@ class Tracker:
 
         A param is for ever: where a later attempt's differs, the first stays and the new one becomes a tag.
         """
-        run = self._client.get_run(run_id)
+        run = self._run(run_id)
         tags = {**event.environment, "rankzero.attempt": str(event.attempt)}
         if "goal.metric" in event.params:
             tags["rankzero.goal"] = event.params["goal.metric"]
@@ -98,15 +98,16 @@ class Tracker:
             self._client.log_batch(run_id, tags=chunk, synchronous=True)
 
     def close_run(self, run_id: str, event: RunEnded) -> None:
-        """Set the run's status and when it ended."""
+        """Set the run's status and when it ended. Raises TrackingError where it has another status after that."""
         self._client.set_terminated(run_id, event.status, end_time=legal.milliseconds(event.time))
+        status = self._run(run_id).info.status
+        if status != event.status:
+            raise TrackingError(f"MLflow says that the run is {status}, after it was told that it is {event.status}")
 
     def require_run(self, run_id: str) -> None:
         """Raise RunGone when the run was deleted, and whatever MLflow raises when it cannot be asked."""
         try:
-            info = self._client.get_run(run_id).info
-            known(info.run_id, "run")
-            stage = info.lifecycle_stage
+            stage = self._run(run_id).info.lifecycle_stage
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
@@ -183,6 +184,12 @@ class Tracker:
         metrics = self._client.get_metric_history(run_id, key)
         points = [Point(metric.key, metric.value, metric.timestamp, metric.step) for metric in metrics]
         return sorted(points, key=lambda point: (point.step, point.milliseconds))
+
+    def _run(self, run_id: str) -> Run:
+        """Return the run. Raises TrackingError for an answer that is none of MLflow's."""
+        run = self._client.get_run(run_id)
+        known(run.info.run_id, "run")
+        return run
 
 
 def _birth_tags(identity: Identity) -> dict[str, str]:
