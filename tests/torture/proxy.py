@@ -8,13 +8,15 @@ import threading
 import time
 from types import TracebackType
 
-MODES = ("refuse", "hang", "close", "500", "429", "garbage", "slow", "half")
+MODES = ("refuse", "hang", "close", "500", "429", "garbage", "empty", "login", "slow", "half")
 SLOW_SECONDS = 5.0
 POLL_SECONDS = 0.2
 ANSWERS = {
     "500": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops",
     "429": b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
     "garbage": b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nConnection: close\r\n\r\n\x00\xff{]nope!",
+    "empty": b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+    "login": b"HTTP/1.1 200 OK\r\nContent-Length: 19\r\nConnection: close\r\n\r\n<html>log in</html>",
 }
 
 

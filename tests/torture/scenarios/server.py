@@ -72,7 +72,7 @@ def killed_server(ground: Ground, reference: Losses) -> None:
 def server_away(ground: Ground, reference: Losses) -> None:
     """No server for the whole run: the command ends within the grace, and the next day `sync` delivers everything."""
     with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
-        proxy.mode = ground.random.choice(("refuse", "hang", "500", "garbage"))
+        proxy.mode = ground.random.choice(("refuse", "hang", "500", "garbage", "empty", "login"))
         ground.hurt(f"server away: {proxy.mode}")
         settings = ("--run-name", f"run-{ground.mark}", *SETTINGS[2:])
         command = ground.start("train", TINY, *settings, "--tracking-uri", proxy.uri)
