@@ -1,6 +1,11 @@
-"""A worker that has returned, for a process that can import no test."""
+"""Workers that have returned, or fail, for a process that can import no test."""
 
+from __future__ import annotations
+
+import os
+import time
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
 from rankzero.train.launch import enter
 
@@ -10,3 +15,16 @@ def returned(event: Event, told: Event) -> None:
     enter(lambda request: "FINISHED", None)
     told.set()
     event.wait()
+
+
+def fail_without_words(folder: str) -> str:
+    """Fail as on a full disk, with an empty file for the last words; other ranks wait, and say who they are."""
+    if os.environ["LOCAL_RANK"] == "0":
+        while not (Path(folder) / "1").exists():
+            time.sleep(0.05)
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text("")
+        os._exit(1)
+    (Path(folder) / "pid").write_text(str(os.getpid()))
+    (Path(folder) / "pid").rename(Path(folder) / "1")
+    time.sleep(120)
+    return "waited"

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from pathlib import Path
 
+import psutil
+import pytest
+
+from rankzero.train import launch
 from rankzero.train.launch import wait_by_looking
-from train.returning import returned
+from train.returning import fail_without_words, returned
 
 
 def test_a_worker_that_is_killed_after_it_has_returned_holds_up_nobody() -> None:
@@ -31,3 +36,13 @@ def test_looking_ends_in_time() -> None:
     assert not wait_by_looking(event, 0.03)
     event.set()
     assert wait_by_looking(event) and wait_by_looking(event, 0.0)
+
+
+def test_a_rank_that_fails_on_a_full_disk_is_a_failure_like_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(launch.WorkersFailed, match="no room on the disk"):
+        launch.run(launch.Nodes(2), fail_without_words, str(tmp_path), tmp_path / "logs")
+    other = int((tmp_path / "1").read_text())
+    assert not psutil.pid_exists(other) or psutil.Process(other).status() == psutil.STATUS_ZOMBIE
+    assert "Traceback" not in capfd.readouterr().err

@@ -128,18 +128,19 @@ def deliver_attempt(attempt: Attempt, deliverer: Deliverer | Family, recorder: i
         attempt.wait(0.0)
         if not ended and attempt.over and closed(recorder):
             ended, moved = True, time.monotonic()
-            _guarded(attempt.say_end_if_unsaid)
+            _come_forward()
+            guarded(attempt.say_end_if_unsaid)
             deliverer.hasten()
-        if _guarded(deliverer.work):
+        if guarded(deliverer.work):
             moved = time.monotonic()
         elif ended and (deliverer.complete or time.monotonic() - moved > grace_seconds()):
             break
         else:
             attempt.wait(TICK_SECONDS)
-    _guarded(deliverer.commit)
+    guarded(deliverer.commit)
 
 
-def _guarded(action: Callable[[], object]) -> bool:
+def guarded(action: Callable[[], object]) -> bool:
     """Do it and return whether anything was done: not where it fails, as on a full disk, which may have an end."""
     try:
         return bool(action())
@@ -156,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _go_to_the_background(options.nice)
     folder = RunFolder(options.folder)
     if options.node == 0:  # a tenth of a second that the training process need not spend
-        _guarded(lambda: write_packages(folder.artifacts))
+        guarded(lambda: write_packages(folder.artifacts))
     deliver_attempt(Attempt(folder, options.node, options.token), Family(folder, options.node), options.pipe)
 
 
@@ -169,6 +170,13 @@ def _go_to_the_background(nice: int) -> None:
     except (OSError, AttributeError):
         nice = 19
     os.nice(nice)
+
+
+def _come_forward() -> None:
+    """Take a little processor time that others want, too, where that may be asked back: the training is over."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, 0, MODEST)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -71,7 +71,7 @@ def start(folder: RunFolder, gpu_uuids: Sequence[str] | None, node: int, node_co
 def main(arguments: Sequence[str] | None = None) -> None:
     """Record one attempt on one node."""
     from rankzero.tracking.attempt import Attempt
-    from rankzero.tracking.courier import TICK_SECONDS, Courier
+    from rankzero.tracking.courier import TICK_SECONDS, Courier, guarded
     from rankzero.tracking.logs import log_without_secrets
     from rankzero.tracking.sampling import Sampling
 
@@ -87,8 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if courier is not None:
             courier.tend()
         attempt.wait(TICK_SECONDS)
-    sampling.stop()
-    attempt.say_end_if_unsaid()
+    guarded(sampling.stop)  # on a full disk neither can be done, and the courier is still to be tended
+    guarded(attempt.say_end_if_unsaid)
     if courier is not None:
         courier.finish()
         while courier.tend():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import multiprocessing
 import os
@@ -22,7 +23,10 @@ from typing import Any
 START_METHOD = "forkserver"
 # Making the first optimizer imports torch._dynamo, which takes about as long as PyTorch itself.
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.data", "numpy", "rankzero.train.worker"]
-NOISY = ("torch.distributed", "torch.multiprocessing", "torch.distributed.elastic.multiprocessing.api")
+NOISY = (
+    "torch.distributed", "torch.multiprocessing", "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.multiprocessing.errors",
+)  # fmt: skip
 MONITOR_SECONDS = 0.5  # between looks at the workers: each costs them a moment of a core
 PASSED_ON = {
     signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
@@ -78,7 +82,10 @@ def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path) -> 
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
     with _signals_passed_on(agent), contextlib.closing(_Rendezvous(agent)):
-        result = agent.run()
+        try:
+            result = agent.run()
+        except json.JSONDecodeError as error:  # the file in which the agent looks for a failed rank's last words
+            raise WorkersFailed("a rank failed, and there was no room on the disk to say why") from error
     if result.is_failed():
         raise WorkersFailed(", ".join(_obituary(rank, failed.exitcode) for rank, failed in result.failures.items()))
     return str(result.return_values[min(result.return_values)])
