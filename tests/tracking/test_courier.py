@@ -107,3 +107,10 @@ def test_one_that_gets_on_or_whose_mlflow_is_away_is_left_alone(
     says(folder, error="ConnectionError: refused")
     tended(courier, 4 * IDLE_SECONDS)
     assert started.nice == [UNWANTED]
+
+
+def test_one_whose_run_is_gone_is_not_started_anew(courier: Courier, started: Couriers, folder: RunFolder) -> None:
+    folder.path.rename(folder.path.with_name("elsewhere"))
+    courier.finish()
+    tended(courier, 4 * IDLE_SECONDS)
+    assert started.nice == [UNWANTED]

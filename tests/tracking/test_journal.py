@@ -32,12 +32,13 @@ from rankzero.tracking.journal import Journal, read, read_all
 numbers = st.floats()
 times = st.floats(-1e10, 1e10)
 metrics = st.dictionaries(st.text(max_size=8), numbers, max_size=3)
+paths = st.text().filter(lambda text: "\0" not in text)  # which no path has, and no event is read with
 events = st.one_of(
     st.builds(RunStarted, times, st.dictionaries(st.text(), st.text()), st.just({}), st.integers(1)),
     st.builds(StepsLogged, st.lists(st.integers()), st.lists(numbers), st.dictionaries(st.text(), st.lists(numbers))),
     st.builds(Evaluated, times, st.integers(0), metrics, st.booleans()),
-    st.builds(CheckpointSaved, times, st.integers(0), st.text(), st.booleans(), metrics),
-    st.builds(CheckpointDeleted, times, st.integers(0), st.text()),
+    st.builds(CheckpointSaved, times, st.integers(0), paths, st.booleans(), metrics),
+    st.builds(CheckpointDeleted, times, st.integers(0), paths),
     st.builds(SystemSampled, times, st.integers(0), metrics),
     st.builds(RunEnded, times, st.sampled_from(["FINISHED", "FAILED"]), st.text(), st.none() | st.text(), metrics),
 )

@@ -235,3 +235,9 @@ def test_settings_lose_what_is_secret_by_name_or_shape() -> None:
     settings = {"lr": "0.1", "hub.api_key": "abc", "note": TOKEN, "train.max_tokens": "512"}
     kept = settings_without_secrets(settings)
     assert kept == {"lr": "0.1", "hub.api_key": "[secret]", "note": "[secret]", "train.max_tokens": "512"}
+
+
+def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_packages(tmp_path / "moved away" / "artifacts")
+    assert not (tmp_path / "moved away").exists()

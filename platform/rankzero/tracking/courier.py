@@ -87,7 +87,7 @@ class Courier:
         if progress.updated > max(self._started, self._heard):
             self._heard = progress.updated
             return False
-        return progress.error is None
+        return progress.error is None and self._attempt.folder.path.exists()
 
     def _start(self) -> bool:
         """Start it, once an older recorder has let go of the run; return whether it is started or to be waited for."""

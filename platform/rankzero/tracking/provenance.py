@@ -92,8 +92,7 @@ def environment(found: Provenance) -> dict[str, str]:
 
 def write_artifacts(found: Provenance, folder: Path) -> None:
     """Write ``provenance/environment.json``, and ``provenance/diff.patch`` where the working tree is dirty."""
-    target = folder / "provenance"
-    target.mkdir(parents=True, exist_ok=True)
+    target = _made(folder)
     facts = {name: value for name, value in dataclasses.asdict(found).items() if name != "diff"}
     (target / "environment.json").write_text(json.dumps(facts, indent=2))
     if found.diff is not None:
@@ -126,10 +125,17 @@ def read_diff(folder: Path) -> str:
 
 def write_packages(folder: Path) -> None:
     """Write ``provenance/packages.txt``: every installed distribution, as ``name==version``. Takes a while."""
-    target = folder / "provenance"
-    target.mkdir(parents=True, exist_ok=True)
+    target = _made(folder)
     lines = {f"{found.name}=={found.version}" for found in importlib.metadata.distributions()}
     (target / "packages.txt").write_text("\n".join(sorted(lines, key=str.lower)) + "\n")
+
+
+def _made(folder: Path) -> Path:
+    """Return the place for provenance below the artifacts, made if need be; the run's folder is not: it may be gone."""
+    target = folder / "provenance"
+    folder.mkdir(exist_ok=True)
+    target.mkdir(exist_ok=True)
+    return target
 
 
 def allowed(environ: Mapping[str, str]) -> dict[str, str]:
