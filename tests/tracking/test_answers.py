@@ -140,7 +140,12 @@ def test_something_else_than_mlflow_is_told_from_it(answer: bytes, tmp_path: Pat
         threading.Thread(target=_always, args=(listener, answer), daemon=True).start()
         uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
         tracker, identity = Tracker(uri), make_folder(tmp_path, uri).identity
-        for ask in (lambda: tracker.open_run(identity, T0), lambda: tracker.require_run("r" * 32)):
+        run_id = "r" * 32
+        for ask in (
+            lambda: tracker.open_run(identity, T0),
+            lambda: tracker.require_run(run_id),
+            lambda: tracker.find_run(run_id),
+        ):
             with pytest.raises(Exception, match=r"is it MLflow.s|none of MLflow.s|not in a valid JSON") as raised:
                 ask()
             assert refusal(raised.value) is None  # type: ignore[arg-type]

@@ -147,7 +147,7 @@ class Tracker:
     def find_run(self, name_or_id: str) -> RunRecord:
         """Return the run of this id, or else the newest of this name. Raises TrackingError when there is none."""
         with contextlib.suppress(MlflowException):  # no legal id, or nobody's
-            return record(self._client.get_run(name_or_id))
+            return record(self._run(name_or_id))
         name = name_or_id.replace("'", "")
         runs = self._client.search_runs(
             experiments.ids(self._client, self._uri, None),
