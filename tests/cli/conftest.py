@@ -136,4 +136,5 @@ def command_in(folder: Path, store: Path) -> Iterator[Command]:
             process.stdout.close()
     for late in processes_of(folder):  # couriers that draw what no test will look at
         with contextlib.suppress(psutil.NoSuchProcess):
-            late.kill()
+            if psutil.Process() not in late.parents():  # multiprocessing's helpers of a test that worked in the folder
+                late.kill()
