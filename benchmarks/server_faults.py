@@ -4,9 +4,10 @@
 
 Two gloo processes, one thread each, fully tracked to a server on the same two cores; the proxy of the fault-injection
 campaign stands between, for both. For the disturbed one it refuses, hangs, drops or cuts answers, answers 500, 429 or
-garbage, or takes five seconds for an answer: two seconds of each in random order, a second of good manners
-between. After each run MLflow has every step of it. Interleaved in one pair of processes: undisturbed, disturbed,
-disturbed, undisturbed; a block's ratio is that of the two means, over all but the first fifth of the steps.
+garbage, or takes five seconds for an answer: two seconds of each in random order, a second of good manners between,
+until the last step is over. Then MLflow gets the rest, and has every step. Interleaved in one pair of processes:
+undisturbed, disturbed, disturbed, undisturbed; a block's ratio is that of the two means, over all but the first fifth
+of the steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness import HERE, line, ratios, save
+from side_by_side import WAITING
 from tracking_overhead import STEPS, mean_rates, server, side_by_side
 
 sys.path.insert(0, str(HERE.parent / "tests"))
@@ -33,12 +35,14 @@ WANTED = 0.99
 
 
 @contextlib.contextmanager
-def misbehaving(proxy: Proxy, seed: int) -> Iterator[list[str]]:
-    """Have a proxy misbehave for the duration of the block; yield the faults so far."""
+def misbehaving(proxy: Proxy, seed: int, unless: Path) -> Iterator[list[str]]:
+    """Have a proxy misbehave for the duration of the block, while there is no such file; yield the faults so far."""
     over, faults, chosen = threading.Event(), list[str](), random.Random(seed)
 
     def misbehave() -> None:
         while not over.wait(GOOD_SECONDS):
+            if unless.exists():
+                continue
             proxy.mode = chosen.choice(MODES)
             faults.append(proxy.mode)
             over.wait(BAD_SECONDS)
@@ -61,9 +65,10 @@ def main() -> None:
     steps, blocks = (STEPS[WORKLOAD] // 10, 1) if options.quick else (STEPS[WORKLOAD], options.blocks)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        with server(folder / "server") as uri, Proxy(uri) as good, Proxy(uri) as bad, misbehaving(bad, 7) as faults:
+        with server(folder / "server") as uri, Proxy(uri) as good, Proxy(uri) as bad:
             uris: dict[str, str | None] = {"undisturbed": good.uri, "disturbed": bad.uri}
-            turns = side_by_side(WORKLOAD, steps, blocks, uris, folder)
+            with misbehaving(bad, 7, folder / WAITING) as faults:
+                turns = side_by_side(WORKLOAD, steps, blocks, uris, folder)
     ratio = ratios(mean_rates(turns, "disturbed", "steady"), mean_rates(turns, "undisturbed", "steady"))
     print(line(f"{WORKLOAD}, {len(faults)} faults", ratio, f">= {WANTED}"))
     if not options.quick:

@@ -7,11 +7,12 @@ of its own, from its first step to the last. One pair of processes serves both, 
 or slower than the last.
 """
 
+import contextlib
 import dataclasses
 import json
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import bare
@@ -32,6 +33,7 @@ from rankzero.train.stop import Stop
 from rankzero.train.world import World
 
 ORDER = (0, 1, 1, 0)  # so that a drift of the machine's speed cancels out
+WAITING = "waiting"  # a file beside the result: this turn is over, MLflow has yet to get all of it
 REST_SECONDS = 4.0  # before each turn: a shared machine runs faster for a while after it was idle
 DELIVERY_SECONDS = 300.0  # without progress: a server that misbehaves takes its time
 
@@ -76,40 +78,42 @@ def tracked(name: str, steps: int, runs: Path, uri: str, world: World) -> tuple[
 def found(runs: Path, steps: int) -> tuple[list[float], float]:
     """Return the newest run's times and last loss. Raises AssertionError where MLflow lacks a step."""
     folder = RunFolder(max(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime).parent)
-    assert sync.wait(folder, DELIVERY_SECONDS).done, "not delivered"
-    assert steps_in_mlflow(folder) == list(range(1, steps + 1)), "MLflow does not have every step"
+    with waiting(runs.parent / WAITING):
+        assert sync.wait(folder, DELIVERY_SECONDS).done, "not delivered"
+        assert steps_in_mlflow(folder) == list(range(1, steps + 1)), "MLflow does not have every step"
     events = [event for event in read_all(folder.events) if isinstance(event, StepsLogged)
               and "train/loss" in event.metrics]  # fmt: skip
     return [moment for event in events for moment in event.times], events[-1].metrics["train/loss"][-1]
 
 
+@contextlib.contextmanager
+def waiting(path: Path) -> Iterator[None]:
+    """Say so with a file, for whoever disturbs the turns."""
+    path.touch()
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
 def steps_in_mlflow(folder: RunFolder) -> list[int]:
-    """Return the steps of the loss, asked for until an answer comes: the server may be one that misbehaves."""
-    deadline = time.monotonic() + DELIVERY_SECONDS
-    while True:
-        try:
-            points = Tracker(folder.identity.tracking_uri).history(mlflow_id(folder) or "", "train/loss")
-        except Exception:
-            if time.monotonic() > deadline:
-                raise
-        else:
-            return [point.step for point in points]
+    points = Tracker(folder.identity.tracking_uri).history(mlflow_id(folder) or "", "train/loss")
+    return [point.step for point in points]
 
 
 def main(name: str, steps: int, blocks: int, uris: dict[str, str | None], out: str) -> None:
     dist.init_process_group("gloo")
     world, turns = World(ranks.detect(), torch.device("cpu")), []
-    with tempfile.TemporaryDirectory() as folder:
-        runs = Path(world.broadcast(folder.encode()).decode())
-        for number in ORDER * blocks:
-            who, uri = list(uris.items())[number]
-            time.sleep(REST_SECONDS)
-            dist.barrier()
-            times, loss = bare.loop(name, steps) if uri is None else tracked(name, steps, runs, uri, world)
-            if world.ranks.first:
-                turns.append(turn(who, times, loss))
-                print(f"  {name} {turns[-1]}", flush=True)
+    runs = Path(out).parent / "runs"
+    for number in ORDER * blocks:
+        who, uri = list(uris.items())[number]
+        time.sleep(REST_SECONDS)
         dist.barrier()
+        times, loss = bare.loop(name, steps) if uri is None else tracked(name, steps, runs, uri, world)
+        if world.ranks.first:
+            turns.append(turn(who, times, loss))
+            print(f"  {name} {turns[-1]}", flush=True)
+    dist.barrier()
     if world.ranks.first:
         Path(out).write_text(json.dumps([dataclasses.asdict(one) for one in turns]))
     bare.leave()
