@@ -20,23 +20,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero.events import DataDescribed, Event, RunEnded, RunStarted, decode
-from rankzero.tracking import facts, incumbent, opening, report
+from rankzero.tracking import incumbent, opening
 from rankzero.tracking import progress as state
-from rankzero.tracking.delivery import RETRIES, End, Item, Points, Tags, ending, translate, trouble_of
+from rankzero.tracking.delivery import RETRIES, End, Item, Points, Tags, ending, name_of, translate, trouble_of
 from rankzero.tracking.folder import EVENTS, FolderGone, RunFolder
 from rankzero.tracking.journal import READ_BYTES, take
+from rankzero.tracking.page import written
 from rankzero.tracking.retry import Backoff, refusal
 from rankzero.tracking.secrecy import text_without_secrets
 from rankzero.tracking.store import RunGone
-from rankzero.tracking.trouble import trouble
+from rankzero.tracking.suspicion import Suspicion
 from rankzero.tracking.uploads import upload
 
 if TYPE_CHECKING:
     from rankzero.tracking.mlflow import OpenRun, Tracker
 
 TAKE_SECONDS = 5.0  # few large batches: each costs the server as much as a thousand points do
-CERTAIN_ANSWERS = 3  # with a failure between each and the next
-SUSPICIOUS_FAILURES = 8  # of one item, while MLflow answers otherwise: the item is at fault
 MOST_WITHOUT_MEMORY = 4  # tries of one upload that ran out of memory: it may ask for more than there is
 
 log = logging.getLogger("rankzero.recorder")
@@ -64,7 +63,7 @@ class Deliverer:
         self._sending, self._uploading = Backoff(), Backoff()
         self._away_since: float | None = None
         self._hurry = False
-        self._answered = 0  # times in a row that MLflow did, just after an item had failed
+        self._suspicion = Suspicion()
 
     @property
     def complete(self) -> bool:
@@ -130,14 +129,15 @@ class Deliverer:
             self.progress.away_seconds += time.monotonic() - self._away_since
             self._away_since = None
         backoff.reset()
-        self._answered, self.progress.error = 0, None
+        self._suspicion.clear()
+        self.progress.error = None
         return did
 
     def _failed(self, error: Exception, backoff: Backoff, set_aside: Callable[[str], None] | None) -> bool:
         reason = refusal(error)
         if reason is not None:
-            self._answered = 0
-        elif backoff is self._sending and self._is_at_fault():
+            self._suspicion.clear()
+        elif backoff is self._sending and self._suspicion.confirmed(backoff.failures, self._answers):
             reason = f"fails while MLflow answers otherwise: {error!r}"
         if isinstance(error, MemoryError) and backoff is self._uploading and backoff.failures >= MOST_WITHOUT_MEMORY:
             reason = "there was not enough memory for it, however often it was tried"
@@ -146,7 +146,7 @@ class Deliverer:
             return True
         if reason is not None and set_aside is not None:
             return self._try(lambda: self._aside(set_aside, reason, backoff), backoff)
-        backoff.fail(wait=backoff is self._uploading or not self._answered)
+        backoff.fail(wait=backoff is self._uploading or not self._suspicion.stands)
         self.progress.failures += 1
         if self._away_since is None:
             self._away_since = time.monotonic()
@@ -161,13 +161,6 @@ class Deliverer:
         log.warning("set aside: %s", text_without_secrets(reason))
         set_aside(reason)
         return True
-
-    def _is_at_fault(self) -> bool:
-        """Tell whether what failed often keeps failing between answers of MLflow's: else the server is to blame."""
-        if self._sending.failures < SUSPICIOUS_FAILURES:
-            return False
-        self._answered = self._answered + 1 if self._answers() else 0
-        return self._answered > CERTAIN_ANSWERS
 
     def _answers(self) -> bool:
         """Tell whether MLflow takes something else now: it is written, since one whose disk is full answers well."""
@@ -246,7 +239,7 @@ class Deliverer:
             case _:
                 if isinstance(item, End):
                     self.progress.ending = None
-                self.progress.reject(_describe(item), reason)
+                self.progress.reject(name_of(item), reason)
                 self._sent()
 
     def _replace(self, *items: Item) -> None:
@@ -269,17 +262,11 @@ class Deliverer:
         event = decode(line)
         assert isinstance(event, RunEnded)
         try:
-            description = self._description(event)
+            description = written(self._folder, self.progress, event)
         except Exception as error:  # whatever a user's values do to the report, the run gets its end
             log.exception("no report")
             description = f"The report could not be written: {error!r}"
         return ending(event, description, self.progress)
-
-    def _description(self, event: RunEnded) -> str:
-        if self._folder.description.exists():
-            return self._folder.description.read_text()
-        found = facts.fold(self._folder.all_events())
-        return report.markdown(self._folder.identity.name, found, event, trouble(self.progress))
 
     def _abandon(self, reason: str) -> None:
         """Stop: someone deleted the run in MLflow. The journal keeps everything."""
@@ -298,16 +285,6 @@ class Deliverer:
     def _open_run(self) -> OpenRun:
         assert self._run is not None
         return self._run
-
-
-def _describe(item: Item) -> str:
-    match item:
-        case Points(points):
-            return f"metric {points[0].key} at step {points[0].step}"
-        case Tags(tags):
-            return f"tag {next(iter(tags))}"
-        case _:
-            return type(item).__name__
 
 
 def _size(path: Path) -> int:

@@ -60,6 +60,17 @@ class End:
 Item = RunStarted | DataDescribed | Points | Tags | End
 
 
+def name_of(item: Item) -> str:
+    """Return what an item is called where it is told that it was set aside."""
+    match item:
+        case Points(points):
+            return f"metric {points[0].key} at step {points[0].step}"
+        case Tags(tags):
+            return f"tag {next(iter(tags))}"
+        case _:
+            return type(item).__name__
+
+
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from rankzero.tracking import progress, report
+from rankzero.events import RunEnded
+from rankzero.tracking import report
 from rankzero.tracking.facts import fold
 from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.progress import Progress, load, path_of
 from rankzero.tracking.summary import read_summary
 from rankzero.tracking.trouble import trouble
 
 
 def page(folder: RunFolder) -> str:
     """Return the Markdown of the run's description in MLflow, or what it would be if the run ended now."""
+    return written(folder, load(path_of(folder, 0)))
+
+
+def written(folder: RunFolder, progress: Progress, end: RunEnded | None = None) -> str:
+    """Return the page with this delivery's troubles on it, and this end; None: the last that the journal tells."""
     if folder.description.exists():
         return folder.description.read_text()
     facts = fold(folder.all_events())
-    end = facts.end or report.so_far(facts, status(folder))
-    return report.markdown(folder.identity.name, facts, end, trouble(progress.load(progress.path_of(folder, 0))))
+    end = end or facts.end or report.so_far(facts, status(folder))
+    return report.markdown(folder.identity.name, facts, end, trouble(progress))
 
 
 def status(folder: RunFolder) -> str:
