@@ -15,6 +15,7 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep -oE '^uv==[0-9.]+' requirements.lock)"
 	$(BIN)/uv --quiet pip sync --require-hashes --compile-bytecode requirements.lock
 	$(BIN)/uv --quiet pip install --no-deps --editable .
+	$(BIN)/python -m compileall -q platform  # where Python may write no bytecode, every process would compile all of it
 	@touch $@
 
 demo: setup
