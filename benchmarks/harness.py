@@ -23,7 +23,8 @@ def machine() -> dict[str, Any]:
     cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                 if line.startswith("model name")), platform.processor())  # fmt: skip
     packages = {name: importlib.metadata.version(name) for name in ("torch", "mlflow")}
-    return {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version(),
+    system = f"{platform.system()} {platform.machine()}"
+    return {"cpu": cpu, "cores": os.cpu_count(), "system": system, "python": platform.python_version(),
             "date": time.strftime("%Y-%m-%d"), "load": os.getloadavg()[0], **packages}  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change, such as train.epochs=20")
     parser.add_argument("--experiment", metavar="EXP", help="the experiment's file, where it has moved")
     parser.add_argument("--tracking-uri", help="where the run is tracked, if it is not on this disk")
-    add_launch_arguments(parser)
+    add_launch_arguments(parser, processes="as many as before")
 
 
 def run(arguments: argparse.Namespace) -> int:

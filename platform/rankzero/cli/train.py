@@ -38,14 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+def add_launch_arguments(parser: argparse.ArgumentParser, processes: str = "one per GPU, or 1") -> None:
+    """Add the options that say where the processes run; `processes`: in words, how many they are by default."""
     group = parser.add_argument_group("processes (torchrun's options)")
     group.add_argument(
         "--nproc",
         "--nproc-per-node",
         type=int,
         dest="nproc",
-        help="processes on this machine (default: one per GPU, or 1)",
+        help=f"processes on this machine (default: {processes})",
     )
     group.add_argument("--nnodes", type=int, default=1, help="machines; run the same command on each")
     group.add_argument("--rdzv-endpoint", help="host:port of the first machine, the same on each")

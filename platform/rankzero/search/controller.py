@@ -1,4 +1,4 @@
-"""The search itself: the user's own configuration first, then what the study draws, then confirmation on new seeds.
+"""One trial, followed to its end, and what becomes of it.
 
     ask -> configuration -> launch -> follow the journal -> report / prune -> tell
 
