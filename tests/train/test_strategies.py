@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,10 @@ from rankzero.experiment import Train
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import checkpoint, launch
 from rankzero.train.device import gpu_uuids
-from rankzero.train.strategies import build, naming, shards
+from rankzero.train.strategies import build, naming, processes, shards
 from rankzero.train.strategies.interface import Arithmetic
 from rankzero.train.strategies.pipeline import SCHEDULES, Pipeline
+from rankzero.train.strategies.replicated import InFormat
 from rankzero.train.strategies.seams import balanced, cut
 from rankzero.train.world import World
 from train import two_ranks
@@ -46,6 +48,7 @@ CASES = [
     Case("ddp-static", {"train__strategy": "ddp", "train__ddp_static_graph": True}),
     Case("fsdp-bf16", {"train__strategy": "fsdp", "train__precision": "bf16"}),
     *(Case(f"{name}-bf16", {"train__strategy": name, "train__precision": "bf16"}) for name in ("ddp", "tp", "pp")),
+    *(Case(f"{name}-fp16", {"train__strategy": name, "train__precision": "fp16"}) for name in ("ddp", "zero1", "fsdp")),
     Case("ddp-compiled", {"train__strategy": "ddp", "train__compile": True, "blocks": True}),
     Case("fsdp-compiled", {"train__strategy": "fsdp", "train__compile": True, "blocks": True}),
     Case("ddp-slow", {"train__strategy": "ddp", "train__log_every": 1, "slow_rank": 1}),
@@ -154,6 +157,14 @@ def test_half_the_bits_change_little(folder: Path, alone: Any, name: str) -> Non
     assert found == pytest.approx(alone()["losses"], rel=0.05) and found != seen(folder, "ddp")["losses"]
 
 
+def test_ranks_agree_on_the_steps_that_overflow(folder: Path, alone: Any) -> None:
+    """A loss scale that is too large costs steps, the same under each strategy, and then training goes on as ever."""
+    ddp, zero1, fsdp = (list(seen(folder, f"{name}-fp16")["losses"].values()) for name in ("ddp", "zero1", "fsdp"))
+    assert ddp == pytest.approx(zero1, rel=1e-3) and ddp == pytest.approx(fsdp, rel=0.05)
+    first, *_ = alone()["losses"].values()
+    assert ddp[0] == pytest.approx(first, rel=0.01) and min(ddp) < first
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])
 def test_evaluation_computes_as_training_does_in_its_own_mode(folder: Path, name: str) -> None:
     for case, bits in ((name, 32), (f"{name}-bf16", 16)):
@@ -257,7 +268,7 @@ def test_a_pipelines_checkpoint_is_gathered_on_the_hosts(monkeypatch: pytest.Mon
         found[0] = mine
         gathered.append(group)
 
-    monkeypatch.setattr(dist, "new_group", lambda backend: backend)
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: backend)
     monkeypatch.setattr(dist, "gather_object", gather)
     model = nn.Linear(2, 1)
     stage = SimpleNamespace(submod=model, is_last=True, has_backward=True)
@@ -323,6 +334,20 @@ def test_names_and_numbers_of_an_optimizers_parameters() -> None:
     assert naming.by_number(named, names) == optimizer.state_dict()
     parts = [naming.part_of(named, names[::2]), naming.part_of(named, names[1::2])]
     assert naming.joined(parts)["state"].keys() == named["state"].keys()
+
+
+def test_a_model_keeps_its_number_format_in_another_thread() -> None:
+    """DataParallel computes in threads of its own, whose format would be PyTorch's default."""
+    model = InFormat(nn.Linear(2, 2), "fp16", "cpu")  # on a CPU, where that default is bf16
+    with ThreadPoolExecutor(1) as thread, torch.autocast("cpu", dtype=torch.float16):
+        assert thread.submit(nn.Linear(2, 2), torch.ones(1, 2)).result().dtype is torch.float32
+        assert thread.submit(model, torch.ones(1, 2)).result().dtype is torch.float16
+    assert InFormat(nn.Linear(2, 2), "fp32", "cpu")(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_who_needs_how_many_processes() -> None:
+    assert [processes(name, 8) for name in ("ddp", "fsdp", "single", "dp")] == [8, 8, 1, 1]
+    assert processes("ddp", 0) == processes("single", 0) == 1
 
 
 def test_who_sees_which_samples() -> None:

@@ -89,7 +89,7 @@ def _value(name: str, value: Any, device: torch.device | None) -> Tensor:
     value = value if batch_value is None else batch_value
     if isinstance(value, Tensor):
         return value.detach().reshape(()) if value.numel() == 1 else value.detach()
-    return torch.as_tensor(value, dtype=torch.float32, device=device)
+    return torch.full((), float(value), dtype=torch.float32, device=device)  # a copy would wait for the device
 
 
 def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:

@@ -128,8 +128,8 @@ def nodes_of(arguments: argparse.Namespace, train: Train) -> launch.Nodes:
     from rankzero.train.data import check_even
     from rankzero.train.device import check_gpus
 
-    one = train.strategy in ("single", "dp")
-    processes = arguments.nproc if arguments.nproc is not None else 1 if one else max(1, torch.cuda.device_count())
+    asked = arguments.nproc
+    processes = asked if asked is not None else strategies.processes(train.strategy, torch.cuda.device_count())
     if processes < 1 or arguments.nnodes < 1:
         raise UserError("--nproc and --nnodes must be at least 1")
     if arguments.nnodes > 1 and not arguments.rdzv_endpoint:

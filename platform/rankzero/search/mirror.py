@@ -107,7 +107,8 @@ def _described(reference: str, settings: Mapping[str, str], processes: int | Non
     from rankzero.train.device import check_gpus, driver_version
 
     experiment = config.override(experiment_file.load(reference)(), settings)
-    processes = max(1, torch.cuda.device_count() // parallel) if processes is None else processes
+    strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
+    processes = processes if processes is not None else strategies.processes(strategy, gpus // parallel)
     if processes < 1:
         raise UserError("--nproc must be at least 1")
     check_gpus(processes)
@@ -123,7 +124,7 @@ def _described(reference: str, settings: Mapping[str, str], processes: int | Non
         precisions=_precisions(),
         device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         driver=driver_version() if torch.cuda.is_available() else "",
-        gpus=torch.cuda.device_count(),
+        gpus=gpus,
     )
 
 

@@ -14,7 +14,7 @@ from rankzero.errors import UserError
 from rankzero.tracking.folder import write_atomically
 from rankzero.tracking.secrecy import text_without_secrets
 
-OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
 OURS = str(Path(__file__).parents[1])
 
 

@@ -78,8 +78,8 @@ class Feed:
         home = tensors[0].device
         on_cpu, moves = home.type == "cpu", home != self.device
         for _, indices in keys:
-            here = indices if on_cpu else indices.to(home, non_blocking=True)
-            batch = [tensor.index_select(0, here) for tensor in tensors]
+            here = indices if on_cpu else indices.pin_memory().to(home, non_blocking=True)
+            batch = [_rows(tensor, here, pinned=moves) for tensor in tensors]
             yield to_device(batch, self.device) if moves else batch
 
     def _loader(self, keys: Iterable[tuple[int, Tensor]], workers: int, *, persistent: bool = False) -> DataLoader[Any]:
@@ -157,6 +157,14 @@ def _tensors(dataset: Any, device: torch.device) -> list[Tensor] | None:
     size = sum(tensor.nbytes for tensor in dataset.tensors)
     home = device if size <= RESIDENT_BYTES else torch.device("cpu")
     return [tensor.to(home) for tensor in dataset.tensors]
+
+
+def _rows(tensor: Tensor, indices: Tensor, pinned: bool) -> Tensor:
+    """Return rows of a tensor, `pinned` for a GPU to read them by itself: else copying would wait for it."""
+    if not pinned:
+        return tensor.index_select(0, indices)
+    rows = torch.empty((len(indices), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, indices, out=rows)
 
 
 def _seed_all(seed: int) -> None:

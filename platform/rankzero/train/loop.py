@@ -150,6 +150,9 @@ def save(
     if checkpoints is not None:
         for event in checkpoints.save(whole, state.step, metrics, best):
             emit(event)
+        begun = time.perf_counter()
+        job.world.now()  # a GPU copies to the host by itself; the loop waits for that next
+        checkpoints.blocked_seconds += time.perf_counter() - begun
 
 
 def state_dict(job: Job, state: State) -> dict[str, Any]:

@@ -7,16 +7,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_map
 
+from rankzero.experiment import Experiment
 
-def fused(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+
+def of(experiment: Experiment, model: nn.Module) -> Optimizer:
+    """Return the experiment's optimizer of `model`, fused where that changes nothing else."""
+    return fused(experiment.optimizer(model), model, experiment.train.precision)
+
+
+def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
     """Return `optimizer` of `model` in its fused form, where PyTorch has one and the user left the choice open.
 
     Only PyTorch's own classes with `fused=None`, as they are made: before their first step, without hooks. Not where
-    gradients are sparse: fused forms do not take them.
+    gradients are sparse: fused forms do not take them. Not SGD under fp16: where its first step overflows, which a new
+    loss scaler risks, the fused kernel leaves the momentum as the memory happened to be (seen with PyTorch 2.15).
     """
+    if precision == "fp16" and isinstance(optimizer, SGD):
+        return optimizer
     if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state or _has_hooks(optimizer):
         return optimizer
     if any(getattr(module, "sparse", False) is True for module in model.modules()):
@@ -73,3 +83,23 @@ def change_options(optimizer: Optimizer, now: Sequence[Mapping[str, Any]], then:
     for group, mine, before in zip(optimizer.param_groups, now, then, strict=True):
         (values,) = as_values([dict(mine)])
         group.update({name: mine[name] for name in mine if name not in before or values[name] != before[name]})
+
+
+def place_steps(optimizer: Optimizer) -> None:
+    """Put the counts of steps that a checkpoint had where the optimizer's kernels look for them.
+
+    On the parameter's device where they are fused or captured, else on the host: PyTorch leaves them where the file was
+    read, and a fused kernel refuses them there; one by one, each would be a wait for the device.
+    """
+    for inner in (optimizer, getattr(optimizer, "optim", None)):  # ZeRO keeps the optimizer proper inside
+        for group in inner.param_groups if inner is not None else ():
+            if "fused" in group or "capturable" in group:
+                _place_steps_of(inner, group)
+
+
+def _place_steps_of(optimizer: Any, group: Mapping[str, Any]) -> None:
+    on_device = group.get("fused") or group.get("capturable")
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter) or {}  # ZeRO has None for what is another rank's
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(parameter.device if on_device else "cpu")

@@ -245,8 +245,11 @@ def _range_at(moment: float | None, ranges: Mapping[str, Sequence[Span]]) -> str
 
 
 def _costs(averages: Any, on_gpu: bool) -> list[Cost]:
-    """Return the operators that take the most time, the greatest first."""
-    taken = [(event.self_device_time_total if on_gpu else event.self_cpu_time_total, event) for event in averages]
+    """Return the operators that take the most time, the greatest first; a kernel's time counts with who launched it."""
+    from torch._C._autograd import DeviceType
+
+    operators = [event for event in averages if event.device_type == DeviceType.CPU]
+    taken = [(event.self_device_time_total if on_gpu else event.self_cpu_time_total, event) for event in operators]
     whole = sum(time for time, _ in taken) or 1.0
     top = sorted(taken, key=lambda pair: -pair[0])[:TOP]
     return [Cost(event.key, time / 1e3 / STEPS, time / whole, event.count / STEPS) for time, event in top if time > 0]

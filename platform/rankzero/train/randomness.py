@@ -44,7 +44,7 @@ def restore(states: Tensor, device: torch.device) -> None:
         [len(states) - CUDA_BYTES - PYTHON.size - NUMPY.size, CUDA_BYTES, PYTHON.size, NUMPY.size]
     )
     torch.set_rng_state(cpu.clone())
-    if device.type == "cuda":
+    if device.type == "cuda" and cuda.any():  # else they are a CPU's: the GPU's stays as it was seeded, by rank
         torch.cuda.set_rng_state(cuda.clone(), device)
     *words, waiting, gauss = PYTHON.unpack(bytes(python.tolist()))
     random.setstate((3, tuple(words), gauss if waiting else None))

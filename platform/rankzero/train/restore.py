@@ -43,6 +43,7 @@ def apply(saved: dict[str, Any], job: Job, state: State) -> None:
     try:
         job.strategy.load(saved)
         optimizers.change_options(state.optimizer, options, saved.get("options", state.options))
+        optimizers.place_steps(state.optimizer)
     except (RuntimeError, ValueError, KeyError) as error:
         raise UserError(f"the checkpoint does not fit the experiment's model or optimizer any more: {error}") from error
     if job.precision.scaler is not None and saved["scaler"] is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from rankzero.tracking.ranks import Ranks
 
 PIECE_BYTES = 64 << 20  # what is sent at a time: a checkpoint may be larger than what a GPU has left
 FAILURE_KEY = "rankzero/failure"
+LONGEST_WAIT = datetime.timedelta(days=1)  # of a collective: the watchdog ends what hangs, and names it
 FAILURE_SECONDS = 2.0  # what a failing peer gets to say why
 
 
@@ -126,6 +128,7 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
         rank=ranks.rank,
         world_size=ranks.world_size,
         device_id=device if on_gpu else None,
+        timeout=LONGEST_WAIT,
     )
     yield world
     # Only after success: a rank that failed must end, not wait for collectives that its peers will never enter.

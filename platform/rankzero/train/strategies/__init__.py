@@ -21,6 +21,11 @@ def shards(name: str, world_size: int) -> int:
     return 1 if name in SAME_SAMPLES else world_size
 
 
+def processes(name: str, gpus: int) -> int:
+    """Return how many processes a machine with so many GPUs runs under a strategy, unless the user says."""
+    return 1 if name in ("single", "dp") else max(1, gpus)
+
+
 def layout(name: str, world_size: int) -> str:
     """Return whose random streams the ranks have: where it is the same, a saved stream is the same rank's."""
     return f"{name if name in SAME_SAMPLES and world_size > 1 else 'data'} x {world_size}"
@@ -59,7 +64,7 @@ def build(experiment: Experiment, model: nn.Module, world: World, example: Calla
 
 
 def _pipeline(experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]) -> Strategy:
-    from rankzero.train.optimizers import fused
+    from rankzero.train import optimizers
     from rankzero.train.strategies import naming, replicated, seams
     from rankzero.train.strategies.pipeline import Pipeline, micro_batches
 
@@ -75,4 +80,4 @@ def _pipeline(experiment: Experiment, model: nn.Module, world: World, example: C
         return seams.given_to(experiment.measure, example())[:size]
 
     stage = seams.make_stage(model, experiment.split_points(), world.ranks.rank, world.size, world.device, micro_batch)
-    return Pipeline(stage, fused(experiment.optimizer(stage.submod), stage.submod), names, train, world)
+    return Pipeline(stage, optimizers.of(experiment, stage.submod), names, train, world)

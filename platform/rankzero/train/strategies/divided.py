@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.train.optimizers import fused, one_by_one
+from rankzero.train import optimizers
 from rankzero.train.strategies import naming, ties
 from rankzero.train.strategies.interface import (
     Arithmetic,
@@ -111,7 +111,7 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Divided:
         for unit in [*parts, model]:
             fully_shard(unit, mesh=mesh)  # moves it to the device, too
     model.to(world.device)
-    return Divided(model, fused(experiment.optimizer(model), model), Shard(world.ranks.rank, world.size), world)
+    return Divided(model, optimizers.of(experiment, model), Shard(world.ranks.rank, world.size), world)
 
 
 def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> Divided:
@@ -136,7 +136,7 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> D
         parallelize_module(model, init_device_mesh(world.device.type, (world.size,)), dict(plan))
     ties.check_together(model, tied, "tp")
     model.to(world.device)
-    return Divided(model, one_by_one(experiment.optimizer(model)), Shard(0, 1), world)
+    return Divided(model, optimizers.one_by_one(experiment.optimizer(model)), Shard(0, 1), world)
 
 
 def units(model: nn.Module) -> Iterator[nn.Module]:

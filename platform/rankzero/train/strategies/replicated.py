@@ -16,7 +16,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
-from rankzero.train.optimizers import fused
+from rankzero.train import optimizers
+from rankzero.train.precision import AUTOCAST
 from rankzero.train.strategies import naming
 from rankzero.train.strategies.interface import Arithmetic, Metrics, Shard, Strategy, backward, checksum
 from rankzero.train.world import World
@@ -54,7 +55,7 @@ class Replicated:
         return checksum(list(self.model.parameters()))
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": _whole(self.optimizer, self.shard.rank)}
+        return {"model": self.model.state_dict(), "optimizer": _whole(self.optimizer, self.world)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
@@ -69,7 +70,7 @@ def single(experiment: Experiment, model: nn.Module, world: World) -> Replicated
     """Make one process's model ready. Raises UserError with several processes."""
     if world.together:
         raise UserError(f"train.strategy=single is one process, not {world.size}: give --nproc 1, or use ddp")
-    return Replicated(model, model, fused(experiment.optimizer(model), model), Shard(0, 1), world)
+    return Replicated(model, model, optimizers.of(experiment, model), Shard(0, 1), world)
 
 
 def data_parallel(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
@@ -83,12 +84,25 @@ def data_parallel(experiment: Experiment, model: nn.Module, world: World) -> Rep
         )
     if world.together:
         raise UserError(f"train.strategy=dp is one process for all GPUs, not {world.size}: give --nproc 1, or use ddp")
-    return Replicated(model, DataParallel(model), fused(experiment.optimizer(model), model), Shard(0, 1), world)
+    replica = DataParallel(InFormat(model, experiment.train.precision, world.device.type))
+    return Replicated(model, replica, optimizers.of(experiment, model), Shard(0, 1), world)
+
+
+class InFormat(nn.Module):
+    """A model that enters its number format itself: DataParallel's threads know that there is one, but not which."""
+
+    def __init__(self, model: nn.Module, precision: str, device_type: str) -> None:
+        super().__init__()
+        self.model, self._dtype, self._device_type = model, AUTOCAST.get(precision), device_type
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self._device_type, dtype=self._dtype, enabled=self._dtype is not None):
+            return self.model(*args, **kwargs)
 
 
 def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """Make the model ready for DistributedDataParallel: a process for each device."""
-    optimizer = fused(experiment.optimizer(model), model)
+    optimizer = optimizers.of(experiment, model)
     shard = Shard(world.ranks.rank, world.size)
     return Replicated(model, _wrapped(model, world, experiment.train), optimizer, shard, world)
 
@@ -100,7 +114,7 @@ def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """
     if not world.together:
         return ddp(experiment, model, world)
-    optimizer = _divided(fused(experiment.optimizer(model), model))
+    optimizer = _divided(optimizers.of(experiment, model))
     shard = Shard(world.ranks.rank, world.size)
     return Replicated(model, _wrapped(model, world, experiment.train), optimizer, shard, world)
 
@@ -131,9 +145,11 @@ def _divided(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
         raise UserError(f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use ddp or fsdp") from error
 
 
-def _whole(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
+def _whole(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     """Return the optimizer's state, all ranks' parts together on rank 0."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.consolidate_state_dict(to=0)
-        return optimizer.state_dict() if rank == 0 else {}
+        if world.device.type == "cuda":  # it copies to the host without waiting, and nobody else would
+            torch.cuda.current_stream(world.device).synchronize()
+        return optimizer.state_dict() if world.ranks.first else {}
     return optimizer.state_dict()
