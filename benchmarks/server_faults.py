@@ -5,7 +5,7 @@
 Two gloo processes, one thread each, fully tracked to a server on the same two cores; the proxy of the fault-injection
 campaign stands between, for both. For the disturbed one it refuses, hangs, drops or cuts answers, answers 500, 429 or
 garbage, or takes five seconds for an answer: two seconds of each in random order, a second of good manners between,
-until the last step is over. Then MLflow gets the rest, and has every step. Interleaved in one pair of processes:
+until its training is over. Then MLflow gets the rest, and has every step. Interleaved in one pair of processes:
 undisturbed, disturbed, disturbed, undisturbed; a block's ratio is that of the two means, over all but the first fifth
 of the steps.
 """
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness import HERE, line, ratios, save
-from side_by_side import WAITING
+from side_by_side import TRAINING
 from tracking_overhead import STEPS, mean_rates, server, side_by_side
 
 sys.path.insert(0, str(HERE.parent / "tests"))
@@ -35,13 +35,13 @@ WANTED = 0.99
 
 
 @contextlib.contextmanager
-def misbehaving(proxy: Proxy, seed: int, unless: Path) -> Iterator[list[str]]:
-    """Have a proxy misbehave for the duration of the block, while there is no such file; yield the faults so far."""
+def misbehaving(proxy: Proxy, seed: int, training: Path) -> Iterator[list[str]]:
+    """Have a proxy misbehave while its contestant trains, for the duration of the block; yield the faults so far."""
     over, faults, chosen = threading.Event(), list[str](), random.Random(seed)
 
     def misbehave() -> None:
         while not over.wait(GOOD_SECONDS):
-            if unless.exists():
+            if not _trains(training, "disturbed"):
                 continue
             proxy.mode = chosen.choice(MODES)
             faults.append(proxy.mode)
@@ -57,6 +57,12 @@ def misbehaving(proxy: Proxy, seed: int, unless: Path) -> Iterator[list[str]]:
         thread.join()
 
 
+def _trains(training: Path, who: str) -> bool:
+    with contextlib.suppress(OSError):
+        return training.read_text() == who
+    return False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=3)
@@ -67,7 +73,7 @@ def main() -> None:
         folder = Path(temporary)
         with server(folder / "server") as uri, Proxy(uri) as good, Proxy(uri) as bad:
             uris: dict[str, str | None] = {"undisturbed": good.uri, "disturbed": bad.uri}
-            with misbehaving(bad, 7, folder / WAITING) as faults:
+            with misbehaving(bad, 7, folder / TRAINING) as faults:
                 turns = side_by_side(WORKLOAD, steps, blocks, uris, folder)
     ratio = ratios(mean_rates(turns, "disturbed", "steady"), mean_rates(turns, "undisturbed", "steady"))
     print(line(f"{WORKLOAD}, {len(faults)} faults", ratio, f">= {WANTED}"))

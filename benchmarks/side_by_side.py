@@ -33,9 +33,9 @@ from rankzero.train.stop import Stop
 from rankzero.train.world import World
 
 ORDER = (0, 1, 1, 0)  # so that a drift of the machine's speed cancels out
-WAITING = "waiting"  # a file beside the result: this turn is over, MLflow has yet to get all of it
+TRAINING = "training"  # a file beside the result: the contestant that trains now
 REST_SECONDS = 4.0  # before each turn: a shared machine runs faster for a while after it was idle
-DELIVERY_SECONDS = 300.0  # without progress: a server that misbehaves takes its time
+DELIVERY_SECONDS = 300.0  # without progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def rate(times: list[float], first: int) -> float:
     return (len(times) - 1 - first) / (times[-1] - times[first])
 
 
-def tracked(name: str, steps: int, runs: Path, uri: str, world: World) -> tuple[list[float], float]:
+def tracked(name: str, steps: int, runs: Path, uri: str, world: World, who: str) -> tuple[list[float], float]:
     """Make a run; return when each step ended, and the last loss, once MLflow has every one of them."""
     label = f"{name}-{time.monotonic_ns()}"
     experiment = config.override(
@@ -71,29 +71,29 @@ def tracked(name: str, steps: int, runs: Path, uri: str, world: World) -> tuple[
         environment={},
         failures=str(runs / "failures"),
     )
-    worker.attempt(request, world, Stop())
+    with told(runs.parent / TRAINING, who) if world.ranks.first else contextlib.nullcontext():
+        worker.attempt(request, world, Stop())
     return ([], 0.0) if not world.ranks.first else found(runs, steps)
 
 
 def found(runs: Path, steps: int) -> tuple[list[float], float]:
     """Return the newest run's times and last loss. Raises AssertionError where MLflow lacks a step."""
     folder = RunFolder(max(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime).parent)
-    with waiting(runs.parent / WAITING):
-        assert sync.wait(folder, DELIVERY_SECONDS).done, "not delivered"
-        assert steps_in_mlflow(folder) == list(range(1, steps + 1)), "MLflow does not have every step"
+    assert sync.wait(folder, DELIVERY_SECONDS).done, "not delivered"
+    assert steps_in_mlflow(folder) == list(range(1, steps + 1)), "MLflow does not have every step"
     events = [event for event in read_all(folder.events) if isinstance(event, StepsLogged)
               and "train/loss" in event.metrics]  # fmt: skip
     return [moment for event in events for moment in event.times], events[-1].metrics["train/loss"][-1]
 
 
 @contextlib.contextmanager
-def waiting(path: Path) -> Iterator[None]:
-    """Say so with a file, for whoever disturbs the turns."""
-    path.touch()
+def told(path: Path, who: str) -> Iterator[None]:
+    """Say who trains, for whoever disturbs a contestant's turns."""
+    path.write_text(who)
     try:
         yield
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def steps_in_mlflow(folder: RunFolder) -> list[int]:
@@ -105,17 +105,17 @@ def main(name: str, steps: int, blocks: int, uris: dict[str, str | None], out: s
     dist.init_process_group("gloo")
     world, turns = World(ranks.detect(), torch.device("cpu")), []
     runs = Path(out).parent / "runs"
-    for number in ORDER * blocks:
+    for number in (ORDER[0], *ORDER * blocks):
         who, uri = list(uris.items())[number]
         time.sleep(REST_SECONDS)
         dist.barrier()
-        times, loss = bare.loop(name, steps) if uri is None else tracked(name, steps, runs, uri, world)
+        times, loss = bare.loop(name, steps) if uri is None else tracked(name, steps, runs, uri, world, who)
         if world.ranks.first:
             turns.append(turn(who, times, loss))
             print(f"  {name} {turns[-1]}", flush=True)
     dist.barrier()
     if world.ranks.first:
-        Path(out).write_text(json.dumps([dataclasses.asdict(one) for one in turns]))
+        Path(out).write_text(json.dumps([dataclasses.asdict(one) for one in turns[1:]]))  # the first one warms up
     bare.leave()
 
 

@@ -47,9 +47,11 @@ def test_what_hangs_on_an_optimizer_stays() -> None:
 def uninitialised() -> Iterator[None]:
     """Memory that PyTorch has not written holds NaN, as PyTorch has it in its deterministic mode."""
     torch.use_deterministic_algorithms(True)
-    assert torch.empty_like(torch.ones(3)).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        assert torch.empty_like(torch.ones(3)).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def after_an_overflow(optimizer: optim.Optimizer, model: nn.Linear) -> Tensor:
@@ -86,3 +88,12 @@ def test_counts_of_steps_are_where_the_kernels_look() -> None:
     plain = optim.SGD([parameter], lr=0.1)
     place_steps(plain)
     assert not plain.state[parameter]
+    outer, inner = (
+        optim.AdamW([parameter]),
+        optim.AdamW([parameter]),
+    )  # as ZeRO has them, whose inner options lag behind
+    outer.optim = inner  # type: ignore[attr-defined]
+    outer.param_groups[0]["fused"], outer.state[parameter] = True, None
+    inner.state[parameter] = {"step": torch.tensor(3.0)}
+    place_steps(outer)
+    assert inner.state[parameter]["step"].device.type == "meta"

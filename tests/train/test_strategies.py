@@ -22,7 +22,7 @@ from rankzero.train.device import gpu_uuids
 from rankzero.train.strategies import build, naming, processes, shards
 from rankzero.train.strategies.interface import Arithmetic
 from rankzero.train.strategies.pipeline import SCHEDULES, Pipeline
-from rankzero.train.strategies.replicated import InFormat
+from rankzero.train.strategies.replicated import SameFormat
 from rankzero.train.strategies.seams import balanced, cut
 from rankzero.train.world import World
 from train import two_ranks
@@ -163,6 +163,8 @@ def test_ranks_agree_on_the_steps_that_overflow(folder: Path, alone: Any) -> Non
     assert ddp == pytest.approx(zero1, rel=1e-3) and ddp == pytest.approx(fsdp, rel=0.05)
     first, *_ = alone()["losses"].values()
     assert ddp[0] == pytest.approx(first, rel=0.01) and min(ddp) < first
+    scales = [scale for name in ("ddp", "zero1", "fsdp") for scale in seen(folder, f"{name}-fp16")["scales"]]
+    assert len(scales) == 6 and len(set(scales)) == 1 and scales[0] < 2.0**16
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])
@@ -268,7 +270,7 @@ def test_a_pipelines_checkpoint_is_gathered_on_the_hosts(monkeypatch: pytest.Mon
         found[0] = mine
         gathered.append(group)
 
-    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: backend)
+    monkeypatch.setattr(dist, "new_group", lambda backend: backend)
     monkeypatch.setattr(dist, "gather_object", gather)
     model = nn.Linear(2, 1)
     stage = SimpleNamespace(submod=model, is_last=True, has_backward=True)
@@ -336,13 +338,22 @@ def test_names_and_numbers_of_an_optimizers_parameters() -> None:
     assert naming.joined(parts)["state"].keys() == named["state"].keys()
 
 
-def test_a_model_keeps_its_number_format_in_another_thread() -> None:
+def test_replicas_compute_in_the_callers_number_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """DataParallel computes in threads of its own, whose format would be PyTorch's default."""
-    model = InFormat(nn.Linear(2, 2), "fp16", "cpu")  # on a CPU, where that default is bf16
-    with ThreadPoolExecutor(1) as thread, torch.autocast("cpu", dtype=torch.float16):
-        assert thread.submit(nn.Linear(2, 2), torch.ones(1, 2)).result().dtype is torch.float32
-        assert thread.submit(model, torch.ones(1, 2)).result().dtype is torch.float16
-    assert InFormat(nn.Linear(2, 2), "fp32", "cpu")(torch.ones(1, 2)).dtype is torch.float32
+    model = nn.Linear(2, 2)
+
+    def in_a_thread(self: Any, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        with ThreadPoolExecutor(1) as thread:
+            return [thread.submit(replica, *inputs[0], **kwargs[0]).result() for replica in replicas]
+
+    monkeypatch.setattr(nn.DataParallel, "parallel_apply", in_a_thread)
+    divided = SameFormat(model)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
+            [output] = divided.parallel_apply([model], [(torch.ones(1, 2),)], [{}])
+            [plain] = in_a_thread(None, [model], [(torch.ones(1, 2),)], [{}])
+        assert output.dtype is dtype and plain.dtype is torch.float32
+    assert divided.module is model
 
 
 def test_who_needs_how_many_processes() -> None:

@@ -59,7 +59,8 @@ def main(request: tuple[str, list[Case]]) -> str:
 def waits(folder: Path) -> str:
     """Leave word how long this rank's collectives wait. The entry point of a worker."""
     ranks = launcher.detect()
-    with join(ranks, torch.device("cpu")):
+    with join(ranks, torch.device("cpu")) as world:
+        world.leave_hangs_to_the_watchdog()
         group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         (folder / str(ranks.rank)).write_text(str(group.options._timeout.total_seconds()))
     return "FINISHED"
@@ -97,6 +98,9 @@ def train(world: World, experiment: Experiment, folder: Path, seen: dict[str, An
         tally = Tally()
         seen["reason"] = fit(job, state, emit, stop, checkpoints, tally)
         seen["straggler"] = tally.paces.straggler()
+        if job.precision.scaler is not None:
+            scale = torch.tensor([job.precision.scaler.get_scale()])
+            seen["scales"] = world.gather(scale).flatten().tolist()
     finally:
         if checkpoints is not None:
             checkpoints.close()

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_launch_arguments(parser: argparse.ArgumentParser, processes: str = "one per GPU, or 1") -> None:
+def add_launch_arguments(
+    parser: argparse.ArgumentParser, processes: str = "one per GPU; 1 without, or under single and dp"
+) -> None:
     """Add the options that say where the processes run; `processes`: in words, how many they are by default."""
     group = parser.add_argument_group("processes (torchrun's options)")
     group.add_argument(

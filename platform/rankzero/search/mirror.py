@@ -108,6 +108,8 @@ def _described(reference: str, settings: Mapping[str, str], processes: int | Non
 
     experiment = config.override(experiment_file.load(reference)(), settings)
     strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
+    if strategy == "dp" and parallel > 1:
+        raise UserError("train.strategy=dp takes all GPUs for one trial: leave out --parallel, or use ddp")
     processes = processes if processes is not None else strategies.processes(strategy, gpus // parallel)
     if processes < 1:
         raise UserError("--nproc must be at least 1")

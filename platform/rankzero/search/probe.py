@@ -99,7 +99,7 @@ def _measure(plan: Plan, host: Host, known: Sequence[Measured], failures: Path, 
     begun = unfinished(plan.cache)
     if begun is not None:
         reason = failure_text(failures) or "its processes ended without a word"
-        status = "out of memory" if failure.is_out_of_memory(reason) else "failed"
+        status = "out of memory" if "MemoryError" in reason or failure.is_out_of_memory(reason) else "failed"
         lost = ladder.parse({**begun, "status": status, "reason": reason})
         _append(plan.cache, lost)
         say(line(lost))

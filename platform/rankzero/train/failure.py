@@ -44,7 +44,7 @@ def reason(error: BaseException) -> str:
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Tell whether a reason or a traceback is a device's lack of memory."""
+    """Tell whether a reason or a traceback is a device's lack of memory; a CPU's, too."""
     return any(word in text for word in OUT_OF_MEMORY)
 
 

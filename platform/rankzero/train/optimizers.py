@@ -22,10 +22,14 @@ def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
     """Return `optimizer` of `model` in its fused form, where PyTorch has one and the user left the choice open.
 
     Only PyTorch's own classes with `fused=None`, as they are made: before their first step, without hooks. Not where
-    gradients are sparse: fused forms do not take them. Not SGD under fp16: where its first step overflows, which a new
-    loss scaler risks, the fused kernel leaves the momentum as the memory happened to be (seen with PyTorch 2.15).
+    gradients are sparse: fused forms do not take them. Not SGD with momentum under fp16: where the first step
+    overflows, as a new loss scaler risks, the fused kernel leaves the momentum as memory was (seen with PyTorch 2.15).
     """
-    if precision == "fp16" and isinstance(optimizer, SGD):
+    if (
+        precision == "fp16"
+        and isinstance(optimizer, SGD)
+        and any(group["momentum"] for group in optimizer.param_groups)
+    ):
         return optimizer
     if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state or _has_hooks(optimizer):
         return optimizer
@@ -91,15 +95,15 @@ def place_steps(optimizer: Optimizer) -> None:
     On the parameter's device where they are fused or captured, else on the host: PyTorch leaves them where the file was
     read, and a fused kernel refuses them there; one by one, each would be a wait for the device.
     """
-    for inner in (optimizer, getattr(optimizer, "optim", None)):  # ZeRO keeps the optimizer proper inside
-        for group in inner.param_groups if inner is not None else ():
-            if "fused" in group or "capturable" in group:
-                _place_steps_of(inner, group)
+    inner = getattr(optimizer, "optim", None)
+    inner = inner if isinstance(inner, Optimizer) else optimizer  # ZeRO keeps the optimizer proper inside
+    for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
+        if "fused" in group or "capturable" in group:
+            _place_steps_of(inner, own["params"], bool(group.get("fused") or group.get("capturable")))
 
 
-def _place_steps_of(optimizer: Any, group: Mapping[str, Any]) -> None:
-    on_device = group.get("fused") or group.get("capturable")
-    for parameter in group["params"]:
-        state = optimizer.state.get(parameter) or {}  # ZeRO has None for what is another rank's
+def _place_steps_of(optimizer: Optimizer, parameters: Sequence[Tensor], on_device: bool) -> None:
+    for parameter in parameters:
+        state = optimizer.state.get(parameter) or {}
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(parameter.device if on_device else "cpu")

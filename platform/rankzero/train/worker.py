@@ -199,6 +199,7 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Out
     checkpoints = _checkpoints(job, log)
     tally.best = state.best
     watchdog = Watchdog(train.hang_minutes, world.ranks.rank, lambda failed: _leave_word(failed, log, world))
+    world.leave_hangs_to_the_watchdog()
     try:
         with frozen_heap(), watchdog.watching():
             job = dataclasses.replace(job, beat=watchdog.beat, gallery=_gallery(job, log))

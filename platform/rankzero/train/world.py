@@ -18,8 +18,8 @@ from rankzero.tracking.ranks import Ranks
 
 PIECE_BYTES = 64 << 20  # what is sent at a time: a checkpoint may be larger than what a GPU has left
 FAILURE_KEY = "rankzero/failure"
-JOINING_WAIT = datetime.timedelta(minutes=30)  # for a machine that may have failed before it could join
-LONGEST_WAIT = datetime.timedelta(days=1)  # of a collective, from then on: the watchdog ends what hangs, and names it
+SETUP_WAIT = datetime.timedelta(minutes=30)  # of a collective, until training begins: another may load data meanwhile
+TRAINING_WAIT = datetime.timedelta(days=1)  # from then on: the watchdog ends what hangs, and names it
 FAILURE_SECONDS = 2.0  # what a failing peer gets to say why
 
 
@@ -103,6 +103,13 @@ class World:
             if store is not None:
                 store.compare_set(FAILURE_KEY, "", json.dumps(failure))
 
+    def leave_hangs_to_the_watchdog(self) -> None:
+        """Let collectives wait for long: NCCL's own limit would end who waits before the watchdog ends who hangs."""
+        if self.together:
+            distributed: Any = dist.distributed_c10d
+            change = getattr(distributed, "set_timeout", None) or distributed._set_pg_timeout  # PyTorch before 2.15
+            change(TRAINING_WAIT)
+
     def first_failure(self) -> dict[str, object] | None:
         """Return the failure that another rank reported, waiting a moment for it; None if none did."""
         with contextlib.suppress(Exception):
@@ -129,19 +136,12 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
         rank=ranks.rank,
         world_size=ranks.world_size,
         device_id=device if on_gpu else None,
-        timeout=JOINING_WAIT,
+        timeout=SETUP_WAIT,
     )
-    _allow(LONGEST_WAIT)
     yield world
     # Only after success: a rank that failed must end, not wait for collectives that its peers will never enter.
     dist.barrier()  # leaving while a peer still talks makes gloo abort the process (seen with PyTorch 2.15)
     dist.destroy_process_group()
-
-
-def _allow(wait: datetime.timedelta) -> None:
-    """Let collectives take so long: NCCL's ten minutes would end who waits before the watchdog ends who hangs."""
-    change = getattr(dist.distributed_c10d, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before 2.15
-    change(wait)
 
 
 def joined() -> Ranks | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.train import optimizers
-from rankzero.train.precision import AUTOCAST
 from rankzero.train.strategies import naming
 from rankzero.train.strategies.interface import Arithmetic, Metrics, Shard, Strategy, backward, checksum
 from rankzero.train.world import World
+
+KINDS = ("cuda", "cpu")  # of devices, whose number formats may be set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,20 +85,28 @@ def data_parallel(experiment: Experiment, model: nn.Module, world: World) -> Rep
         )
     if world.together:
         raise UserError(f"train.strategy=dp is one process for all GPUs, not {world.size}: give --nproc 1, or use ddp")
-    replica = DataParallel(InFormat(model, experiment.train.precision, world.device.type))
-    return Replicated(model, replica, optimizers.of(experiment, model), Shard(0, 1), world)
+    return Replicated(model, SameFormat(model), optimizers.of(experiment, model), Shard(0, 1), world)
 
 
-class InFormat(nn.Module):
-    """A model that enters its number format itself: DataParallel's threads know that there is one, but not which."""
+class SameFormat(DataParallel[Any]):
+    """DataParallel whose threads compute in the caller's number format: PyTorch tells them only that there is one."""
 
-    def __init__(self, model: nn.Module, precision: str, device_type: str) -> None:
-        super().__init__()
-        self.model, self._dtype, self._device_type = model, AUTOCAST.get(precision), device_type
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Run each replica on its input; PyTorch's hook."""
+        found: list[Any] = super().parallel_apply([_in_callers_format(replica) for replica in replicas], inputs, kwargs)
+        return found
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self._device_type, dtype=self._dtype, enabled=self._dtype is not None):
-            return self.model(*args, **kwargs)
+
+def _in_callers_format(replica: Callable[..., Any]) -> Callable[..., Any]:
+    formats = [torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in KINDS]
+
+    def call(*inputs: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for one in formats:
+                stack.enter_context(one)
+            return replica(*inputs, **kwargs)
+
+    return call
 
 
 def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
