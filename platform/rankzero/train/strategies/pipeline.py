@@ -55,8 +55,7 @@ class Pipeline:
         self.optimizer = optimizer
         self._stage, self._names, self._world, self._samples = stage, names, world, train.batch_size
         self._micro_batches = micro_batches(train, world.size)
-        # NCCL would gather a checkpoint in one GPU's memory.
-        self._hosts: Any = dist.new_group(backend="gloo")
+        self._hosts: Any = dist.new_group(backend="gloo")  # NCCL would gather a checkpoint in one GPU's memory
         self._schedule = SCHEDULES[train.pp_schedule](stage, self._micro_batches, loss_fn=self._loss)
         self._how: Arithmetic | None = None
         self._batch: Any = None
