@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rankzero.tracking.folder import Identity
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import launch, world
 from rankzero.train.launch import Nodes
+from rankzero.train.request import make_folder, request_for
 from rankzero.train.world import World
-from train.two_ranks import waits
+from train.two_ranks import LAYERED, layered, waits
 
 
 @pytest.mark.parametrize("content", [b"", b"12345", b"1234567890", b"12345678901"])
@@ -28,6 +31,12 @@ def test_what_is_large_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch, conten
     assert receiver.broadcast(b"") == content and not wire
 
 
-def test_who_waits_is_not_ended_by_the_process_group_before_the_watchdog_names_who_hangs(tmp_path: Path) -> None:
-    launch.run(Nodes(2), waits, tmp_path, tmp_path / "logs")
-    assert [float((tmp_path / str(rank)).read_text()) for rank in (0, 1)] == [86400, 86400]
+@pytest.mark.parametrize(("strategy", "groups"), [("fsdp", 1), ("pp", 2)])
+def test_who_waits_is_not_ended_by_a_process_group_before_the_watchdog_names_who_hangs(
+    tmp_path: Path, strategy: str, groups: int
+) -> None:
+    identity = Identity("waits", "0" * 32, "hangs", "sqlite:///unused.db", experiment_file=str(LAYERED))
+    request = request_for(make_folder(tmp_path, identity), layered(train__strategy=strategy, train__steps=2), {})
+    assert launch.run(Nodes(2), waits, request, tmp_path / "logs") == "FINISHED"
+    for rank in (0, 1):
+        assert json.loads((tmp_path / str(rank)).read_text()) == [86400] * groups

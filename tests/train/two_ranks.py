@@ -14,10 +14,11 @@ from rankzero import config, experiment_file
 from rankzero.events import Evaluated, Event, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.tracking import ranks as launcher
-from rankzero.train import restore
+from rankzero.train import restore, worker
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.loop import fit
 from rankzero.train.meters import Tally
+from rankzero.train.request import Request
 from rankzero.train.stop import Stop
 from rankzero.train.worker import build
 from rankzero.train.world import World, join
@@ -56,14 +57,17 @@ def main(request: tuple[str, list[Case]]) -> str:
     return "FINISHED"
 
 
-def waits(folder: Path) -> str:
-    """Leave word how long this rank's collectives wait. The entry point of a worker."""
+def waits(request: Request) -> str:
+    """Train; leave word for how many seconds the collectives of each of this rank's process groups wait."""
     ranks = launcher.detect()
     with join(ranks, torch.device("cpu")) as world:
-        world.leave_hangs_to_the_watchdog()
-        group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-        (folder / str(ranks.rank)).write_text(str(group.options._timeout.total_seconds()))
-    return "FINISHED"
+        status = worker.attempt(request, world, Stop()).status
+        seconds = [
+            group._get_backend(world.device).options._timeout.total_seconds()
+            for group in dist.distributed_c10d._world.pg_map
+        ]
+        (Path(request.runs) / str(ranks.rank)).write_text(json.dumps(seconds))
+    return status
 
 
 def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:

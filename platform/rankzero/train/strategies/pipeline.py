@@ -32,7 +32,7 @@ from rankzero.train.meters import check_metrics
 from rankzero.train.strategies import naming
 from rankzero.train.strategies.interface import Arithmetic, Metrics, Shard, Strategy, total_norm_factor
 from rankzero.train.strategies.seams import Given, given_to
-from rankzero.train.world import World
+from rankzero.train.world import TRAINING_WAIT, World
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 MICRO_BATCHES_PER_STAGE = 2  # unless the user says: the more, the less of the time stages wait for each other
@@ -55,7 +55,8 @@ class Pipeline:
         self.optimizer = optimizer
         self._stage, self._names, self._world, self._samples = stage, names, world, train.batch_size
         self._micro_batches = micro_batches(train, world.size)
-        self._hosts: Any = dist.new_group(backend="gloo")  # NCCL would gather a checkpoint in one GPU's memory
+        # NCCL would gather a checkpoint in one GPU's memory.
+        self._hosts: Any = dist.new_group(backend="gloo", timeout=TRAINING_WAIT)
         self._schedule = SCHEDULES[train.pp_schedule](stage, self._micro_batches, loss_fn=self._loss)
         self._how: Arithmetic | None = None
         self._batch: Any = None
