@@ -130,6 +130,12 @@ class TestStale:
         aged(folder, 600)
         assert stale.is_stale(folder) and "never began" in stale.close(folder)
 
+    def test_a_run_whose_launcher_waits_for_another_machine_is_left_alone(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path)
+        incumbent.claim(folder, 0)
+        aged(folder, 10_000)
+        assert not stale.is_stale(folder) and catalog.listed(tmp_path / "runs")[0].status == "STARTING"
+
 
 def test_the_story_is_told_in_order_and_not_at_length() -> None:
     events = [

@@ -19,6 +19,7 @@ from rankzero.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    Noticed,
     RunEnded,
     RunStarted,
     StepsLogged,
@@ -28,6 +29,8 @@ from rankzero.events import (
 )
 from rankzero.tracking.folder import Identity, RunFolder, new_name, write_atomically
 from rankzero.tracking.journal import Journal, read, read_all
+from rankzero.tracking.runlog import RunLog
+from tracking.runs import make_folder, saved, steps
 
 numbers = st.floats()
 times = st.floats(-1e10, 1e10)
@@ -166,18 +169,34 @@ def test_a_full_disk_loses_nothing_once_there_is_room(tmp_path: Path, monkeypatc
     assert reasons == list("012345")
 
 
-def test_a_disk_that_stays_full_is_told_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, data: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_disk_that_stays_full_costs_metrics_that_are_counted_and_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, room = os.write, [False]
 
-    journal = Journal(tmp_path / "events.jsonl")
-    monkeypatch.setattr("rankzero.tracking.journal.os.write", full)
+    def write(descriptor: int, data: Any) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    folder = make_folder(tmp_path)
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    monkeypatch.setattr("rankzero.tracking.journal.os.write", write)
     monkeypatch.setattr("rankzero.tracking.journal.MOST_WAITING_BYTES", 1000)
-    journal(ended("x" * 700))
-    with pytest.raises(OSError, match="No space left"):
-        journal(ended("x" * 700))
-    with pytest.raises(OSError, match="No space left"):
-        journal.close()
+    for number in range(1, 101):
+        log(steps(number, number))
+    log(saved(folder, 50))
+    assert capsys.readouterr().out.count("the disk has been full for so long") == 1
+    room[0] = True
+    log(steps(101, 101))
+    log(ended())
+    log.close()
+    found = list(read_all(folder.events))
+    kept = [event.steps[0] for event in found if isinstance(event, StepsLogged)]
+    (told,) = [event.text for event in found if isinstance(event, Noticed)]
+    assert kept[:3] == [1, 2, 3] and kept[-1] == 101, "what fitted, and what came once there was room"
+    assert f"{101 - len(kept) + 1} events" in told, "each is counted, the notice that found no room, too"
+    assert isinstance(found[-1], RunEnded) and any(isinstance(event, CheckpointSaved) for event in found)
 
 
 def test_a_disk_that_cannot_sync_stops_no_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankzero.tracking.progress import Progress
 from rankzero.tracking.provenance import Provenance, allowed, collect, environment, write_artifacts, write_packages
 from rankzero.tracking.secrecy import (
     command_without_secrets,
+    line_without_secrets,
     settings_without_secrets,
     text_without_secrets,
     url_without_secrets,
@@ -241,3 +243,13 @@ def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_packages(tmp_path / "moved away" / "artifacts")
     assert not (tmp_path / "moved away").exists()
+
+
+def test_a_secret_is_not_cut_in_two_before_it_is_looked_for() -> None:
+    text = "x" * 470 + " postgresql://user:hunter2hunter2@host/db"
+    assert "hunter2" in text_without_secrets(text[:500]), "half of it looks like nothing"
+    told = line_without_secrets(text)
+    assert "hunter2" not in told and len(told) <= 500
+    progress = Progress()
+    progress.reject("x", text)
+    assert "x" * 470 in progress.reasons[0] and "hunter2" not in progress.reasons[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,3 +45,29 @@ def test_a_server_that_refuses_is_not_waited_for_as_one_that_may_answer(
     monkeypatch.setattr(sync, "TROUBLED_SECONDS", 0.3)
     state.save(state.path_of(folder, 0), state.Progress(error="ConnectionError: refused"))
     assert 0.3 <= waited(folder) < LONG
+
+
+def test_another_failed_try_is_no_reason_to_wait_longer(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
+    monkeypatch.setattr(sync, "TROUBLED_SECONDS", 0.5)
+    over = threading.Event()
+
+    def fail() -> None:
+        failures = 0
+        while not over.wait(0.1):
+            failures += 1
+            state.save(state.path_of(folder, 0), state.Progress(error=f"try {failures}: refused", failures=failures))
+
+    trying = threading.Thread(target=fail)
+    trying.start()
+    try:
+        assert 0.5 <= waited(folder) < 5.0
+    finally:
+        over.set()
+        trying.join()
+
+
+def test_a_run_that_has_not_begun_is_not_ended_by_who_would_deliver_it(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    sync.deliver(folder, patience=0.0)
+    assert not folder.events.exists()

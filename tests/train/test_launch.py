@@ -11,6 +11,7 @@ import pytest
 
 from rankzero.train import launch
 from rankzero.train.launch import wait_by_looking
+from rankzero.train.relay import Relay
 from train.returning import fail_without_words, returned
 
 
@@ -41,8 +42,8 @@ def test_looking_ends_in_time() -> None:
 def test_a_rank_that_fails_on_a_full_disk_is_a_failure_like_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(launch.WorkersFailed, match="no room on the disk"):
-        launch.run(launch.Nodes(2), fail_without_words, str(tmp_path), tmp_path / "logs")
+    with Relay() as signals, pytest.raises(launch.WorkersFailed, match="no room on the disk"):
+        launch.run(launch.Nodes(2), fail_without_words, str(tmp_path), tmp_path / "logs", signals)
     other = int((tmp_path / "1").read_text())
     assert not psutil.pid_exists(other) or psutil.Process(other).status() == psutil.STATUS_ZOMBIE
     assert "Traceback" not in capfd.readouterr().err

@@ -19,6 +19,7 @@ from rankzero.experiment import Train
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import checkpoint, launch
 from rankzero.train.device import gpu_uuids
+from rankzero.train.relay import Relay
 from rankzero.train.strategies import build, naming, processes, shards
 from rankzero.train.strategies.interface import Arithmetic
 from rankzero.train.strategies.pipeline import SCHEDULES, Pipeline
@@ -77,7 +78,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train all cases in one process group, through the real launcher."""
     found = tmp_path_factory.mktemp("strategies")
     launch.warm_up()
-    launch.run(launch.Nodes(2), two_ranks.main, (str(found), CASES), found / "logs")
+    with Relay() as signals:
+        launch.run(launch.Nodes(2), two_ranks.main, (str(found), CASES), found / "logs", signals)
     return found
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rankzero.train import failure
 from rankzero.train.watchdog import waits
 
 LIMIT_SECONDS = 0.4
@@ -116,3 +117,11 @@ def stopped_in_a_child() -> list[int]:
     code = "from rankzero.train.watchdog import stopped_beside; print(*stopped_beside())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     return [int(word) for word in done.stdout.split()]
+
+
+def test_a_secret_in_the_line_that_hangs_is_not_passed_on(tmp_path: Path) -> None:
+    failure.write(
+        failure.Failure(1.0, 0, "hung in get('https://me:hunter2@x')", 'get("https://me:hunter2@x")'), tmp_path
+    )
+    (word,) = tmp_path.glob("rank_*.json")
+    assert "hunter2" not in word.read_text() and failure.first(tmp_path) is not None

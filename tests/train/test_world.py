@@ -14,6 +14,7 @@ from rankzero.tracking.folder import Identity
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import launch, world
 from rankzero.train.launch import Nodes
+from rankzero.train.relay import Relay
 from rankzero.train.request import make_folder, request_for
 from rankzero.train.world import World
 from train.two_ranks import LAYERED, layered, waits
@@ -33,10 +34,12 @@ def test_what_is_large_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch, conten
 
 @pytest.mark.parametrize(("strategy", "groups"), [("fsdp", 1), ("pp", 2)])
 def test_who_waits_is_not_ended_by_a_process_group_before_the_watchdog_names_who_hangs(
-    tmp_path: Path, strategy: str, groups: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, groups: int
 ) -> None:
-    identity = Identity("waits", "0" * 32, "hangs", "sqlite:///unused.db", experiment_file=str(LAYERED))
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0")  # nobody waits for what nobody reads
+    identity = Identity("waits", "0" * 32, "hangs", "http://127.0.0.1:9", experiment_file=str(LAYERED))
     request = request_for(make_folder(tmp_path, identity), layered(train__strategy=strategy, train__steps=2), {})
-    assert launch.run(Nodes(2), waits, request, tmp_path / "logs") == "FINISHED"
+    with Relay() as signals:
+        assert launch.run(Nodes(2), waits, request, tmp_path / "logs", signals) == "FINISHED"
     for rank in (0, 1):
         assert json.loads((tmp_path / str(rank)).read_text()) == [86400] * groups

@@ -6,7 +6,7 @@ import argparse
 import ast
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rankzero import config
@@ -15,10 +15,11 @@ from rankzero.cli.console import Console
 from rankzero.errors import RunFailed, UserError
 from rankzero.exit_codes import FAILED, FINISHED, RESUMABLE
 from rankzero.experiment import Experiment, Train
-from rankzero.tracking import catalog, provenance, sync
+from rankzero.tracking import catalog, incumbent, provenance, sync
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.host import usable_cores
 from rankzero.train import failure, launch
+from rankzero.train.relay import Relay
 from rankzero.train.request import OUT_OF_MEMORY, request_for, write_config
 
 # Libraries whose import is slow and harmless in the server that workers are forked from: no threads, no CUDA.
@@ -61,20 +62,29 @@ def run(attempt: Attempt) -> int:
 
     Where a device runs out of memory, all ranks begin again from the newest checkpoint with half the micro-batch.
     """
-    folder = attempt.folder
-    console, status = _launched(attempt)
+    if not attempt.resumes:
+        incumbent.claim(attempt.folder, 0)  # until the ranks begin, which may wait for another machine's
+    with Relay() as signals:
+        attempt, console, status = _trained(attempt, signals)
+        if not attempt.folder.events.exists():
+            return _without_rank_zero(attempt, status, console.failed)
+        heard = len(signals.received)  # what comes from now on can only mean the waiting
+        _finish_tracking(attempt, console, lambda: len(signals.received) > heard)
+        return _report(attempt, console)
+
+
+def _trained(attempt: Attempt, signals: Relay) -> tuple[Attempt, Console, str]:
+    """Launch until memory suffices; return the attempt that it sufficed, what was shown, and the status."""
+    console, status = _launched(attempt, signals)
     while status == "FAILED" and (smaller := _with_half_the_micro_batch(attempt)) is not None:
         attempt = smaller
         console.notice(f"out of memory: {attempt.tags[OUT_OF_MEMORY]}, and on from the newest checkpoint")
-        write_config(folder, attempt.experiment)
-        console, status = _launched(attempt)
-    if not folder.events.exists():
-        return _without_rank_zero(attempt, status, console.failed)
-    _finish_tracking(attempt, console)
-    return _report(attempt, console)
+        write_config(attempt.folder, attempt.experiment)
+        console, status = _launched(attempt, signals)
+    return attempt, console, status
 
 
-def _launched(attempt: Attempt) -> tuple[Console, str]:
+def _launched(attempt: Attempt, signals: Relay) -> tuple[Console, str]:
     """Launch and show until all processes have ended; return what was shown, and the status."""
     from rankzero.train import worker
 
@@ -84,7 +94,7 @@ def _launched(attempt: Attempt) -> tuple[Console, str]:
     console = Console(folder, attempt.experiment.goal, attempt.root, advise=advice)
     with console:
         try:
-            status = launch.run(attempt.nodes, worker.main, request, folder.path / "logs")
+            status = launch.run(attempt.nodes, worker.main, request, folder.path / "logs", signals)
         except launch.WorkersFailed as error:
             console.failed = str(error)
     return console, status
@@ -160,24 +170,23 @@ def _provenance(attempt: Attempt) -> Mapping[str, str]:
     return {**provenance.environment(found), "rankzero.experiment_file": reference}
 
 
-def _finish_tracking(attempt: Attempt, console: Console) -> None:
-    """Wait while the recorder gets on; log the final model of a finished run."""
+def _finish_tracking(attempt: Attempt, console: Console, hurried: Callable[[], bool]) -> None:
+    """Wait while the recorder gets on; log the final model of a finished run. Who is `hurried` waits for nothing."""
     from rankzero.train import export
 
     with console.status("delivering to MLflow"):
-        delivery = sync.wait(attempt.folder)
+        delivery = sync.wait(attempt.folder, enough=lambda delivery: sync.told(delivery) or hurried())
     if not delivery.done:
-        console.notice(
-            f"not everything is in MLflow yet ({delivery.error or 'its answers are slow'}); nothing is "
-            f"lost: rankzero sync {attempt.folder.path.name}"
-        )
+        why = delivery.error or ("nobody waited" if hurried() else "its answers are slow")
+        name = attempt.folder.path.name
+        console.notice(f"not everything is in MLflow yet ({why}); nothing is lost: rankzero sync {name}")
         return
     for line in delivery.trouble:
         console.notice(line)
     finished = console.ended is not None and console.ended.status == "FINISHED"
     if finished and attempt.experiment.train.log_model and not attempt.joined:
         with console.status("logging the best model to MLflow"):
-            export.in_new_process(attempt.folder, console.notice)
+            export.in_new_process(attempt.folder, console.notice, hurried)
 
 
 def _report(attempt: Attempt, console: Console) -> int:

@@ -25,6 +25,7 @@ from rankzero.errors import UserError
 from rankzero.search import mirror
 from rankzero.search.share import EVERYTHING, VISIBLE, Share
 from rankzero.train import launch
+from rankzero.train.relay import Relay
 
 ORPHAN_SECONDS = 20.0  # what the ranks get to stop by themselves once the search is gone
 STEERING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT)
@@ -126,7 +127,9 @@ def _ran(entry: str, nodes: launch.Nodes, request: Any, logs: str) -> str:
     module, _, function = entry.partition(":")
     with _output_to(Path(logs) / "launcher.log"):
         try:
-            return launch.run(nodes, getattr(importlib.import_module(module), function), request, Path(logs))
+            begin = getattr(importlib.import_module(module), function)
+            with Relay() as signals:
+                return launch.run(nodes, begin, request, Path(logs), signals)
         except Exception as error:  # the run's journal has the reason; what torchrun says of it is a detail
             print(error, flush=True)
             return "FAILED"

@@ -86,8 +86,9 @@ def mirrored(description: Description) -> Experiment:
 
 
 def _child(reference: str, settings: Mapping[str, str], processes: int | None, parallel: int, pipe: _Pipe) -> None:
-    from rankzero.train import failure
+    from rankzero.train import failure, relay
 
+    relay.release()
     try:
         pipe.send(("described", _described(reference, settings, processes, parallel)))
     except UserError as error:

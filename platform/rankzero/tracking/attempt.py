@@ -12,6 +12,7 @@ from rankzero.events import RunEnded
 from rankzero.tracking import incumbent
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.journal import Journal, read
+from rankzero.tracking.secrecy import text_without_secrets
 
 UNSAID = "rank 0 died without a word (killed by a signal such as SIGKILL or the out-of-memory killer)"
 
@@ -81,7 +82,8 @@ def say_end(folder: RunFolder, since: float, unsaid: str = UNSAID, at: float | N
     for path in folder.failures.glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             failure = json.loads(path.read_text())
-            found.append((float(failure["time"]), str(failure["reason"]), str(failure["error"] or "")))
+            reason, error = (text_without_secrets(str(failure[name] or "")) for name in ("reason", "error"))
+            found.append((float(failure["time"]), reason, error))
     _, reason, error = min((failure for failure in found if failure[0] >= since), default=(0.0, unsaid, ""))
     journal = Journal(folder.events)
     journal(RunEnded(at or time.time(), "FAILED", reason, error or None, {}))

@@ -27,7 +27,7 @@ from rankzero.tracking.folder import EVENTS, FolderGone, RunFolder
 from rankzero.tracking.journal import READ_BYTES, take
 from rankzero.tracking.page import written
 from rankzero.tracking.retry import Backoff, refusal
-from rankzero.tracking.secrecy import text_without_secrets
+from rankzero.tracking.secrecy import line_without_secrets, text_without_secrets
 from rankzero.tracking.store import RunGone
 from rankzero.tracking.suspicion import Suspicion
 from rankzero.tracking.uploads import upload
@@ -151,7 +151,7 @@ class Deliverer:
         if self._away_since is None:
             self._away_since = time.monotonic()
             self.progress.outages += 1
-        self.progress.error = text_without_secrets(f"{type(error).__name__}: {error}"[:500])
+        self.progress.error = line_without_secrets(f"{type(error).__name__}: {error}")
         log.warning("try %d failed: %s", backoff.failures, self.progress.error)
         self.commit()
         return False

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rankzero.events import CheckpointSaved, Event, RunEnded, RunStarted, StepsLogged, decode, encode
+from rankzero.events import CheckpointSaved, Event, Noticed, RunEnded, RunStarted, StepsLogged, decode, encode
 
 READ_BYTES = 1 << 20  # what a reader holds in memory at a time
 MOST_WAITING_BYTES = 64 << 20  # what a writer holds while it cannot write
+MILESTONES = (RunStarted, CheckpointSaved, RunEnded)
 STEPS_SECONDS = 0.5  # between writes of steps: a run that reports each step does not pay a write for each
 
 
@@ -26,19 +28,25 @@ class Journal:
     Events are handed to the operating system at once, so they survive the death of the process; of
     StepsLogged only those a while after the last, others wait in memory for the next event or `flush`.
     RunStarted, CheckpointSaved and RunEnded are also synced to the disk. While the disk is
-    full, lines wait in memory, and the next event tries again; past `MOST_WAITING_BYTES` it raises OSError.
+    full, lines wait in memory, and the next event tries again; past `MOST_WAITING_BYTES` events other than those
+    three are lost, and counted: in `lost`, and in the journal once there is room.
     """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._waiting = bytearray() if _ends_with_newline(path) else bytearray(b"\n")
         self._steps_written = 0.0
+        self.lost = self._untold = 0
 
     def __call__(self, event: Event) -> None:
-        self._waiting += (encode(event) + "\n").encode()
+        if self._has_no_room_for(event):
+            self.lost += 1
+            self._untold += 1
+            return
+        self._waiting += _line(event)
         if self._is_due(event):
             self._write()
-        if isinstance(event, (RunStarted, CheckpointSaved, RunEnded)):
+        if isinstance(event, MILESTONES):
             with contextlib.suppress(OSError):  # network file systems tell of a full disk here; the journal goes on
                 os.fsync(self._descriptor)
 
@@ -53,6 +61,12 @@ class Journal:
         finally:
             os.close(self._descriptor)
 
+    def _has_no_room_for(self, event: Event) -> bool:
+        if len(self._waiting) <= MOST_WAITING_BYTES or isinstance(event, MILESTONES):
+            return False
+        self._write()
+        return len(self._waiting) > MOST_WAITING_BYTES
+
     def _is_due(self, event: Event) -> bool:
         """Tell whether to write now. What ends at the same time, as the events of one window do, goes together."""
         if not isinstance(event, StepsLogged) or not event.times:
@@ -64,16 +78,17 @@ class Journal:
         return True
 
     def _write(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             self._drain()
-        except OSError:
-            if len(self._waiting) > MOST_WAITING_BYTES:
-                raise
 
     def _drain(self) -> None:
         while self._waiting:
             written = os.write(self._descriptor, self._waiting)
             del self._waiting[:written]
+            if not self._waiting and self._untold:
+                text = f"the disk was full for so long that {self._untold:,} events, of metrics above all, are lost"
+                self._waiting += _line(Noticed(time.time(), text))
+                self._untold = 0
 
 
 class Taken(NamedTuple):
@@ -114,6 +129,10 @@ def read_all(path: Path) -> Iterator[Event]:
         if behind == offset:
             return
         offset = behind
+
+
+def _line(event: Event) -> bytes:
+    return (encode(event) + "\n").encode()
 
 
 def _lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[str], int]:

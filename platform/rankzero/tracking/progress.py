@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rankzero.events import Event, RunEnded, decode
 from rankzero.tracking.folder import RunFolder, write_atomically
-from rankzero.tracking.secrecy import text_without_secrets
+from rankzero.tracking.secrecy import line_without_secrets
 
 REASONS_KEPT = 20
 ARTIFACTS = "artifacts"
@@ -108,7 +108,7 @@ class Progress:
     def reject(self, what: str, reason: str) -> None:
         """Count something that is set aside, and remember why."""
         self.rejected += 1
-        self.reasons = [*self.reasons, text_without_secrets(f"{what}: {reason}"[:500])][-REASONS_KEPT:]
+        self.reasons = [*self.reasons, line_without_secrets(f"{what}: {reason}")][-REASONS_KEPT:]
 
     def reject_once(self, what: str, reason: str) -> None:
         """Count something that is set aside each time it is looked at, the first time."""

@@ -17,6 +17,7 @@ from rankzero.tracking.ranks import Ranks
 from rankzero.tracking.secrecy import text_without_secrets
 
 MOST_NOTICES = 200
+FULL = "the disk has been full for so long that metrics are lost from now on, until there is room"
 
 
 class RunLog:
@@ -70,6 +71,8 @@ class RunLog:
         problems, self._emit.problems = self._emit.problems, []
         for problem in problems:
             self.notice(problem)
+        if self._journal is not None and self._journal.lost and FULL not in self._told:
+            self.notice(FULL)
 
     def close(self) -> None:
         """Close the journal, and let the recorder finish by itself."""

@@ -57,6 +57,11 @@ def text_without_secrets(text: str) -> str:
     return text
 
 
+def line_without_secrets(text: str, most: int = 500) -> str:
+    """Return the first `most` characters of `text_without_secrets`: a secret that is cut in two is not recognised."""
+    return text_without_secrets(text[: 40 * most])[:most]  # answers of servers are megabytes
+
+
 def settings_without_secrets(settings: Mapping[str, str]) -> dict[str, str]:
     """Return settings by key, the values of those that are secret by name or by shape blotted out."""
     return {key: _without_secret(key, value) for key, value in settings.items()}

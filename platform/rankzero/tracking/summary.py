@@ -116,10 +116,10 @@ def read_summary(folder: RunFolder) -> Summary:
 
 
 def _unended(folder: RunFolder) -> str:
+    begun = folder.events.exists()
     if incumbent.writer_lives(folder):
-        return "RUNNING"
-    begun = folder.events.exists() or time.time() - incumbent.beat(folder) > STARTING_SECONDS
-    return "DIED" if begun else "STARTING"
+        return "RUNNING" if begun else "STARTING"
+    return "DIED" if begun or time.time() - incumbent.beat(folder) > STARTING_SECONDS else "STARTING"
 
 
 def tail(path: Path) -> list[Event]:

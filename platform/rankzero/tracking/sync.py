@@ -85,11 +85,17 @@ def wait(
     while not enough(before) and time.monotonic() - moved < _patience(timeout, before) and _recorder_lives(folder):
         time.sleep(0.1)
         now = of_family(folder)
-        if now != before:
-            before, moved = now, time.monotonic()
-            if on_progress is not None:
-                on_progress(now)
+        if _reached(now) != _reached(before):
+            moved = time.monotonic()
+        if now != before and on_progress is not None:
+            on_progress(now)
+        before = now
     return of_family(folder)
+
+
+def _reached(delivery: Delivery) -> tuple[object, ...]:
+    """Return how far it is; another failed try, which changes the words about it, is no progress."""
+    return delivery.delivered, delivery.pending, delivery.rejected, delivery.done, delivery.undrawn, delivery.run_id
 
 
 def _patience(timeout: float | None, delivery: Delivery) -> float:
@@ -135,7 +141,7 @@ def deliver(
 def _deliver_node(
     folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None, patience: float
 ) -> None:
-    if node == 0 and not incumbent.writer_lives(folder) and not _is_ended(folder):
+    if node == 0 and _is_dead(folder):
         stale.close(folder)
     deliverer, moved = Deliverer(folder, node), time.monotonic()
     deliverer.hasten()
@@ -147,6 +153,12 @@ def _deliver_node(
         else:
             time.sleep(0.1)
     deliverer.commit()
+
+
+def _is_dead(folder: RunFolder) -> bool:
+    """Tell whether a run's writer is gone without a word; of one that has not begun, only after a while."""
+    begun = folder.events.exists()
+    return not incumbent.writer_lives(folder) and not _is_ended(folder) and (begun or stale.is_stale(folder))
 
 
 def _is_ended(folder: RunFolder) -> bool:

@@ -18,22 +18,33 @@ from rankzero.experiment import Experiment
 from rankzero.tracking import sync
 from rankzero.tracking.folder import RunFolder, write_atomically
 from rankzero.tracking.secrecy import text_without_secrets
-from rankzero.train import checkpoint
+from rankzero.train import checkpoint, relay
 from rankzero.train.feed import Feed
 
 NAME = "best_model"
 MARK = "best_model.json"
+LOOK_SECONDS = 0.1
 EXAMPLE_SAMPLES = 2  # more than one, so that the exporter does not take the batch for a constant
 
 
-def in_new_process(folder: RunFolder, notice: Callable[[str], None]) -> None:
-    """Log the run's best model from a process of its own; a failure is a notice, never the run's failure."""
+def in_new_process(
+    folder: RunFolder, notice: Callable[[str], None], hurried: Callable[[], bool] = lambda: False
+) -> None:
+    """Log the run's best model from a process of its own; a failure is a notice, never the run's failure.
+
+    Gives up as soon as somebody is `hurried`.
+    """
     context = multiprocessing.get_context("forkserver")
     problems = context.SimpleQueue()
     process = context.Process(target=_child, args=(str(folder.path), problems))
     process.start()
+    while process.is_alive() and not hurried():
+        process.join(LOOK_SECONDS)
+    process.terminate()
     process.join()
-    if not problems.empty():
+    if hurried():
+        notice("the best model was not logged to MLflow: the command was told to stop")
+    elif not problems.empty():
         notice(f"the best model was not logged to MLflow: {problems.get()}")
     elif process.exitcode:
         notice(f"the best model was not logged to MLflow: its process ended with {process.exitcode}")
@@ -152,6 +163,7 @@ def _kinds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def _child(folder: str, problems: Any) -> None:
+    relay.release()
     try:
         best(RunFolder(Path(folder)))
     except Exception as error:

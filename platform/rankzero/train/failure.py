@@ -49,9 +49,12 @@ def is_out_of_memory(text: str) -> bool:
 
 
 def write(failure: Failure, folder: Path) -> None:
-    """Leave word in ``<folder>/rank_<r>.json``."""
+    """Leave word in ``<folder>/rank_<r>.json``, without secrets: it goes to MLflow."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(failure)))
+    told = dataclasses.replace(
+        failure, reason=text_without_secrets(failure.reason), error=text_without_secrets(failure.error)
+    )
+    write_atomically(folder / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(told)))
 
 
 def forget(folder: Path, rank: int) -> None:

@@ -14,11 +14,13 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver, synchronize
+from collections.abc import Callable, Sequence
+from multiprocessing import synchronize
 from pathlib import Path
-from types import FrameType
 from typing import Any
+
+from rankzero.train import relay
+from rankzero.train.relay import Relay
 
 START_METHOD = "forkserver"
 # Making the first optimizer imports torch._dynamo, which takes about as long as PyTorch itself.
@@ -28,11 +30,6 @@ NOISY = (
     "torch.distributed.elastic.multiprocessing.errors",
 )  # fmt: skip
 MONITOR_SECONDS = 0.5  # between looks at the workers: each costs them a moment of a core
-PASSED_ON = {
-    signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
-    signal.SIGUSR1: signal.SIGUSR1,
-}  # fmt: skip
-TRANSLATED = {signal.SIGUSR2: signal.SIGUSR2, signal.SIGQUIT: signal.SIGKILL}
 LOOK_SECONDS = 0.01
 SHUTDOWN_SECONDS = 30  # what a rank gets to leave once another has failed, before SIGKILL
 
@@ -58,14 +55,15 @@ class WorkersFailed(Exception):
 def warm_up(modules: Sequence[str] = ()) -> None:
     """Start the server, which imports PyTorch and `modules` in the background. Returns at once."""
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
-    forkserver.ensure_running()
+    relay.start_server()
 
 
-def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path) -> str:
+def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path, signals: Relay) -> str:
     """Run `entry(request)` in every process of this node; return what the first of them returned.
 
     SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process reach the workers, which stop at the same step; a second
-    one ends them as an exception does, SIGQUIT ends them whatever they do. SIGUSR2: the run is pruned.
+    one ends them as an exception does, SIGQUIT ends them whatever they do. SIGUSR2: the run is pruned. After any of
+    the first four nothing is started again.
     Raises WorkersFailed.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -81,9 +79,13 @@ def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path) -> 
         start_method=START_METHOD,
         shutdown_timeout=SHUTDOWN_SECONDS,
     )
-    with _signals_passed_on(agent), contextlib.closing(_Rendezvous(agent)):
+    relay.start_server()
+    with contextlib.closing(_Rendezvous(agent)):
         try:
-            result = agent.run()
+            with signals.to(agent):
+                result = agent.run()
+        except relay.Stopped as stopped:
+            raise WorkersFailed(str(stopped)) from None
         except json.JSONDecodeError as error:  # the file in which the agent looks for a failed rank's last words
             raise WorkersFailed("a rank failed, and there was no room on the disk to say why") from error
     if result.is_failed():
@@ -135,6 +137,7 @@ def enter(entry: Callable[[Any], str], request: Any) -> str:
     each that sleeps on it to wake, for ever where one was killed meanwhile (seen with PyTorch 2.15). Who looks does
     not sleep.
     """
+    relay.release_for(entry)
     result = entry(request)
     synchronize.Event.wait = wait_by_looking  # type: ignore[assignment, method-assign]
     return result
@@ -165,31 +168,3 @@ class _Rendezvous:
 
     def close(self) -> None:
         self._handler.shutdown()
-
-
-@contextlib.contextmanager
-def _signals_passed_on(agent: Any) -> Iterator[None]:
-    """Pass signals on to the workers; the agent's own way would give them 30 seconds, then SIGKILL."""
-    received: list[int] = []
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-        _signal_workers(agent, PASSED_ON[signal.Signals(number)] if len(received) == 1 else signal.SIGQUIT)
-
-    def translate(number: int, _frame: FrameType | None) -> None:
-        _signal_workers(agent, TRANSLATED[signal.Signals(number)])
-
-    before = {number: signal.signal(number, pass_on) for number in PASSED_ON}
-    before |= {number: signal.signal(number, translate) for number in TRANSLATED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _signal_workers(agent: Any, number: signal.Signals) -> None:
-    for worker in agent.get_worker_group().workers:
-        if isinstance(worker.id, int):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.id, number)

@@ -11,6 +11,8 @@ import threading
 import time
 from types import FrameType
 
+from rankzero.train import relay
+
 REASONS = {
     1: "stopped by SIGTERM",
     2: "stopped by Ctrl-C",
@@ -56,10 +58,14 @@ class Stop:
 
 
 def listen(stop: Stop) -> None:
-    """Let SIGTERM, SIGINT and a search's SIGUSR2 set `stop`, and SIGQUIT end this process at once. Main thread only."""
+    """Let SIGTERM, SIGINT and a search's SIGUSR2 set `stop`, and SIGQUIT end this process at once. Main thread only.
+
+    What came before, while signals were held, is heard now.
+    """
     for number in _CODES:
         signal.signal(number, lambda received, _frame: stop(_CODES[signal.Signals(received)]))
     signal.signal(signal.SIGQUIT, _interrupt)
+    relay.release()
 
 
 def end_with_launcher(stop: Stop) -> None:

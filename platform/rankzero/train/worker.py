@@ -27,6 +27,7 @@ from rankzero.train.job import Job, State
 from rankzero.train.loop import fit, frozen_heap
 from rankzero.train.meters import Tally
 from rankzero.train.optimizers import as_values, options
+from rankzero.train.relay import listens
 from rankzero.train.request import OUT_OF_MEMORY, Request
 from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, end_with_launcher, listen
 from rankzero.train.straggler import Stopwatch
@@ -43,6 +44,7 @@ class Outcome:
     reason: str
 
 
+@listens
 def main(request: Request) -> str:
     """Train; return the status of the attempt on this rank. The entry point of every worker."""
     ranks = launcher.detect()

@@ -1,0 +1,94 @@
+"""Signals to the command at the moments that nobody thinks of: while ranks start, twice, when they have ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from cli.conftest import TINY, Command, events, free_port, processes_of, tracked
+from rankzero.events import RunEnded, RunStarted
+from rankzero.tracking.folder import RunFolder
+
+ENDLESS = ("step_seconds=0.02", "train.epochs=1000", "train.log_every=2")
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.01)
+
+
+def has_a_rank(command: Command) -> bool:
+    """Tell whether there is a process that the server of workers has forked."""
+    servers = [one.pid for one in processes_of(command.folder) if "forkserver" in " ".join(one.cmdline())]
+    return any(psutil.Process(pid).children() for pid in servers)
+
+
+def has_the_agents_logs(command: Command) -> bool:
+    return any((folder.path / "logs").exists() for folder in command.runs)
+
+
+def starts(folder: RunFolder) -> int:
+    return sum(isinstance(event, RunStarted) for event in events(folder))
+
+
+@pytest.mark.parametrize("moment", [has_the_agents_logs, has_a_rank])
+def test_a_signal_while_the_ranks_start_is_heard(rankzero: Command, moment: Callable[[Command], bool]) -> None:
+    process = rankzero.start("train", TINY, "--nproc", 2, "--run-name", "early", *ENDLESS)
+    wait_until(lambda: moment(rankzero))
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=90)
+    folder = RunFolder(rankzero.folder / "mlruns/runs/early")
+    if "before it began" in output:
+        assert process.returncode == 1 and not folder.events.exists()
+    else:
+        assert process.returncode == 75, output
+        assert tracked(folder).status == "KILLED" and starts(folder) == 1
+    assert not [one for one in processes_of(rankzero.folder) if "forkserver" in " ".join(one.cmdline())]
+
+
+def test_a_scheduler_that_signals_every_process_gets_a_checkpoint(rankzero: Command) -> None:
+    process = rankzero.start("train", TINY, "--nproc", 2, *ENDLESS)
+    folder = rankzero.wait_for_step(4)
+    for one in processes_of(rankzero.folder):
+        one.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert tracked(folder).status == "KILLED" and any(folder.checkpoints.glob("step_*"))
+
+
+def test_a_second_signal_ends_the_training_and_is_no_reason_to_begin_again(rankzero: Command) -> None:
+    process = rankzero.start("train", TINY, "--nproc", 2, "--max-restarts", 3, "step_seconds=5", "train.epochs=1000")
+    wait_until(lambda: any(folder.events.exists() and starts(folder) for folder in rankzero.runs))
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode in (1, 75), output
+    (folder,) = rankzero.runs
+    assert starts(folder) == 1
+    assert tracked(folder).status in ("KILLED", "FAILED")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_while_the_end_is_delivered_cuts_the_wait_and_not_the_exit_code(
+    rankzero: Command, number: signal.Signals
+) -> None:
+    rankzero.environ["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{free_port()}"
+    process = rankzero.start("train", TINY, "train.steps=4", "--run-name", "late")
+    folder = RunFolder(rankzero.folder / "mlruns/runs/late")
+    wait_until(lambda: folder.events.exists() and any(isinstance(event, RunEnded) for event in events(folder)))
+    time.sleep(2.0)  # the agent sees within half a second that its workers have ended
+    assert process.poll() is None, "nothing was waited for"
+    told = time.monotonic()
+    os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert time.monotonic() - told < 5.0
+    assert "rankzero sync late" in output
