@@ -26,9 +26,10 @@ from pathlib import Path
 import torch
 
 from rankzero.tracking.mlflow import Tracker
-from torture import promises, room
+from torture import curves, promises, room
+from torture.curves import Curves
 from torture.fuzzing import Fuzzed, fuzz
-from torture.ground import CROWD, Broken, Ground
+from torture.ground import CROWD, Broken, Ground, Turn
 from torture.scenarios import SCENARIOS
 from torture.scenarios.training import SETTINGS, TINY
 from torture.servers import Server
@@ -60,8 +61,8 @@ class Field:
     """An MLflow database without a run: a copy is quicker than a new one."""
     server: str
     """An MLflow server's address."""
-    reference: dict[int, float]
-    """The losses of a training that nobody disturbed."""
+    reference: Curves
+    """The metrics of a training that nobody disturbed."""
     crowd: int = CROWD
     """How many runs a crowd is."""
 
@@ -89,16 +90,16 @@ def campaign(field: Field, seed: int, faults: int, minutes: float | None, only: 
     names = list(only or SCENARIOS)
     began, injected, number = time.monotonic(), 0, 0
     while injected < faults and (minutes is None or time.monotonic() - began < 60 * minutes):
-        result = tried(field, names[number % len(names)], seed + number)
+        result = tried(field, names[number % len(names)], seed + number, Turn(seed, number // len(names)))
         injected, number = injected + len(result.faults), number + 1
         yield result
 
 
-def tried(field: Field, scenario: str, seed: int) -> Result:
+def tried(field: Field, scenario: str, seed: int, turn: Turn = Turn()) -> Result:
     """Run one scenario in a folder of its own."""
     folder = field.folder / f"{seed}-{scenario.replace(' ', '-')}"
     folder.mkdir()
-    ground = Ground(folder, seed, field.store, field.crowd)
+    ground = Ground(folder, seed, field.store, field.crowd, turn)
     ground.environ["TORTURE_SERVER"] = field.server
     began, broken = time.monotonic(), None
     try:
@@ -127,7 +128,7 @@ def prepared(crowd: int = CROWD) -> Iterator[Field]:
         ground.run("train", TINY, *SETTINGS)
         run = ground.the_run()
         assert run is not None
-        yield Field(folder, store, server.uri, promises.journaled(run), crowd)
+        yield Field(folder, store, server.uri, curves.latest(run), crowd)
     with contextlib.suppress(OSError):
         shutil.rmtree(folder / "reference")
         shutil.rmtree(folder / "server")

@@ -11,11 +11,11 @@ from torture import promises
 from torture.damage import DAMAGES
 from torture.disks import Disk, small_disk
 from torture.ground import Broken, Ground, wait_for
-from torture.promises import Losses
-from torture.scenarios.training import SETTINGS, STEPS, TINY, at_a_random_moment, ends, finished, the_run
+from torture.promises import Curves
+from torture.scenarios.training import LATER, SETTINGS, STEPS, TINY, at_a_random_moment, ends, finished, the_run
 
 
-def damaged_checkpoints(ground: Ground, reference: Losses) -> None:
+def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
     """Checkpoints truncated, with flipped bits, foreign, malicious: never executed, the one before is used."""
     ground.run("train", TINY, *SETTINGS, "train.keep=3")
     run = the_run(ground)
@@ -46,14 +46,14 @@ def damaged_checkpoints(ground: Ground, reference: Losses) -> None:
     promises.nothing_is_lost(run, reference, steps=STEPS)
 
 
-def checkpoint_disk(ground: Ground, reference: Losses) -> None:
+def checkpoint_disk(ground: Ground, reference: Curves) -> None:
     """The checkpoints' disk is read-only or full, for a while or to the end: training goes on, what was saved stays."""
     command = ground.start("train", TINY, *SETTINGS)
     folder = ground.runs_folder / "run" / "checkpoints"
     wait_for(lambda: (folder.parent / "config.yaml").exists() or not command.running)
     with small_disk(folder, megabytes=1) as disk:
-        at_a_random_moment(ground, command, earliest="step")
-        while command.running and len(ground.faults) < 4:
+        at_a_random_moment(ground, command, LATER)
+        while command.busy() and len(ground.faults) < 4:
             _hurt(ground, disk)
             time.sleep(ground.random.uniform(0.3, 1.5))
         ends(command, 0)

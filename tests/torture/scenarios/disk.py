@@ -7,16 +7,16 @@ import time
 from torture import promises
 from torture.disks import small_disk
 from torture.ground import Ground
-from torture.promises import Losses
-from torture.scenarios.training import SETTINGS, TINY, at_a_random_moment, goes_on, kill, the_run
+from torture.promises import Curves
+from torture.scenarios.training import LATER, SETTINGS, TINY, at_a_random_moment, goes_on, kill, the_run
 
 
-def full_disk(ground: Ground, reference: Losses) -> None:
+def full_disk(ground: Ground, reference: Curves) -> None:
     """The disk is full for a while, or to the end: training goes on or says why not; what was saved stays good."""
     with small_disk(ground.runs_folder.parent) as disk:
         command = ground.start("train", TINY, *SETTINGS)
         at_a_random_moment(ground, command)
-        while command.running and len(ground.faults) < 4:
+        while command.busy() and len(ground.faults) < 4:
             disk.fill()
             ground.hurt("disk full")
             time.sleep(ground.random.uniform(0.5, 2.0))
@@ -29,10 +29,10 @@ def full_disk(ground: Ground, reference: Losses) -> None:
         goes_on(ground, reference, ("FINISHED", "FAILED", "KILLED"))
 
 
-def torn_journal(ground: Ground, reference: Losses) -> None:
+def torn_journal(ground: Ground, reference: Curves) -> None:
     """A machine dies, its journal has torn or foreign lines; what is whole is delivered, and the run goes on."""
     command = ground.start("train", TINY, *SETTINGS)
-    at_a_random_moment(ground, command, earliest="step")
+    at_a_random_moment(ground, command, LATER)
     for role in ("courier", "recorder", "launcher", "rank 0", "other rank", "server"):
         kill(ground, role)
     command.wait()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torture import promises
 from torture.ground import Ground
-from torture.promises import Losses
+from torture.promises import Curves
 from torture.scenarios.training import CLOCK, SETTINGS, STEPS, ends, finished, goes_on
 
 
-def hurt_ranks(ground: Ground, reference: Losses) -> None:
+def hurt_ranks(ground: Ground, reference: Curves) -> None:
     """One rank raises, has no memory, is NaN, at a random step: the run has failed, and goes on without that."""
     what = ground.random.choice(("raise", "nan", "memory", "exit", "segfault", "hang"))
     rank, step = ground.random.randrange(2), ground.random.randrange(1, STEPS)
@@ -21,7 +21,7 @@ def hurt_ranks(ground: Ground, reference: Losses) -> None:
     goes_on(ground, reference, ("FAILED",))
 
 
-def jumping_clock(ground: Ground, reference: Losses) -> None:
+def jumping_clock(ground: Ground, reference: Curves) -> None:
     """The clock jumps by hours, forwards and backwards, on one rank or on both."""
     jumps = ground.random.randrange(1, 5)
     ground.environ["TORTURE_CLOCK"] = " ".join(

@@ -13,7 +13,7 @@ from rankzero.tracking.catalog import folders, last_end
 from rankzero.tracking.mlflow import Tracker
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
-from torture.promises import Losses
+from torture.promises import Curves
 from torture.scenarios.training import TINY
 
 NARROW = TINY.with_name("narrow.py")
@@ -25,7 +25,7 @@ SEARCH = (
 MOST_SITTINGS = 6
 
 
-def killed_search(ground: Ground, _: Losses) -> None:
+def killed_search(ground: Ground, _: Curves) -> None:
     """SIGKILL of the search at random moments, and the same command again: it goes on, nothing is left of before."""
     storage = default_storage(ground.runs_folder.parent)
     for _ in range(ground.random.choice((1, 2, 2))):
@@ -38,7 +38,7 @@ def killed_search(ground: Ground, _: Losses) -> None:
     _study_is_whole(ground, find_study(storage, "s"))
 
 
-def shared_study(ground: Ground, _: Losses) -> None:
+def shared_study(ground: Ground, _: Curves) -> None:
     """Processes that share a study are killed, the one that leads perhaps: the others, or the next, finish it."""
     storage = f"sqlite:///{ground.folder / 'shared.db'}"
     words = (*SEARCH, "--storage", storage)

@@ -12,7 +12,7 @@ from rankzero.tracking.journal import read_all
 from torture import promises
 from torture.disks import Disk, small_disk
 from torture.ground import GRACE_SECONDS, Broken, Command, Ground, wait_for
-from torture.promises import Losses
+from torture.promises import Curves
 from torture.proxy import MODES, Proxy
 from torture.scenarios.training import SETTINGS, TINY, at_a_random_moment, ends, finished, the_run
 from torture.servers import Server
@@ -21,7 +21,7 @@ SLACK_SECONDS = 15.0
 """What a busy machine may add to the grace: importing mlflow, on processor time that nobody wants."""
 
 
-def bad_server(ground: Ground, reference: Losses) -> None:
+def bad_server(ground: Ground, reference: Curves) -> None:
     """An MLflow server that refuses, hangs, answers nonsense, is slow: training ends well, and nothing is lost."""
     server = ground.environ["TORTURE_SERVER"]
     with Proxy(server) as proxy:
@@ -39,7 +39,7 @@ def bad_server(ground: Ground, reference: Losses) -> None:
         finished(ground, reference)
 
 
-def locked_database(ground: Ground, reference: Losses) -> None:
+def locked_database(ground: Ground, reference: Curves) -> None:
     """The embedded store is locked by somebody else, again and again."""
     command = ground.start("train", TINY, *SETTINGS)
     database = ground.runs_folder.parent / "mlflow.db"
@@ -50,7 +50,7 @@ def locked_database(ground: Ground, reference: Losses) -> None:
     finished(ground, reference)
 
 
-def killed_server(ground: Ground, reference: Losses) -> None:
+def killed_server(ground: Ground, reference: Curves) -> None:
     """SIGKILL of MLflow's server, again and again; it comes back on the same store during the run, or only later."""
     with Server(ground.folder / "server", ground.empty) as server:
         command = ground.start("train", TINY, *SETTINGS, "--tracking-uri", server.uri)
@@ -69,7 +69,7 @@ def killed_server(ground: Ground, reference: Losses) -> None:
         finished(ground, reference)
 
 
-def server_away(ground: Ground, reference: Losses) -> None:
+def server_away(ground: Ground, reference: Curves) -> None:
     """No server for the whole run: the command ends within the grace, and the next day `sync` delivers everything."""
     with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
         proxy.mode = ground.random.choice(("refuse", "hang", "500", "garbage", "empty", "login"))
@@ -86,7 +86,7 @@ def server_away(ground: Ground, reference: Losses) -> None:
         finished(ground, reference)
 
 
-def full_server_disk(ground: Ground, reference: Losses) -> None:
+def full_server_disk(ground: Ground, reference: Curves) -> None:
     """The disk of MLflow's server is full for a while: it answers with errors, and gets everything later."""
     root = ground.folder / "server"
     with small_disk(root) as disk, Server(root, ground.empty) as server:
@@ -95,7 +95,7 @@ def full_server_disk(ground: Ground, reference: Losses) -> None:
         finished(ground, reference)
 
 
-def full_store_disk(ground: Ground, reference: Losses) -> None:
+def full_store_disk(ground: Ground, reference: Curves) -> None:
     """The disk of the embedded store is full for a while, the run's own is not."""
     root = ground.folder / "store"
     with small_disk(root) as disk:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rankzero.events import Noticed, SystemSampled
 from rankzero.tracking.folder import RunFolder
 from torture.ground import Broken, Ground
-from torture.promises import Losses
+from torture.promises import Curves
 from torture.scenarios.training import CLOCK, SETTINGS, ends, finished, the_run
 from tracking.stubbed_nvml import (
     DRIVER_NOT_LOADED,
@@ -26,7 +26,7 @@ CALLS = ("nvmlDeviceGetTemperature", "nvmlDeviceGetUtilizationRates", "nvmlDevic
 Driver = Callable[[Ground], dict[str, str]]
 
 
-def gpu_telemetry(ground: Ground, reference: Losses) -> None:
+def gpu_telemetry(ground: Ground, reference: Curves) -> None:
     """NVML is absent, fails, loses a device, is divided (MIG): training goes on, and what went wrong is told once."""
     kind = ground.random.choice(tuple(DRIVERS))
     driver, told = DRIVERS[kind]
