@@ -29,7 +29,7 @@ from rankzero.tracking.mlflow import Tracker
 from torture import curves, promises, room
 from torture.curves import Curves
 from torture.fuzzing import Fuzzed, fuzz
-from torture.ground import CROWD, Broken, Ground, Turn
+from torture.ground import CROWD, FIRST, Broken, Ground, Turn
 from torture.scenarios import SCENARIOS
 from torture.scenarios.training import SETTINGS, TINY
 from torture.servers import Server
@@ -95,7 +95,7 @@ def campaign(field: Field, seed: int, faults: int, minutes: float | None, only: 
         yield result
 
 
-def tried(field: Field, scenario: str, seed: int, turn: Turn = Turn()) -> Result:
+def tried(field: Field, scenario: str, seed: int, turn: Turn = FIRST) -> Result:
     """Run one scenario in a folder of its own."""
     folder = field.folder / f"{seed}-{scenario.replace(' ', '-')}"
     folder.mkdir()

@@ -87,6 +87,9 @@ class Turn:
         return itertools.islice(itertools.cycle(order), self.number * each % len(order), None)
 
 
+FIRST = Turn()
+
+
 class Ground:
     """A folder, the commands that run in it, and the random choices of one scenario.
 
@@ -99,7 +102,7 @@ class Ground:
         seed: int,
         empty: Path,
         crowd: int = CROWD,
-        turn: Turn = Turn(),
+        turn: Turn = FIRST,
     ) -> None:
         self.folder, self.random, self.empty, self.crowd = folder, random.Random(seed), empty, crowd
         self.turn = turn

@@ -12,7 +12,18 @@ from torture.damage import DAMAGES
 from torture.disks import Disk, small_disk
 from torture.ground import Broken, Ground, wait_for
 from torture.promises import Curves
-from torture.scenarios.training import LATER, SETTINGS, STEPS, TINY, at_a_random_moment, ends, finished, the_run
+from torture.scenarios.training import (
+    CLOCK,
+    LATER,
+    SETTINGS,
+    SLOW,
+    STEPS,
+    TINY,
+    at_a_random_moment,
+    ends,
+    finished,
+    the_run,
+)
 
 
 def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
@@ -48,7 +59,7 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
 
 def checkpoint_disk(ground: Ground, reference: Curves) -> None:
     """The checkpoints' disk is read-only or full, for a while or to the end: training goes on, what was saved stays."""
-    command = ground.start("train", TINY, *SETTINGS)
+    command = ground.start("train", CLOCK, *SLOW)
     folder = ground.runs_folder / "run" / "checkpoints"
     wait_for(lambda: (folder.parent / "config.yaml").exists() or not command.running)
     with small_disk(folder, megabytes=1) as disk:

@@ -8,13 +8,13 @@ from torture import promises
 from torture.disks import small_disk
 from torture.ground import Ground
 from torture.promises import Curves
-from torture.scenarios.training import LATER, SETTINGS, TINY, at_a_random_moment, goes_on, kill, the_run
+from torture.scenarios.training import CLOCK, LATER, SLOW, at_a_random_moment, goes_on, kill, the_run
 
 
 def full_disk(ground: Ground, reference: Curves) -> None:
     """The disk is full for a while, or to the end: training goes on or says why not; what was saved stays good."""
     with small_disk(ground.runs_folder.parent) as disk:
-        command = ground.start("train", TINY, *SETTINGS)
+        command = ground.start("train", CLOCK, *SLOW)
         at_a_random_moment(ground, command)
         while command.busy() and len(ground.faults) < 4:
             disk.fill()
@@ -31,7 +31,7 @@ def full_disk(ground: Ground, reference: Curves) -> None:
 
 def torn_journal(ground: Ground, reference: Curves) -> None:
     """A machine dies, its journal has torn or foreign lines; what is whole is delivered, and the run goes on."""
-    command = ground.start("train", TINY, *SETTINGS)
+    command = ground.start("train", CLOCK, *SLOW)
     at_a_random_moment(ground, command, LATER)
     for role in ("courier", "recorder", "launcher", "rank 0", "other rank", "server"):
         kill(ground, role)

@@ -59,7 +59,7 @@ EDGES = (Blow(signal.SIGTERM), Blow(signal.SIGINT), Blow(signal.SIGHUP), Blow(si
 
 
 def signals(ground: Ground, reference: Curves) -> None:
-    """One signal amid the training, to the command or a rank: 75, KILLED, a checkpoint of that step; resumes are exact."""
+    """One signal amid the training, to command or rank: 75, KILLED, a checkpoint of that step, resumed exactly."""
     words: tuple[object, ...] = TRAIN
     for blow in itertools.islice(ground.turn.of(ONCE, 2), 2):
         command = ground.start(*words)
