@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from torture import fuzzing
-from torture.campaign import Field, Result, prepared, report, summary, tried, verdict
+from torture.campaign import Field, prepared, tried
+from torture.results import Result, report, summary, verdict
 
 SEED = 20
 

@@ -22,6 +22,7 @@ SCENARIOS: dict[str, Scenario] = {
     "full store disk": server.full_store_disk,
     "locked database": server.locked_database,
     "full disk": disk.full_disk,
+    "failing disk": disk.failing_disk,
     "torn journal": disk.torn_journal,
     "damaged checkpoints": checkpoints.damaged_checkpoints,
     "checkpoint disk": checkpoints.checkpoint_disk,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 from torture import promises
-from torture.disks import small_disk
+from torture.disks import can_fail, small_disk
+from torture.disks import failing_disk as failing
 from torture.ground import Ground
 from torture.promises import Curves
-from torture.scenarios.training import CLOCK, LATER, SLOW, at_a_random_moment, goes_on, kill, the_run
+from torture.scenarios.training import CLOCK, LATER, SLOW, at_a_random_moment, goes_on, kill, the_run, unbegun
 
 
 def full_disk(ground: Ground, reference: Curves) -> None:
@@ -29,6 +30,23 @@ def full_disk(ground: Ground, reference: Curves) -> None:
         goes_on(ground, reference, ("FINISHED", "FAILED", "KILLED"))
 
 
+def failing_disk(ground: Ground, reference: Curves) -> None:
+    """The kernel makes the disk read-only amid the training, for good: what was journaled and saved until then stays."""
+    if not can_fail():
+        return  # no fault, none counted
+    with failing(ground.runs_folder.parent, ground.folder / "disk.img") as disk:
+        command = ground.start("train", CLOCK, *SLOW)
+        moment = at_a_random_moment(ground, command)
+        if command.running and disk.fail():
+            ground.hurt(f"disk read-only at {moment}")
+        command.wait()
+        promises.nobody_is_left(ground)
+        disk.repair()
+        if moment == "start" and unbegun(ground):
+            return
+        goes_on(ground, reference, ("FINISHED", "FAILED", "KILLED"))
+
+
 def torn_journal(ground: Ground, reference: Curves) -> None:
     """A machine dies, its journal has torn or foreign lines; what is whole is delivered, and the run goes on."""
     command = ground.start("train", CLOCK, *SLOW)
@@ -39,6 +57,6 @@ def torn_journal(ground: Ground, reference: Curves) -> None:
     promises.nobody_is_left(ground)
     run = the_run(ground)
     with run.events.open("ab") as file:
-        file.write(ground.random.choice((b'{"torn": ', b"\xff\xfe\x00garbage\n", b'["foreign", 1]\n', b"\n\n")))
+        file.write(ground.next_of((b'{"torn": ', b"\xff\xfe\x00garbage\n", b'["foreign", 1]\n', b"\n\n")))
     ground.hurt("journal torn")
     goes_on(ground, reference, ("FAILED", "FINISHED"))

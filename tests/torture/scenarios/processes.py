@@ -31,7 +31,7 @@ from torture.scenarios.training import (
 
 ROLES = ("rank 0", "other rank", "recorder", "courier")
 LAUNCHING = ("launcher", "server")
-MOST_KILLS, MOST_STOPS = 6, 5
+MOST_KILLS, MOST_STOPS = 10, 9
 HANG_SECONDS = 6.0
 AGENT_SECONDS = 60.0
 """What torchrun's agent, which asks first and kills later, and a busy machine may take to end the other ranks."""
@@ -78,7 +78,7 @@ def courier_killed_amid_uploads(ground: Ground, reference: Curves) -> None:
 
 def stopped_ranks(ground: Ground, reference: Curves) -> None:
     """A process is stopped and continued, as a debugger or a laptop's lid does: a straggler costs time only."""
-    command = ground.start("train", TINY, *SETTINGS, "step_seconds=0.04")
+    command = ground.start("train", TINY, *SETTINGS, "step_seconds=0.08")
     roles = ground.turn.of((*ROLES, "launcher"), MOST_STOPS)
     while command.busy() and len(ground.faults) < MOST_STOPS:
         time.sleep(ground.random.uniform(0.2, 1.5))

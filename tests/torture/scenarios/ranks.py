@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torture import promises
 from torture.ground import Ground
 from torture.promises import Curves
-from torture.scenarios.training import CLOCK, SETTINGS, STEPS, ends, finished, goes_on
+from torture.scenarios.training import (
+    CLOCK,
+    EVERY,
+    SETTINGS,
+    STEPS,
+    ends,
+    finished_by_itself,
+    stands,
+    the_run,
+)
+
+HURTS = tuple(itertools.product(("raise", "nan", "memory", "exit", "segfault", "hang"), (0, 1)))
+HURTS_EACH = 3
 
 
 def hurt_ranks(ground: Ground, reference: Curves) -> None:
     """One rank raises, has no memory, is NaN, at a random step: the run has failed, and goes on without that."""
-    what = ground.random.choice(("raise", "nan", "memory", "exit", "segfault", "hang"))
-    rank, step = ground.random.randrange(2), ground.random.randrange(1, STEPS)
+    words: tuple[object, ...] = ("train", CLOCK, *SETTINGS, "train.oom=fail", "train.hang_minutes=0.1")
+    for what, rank in itertools.islice(ground.turn.of(HURTS, HURTS_EACH), HURTS_EACH):
+        _fails(ground, reference, words, what, rank)
+        words = ("resume", "run")
+    ground.run(*words)
+    finished_by_itself(ground, reference)
+
+
+def _fails(ground: Ground, reference: Curves, words: tuple[object, ...], what: str, rank: int) -> None:
+    """Begin an attempt, or go on, and have a rank hurt: it has failed, and nothing before that is lost or wrong."""
+    begun = ground.the_run()
+    at = 0 if begun is None else promises.checkpoints_are_intact(begun)
+    step = ground.random.randrange(EVERY + 1, STEPS // HURTS_EACH)
     ground.environ["TORTURE_RANK"] = f"{what} {rank} {step}"
-    ground.hurt(f"{what} on rank {rank}")
-    command = ground.start("train", CLOCK, *SETTINGS, "train.oom=fail", "train.hang_minutes=0.1")
-    ends(command, 1)
+    ends(ground.start(*words), 1)
     del ground.environ["TORTURE_RANK"]
+    ground.hurt(f"{what} on rank {rank}")
     promises.nobody_is_left(ground)
-    goes_on(ground, reference, ("FAILED",))
+    promises.arrived_by_itself(the_run(ground))
+    stands(ground, reference, ("FAILED",), spoiled=at + step if what == "nan" else None)
 
 
 def jumping_clock(ground: Ground, reference: Curves) -> None:
@@ -31,4 +56,4 @@ def jumping_clock(ground: Ground, reference: Curves) -> None:
     for _ in range(jumps):
         ground.hurt("clock jumps")
     ground.run("train", CLOCK, *SETTINGS)
-    finished(ground, reference)
+    finished_by_itself(ground, reference)

@@ -28,7 +28,7 @@ MEET_SECONDS = 45.0
 """How long a fault waits for somebody to meet it: a writer waits for a lock half of it."""
 BLOWS = (*((mode, EVERYTHING) for mode in MODES), *((mode, UPLOADS) for mode in ("500", "half", "close", "hang")))
 BLOWS_EACH = 5
-MOST_LOCKS = 4
+MOST_LOCKS, MOST_FULL = 4, 8
 AWAY = ("refuse", "hang", "500", "429", "garbage", "empty", "login", "slow")
 
 
@@ -103,7 +103,7 @@ def full_server_disk(ground: Ground, reference: Curves) -> None:
     """The disk of MLflow's server is full for a while: it answers with errors, and gets everything later."""
     root = ground.folder / "server"
     with small_disk(root) as disk, Server(root, ground.empty) as server:
-        command = ground.start("train", CLOCK, *SLOW, "--tracking-uri", server.uri)
+        command = ground.start("train", CLOCK, *SLOW, "step_seconds=0.05", "--tracking-uri", server.uri)
         _fill_now_and_then(ground, command, disk, "the server's disk full")
         finished(ground, reference)
 
@@ -113,7 +113,9 @@ def full_store_disk(ground: Ground, reference: Curves) -> None:
     root = ground.folder / "store"
     with small_disk(root) as disk:
         (root / "mlflow.db").write_bytes(ground.empty.read_bytes())
-        command = ground.start("train", CLOCK, *SLOW, "--tracking-uri", f"sqlite:///{root / 'mlflow.db'}")
+        command = ground.start(
+            "train", CLOCK, *SLOW, "step_seconds=0.05", "--tracking-uri", f"sqlite:///{root / 'mlflow.db'}"
+        )
         _fill_now_and_then(ground, command, disk, "the store's disk full")
         finished(ground, reference)
 
@@ -125,7 +127,7 @@ def _fill_now_and_then(ground: Ground, command: Command, disk: Disk, what: str) 
     """
     wait_for(lambda: ground.the_run() is not None or not command.running)
     at_a_random_moment(ground, command)
-    while command.busy() and len(ground.faults) < 4:
+    while command.busy() and len(ground.faults) < MOST_FULL:
         disk.fill()
         ground.hurt(what)
         time.sleep(ground.random.uniform(0.5, 3.0))

@@ -107,10 +107,10 @@ def early_signals(ground: Ground, reference: Curves) -> None:
 
 
 def late_signals(ground: Ground, reference: Curves) -> None:
-    """A signal after the training has ended, while the command still delivers: it has finished, and says so."""
+    """A signal once the ranks are gone, while the command waits for the delivery: it has finished, and says so."""
     blow = ground.next_of(EDGES)
     command = ground.start(*TRAIN)
-    wait_for(lambda: not command.running or _has_ended(ground))
+    wait_for(lambda: not command.running or (_has_ended(ground) and "rank 0" not in ground.roles()))
     if command.running:
         _strike(ground, blow, "after the training")
     _ends_soon(command, FINISHED)
