@@ -55,6 +55,7 @@ class FailingDisk:
 
     def fail(self) -> bool:
         """Have the kernel find an error; return whether nobody can write any more."""
+        _do("sync", "--file-system", str(self._path))  # an error, no power failure
         device = _do("findmnt", "--noheadings", "--output", "SOURCE", str(self._path))
         Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error").write_text("torture")
         try:

@@ -75,11 +75,15 @@ class Proxy:
             aimed_at = threading.Event()
             with socket.create_connection(self._target) as server:
                 threading.Thread(target=self._answers, args=(server, client, aimed_at), daemon=True).start()
-                while request := client.recv(1 << 16):
-                    self._take_aim(request, aimed_at)
-                    if aimed_at.is_set() and not self._passes(client):
-                        return
-                    server.sendall(request)
+                self._requests(client, server, aimed_at)
+                server.shutdown(socket.SHUT_RDWR)  # closing alone tells it nothing while the other thread reads
+
+    def _requests(self, client: socket.socket, server: socket.socket, aimed_at: threading.Event) -> None:
+        while request := client.recv(1 << 16):
+            self._take_aim(request, aimed_at)
+            if aimed_at.is_set() and not self._passes(client):
+                return
+            server.sendall(request)
 
     def _take_aim(self, request: bytes, aimed_at: threading.Event) -> None:
         """Note whether a request is one to misbehave at; what is not its head belongs to the one before."""

@@ -11,13 +11,15 @@ from torture.ground import Ground
 from torture.promises import Curves
 from torture.scenarios.training import CLOCK, LATER, SLOW, at_a_random_moment, goes_on, kill, the_run, unbegun
 
+MOST_FULL = 8
+
 
 def full_disk(ground: Ground, reference: Curves) -> None:
     """The disk is full for a while, or to the end: training goes on or says why not; what was saved stays good."""
     with small_disk(ground.runs_folder.parent) as disk:
-        command = ground.start("train", CLOCK, *SLOW)
-        at_a_random_moment(ground, command)
-        while command.busy() and len(ground.faults) < 4:
+        command = ground.start("train", CLOCK, *SLOW, "step_seconds=0.05")
+        moment = at_a_random_moment(ground, command)
+        while command.busy() and len(ground.faults) < MOST_FULL:
             disk.fill()
             ground.hurt("disk full")
             time.sleep(ground.random.uniform(0.5, 2.0))
@@ -27,11 +29,13 @@ def full_disk(ground: Ground, reference: Curves) -> None:
         command.wait()
         disk.empty()
         promises.nobody_is_left(ground)
+        if moment == "start" and unbegun(ground):
+            return
         goes_on(ground, reference, ("FINISHED", "FAILED", "KILLED"))
 
 
 def failing_disk(ground: Ground, reference: Curves) -> None:
-    """The kernel makes the disk read-only amid the training, for good: what was journaled and saved until then stays."""
+    """The kernel makes the disk read-only amid the training, for good: what was journaled and saved by then stays."""
     if not can_fail():
         return  # no fault, none counted
     with failing(ground.runs_folder.parent, ground.folder / "disk.img") as disk:

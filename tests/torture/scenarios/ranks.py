@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 from torture import promises
 from torture.ground import Ground
@@ -20,6 +21,9 @@ from torture.scenarios.training import (
 
 HURTS = tuple(itertools.product(("raise", "nan", "memory", "exit", "segfault", "hang"), (0, 1)))
 HURTS_EACH = 3
+WATCHERS = ("launcher", "recorder", "courier")
+SITE = Path(__file__).parents[1] / "clock"
+"""What makes their clocks jump."""
 
 
 def hurt_ranks(ground: Ground, reference: Curves) -> None:
@@ -47,13 +51,26 @@ def _fails(ground: Ground, reference: Curves, words: tuple[object, ...], what: s
 
 
 def jumping_clock(ground: Ground, reference: Curves) -> None:
-    """The clock jumps by hours, forwards and backwards, on one rank or on both."""
-    jumps = ground.random.randrange(1, 5)
-    ground.environ["TORTURE_CLOCK"] = " ".join(
-        f"{ground.random.randrange(-1, 2)}:{ground.random.randrange(1, STEPS)}:{ground.random.uniform(-1e5, 1e5):.0f}"
-        for _ in range(jumps)
-    )
-    for _ in range(jumps):
-        ground.hurt("clock jumps")
-    ground.run("train", CLOCK, *SETTINGS)
+    """The clock jumps by hours, there and back, on a rank or both, in the recorder, the courier, the command."""
+    ground.environ["TORTURE_CLOCK"] = " ".join(f"{rank}:{_step(ground)}:{_hours(ground):.0f}" for rank in (-1, 0, 1))
+    marks = ground.folder / "jumped"
+    marks.mkdir()
+    ground.environ |= {
+        "PYTHONPATH": str(SITE), "TORTURE_JUMPED": str(marks),
+        "TORTURE_JUMPS": " ".join(f"{who}:{ground.random.uniform(0.5, 8.0)}:{_hours(ground)}" for who in WATCHERS * 2),
+    }  # fmt: skip
+    ground.run("train", CLOCK, *SETTINGS, "step_seconds=0.05")
+    del ground.environ["TORTURE_JUMPS"]
+    for path in sorted(marks.iterdir()):
+        ground.hurt(f"clock of {path.name.partition('-')[0]} jumps")
+    for who in ("both ranks", "rank 0", "rank 1"):
+        ground.hurt(f"clock of {who} jumps")
     finished_by_itself(ground, reference)
+
+
+def _step(ground: Ground) -> int:
+    return ground.random.randrange(1, STEPS)
+
+
+def _hours(ground: Ground) -> float:
+    return ground.random.uniform(-1e5, 1e5)

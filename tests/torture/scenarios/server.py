@@ -41,7 +41,7 @@ def bad_server(ground: Ground, reference: Curves) -> None:
         command = ground.start("train", TINY, *_named(ground), UNHURRIED, "--tracking-uri", proxy.uri)
         while command.busy():
             _until_met(ground, command, proxy)
-            time.sleep(ground.random.uniform(0.2, 1.0))
+            time.sleep(ground.random.uniform(0.5, 2.0))
             proxy.misbehave(*next(blows))
         proxy.behave()
         ends(command, 0)
@@ -50,7 +50,7 @@ def bad_server(ground: Ground, reference: Curves) -> None:
 
 def locked_database(ground: Ground, reference: Curves) -> None:
     """The embedded store is locked by somebody else, again and again, once for longer than a writer waits."""
-    command = ground.start("train", TINY, *SETTINGS, UNHURRIED)
+    command = ground.start("train", TINY, *SETTINGS, "step_seconds=0.35")
     wait_for(lambda: not command.running or _delivered(ground) > 0)
     _lock(ground, command, "refused", _was_refused)
     while command.busy() and len(ground.faults) < MOST_LOCKS:
