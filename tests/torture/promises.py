@@ -58,12 +58,16 @@ def nothing_is_lost(run: RunFolder, reference: Curves, *, steps: int | None = No
 
 
 def arrived_by_itself(run: RunFolder) -> None:
-    """MLflow was given everything by the run's own recorder: nothing is left that `sync` would have to deliver."""
-    found, run_id = sync.status(run), mlflow_id(run)
-    if not found.done or run_id is None:
-        raise Broken(f"lost: {run.path.name} is not in MLflow without `sync`: {found.pending} pending, {found.error}")
-    journaled = curves.first(run)
+    """MLflow was given everything by the run's own recorder, which knows it: there is nothing for `sync` to do."""
+    run_id = mlflow_id(run)
+    if run_id is None:
+        raise Broken(f"lost: {run.path.name} is not in MLflow without `sync`: it has no id")
+    found, journaled = sync.status(run), curves.first(run)
     curves.have_arrived(journaled, curves.in_mlflow(run, run_id, journaled))
+    if found.pending:
+        raise Broken(f"lost: {found.pending} of {run.path.name} are not in MLflow without `sync`: {found.error}")
+    if not found.done:
+        raise Broken(f"wrong: all of {run.path.name} is in MLflow, and the recorder leaves it to `sync`: {found.error}")
 
 
 def pictures_are_there(ground: Ground, run: RunFolder) -> None:

@@ -93,14 +93,13 @@ class Proxy:
     def _passes(self, client: socket.socket) -> bool:
         """Do to a request what the mode says; return whether the server is to have it."""
         mode, met = self.mode, self.met
-        if mode in ANSWERS:
-            client.sendall(ANSWERS[mode])
-        elif mode == "hang":
+        if mode == "hang":
             self._hang(met)
             return False
-        elif mode != "refuse":
+        if mode != "refuse" and mode not in ANSWERS:
             return True
         met.set()
+        client.sendall(ANSWERS.get(mode, b""))
         return False
 
     def _answers(self, server: socket.socket, client: socket.socket, aimed_at: threading.Event) -> None:
@@ -111,9 +110,9 @@ class Proxy:
                     time.sleep(SLOW_SECONDS)
                     met.set()
                 if mode in ("close", "half"):
+                    met.set()
                     client.sendall(answer[: len(answer) // 2] if mode == "half" else b"")
                     client.shutdown(socket.SHUT_RDWR)
-                    met.set()
                     return
                 client.sendall(answer)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -18,9 +21,11 @@ import pytest
 import torch
 
 from rankzero.events import Event
+from rankzero.tracking import progress as state
 from rankzero.tracking import sync
 from rankzero.tracking.delivery import Point
 from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.mlflow import Tracker
 from rankzero.train import checkpoint
 from torture import curves, ground, promises, results
 from torture.board import Board
@@ -35,15 +40,32 @@ REFERENCE = {"train/loss": {step: 1.0 / step for step in range(1, STEPS + 1)}, "
 REFERENCE["val/loss"] = {4: 0.5}
 
 
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without a run: a copy is quicker than a new one."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    Tracker(f"sqlite:///{path}").list_runs()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return path
+
+
 @pytest.fixture
-def whole(tmp_path: Path) -> RunFolder:
-    """A run that has finished, whole here and in MLflow."""
+def saved(tmp_path: Path) -> RunFolder:
+    """A run that has finished, and whose two checkpoints are whole."""
     run = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
     append(run, started(), steps(1, STEPS), evaluated(STEPS, 0.5), ended())
     for step in (2, STEPS):
         checkpoint.write(checkpoint.folder_of(run.checkpoints, step), _save(step), step, {}, best=False)
-    assert sync.deliver(run).done
     return run
+
+
+@pytest.fixture
+def whole(saved: RunFolder, tmp_path: Path, empty: Path) -> RunFolder:
+    """The same, and all of it is in MLflow."""
+    shutil.copy(empty, tmp_path / "mlflow.db")
+    assert sync.deliver(saved).done
+    return saved
 
 
 def _save(step: int) -> Any:
@@ -65,8 +87,17 @@ def test_what_is_planted_in_a_run_is_found(whole: RunFolder) -> None:
     refused("wrong: MLflow has|wrong: in MLflow val/loss of step 4 is 0.5", promises.nothing_is_lost, whole, REFERENCE)
     _another_value(whole, '"val/loss":0.25', '"val/loss":0.5')
     append(whole, steps(STEPS + 1, STEPS + 1))
-    refused("lost: .* without `sync`", promises.arrived_by_itself, whole)
+    refused("lost: 1 points of train/loss are not in MLflow", promises.arrived_by_itself, whole)
     refused("wrong status: the journal says FAILED", _ended_otherwise, whole)
+
+
+def test_a_recorder_that_does_not_know_that_it_is_done_is_found(whole: RunFolder) -> None:
+    path = state.path_of(whole, 0)
+    known = state.load(path)
+    state.save(path, dataclasses.replace(known, ended=False))
+    refused("wrong: all of .* is in MLflow, and the recorder leaves it", promises.arrived_by_itself, whole)
+    state.save(path, dataclasses.replace(known, waiting=["artifacts"]))
+    refused("lost: 1 of .* are not in MLflow without `sync`", promises.arrived_by_itself, whole)
 
 
 def _another_value(run: RunFolder, was: str, becomes: str) -> None:
@@ -81,21 +112,21 @@ def _ended_otherwise(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
-def test_a_torn_checkpoint_is_found_older_ones_too(whole: RunFolder, name: str) -> None:
+def test_a_torn_checkpoint_is_found_older_ones_too(saved: RunFolder, name: str) -> None:
     for step in (2, STEPS):
-        torn = checkpoint.folder_of(whole.checkpoints, step) / name
+        torn = checkpoint.folder_of(saved.checkpoints, step) / name
         content = torn.read_bytes()
         torn.write_bytes(content[:-9])
-        refused("corrupt", promises.checkpoints_are_intact, whole)
+        refused("corrupt", promises.checkpoints_are_intact, saved)
         torn.unlink()
-        refused("corrupt", promises.checkpoints_are_intact, whole)
+        refused("corrupt", promises.checkpoints_are_intact, saved)
         torn.write_bytes(content)
-    assert promises.checkpoints_are_intact(whole) == STEPS
+    assert promises.checkpoints_are_intact(saved) == STEPS
 
 
-def test_a_checkpoint_of_another_step_is_found(whole: RunFolder) -> None:
-    checkpoint.folder_of(whole.checkpoints, 2).rename(checkpoint.folder_of(whole.checkpoints, 3))
-    refused("corrupt: step_00000003 holds step 2", promises.checkpoints_are_intact, whole)
+def test_a_checkpoint_of_another_step_is_found(saved: RunFolder) -> None:
+    checkpoint.folder_of(saved.checkpoints, 2).rename(checkpoint.folder_of(saved.checkpoints, 3))
+    refused("corrupt: step_00000003 holds step 2", promises.checkpoints_are_intact, saved)
 
 
 def _points(*values: tuple[int, float]) -> list[Point]:
@@ -128,14 +159,13 @@ def test_what_is_wrong_in_a_journal_is_found() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Ground:
+def place(tmp_path: Path, empty: Path) -> Ground:
     """A ground on which nothing was begun."""
-    (tmp_path / "empty.db").touch()
-    return Ground(tmp_path / "ground", 1, tmp_path / "empty.db")
+    return Ground(tmp_path / "ground", 1, empty)
 
 
 def _run_of(place: Ground, *events: Event) -> RunFolder:
-    run = make_folder(place.folder / "mlruns", f"sqlite:///{place.folder / 'tracked.db'}")
+    run = make_folder(place.folder / "mlruns", place.store)
     append(run, *events)
     return run
 
@@ -168,9 +198,11 @@ def _stopped(place: Ground) -> None:
 def sleeping(tmp_path: Path, code: str = "import time; time.sleep(60)") -> Iterator[Command]:
     (tmp_path / "output.txt").touch()
     process = subprocess.Popen([sys.executable, "-c", code], text=True)
-    yield Command(process, tmp_path / "output.txt")
-    process.kill()
-    process.wait()
+    try:
+        yield Command(process, tmp_path / "output.txt")
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_command_without_end_is_a_hang_in_every_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
