@@ -45,7 +45,8 @@ $(FRAMEWORKS:%=test-with-%): test-with-%: setup
 docs: setup
 	$(BIN)/mkdocs build --strict
 
-# Faults against the real command, and what users are promised of them; then some fuzz. ARGS="--faults 500 --seed 7": more of it.
+# 500 faults against the real command, two scenarios side by side, and what users are promised of them; then some fuzz.
+# About half an hour. ARGS="--faults 50 --seed 7": less of it; ARGS="--report FILE": kept.
 torture: setup
 	PYTHONPATH=tests $(BIN)/python -m torture.campaign --fuzz 1000 $(ARGS)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from torture.ground import wait_for
+
+IMAGE_BYTES = 64 << 20
 
 
 class Disk:
@@ -36,6 +39,60 @@ class Disk:
     def _mounted(self, how: str) -> bool:
         words = ["mount", "-o", f"remount,{how}", str(self._path)]
         return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+class FailingDisk:
+    """A file system in a file, which the kernel makes read-only after an error, whatever is open for writing."""
+
+    def __init__(self, path: Path, image: Path) -> None:
+        self._path, self._image = path, image
+        with image.open("wb") as file:
+            file.truncate(IMAGE_BYTES)
+        _do("mkfs.ext4", "-q", "-F", str(image))
+
+    def mount(self) -> None:
+        _do("mount", "-o", "loop,errors=remount-ro", str(self._image), str(self._path))
+
+    def fail(self) -> bool:
+        """Have the kernel find an error; return whether nobody can write any more."""
+        _do("sync", "--file-system", str(self._path))  # an error, no power failure
+        device = _do("findmnt", "--noheadings", "--output", "SOURCE", str(self._path))
+        Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error").write_text("torture")
+        try:
+            (self._path / "probe").touch()
+        except OSError:
+            return True
+        return False
+
+    def repair(self) -> None:
+        """Mount it anew, as after a look by fsck; nobody may use it."""
+        _do("umount", str(self._path))
+        subprocess.run(["e2fsck", "-fy", str(self._image)], capture_output=True, check=False)
+        self.mount()
+
+
+def can_fail() -> bool:
+    """Tell whether this machine lets file systems be made in files, and errors be found in them."""
+    return os.geteuid() == 0 and Path("/dev/loop-control").exists() and shutil.which("mkfs.ext4") is not None
+
+
+@contextlib.contextmanager
+def failing_disk(path: Path, image: Path) -> Iterator[FailingDisk]:
+    """Mount a file system that can fail over a folder, with what is in it, for the duration of the block."""
+    kept = path.with_name(f"{path.name}-kept")
+    path.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(path, kept)
+    disk = FailingDisk(path, image)
+    disk.mount()
+    try:
+        shutil.copytree(kept, path, dirs_exist_ok=True)
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def _do(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -11,8 +12,9 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -20,6 +22,7 @@ from rankzero.tracking.catalog import folders
 from rankzero.tracking.folder import RunFolder
 from torture.room import shared_memory
 
+T = TypeVar("T")
 MARK = "RANKZERO_TORTURE"
 """An environment variable that every process of a scenario inherits."""
 DEADLINE_SECONDS = 240.0
@@ -44,6 +47,7 @@ class Command:
     output: Path
     ended: float = 0.0
     """When it was seen to have ended, as the clock says."""
+    began: float = dataclasses.field(default_factory=time.monotonic)
 
     def wait(self) -> int:
         """Return its exit code. Raises Broken where it hangs."""
@@ -58,8 +62,32 @@ class Command:
     def running(self) -> bool:
         return self.process.poll() is None
 
+    def busy(self) -> bool:
+        """Tell whether it runs, for loops that hurt it until it ends. Raises Broken where that takes too long."""
+        if self.running and time.monotonic() - self.began > DEADLINE_SECONDS:
+            raise Broken(f"hang: it runs for {DEADLINE_SECONDS:.0f} s by now: {self.tail()}")
+        return self.running
+
     def tail(self) -> str:
         return self.output.read_text(errors="replace")[-600:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Which time it is that a campaign tries a scenario: its variants are gone round, whatever else is random."""
+
+    seed: int = 0
+    """The campaign's: the order of all variants."""
+    number: int = 0
+    """How often the scenario was tried before."""
+
+    def of(self, choices: Sequence[T], each: int = 1) -> Iterator[T]:
+        """Yield the choices for ever, all of them before one again; every turn draws `each`, and the next goes on."""
+        order = random.Random(self.seed).sample(choices, len(choices))
+        return itertools.islice(itertools.cycle(order), self.number * each % len(order), None)
+
+
+FIRST = Turn()
 
 
 class Ground:
@@ -68,8 +96,16 @@ class Ground:
     `empty`: an MLflow database without a run, of which the embedded store is a copy.
     """
 
-    def __init__(self, folder: Path, seed: int, empty: Path, crowd: int = CROWD) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        empty: Path,
+        crowd: int = CROWD,
+        turn: Turn = FIRST,
+    ) -> None:
         self.folder, self.random, self.empty, self.crowd = folder, random.Random(seed), empty, crowd
+        self.turn = turn
         self.shared_memory = shared_memory()
         self.mark = secrets.token_hex(8)
         self.faults: list[str] = []
@@ -95,6 +131,10 @@ class Ground:
     def store(self) -> str:
         """The embedded store's address."""
         return f"sqlite:///{self.database}"
+
+    def next_of(self, choices: Sequence[T]) -> T:
+        """Return the choice whose turn it is in the campaign."""
+        return next(self.turn.of(choices))
 
     def hurt(self, what: str) -> None:
         """Note a fault that was injected."""

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 from cli.conftest import losses as journaled
-from rankzero.events import Evaluated, PicturesTaken, RunEnded, StepsLogged
+from rankzero.events import PicturesTaken, RunEnded
 from rankzero.tracking import sync
 from rankzero.tracking.catalog import mlflow_id
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.journal import read_all
 from rankzero.tracking.mlflow import RunRecord, Tracker
 from rankzero.train import checkpoint
+from torture import curves
+from torture.curves import Curves
 from torture.ground import ORPHAN_SECONDS, Broken, Ground, wait_for
 from torture.room import shared_memory
 
-__all__ = ["journaled"]
-
-Losses = Mapping[int, float]
-
-
-def first_journaled(run: RunFolder) -> dict[int, float]:
-    """Return the journal's train/loss by step, the first attempt's that came so far: what MLflow keeps."""
-    found: dict[int, float] = {}
-    for event in read_all(run.events):
-        if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
-            found = {**dict(zip(event.steps, event.metrics["train/loss"], strict=True)), **found}
-    return found
+__all__ = ["Curves", "journaled"]
 
 
 def nobody_is_left(ground: Ground, seconds: float = ORPHAN_SECONDS) -> None:
@@ -54,33 +43,31 @@ def delivered(run: RunFolder) -> RunRecord:
     return Tracker(run.identity.tracking_uri).find_run(run_id)
 
 
-def nothing_is_lost(run: RunFolder, reference: Losses, *, steps: int | None = None) -> None:
-    """MLflow has every journaled step once, with the value of a training that nobody disturbed.
+def nothing_is_lost(run: RunFolder, reference: Curves, *, steps: int | None = None, spoiled: int | None = None) -> None:
+    """MLflow has every journaled value once, and those are the values of a training that nobody disturbed.
 
-    `steps`: as many there must be; None: as far as the journal goes, without a gap.
+    `steps`: as many there must be, with their evaluations; None: as far as the journal goes, without a gap.
+    `spoiled`: the step from which on the scenario itself made the values wrong.
     """
-    record, mine = delivered(run), journaled(run)
-    points = Tracker(run.identity.tracking_uri).history(record.run_id, "train/loss")
-    theirs = {point.step: point.value for point in points}
-    if len(points) != len(theirs):
-        raise Broken(f"wrong: MLflow has {len(points)} points for {len(theirs)} steps")
-    missing = sorted(set(mine) - set(theirs))
-    if missing:
-        raise Broken(f"lost: steps {missing[:5]}… ({len(missing)}) of {run.path.name} are not in MLflow")
-    if sorted(mine) != list(range(1, (steps or len(mine)) + 1)):
-        raise Broken(
-            f"lost: the journal has {len(mine)} steps up to {max(mine, default=0)}, wanted {steps or 'no gap'}"
-        )
-    for told, wanted, whose in ((theirs, first_journaled(run), "MLflow"), (mine, reference, "the journal")):
-        wrong = [step for step, value in told.items() if not _alike(value, wanted[step])]
-        if wrong:
-            step = wrong[0]
-            raise Broken(f"wrong: in {whose} the loss of step {step} is {told[step]}, wanted {wanted[step]}")
+    record, mine = delivered(run), curves.latest(run)
+    curves.have_arrived(curves.first(run), curves.in_mlflow(run, record.run_id, mine))
+    curves.have_no_gap(mine, steps)
+    curves.are_undisturbed(mine, reference, spoiled)
+    if steps is not None:
+        curves.have_all(mine, reference)
 
 
-def _alike(value: float, wanted: float) -> bool:
-    """Tell whether a value is the one wanted; a NaN that ended an attempt may be one."""
-    return value == wanted or math.isnan(value)
+def arrived_by_itself(run: RunFolder) -> None:
+    """MLflow was given everything by the run's own recorder, which knows it: there is nothing for `sync` to do."""
+    run_id = mlflow_id(run)
+    if run_id is None:
+        raise Broken(f"lost: {run.path.name} is not in MLflow without `sync`: it has no id")
+    found, journaled = sync.status(run), curves.first(run)
+    curves.have_arrived(journaled, curves.in_mlflow(run, run_id, journaled))
+    if found.pending:
+        raise Broken(f"lost: {found.pending} of {run.path.name} are not in MLflow without `sync`: {found.error}")
+    if not found.done:
+        raise Broken(f"wrong: all of {run.path.name} is in MLflow, and the recorder leaves it to `sync`: {found.error}")
 
 
 def pictures_are_there(ground: Ground, run: RunFolder) -> None:
@@ -107,17 +94,24 @@ def status_is(run: RunFolder, *allowed: str) -> str:
     return record.status
 
 
-def checkpoint_is_intact(run: RunFolder) -> int:
-    """The newest checkpoint that is offered can be loaded; return its step, 0 without one."""
-    path, _ = checkpoint.newest_intact(run.checkpoints)
-    if path is None:
-        if any(isinstance(event, Evaluated) for event in read_all(run.events)) and any(run.checkpoints.glob("step_*")):
-            raise Broken("corrupt: there are checkpoints, and none is intact")
-        return 0
-    step = checkpoint.load(path)["step"]
-    if step != checkpoint.read_manifest(path).step:
-        raise Broken(f"corrupt: {path.name} holds step {step}")
-    return int(step)
+def checkpoints_are_intact(run: RunFolder) -> int:
+    """Every checkpoint under its final name is whole, whatever was killed; return the newest's step, 0 without one."""
+    for path in sorted(run.checkpoints.glob("step_*")):
+        try:
+            step, told = checkpoint.load(path)["step"], checkpoint.read_manifest(path).step
+        except checkpoint.BrokenCheckpoint as error:
+            raise Broken(f"corrupt: {error}") from None
+        if step != told or path != checkpoint.folder_of(run.checkpoints, step):
+            raise Broken(f"corrupt: {path.name} holds step {step}, its manifest says {told}")
+    return _offered(run)
+
+
+def _offered(run: RunFolder) -> int:
+    """Return the step that a resume goes on from: the newest there is."""
+    path, problems = checkpoint.newest_intact(run.checkpoints)
+    if problems:
+        raise Broken(f"corrupt: {'; '.join(problems)}")
+    return 0 if path is None else checkpoint.read_manifest(path).step
 
 
 def no_run_is_running(ground: Ground) -> None:

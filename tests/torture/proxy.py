@@ -10,6 +10,8 @@ from types import TracebackType
 
 MODES = ("refuse", "hang", "close", "500", "429", "garbage", "empty", "login", "slow", "half")
 SLOW_SECONDS = 5.0
+HANG_SECONDS = 11.0
+"""Longer than MLflow's client waits for an answer in a courier: ten seconds."""
 POLL_SECONDS = 0.2
 ANSWERS = {
     "500": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops",
@@ -20,11 +22,16 @@ ANSWERS = {
 }
 
 
+METHODS = (b"GET ", b"POST ", b"PUT ", b"PATCH ", b"DELETE ", b"HEAD ")
+EVERYTHING, UPLOADS = b"", b"/mlflow-artifacts/"
+"""What a request's head must hold for the proxy to misbehave."""
+
+
 class Proxy:
     """Passes connections on while `mode` is ``good``; else does what `mode`, one of `MODES`, says.
 
     ``refuse`` closes at once, ``hang`` takes the request and never answers, ``close`` passes it on and drops the
-    answer, ``half`` cuts the answer, ``slow`` answers after five seconds.
+    answer, ``half`` cuts the answer, ``slow`` answers after five seconds. `met`: somebody has been served so since.
     """
 
     def __init__(self, server: str) -> None:
@@ -32,8 +39,17 @@ class Proxy:
         self._target = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.uri = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.mode = "good"
+        self.mode, self.aim, self.met = "good", EVERYTHING, threading.Event()
         self._over = False
+
+    def misbehave(self, mode: str, aim: bytes = EVERYTHING) -> None:
+        """Take a mode for requests that hold `aim`, which nobody has met yet."""
+        self.mode, self.aim, self.met = mode, aim, threading.Event()
+
+    def behave(self) -> bool:
+        """Be good from now on; return whether somebody met the mode that stood."""
+        self.mode = "good"
+        return self.met.is_set()
 
     def __enter__(self) -> Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
@@ -53,33 +69,57 @@ class Proxy:
 
     def _serve(self, client: socket.socket) -> None:
         with contextlib.suppress(OSError), client:
-            if self.mode == "refuse":
+            if self.mode == "refuse" and self.aim == EVERYTHING:
+                self.met.set()
                 return
+            aimed_at = threading.Event()
             with socket.create_connection(self._target) as server:
-                threading.Thread(target=self._answers, args=(server, client), daemon=True).start()
-                while request := client.recv(1 << 16):
-                    mode = self.mode
-                    if mode in ANSWERS:
-                        client.sendall(ANSWERS[mode])
-                        return
-                    if mode == "refuse":
-                        return
-                    if mode == "hang":
-                        self._while_mode("hang")
-                        return
-                    server.sendall(request)
+                threading.Thread(target=self._answers, args=(server, client, aimed_at), daemon=True).start()
+                self._requests(client, server, aimed_at)
+                server.shutdown(socket.SHUT_RDWR)  # closing alone tells it nothing while the other thread reads
 
-    def _answers(self, server: socket.socket, client: socket.socket) -> None:
+    def _requests(self, client: socket.socket, server: socket.socket, aimed_at: threading.Event) -> None:
+        while request := client.recv(1 << 16):
+            self._take_aim(request, aimed_at)
+            if aimed_at.is_set() and not self._passes(client):
+                return
+            server.sendall(request)
+
+    def _take_aim(self, request: bytes, aimed_at: threading.Event) -> None:
+        """Note whether a request is one to misbehave at; what is not its head belongs to the one before."""
+        if request.startswith(METHODS):
+            (aimed_at.set if self.aim in request else aimed_at.clear)()
+
+    def _passes(self, client: socket.socket) -> bool:
+        """Do to a request what the mode says; return whether the server is to have it."""
+        mode, met = self.mode, self.met
+        if mode == "hang":
+            self._hang(met)
+            return False
+        if mode != "refuse" and mode not in ANSWERS:
+            return True
+        met.set()
+        client.sendall(ANSWERS.get(mode, b""))
+        return False
+
+    def _answers(self, server: socket.socket, client: socket.socket, aimed_at: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while answer := server.recv(1 << 16):
-                if self.mode == "slow":
+                mode, met = (self.mode if aimed_at.is_set() else "good"), self.met
+                if mode == "slow":
                     time.sleep(SLOW_SECONDS)
-                if self.mode in ("close", "half"):
-                    client.sendall(answer[: len(answer) // 2] if self.mode == "half" else b"")
+                    met.set()
+                if mode in ("close", "half"):
+                    met.set()
+                    client.sendall(answer[: len(answer) // 2] if mode == "half" else b"")
                     client.shutdown(socket.SHUT_RDWR)
                     return
                 client.sendall(answer)
 
-    def _while_mode(self, mode: str) -> None:
-        while self.mode == mode and not self._over:
+    def _hang(self, met: threading.Event) -> None:
+        """Answer nothing while the mode stands, which is met once it stood longer than a client waits."""
+        began = time.monotonic()
+        while self.mode == "hang" and not self._over:
             time.sleep(POLL_SECONDS)
+            if time.monotonic() - began > HANG_SECONDS:
+                met.set()

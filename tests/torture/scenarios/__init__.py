@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from torture.scenarios import checkpoints, crowds, disk, processes, ranks, search, server, telemetry
+from torture.scenarios import checkpoints, crowds, disk, processes, ranks, search, server, signals, telemetry
 from torture.scenarios.training import Scenario
 
 SCENARIOS: dict[str, Scenario] = {
     "killed ranks": processes.killed_ranks,
     "killed launcher": processes.killed_launcher,
-    "signals": processes.signals,
+    "courier amid uploads": processes.courier_killed_amid_uploads,
+    "signals": signals.signals,
+    "signals twice": signals.signals_twice,
+    "early signals": signals.early_signals,
+    "late signals": signals.late_signals,
     "stopped ranks": processes.stopped_ranks,
     "stopped for ever": processes.stopped_for_ever,
     "bad server": server.bad_server,
@@ -18,6 +22,7 @@ SCENARIOS: dict[str, Scenario] = {
     "full store disk": server.full_store_disk,
     "locked database": server.locked_database,
     "full disk": disk.full_disk,
+    "failing disk": disk.failing_disk,
     "torn journal": disk.torn_journal,
     "damaged checkpoints": checkpoints.damaged_checkpoints,
     "checkpoint disk": checkpoints.checkpoint_disk,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import time
 
@@ -11,18 +12,32 @@ from torture import promises
 from torture.damage import DAMAGES
 from torture.disks import Disk, small_disk
 from torture.ground import Broken, Ground, wait_for
-from torture.promises import Losses
-from torture.scenarios.training import SETTINGS, STEPS, TINY, at_a_random_moment, ends, finished, the_run
+from torture.promises import Curves
+from torture.scenarios.training import (
+    CLOCK,
+    LATER,
+    SETTINGS,
+    SLOW,
+    STEPS,
+    TINY,
+    at_a_random_moment,
+    ends,
+    finished,
+    the_run,
+)
+
+DAMAGES_EACH = 4 * len(DAMAGES)
+MOST_FULL = 8
+"""How often a disk is filled, or made read-only, in one training."""
 
 
-def damaged_checkpoints(ground: Ground, reference: Losses) -> None:
+def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
     """Checkpoints truncated, with flipped bits, foreign, malicious: never executed, the one before is used."""
     ground.run("train", TINY, *SETTINGS, "train.keep=3")
     run = the_run(ground)
     whole = ground.folder / "whole"
     shutil.copytree(run.checkpoints, whole)
-    for _ in range(20):
-        damage = ground.random.choice(tuple(DAMAGES))
+    for damage in itertools.islice(itertools.cycle(DAMAGES), DAMAGES_EACH):
         newest = sorted(run.checkpoints.glob("step_*"))[-1]
         ground.hurt(f"checkpoint {damage}")
         proof = ground.folder / "executed"
@@ -41,20 +56,21 @@ def damaged_checkpoints(ground: Ground, reference: Losses) -> None:
             raise Broken(f"corrupt: after {damage}, {path.name} is another")
         shutil.rmtree(run.checkpoints)
         shutil.copytree(whole, run.checkpoints)
-    DAMAGES[ground.random.choice(("truncated", "bit-flipped", "emptied"))](newest, ground.random, proof)
+    DAMAGES[ground.next_of(("truncated", "bit-flipped", "emptied", "zeroed"))](newest, ground.random, proof)
     ground.run("resume", "run", f"train.steps={STEPS}")
     promises.nothing_is_lost(run, reference, steps=STEPS)
 
 
-def checkpoint_disk(ground: Ground, reference: Losses) -> None:
+def checkpoint_disk(ground: Ground, reference: Curves) -> None:
     """The checkpoints' disk is read-only or full, for a while or to the end: training goes on, what was saved stays."""
-    command = ground.start("train", TINY, *SETTINGS)
+    command = ground.start("train", CLOCK, *SLOW, "step_seconds=0.05")
     folder = ground.runs_folder / "run" / "checkpoints"
     wait_for(lambda: (folder.parent / "config.yaml").exists() or not command.running)
     with small_disk(folder, megabytes=1) as disk:
-        at_a_random_moment(ground, command, earliest="step")
-        while command.running and len(ground.faults) < 4:
-            _hurt(ground, disk)
+        at_a_random_moment(ground, command, LATER)
+        ways = ground.turn.of(("full", "read-only"))
+        while command.busy() and len(ground.faults) < MOST_FULL:
+            _hurt(ground, disk, next(ways))
             time.sleep(ground.random.uniform(0.3, 1.5))
         ends(command, 0)
         disk.allow()
@@ -62,9 +78,9 @@ def checkpoint_disk(ground: Ground, reference: Losses) -> None:
         finished(ground, reference)
 
 
-def _hurt(ground: Ground, disk: Disk) -> None:
+def _hurt(ground: Ground, disk: Disk, way: str) -> None:
     """Make the disk read-only, or full, for a while; perhaps it stays so."""
-    if ground.random.random() < 0.5:
+    if way == "full":
         disk.fill()
         ground.hurt("checkpoints' disk full")
     elif disk.protect():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rankzero.tracking.catalog import folders
 from rankzero.tracking.mlflow import Tracker
-from torture import promises
+from torture import curves, promises
 from torture.ground import DEADLINE_SECONDS, Broken, Command, Ground, wait_for
-from torture.promises import Losses
+from torture.promises import Curves
 from torture.scenarios.training import TINY, ends, kill_one_of
 
 STEPS = 20
@@ -14,7 +14,7 @@ SMALL = ("--nproc", 1, f"train.steps={STEPS}", "train.log_every=4", "train.eval_
 SECONDS_EACH = 30.0
 
 
-def crowd(ground: Ground, _: Losses) -> None:
+def crowd(ground: Ground, _: Curves) -> None:
     """Many runs on one embedded store, begun in the same second: each is another, each is whole. One dies, perhaps."""
     asked = [ground.start("train", TINY, *SMALL) for _ in range(ground.crowd)]
     named = [ground.start("train", TINY, *SMALL, "--run-name", "same") for _ in range(2)]
@@ -51,11 +51,11 @@ def _all_are_whole(ground: Ground, wanted: int) -> None:
     runs = folders(ground.runs_folder)
     if len(runs) != wanted:
         raise Broken(f"lost: {wanted} runs were begun, {len(runs)} are there")
-    reference = promises.journaled(runs[0])
+    reference = curves.latest(runs[0])
     for run in runs:
         promises.nothing_is_lost(run, reference, steps=STEPS)
         promises.status_is(run, "FINISHED")
-        promises.checkpoint_is_intact(run)
+        promises.checkpoints_are_intact(run)
     found = Tracker(ground.store).list_runs()
     if len({one.run_id for one in found}) != wanted:
         raise Broken(f"lost: {wanted} runs were begun, MLflow has {len(found)}")

@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 
 from torture import promises
-from torture.disks import small_disk
+from torture.disks import can_fail, small_disk
+from torture.disks import failing_disk as failing
 from torture.ground import Ground
-from torture.promises import Losses
-from torture.scenarios.training import SETTINGS, TINY, at_a_random_moment, goes_on, kill, the_run
+from torture.promises import Curves
+from torture.scenarios.training import CLOCK, LATER, SLOW, at_a_random_moment, goes_on, kill, the_run, unbegun
+
+MOST_FULL = 8
 
 
-def full_disk(ground: Ground, reference: Losses) -> None:
+def full_disk(ground: Ground, reference: Curves) -> None:
     """The disk is full for a while, or to the end: training goes on or says why not; what was saved stays good."""
     with small_disk(ground.runs_folder.parent) as disk:
-        command = ground.start("train", TINY, *SETTINGS)
-        at_a_random_moment(ground, command)
-        while command.running and len(ground.faults) < 4:
+        command = ground.start("train", CLOCK, *SLOW, "step_seconds=0.05")
+        moment = at_a_random_moment(ground, command)
+        while command.busy() and len(ground.faults) < MOST_FULL:
             disk.fill()
             ground.hurt("disk full")
             time.sleep(ground.random.uniform(0.5, 2.0))
@@ -26,19 +29,38 @@ def full_disk(ground: Ground, reference: Losses) -> None:
         command.wait()
         disk.empty()
         promises.nobody_is_left(ground)
+        if moment == "start" and unbegun(ground):
+            return
         goes_on(ground, reference, ("FINISHED", "FAILED", "KILLED"))
 
 
-def torn_journal(ground: Ground, reference: Losses) -> None:
+def failing_disk(ground: Ground, reference: Curves) -> None:
+    """The kernel makes the disk read-only amid the training, for good: what was journaled and saved by then stays."""
+    if not can_fail():
+        return  # no fault, none counted
+    with failing(ground.runs_folder.parent, ground.folder / "disk.img") as disk:
+        command = ground.start("train", CLOCK, *SLOW)
+        moment = at_a_random_moment(ground, command)
+        if command.running and disk.fail():
+            ground.hurt(f"disk read-only at {moment}")
+        command.wait()
+        promises.nobody_is_left(ground)
+        disk.repair()
+        if moment == "start" and unbegun(ground):
+            return
+        goes_on(ground, reference, ("FINISHED", "FAILED", "KILLED"))
+
+
+def torn_journal(ground: Ground, reference: Curves) -> None:
     """A machine dies, its journal has torn or foreign lines; what is whole is delivered, and the run goes on."""
-    command = ground.start("train", TINY, *SETTINGS)
-    at_a_random_moment(ground, command, earliest="step")
+    command = ground.start("train", CLOCK, *SLOW)
+    at_a_random_moment(ground, command, LATER)
     for role in ("courier", "recorder", "launcher", "rank 0", "other rank", "server"):
         kill(ground, role)
     command.wait()
     promises.nobody_is_left(ground)
     run = the_run(ground)
     with run.events.open("ab") as file:
-        file.write(ground.random.choice((b'{"torn": ', b"\xff\xfe\x00garbage\n", b'["foreign", 1]\n', b"\n\n")))
+        file.write(ground.next_of((b'{"torn": ', b"\xff\xfe\x00garbage\n", b'["foreign", 1]\n', b"\n\n")))
     ground.hurt("journal torn")
     goes_on(ground, reference, ("FAILED", "FINISHED"))

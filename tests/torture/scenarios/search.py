@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import time
 from collections import Counter
 
@@ -13,7 +15,7 @@ from rankzero.tracking.catalog import folders, last_end
 from rankzero.tracking.mlflow import Tracker
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
-from torture.promises import Losses
+from torture.promises import Curves
 from torture.scenarios.training import TINY
 
 NARROW = TINY.with_name("narrow.py")
@@ -25,35 +27,56 @@ SEARCH = (
 MOST_SITTINGS = 6
 
 
-def killed_search(ground: Ground, _: Losses) -> None:
+@dataclasses.dataclass(frozen=True)
+class Company:
+    """Processes that share a study, and which of them are killed; the first that began leads."""
+
+    workers: int
+    trials: int
+    victims: tuple[str, ...]
+
+
+COMPANIES = (
+    Company(3, TRIALS, ("a leader",)),
+    Company(3, TRIALS, ("a helper",)),
+    Company(8, 2 * TRIALS, ("a helper", "a leader", "a helper")),
+    Company(3, TRIALS, ("a leader", "a helper")),
+)
+
+
+def killed_search(ground: Ground, _: Curves) -> None:
     """SIGKILL of the search at random moments, and the same command again: it goes on, nothing is left of before."""
     storage = default_storage(ground.runs_folder.parent)
-    for _ in range(ground.random.choice((1, 2, 2))):
+    for runs in itertools.islice(ground.turn.of(range(TRIALS + 3), 2), 2):
         command = ground.start(*SEARCH)
-        _at_a_random_trial(ground, command)
-        _kill(ground, command, "the search")
+        _once_there_are(ground, command, runs)
+        _kill(ground, command, f"the search, {_told(runs)}")
         command.wait()
         promises.nobody_is_left(ground)
     ground.run(*SEARCH)
-    _study_is_whole(ground, find_study(storage, "s"))
+    _study_is_whole(ground, find_study(storage, "s"), TRIALS)
 
 
-def shared_study(ground: Ground, _: Losses) -> None:
+def shared_study(ground: Ground, _: Curves) -> None:
     """Processes that share a study are killed, the one that leads perhaps: the others, or the next, finish it."""
+    company = ground.next_of(COMPANIES)
     storage = f"sqlite:///{ground.folder / 'shared.db'}"
-    words = (*SEARCH, "--storage", storage)
+    words = (*SEARCH, "--trials", company.trials, "--storage", storage)
     workers = [ground.start(*words)]
     wait_for(lambda: bool(list(ground.runs_folder.glob("s-0*"))) or not workers[0].running)
-    workers += [ground.start(*words) for _ in range(2)]
-    for _ in range(ground.random.choice((1, 1, 2))):
+    workers += [ground.start(*words) for _ in range(company.workers - 1)]
+    for number, who in enumerate(company.victims):
         time.sleep(ground.random.uniform(0.5, 6.0))
-        victim = ground.random.choice(workers)
-        _kill(ground, victim, "a leader" if victim is workers[0] else "a helper")
+        _kill(ground, workers[0] if who == "a leader" else workers[1 + number], f"{who} of {company.workers}")
     for worker in workers:
         worker.wait()
     promises.nobody_is_left(ground)
     _decide(ground, words)
-    _study_is_whole(ground, find_study(storage, "s"))
+    _study_is_whole(ground, find_study(storage, "s"), company.trials)
+
+
+def _told(runs: int) -> str:
+    return "confirming" if runs > TRIALS else "trying" if runs else "beginning"
 
 
 def _decide(ground: Ground, words: tuple[object, ...]) -> None:
@@ -65,9 +88,8 @@ def _decide(ground: Ground, words: tuple[object, ...]) -> None:
     raise Broken(f"hang: no verdict after {MOST_SITTINGS} sittings: {last.tail()}")
 
 
-def _at_a_random_trial(ground: Ground, command: Command) -> None:
-    """Wait until some trial has begun, or its confirmation, and a moment longer."""
-    wanted = ground.random.randrange(TRIALS + 3)
+def _once_there_are(ground: Ground, command: Command, wanted: int) -> None:
+    """Wait until so many runs have begun, trials or confirmations, and a moment longer."""
     wait_for(lambda: len(list(ground.runs_folder.glob("s-*"))) >= wanted or not command.running)
     time.sleep(ground.random.uniform(0.0, 2.0))
 
@@ -79,7 +101,7 @@ def _kill(ground: Ground, command: Command, what: str) -> None:
             ground.hurt(f"SIGKILL of {what}")
 
 
-def _study_is_whole(ground: Ground, study: Study) -> None:
+def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
     """As many trials as asked for, each of a run of its own that has an end; a verdict; nobody is left."""
     promises.nobody_is_left(ground)
     promises.no_run_is_running(ground)
@@ -87,8 +109,8 @@ def _study_is_whole(ground: Ground, study: Study) -> None:
     counted = plan.ended(trials, study.abandoned)
     if plan.running(trials):
         raise Broken(f"wrong status: trials {[one.number for one in plan.running(trials)]} are RUNNING")
-    if len(counted) != TRIALS:
-        raise Broken(f"lost: {TRIALS} trials were asked for, {len(counted)} count: {[one.state for one in trials]}")
+    if len(counted) != wanted:
+        raise Broken(f"lost: {wanted} trials were asked for, {len(counted)} count: {[one.state for one in trials]}")
     _each_has_a_run(ground, counted)
     if not study.facts.get("sentence"):
         raise Broken("lost: there is no verdict")

@@ -5,60 +5,70 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 from rankzero.events import RunEnded
+from rankzero.tracking import sync
+from rankzero.tracking.deliverer import TAKE_SECONDS
 from rankzero.tracking.journal import read_all
+from rankzero.tracking.sync import Delivery
 from torture import promises
 from torture.disks import Disk, small_disk
 from torture.ground import GRACE_SECONDS, Broken, Command, Ground, wait_for
-from torture.promises import Losses
-from torture.proxy import MODES, Proxy
-from torture.scenarios.training import SETTINGS, TINY, at_a_random_moment, ends, finished, the_run
+from torture.promises import Curves
+from torture.proxy import EVERYTHING, MODES, UPLOADS, Proxy
+from torture.scenarios.training import CLOCK, SETTINGS, SLOW, TINY, at_a_random_moment, ends, finished, the_run
 from torture.servers import Server
 
 SLACK_SECONDS = 15.0
 """What a busy machine may add to the grace: importing mlflow, on processor time that nobody wants."""
+UNHURRIED = "step_seconds=0.25"
+"""A training of most of a minute: a courier sends every five seconds."""
+MEET_SECONDS = 45.0
+"""How long a fault waits for somebody to meet it: a writer waits for a lock half of it."""
+BLOWS = (*((mode, EVERYTHING) for mode in MODES), *((mode, UPLOADS) for mode in ("500", "half", "close", "hang")))
+BLOWS_EACH = 5
+MOST_LOCKS, MOST_FULL = 4, 8
+AWAY = ("refuse", "hang", "500", "429", "garbage", "empty", "login", "slow")
 
 
-def bad_server(ground: Ground, reference: Losses) -> None:
+def bad_server(ground: Ground, reference: Curves) -> None:
     """An MLflow server that refuses, hangs, answers nonsense, is slow: training ends well, and nothing is lost."""
-    server = ground.environ["TORTURE_SERVER"]
-    with Proxy(server) as proxy:
-        if ground.random.random() < 0.3:
-            _misbehave(ground, proxy)  # from the very start
-        settings = ("--run-name", f"run-{ground.mark}", *SETTINGS[2:])
-        command = ground.start("train", TINY, *settings, "--tracking-uri", proxy.uri)
-        while command.running:
-            time.sleep(ground.random.uniform(0.2, 1.0))
-            _misbehave(ground, proxy)
-            time.sleep(ground.random.uniform(0.2, 1.0))
-            proxy.mode = "good"
-        proxy.mode = "good"
+    with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
+        blows = ground.turn.of(BLOWS, BLOWS_EACH)
+        if ground.random.random() < 0.3:  # from the very start
+            proxy.misbehave(*next(blows))
+        command = ground.start("train", TINY, *_named(ground), UNHURRIED, "--tracking-uri", proxy.uri)
+        while command.busy():
+            _until_met(ground, command, proxy)
+            time.sleep(ground.random.uniform(0.5, 2.0))
+            proxy.misbehave(*next(blows))
+        proxy.behave()
         ends(command, 0)
         finished(ground, reference)
 
 
-def locked_database(ground: Ground, reference: Losses) -> None:
-    """The embedded store is locked by somebody else, again and again."""
-    command = ground.start("train", TINY, *SETTINGS)
-    database = ground.runs_folder.parent / "mlflow.db"
-    while command.running:
+def locked_database(ground: Ground, reference: Curves) -> None:
+    """The embedded store is locked by somebody else, again and again, once for longer than a writer waits."""
+    command = ground.start("train", TINY, *SETTINGS, "step_seconds=0.35")
+    wait_for(lambda: not command.running or _delivered(ground) > 0)
+    _lock(ground, command, "refused", _was_refused)
+    while command.busy() and len(ground.faults) < MOST_LOCKS:
         time.sleep(ground.random.uniform(0.2, 1.5))
-        _lock(ground, database)
+        _lock(ground, command, "waited for", _holds_up(ground))
     ends(command, 0)
     finished(ground, reference)
 
 
-def killed_server(ground: Ground, reference: Losses) -> None:
+def killed_server(ground: Ground, reference: Curves) -> None:
     """SIGKILL of MLflow's server, again and again; it comes back on the same store during the run, or only later."""
     with Server(ground.folder / "server", ground.empty) as server:
-        command = ground.start("train", TINY, *SETTINGS, "--tracking-uri", server.uri)
+        command = ground.start("train", CLOCK, *SLOW, "--tracking-uri", server.uri)
         at_a_random_moment(ground, command)
-        for _ in range(ground.random.choice((1, 1, 2))):
+        for back in ground.next_of((("soon",), ("later",), ("soon", "soon"), ("soon", "later"))):
             server.kill()
-            ground.hurt("SIGKILL of the server")
-            if ground.random.random() < 0.6:
+            ground.hurt(f"SIGKILL of the server, back {back}")
+            if back == "soon":
                 time.sleep(ground.random.uniform(0.0, 3.0))
                 server.start()
                 time.sleep(ground.random.uniform(0.0, 2.0))
@@ -69,38 +79,43 @@ def killed_server(ground: Ground, reference: Losses) -> None:
         finished(ground, reference)
 
 
-def server_away(ground: Ground, reference: Losses) -> None:
+def server_away(ground: Ground, reference: Curves) -> None:
     """No server for the whole run: the command ends within the grace, and the next day `sync` delivers everything."""
     with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
-        proxy.mode = ground.random.choice(("refuse", "hang", "500", "garbage", "empty", "login"))
-        ground.hurt(f"server away: {proxy.mode}")
-        settings = ("--run-name", f"run-{ground.mark}", *SETTINGS[2:])
-        command = ground.start("train", TINY, *settings, "--tracking-uri", proxy.uri)
+        mode = ground.next_of(AWAY)
+        proxy.misbehave(mode)
+        command = ground.start("train", TINY, *_named(ground), "step_seconds=0.06", "--tracking-uri", proxy.uri)
         ends(command, 0)
-        _ends_within_the_grace(ground, command)
+        if mode != "slow":  # which takes things, and is waited for
+            _ends_within_the_grace(ground, command)
         promises.nobody_is_left(ground)
-        if ground.random.random() < 0.3:  # too early: it tries for a minute
+        if not proxy.met.is_set():
+            raise Broken(f"error: nobody met a server away: {mode}")
+        ground.hurt(f"server away: {mode}")
+        if mode != "slow" and ground.random.random() < 0.3:  # too early: it tries for a minute
             ground.run("sync", code=1)
-        proxy.mode = "good"
+        proxy.behave()
         ground.run("sync")
         finished(ground, reference)
 
 
-def full_server_disk(ground: Ground, reference: Losses) -> None:
+def full_server_disk(ground: Ground, reference: Curves) -> None:
     """The disk of MLflow's server is full for a while: it answers with errors, and gets everything later."""
     root = ground.folder / "server"
     with small_disk(root) as disk, Server(root, ground.empty) as server:
-        command = ground.start("train", TINY, *SETTINGS, "--tracking-uri", server.uri)
+        command = ground.start("train", CLOCK, *SLOW, "step_seconds=0.05", "--tracking-uri", server.uri)
         _fill_now_and_then(ground, command, disk, "the server's disk full")
         finished(ground, reference)
 
 
-def full_store_disk(ground: Ground, reference: Losses) -> None:
+def full_store_disk(ground: Ground, reference: Curves) -> None:
     """The disk of the embedded store is full for a while, the run's own is not."""
     root = ground.folder / "store"
     with small_disk(root) as disk:
         (root / "mlflow.db").write_bytes(ground.empty.read_bytes())
-        command = ground.start("train", TINY, *SETTINGS, "--tracking-uri", f"sqlite:///{root / 'mlflow.db'}")
+        command = ground.start(
+            "train", CLOCK, *SLOW, "step_seconds=0.05", "--tracking-uri", f"sqlite:///{root / 'mlflow.db'}"
+        )
         _fill_now_and_then(ground, command, disk, "the store's disk full")
         finished(ground, reference)
 
@@ -112,7 +127,7 @@ def _fill_now_and_then(ground: Ground, command: Command, disk: Disk, what: str) 
     """
     wait_for(lambda: ground.the_run() is not None or not command.running)
     at_a_random_moment(ground, command)
-    while command.running and len(ground.faults) < 4:
+    while command.busy() and len(ground.faults) < MOST_FULL:
         disk.fill()
         ground.hurt(what)
         time.sleep(ground.random.uniform(0.5, 3.0))
@@ -133,18 +148,49 @@ def _ends_within_the_grace(ground: Ground, command: Command) -> None:
         raise Broken(f"hang: the command ended {at - ended[-1]:.0f} s after its training, wanted {allowed:.0f} s")
 
 
-def _lock(ground: Ground, database: Path) -> None:
-    """Keep everybody else out of the database for a while."""
-    with contextlib.closing(sqlite3.connect(database, timeout=1, isolation_level=None)) as other:
+def _named(ground: Ground) -> tuple[object, ...]:
+    """Return the settings of a run on the campaign's server, where others are."""
+    return ("--run-name", f"run-{ground.mark}", *SETTINGS[2:])
+
+
+def _until_met(ground: Ground, command: Command, proxy: Proxy) -> None:
+    """Keep up a proxy's mode until somebody has met it, and a while longer: only then it is a fault."""
+    mode, aim = proxy.mode, proxy.aim
+    wait_for(lambda: proxy.met.is_set() or not command.running, MEET_SECONDS)
+    time.sleep(ground.random.uniform(0.0, 2.0))
+    if proxy.behave() and mode != "good":
+        ground.hurt(f"server {mode}{' at an upload' if aim == UPLOADS else ''}")
+
+
+def _lock(ground: Ground, command: Command, what: str, met: Callable[[Delivery], bool]) -> None:
+    """Keep everybody else out of the database until a writer has met that: only then it is a fault."""
+    with contextlib.closing(sqlite3.connect(ground.database, timeout=1, isolation_level=None)) as other:
         try:
             other.execute("BEGIN EXCLUSIVE")
         except sqlite3.OperationalError:
             return
-        ground.hurt("database locked")
-        time.sleep(ground.random.uniform(0.2, 2.0))
+        wait_for(lambda: not command.running or met(_delivery(ground)), MEET_SECONDS)
+        time.sleep(ground.random.uniform(0.0, 1.0))
+        if met(_delivery(ground)):
+            ground.hurt(f"database locked, {what}")
         other.execute("ROLLBACK")
 
 
-def _misbehave(ground: Ground, proxy: Proxy) -> None:
-    proxy.mode = ground.random.choice(MODES)
-    ground.hurt(f"server {proxy.mode}")
+def _was_refused(delivery: Delivery) -> bool:
+    """Tell whether a writer gave up: the lock stood longer than the twenty seconds that it waits."""
+    return "locked" in (delivery.error or "")
+
+
+def _holds_up(ground: Ground) -> Callable[[Delivery], bool]:
+    """Return what tells that a writer waits: it took what was journaled by now, and nothing of it arrives."""
+    delivered, over = _delivered(ground), time.monotonic() + TAKE_SECONDS + 1.0
+    return lambda now: time.monotonic() > over and now.pending > 0 and now.delivered == delivered
+
+
+def _delivery(ground: Ground) -> Delivery:
+    return sync.status(the_run(ground))
+
+
+def _delivered(ground: Ground) -> int:
+    run = ground.the_run()
+    return 0 if run is None or not run.events.exists() else sync.status(run).delivered

@@ -8,8 +8,8 @@ from pathlib import Path
 from rankzero.events import Noticed, SystemSampled
 from rankzero.tracking.folder import RunFolder
 from torture.ground import Broken, Ground
-from torture.promises import Losses
-from torture.scenarios.training import CLOCK, SETTINGS, ends, finished, the_run
+from torture.promises import Curves
+from torture.scenarios.training import CLOCK, SETTINGS, ends, finished_by_itself, the_run
 from tracking.stubbed_nvml import (
     DRIVER_NOT_LOADED,
     GPU_IS_LOST,
@@ -26,14 +26,14 @@ CALLS = ("nvmlDeviceGetTemperature", "nvmlDeviceGetUtilizationRates", "nvmlDevic
 Driver = Callable[[Ground], dict[str, str]]
 
 
-def gpu_telemetry(ground: Ground, reference: Losses) -> None:
+def gpu_telemetry(ground: Ground, reference: Curves) -> None:
     """NVML is absent, fails, loses a device, is divided (MIG): training goes on, and what went wrong is told once."""
-    kind = ground.random.choice(tuple(DRIVERS))
+    kind = ground.next_of(tuple(DRIVERS))
     driver, told = DRIVERS[kind]
     ground.hurt(f"GPU telemetry: {kind}")
     ground.environ |= {"TORTURE_GPUS": f"{uuid(0)} {uuid(1)}", **driver(ground)}
     ends(ground.start("train", CLOCK, *SETTINGS, "step_seconds=0.03"), 0)
-    finished(ground, reference)
+    finished_by_itself(ground, reference)
     _is_told(the_run(ground), told, kind)
 
 

@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 
+from rankzero.events import Evaluated, StepsLogged
+from rankzero.tracking import progress
 from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
+from rankzero.tracking.mlflow import Tracker
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
-from torture.promises import Losses
+from torture.promises import Curves
 
 TINY = Path(__file__).parents[2] / "fixtures" / "tiny.py"
 IMAGED = TINY.with_name("imaged.py")
 CLOCK = TINY.with_name("clocked.py")
 STEPS = 200
+EVERY = 20
+"""Steps from one evaluation to the next."""
+MOMENTS = ("start", "step", "evaluation", "checkpoint", "upload", "end")
+LATER, BEFORE_THE_END = MOMENTS[1:], MOMENTS[1:-1]
+SHORT = ("evaluation", "upload")
+"""Moments that are over before one has looked about."""
+EVALUATION_SECONDS = 0.3
+"""What an evaluation takes where it is to be hit: on both ranks, for each batch."""
 SETTINGS = (
     "--run-name", "run", "--nproc", 2, "step_seconds=0.01", "dropout=0.2", f"train.steps={STEPS}", "train.log_every=4",
-    "train.eval_every=20", "train.keep=2",
+    f"train.eval_every={EVERY}", "train.keep=2",
 )  # fmt: skip
-Scenario = Callable[[Ground, Losses], None]
+SLOW = (*SETTINGS, f"evaluation_seconds={EVALUATION_SECONDS}")
+"""For `CLOCK`."""
+Scenario = Callable[[Ground, Curves], None]
 
 
-def kill(ground: Ground, role: str) -> None:
+def kill(ground: Ground, role: str, when: str = "") -> None:
     victim = ground.roles().get(role)
     if victim is not None:
         with contextlib.suppress(psutil.Error):
             victim.kill()
-            ground.hurt(f"SIGKILL of {role}")
+            ground.hurt(f"SIGKILL of {role}{when}")
 
 
 def kill_one_of(ground: Ground, role: str) -> bool:
@@ -43,24 +57,36 @@ def kill_one_of(ground: Ground, role: str) -> bool:
     return len(ground.faults) > before
 
 
-def at_a_random_moment(ground: Ground, command: Command, earliest: str = "start") -> None:
-    """Wait for a moment of the training: its start, a step, a checkpoint, its end."""
-    moment = ground.random.choice([one for one in ("start", "step", "checkpoint", "end") if earliest in ("start", one)])
-
-    def reached() -> bool:
-        run = ground.the_run()
-        if not command.running:
-            return True
-        if run is None or not run.events.exists():
-            return False
-        steps = promises.journaled(run)
-        if moment == "end":
-            return len(steps) >= STEPS - 8
-        return len(steps) >= 4 if moment == "step" else any(run.checkpoints.glob("*step_*"))
-
+def at_a_random_moment(ground: Ground, command: Command, moments: Sequence[str] = MOMENTS) -> str:
+    """Wait for the moment of the training whose turn it is, and a while longer where it lasts; return which."""
+    moment = ground.next_of(moments)
     if moment != "start":
-        wait_for(reached)
-    time.sleep(ground.random.uniform(0, 4.0 if moment == "start" else 1.5))
+        wait_for(lambda: not command.running or _reached(ground, moment))
+    if moment not in SHORT:
+        time.sleep(ground.random.uniform(0, 4.0 if moment == "start" else 1.5))
+    return moment
+
+
+def _reached(ground: Ground, moment: str) -> bool:
+    run = ground.the_run()
+    if run is None or not run.events.exists():
+        return False
+    match moment:
+        case "checkpoint":
+            return any(run.checkpoints.glob("*step_*"))
+        case "upload":
+            return bool(progress.load(progress.path_of(run, 0)).uploads)
+        case "evaluation":
+            return _is_evaluating(run)
+    return len(promises.journaled(run)) >= (STEPS - 8 if moment == "end" else 4)
+
+
+def _is_evaluating(run: RunFolder) -> bool:
+    """Tell whether the journal has got to an evaluation's step and not to its result."""
+    events = list(read_all(run.events))
+    evaluated = max((event.step for event in events if isinstance(event, Evaluated)), default=0)
+    step = max((event.steps[-1] for event in events if isinstance(event, StepsLogged)), default=0)
+    return step > evaluated and step % EVERY == 0
 
 
 def the_run(ground: Ground) -> RunFolder:
@@ -76,23 +102,50 @@ def ends(command: Command, code: int) -> None:
         raise Broken(f"wrong status: exit code {found}, wanted {code}: {command.tail()}")
 
 
-def finished(ground: Ground, reference: Losses) -> None:
+def finished(ground: Ground, reference: Curves) -> None:
     """Nobody is left, everything is in MLflow, the run has finished."""
     promises.nobody_is_left(ground)
     run = the_run(ground)
     promises.nothing_is_lost(run, reference, steps=STEPS)
     promises.status_is(run, "FINISHED")
-    promises.checkpoint_is_intact(run)
+    promises.checkpoints_are_intact(run)
 
 
-def goes_on(ground: Ground, reference: Losses, allowed: tuple[str, ...]) -> None:
-    """What there is of the run is true and whole; it goes on to the end of a training that nobody disturbed."""
+def finished_by_itself(ground: Ground, reference: Curves) -> None:
+    """The same, and nobody had to ask for it: neither recorder nor server was hurt for long."""
+    promises.nobody_is_left(ground)
+    promises.arrived_by_itself(the_run(ground))
+    finished(ground, reference)
+
+
+def unbegun(ground: Ground) -> bool:
+    """Tell whether the command was hurt before there was a run to be true of; then MLflow knows of none either."""
     run = ground.the_run()
-    if run is None or not run.events.exists():  # ended before it began: nothing to be true of
-        return
-    promises.nothing_is_lost(run, reference)
+    if run is not None and run.events.exists():
+        return False
+    names = [record.name for record in Tracker(ground.store).list_runs()]
+    if names:
+        raise Broken(f"lost: MLflow has {names}, and there is no journal")
+    return True
+
+
+def stands(ground: Ground, reference: Curves, allowed: tuple[str, ...], spoiled: int | None = None) -> str:
+    """What there is of the run is true and whole; return its status, one of `allowed`."""
+    run = the_run(ground)
+    if not run.events.exists():
+        raise Broken("lost: the run has no journal")
+    promises.nothing_is_lost(run, reference, spoiled=spoiled)
+    promises.checkpoints_are_intact(run)
     status = promises.status_is(run, *allowed)
-    step = promises.checkpoint_is_intact(run)
-    if status != "FINISHED" and step:
+    if status == "FINISHED" and len(promises.journaled(run)) < STEPS:
+        raise Broken(f"wrong status: FINISHED after {len(promises.journaled(run))} of {STEPS} steps")
+    return status
+
+
+def goes_on(ground: Ground, reference: Curves, allowed: tuple[str, ...], spoiled: int | None = None) -> None:
+    """What there is of the run is true and whole; it goes on to the end of a training that nobody disturbed."""
+    status = stands(ground, reference, allowed, spoiled)
+    run = the_run(ground)
+    if status != "FINISHED" and promises.checkpoints_are_intact(run):
         ground.run("resume", run.path.name)
         finished(ground, reference)

@@ -1,0 +1,291 @@
+"""Each check of the campaign fails where what it promises is broken on purpose: else it would prove nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankzero.events import Event
+from rankzero.tracking import progress as state
+from rankzero.tracking import sync
+from rankzero.tracking.delivery import Point
+from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.mlflow import Tracker
+from rankzero.train import checkpoint
+from torture import curves, ground, promises, results
+from torture.board import Board
+from torture.ground import Broken, Command, Ground, Turn
+from torture.proxy import EVERYTHING, UPLOADS, Proxy
+from torture.results import Result
+from torture.scenarios import server, signals, training
+from tracking.runs import append, ended, evaluated, make_folder, started, steps
+
+STEPS = 4
+REFERENCE = {"train/loss": {step: 1.0 / step for step in range(1, STEPS + 1)}, "val/accuracy": {4: 0.5}}
+REFERENCE["val/loss"] = {4: 0.5}
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without a run: a copy is quicker than a new one."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    Tracker(f"sqlite:///{path}").list_runs()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return path
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> RunFolder:
+    """A run that has finished, and whose two checkpoints are whole."""
+    run = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+    append(run, started(), steps(1, STEPS), evaluated(STEPS, 0.5), ended())
+    for step in (2, STEPS):
+        checkpoint.write(checkpoint.folder_of(run.checkpoints, step), _save(step), step, {}, best=False)
+    return run
+
+
+@pytest.fixture
+def whole(saved: RunFolder, tmp_path: Path, empty: Path) -> RunFolder:
+    """The same, and all of it is in MLflow."""
+    shutil.copy(empty, tmp_path / "mlflow.db")
+    assert sync.deliver(saved).done
+    return saved
+
+
+def _save(step: int) -> Any:
+    return lambda path: torch.save({"step": step}, path)
+
+
+def refused(begin: str, check: Any, *arguments: Any, **options: Any) -> None:
+    with pytest.raises(Broken, match=f"^{begin}"):
+        check(*arguments, **options)
+
+
+def test_what_is_planted_in_a_run_is_found(whole: RunFolder) -> None:
+    promises.arrived_by_itself(whole)
+    promises.nothing_is_lost(whole, REFERENCE, steps=STEPS)
+    assert promises.checkpoints_are_intact(whole) == STEPS
+    assert promises.status_is(whole, "FINISHED") == "FINISHED"
+    refused("wrong status", promises.status_is, whole, "KILLED")
+    _another_value(whole, '"val/loss":0.5', '"val/loss":0.25')
+    refused("wrong: MLflow has|wrong: in MLflow val/loss of step 4 is 0.5", promises.nothing_is_lost, whole, REFERENCE)
+    _another_value(whole, '"val/loss":0.25', '"val/loss":0.5')
+    append(whole, steps(STEPS + 1, STEPS + 1))
+    refused("lost: 1 points of train/loss are not in MLflow", promises.arrived_by_itself, whole)
+    refused("wrong status: the journal says FAILED", _ended_otherwise, whole)
+
+
+def test_a_recorder_that_does_not_know_that_it_is_done_is_found(whole: RunFolder) -> None:
+    path = state.path_of(whole, 0)
+    known = state.load(path)
+    state.save(path, dataclasses.replace(known, ended=False))
+    refused("wrong: all of .* is in MLflow, and the recorder leaves it", promises.arrived_by_itself, whole)
+    state.save(path, dataclasses.replace(known, waiting=["artifacts"]))
+    refused("lost: 1 of .* are not in MLflow without `sync`", promises.arrived_by_itself, whole)
+
+
+def _another_value(run: RunFolder, was: str, becomes: str) -> None:
+    text = run.events.read_text()
+    assert was in text
+    run.events.write_text(text.replace(was, becomes))
+
+
+def _ended_otherwise(run: RunFolder) -> None:
+    _another_value(run, '"status":"FINISHED"', '"status":"FAILED"')
+    promises.status_is(run, "FINISHED")
+
+
+@pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
+def test_a_torn_checkpoint_is_found_older_ones_too(saved: RunFolder, name: str) -> None:
+    for step in (2, STEPS):
+        torn = checkpoint.folder_of(saved.checkpoints, step) / name
+        content = torn.read_bytes()
+        torn.write_bytes(content[:-9])
+        refused("corrupt", promises.checkpoints_are_intact, saved)
+        torn.unlink()
+        refused("corrupt", promises.checkpoints_are_intact, saved)
+        torn.write_bytes(content)
+    assert promises.checkpoints_are_intact(saved) == STEPS
+
+
+def test_a_checkpoint_of_another_step_is_found(saved: RunFolder) -> None:
+    checkpoint.folder_of(saved.checkpoints, 2).rename(checkpoint.folder_of(saved.checkpoints, 3))
+    refused("corrupt: step_00000003 holds step 2", promises.checkpoints_are_intact, saved)
+
+
+def _points(*values: tuple[int, float]) -> list[Point]:
+    return [Point("train/loss", value, 0, step) for step, value in values]
+
+
+@pytest.mark.parametrize(
+    ("points", "begin"),
+    [
+        (_points((1, 1.0)), "lost: 1 points of train/loss"),
+        (_points((1, 1.0), (2, 0.25)), "wrong: in MLflow train/loss of step 2 is 0.25, wanted 0.5"),
+        (_points((1, 1.0), (2, math.nan)), "wrong: in MLflow train/loss of step 2 is nan"),
+        (_points((1, 1.0), (2, 0.5), (2, 0.5)), "wrong: MLflow has 3 points"),
+        (_points((1, 1.0), (2, 0.5), (3, 0.3)), "wrong: MLflow has train/loss of step 3, which nobody"),
+    ],
+)
+def test_what_is_wrong_in_mlflow_is_found(points: Sequence[Point], begin: str) -> None:
+    refused(begin, curves.have_arrived, {"train/loss": {1: 1.0, 2: 0.5}}, {"train/loss": points})
+
+
+def test_what_is_wrong_in_a_journal_is_found() -> None:
+    nan, gap = {"train/loss": {1: 1.0, 2: math.nan, 3: math.nan}}, {"train/loss": {1: 1.0, 3: 1 / 3}}
+    refused("wrong: in the journal train/loss of step 2 is nan", curves.are_undisturbed, nan, REFERENCE)
+    refused("wrong: in the journal train/loss of step 2 is nan", curves.are_undisturbed, nan, REFERENCE, 3)
+    curves.are_undisturbed(nan, REFERENCE, 2)
+    refused("wrong: in the journal val/loss of step 4", curves.are_undisturbed, {"val/loss": {4: 0.75}}, REFERENCE)
+    refused("lost: the journal has 2 steps up to 3, wanted no gap", curves.have_no_gap, gap, None)
+    refused("lost: the journal has 3 steps up to 3, wanted 4", curves.have_no_gap, nan, 4)
+    refused("lost: 1 points of val/accuracy", curves.have_all, {"train/loss": REFERENCE["train/loss"]}, REFERENCE)
+
+
+@pytest.fixture
+def place(tmp_path: Path, empty: Path) -> Ground:
+    """A ground on which nothing was begun."""
+    return Ground(tmp_path / "ground", 1, empty)
+
+
+def _run_of(place: Ground, *events: Event) -> RunFolder:
+    run = make_folder(place.folder / "mlruns", place.store)
+    append(run, *events)
+    return run
+
+
+def test_a_run_without_a_journal_is_told_and_so_is_one_that_finished_too_early(place: Ground) -> None:
+    refused("lost: there is no run", training.goes_on, place, REFERENCE, ("FINISHED",))
+    run = _run_of(place)
+    run.events.unlink(missing_ok=True)
+    refused("lost: the run has no journal", training.goes_on, place, REFERENCE, ("FINISHED",))
+    append(run, started(), steps(1, STEPS), ended())
+    refused("wrong status: FINISHED after 4 of 200 steps", training.goes_on, place, REFERENCE, ("FINISHED",))
+
+
+def test_a_training_that_was_begun_again_or_stopped_elsewhere_is_found(place: Ground) -> None:
+    run = _run_of(place, started(), steps(1, STEPS), ended("KILLED", "stopped by SIGTERM"))
+    signals._was_begun_once(place)
+    sync.deliver(run)
+    refused("lost: stopped at step 4, the newest checkpoint is of step 0", _stopped, place)
+    checkpoint.write(checkpoint.folder_of(run.checkpoints, STEPS), _save(STEPS), STEPS, {}, best=False)
+    _stopped(place)
+    append(run, started(attempt=2))
+    refused("wrong: told to stop, the training was begun 2 times", signals._was_begun_once, place)
+
+
+def _stopped(place: Ground) -> None:
+    signals._stopped_where_it_was(place, REFERENCE)
+
+
+@contextlib.contextmanager
+def sleeping(tmp_path: Path, code: str = "import time; time.sleep(60)") -> Iterator[Command]:
+    (tmp_path / "output.txt").touch()
+    process = subprocess.Popen([sys.executable, "-c", code], text=True)
+    try:
+        yield Command(process, tmp_path / "output.txt")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_command_without_end_is_a_hang_in_every_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sleeping(tmp_path) as command:
+        assert command.busy()
+        monkeypatch.setattr(ground, "DEADLINE_SECONDS", 0.0)
+        refused("hang", command.busy)
+        refused("hang", command.wait)
+    with sleeping(tmp_path, "raise SystemExit(143)") as command:
+        monkeypatch.setattr(ground, "DEADLINE_SECONDS", 60.0)
+        refused("wrong status: exit code 143, wanted 75", signals._ends_soon, command, 75)
+        monkeypatch.setattr(signals, "STOP_SECONDS", -1.0)
+        refused("hang: the command ended", signals._ends_soon, command, 143)
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[str]:
+    """A server that answers each request with ok."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                client.recv(1 << 16)
+                client.sendall(b"HTTP/1.1 200 OK\r\n\r\nok")
+                client.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+
+
+def _asked(uri: str, path: str) -> bytes:
+    host, _, port = uri.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(f"GET {path} HTTP/1.1\r\n\r\n".encode())
+        return client.recv(1 << 16)
+
+
+def test_a_mode_that_nobody_met_is_none(place: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MEET_SECONDS", 0.1)
+    with answering() as uri, Proxy(uri) as proxy, sleeping(tmp_path) as command:
+        for aim, path, faults in ((EVERYTHING, "", []), (UPLOADS, "/api", []), (UPLOADS, "/mlflow-artifacts/a", [0])):
+            proxy.misbehave("500", aim)
+            answer = _asked(proxy.uri, path) if path else b"nobody asked"
+            assert (b"oops" in answer) == bool(faults)
+            server._until_met(place, command, proxy)
+            assert len(place.faults) == len(faults)
+        assert place.faults == ["server 500 at an upload"]
+        proxy.misbehave("close")
+        assert _asked(proxy.uri, "/api") == b"" and proxy.behave()
+        assert _asked(proxy.uri, "/api").endswith(b"ok") and proxy.behave()
+
+
+def test_a_lock_that_nobody_met_is_none(place: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MEET_SECONDS", 0.1)
+    _run_of(place, started(), steps(1, STEPS))
+    with sleeping(tmp_path) as command:
+        server._lock(place, command, "waited for", server._holds_up(place))
+        assert not place.faults
+        server._lock(place, command, "refused", lambda delivery: delivery.pending > 0)
+        assert place.faults == ["database locked, refused"]
+
+
+def test_variants_are_gone_round_and_each_campaign_has_its_order() -> None:
+    turns = [Turn(7, number) for number in range(4)]
+    drawn = [next(turn.of("abcd")) for turn in turns]
+    assert sorted(drawn) == list("abcd")
+    pairs = [value for turn in turns[:2] for value, _ in zip(turn.of("abcd", 2), range(2), strict=False)]
+    assert sorted(pairs) == list("abcd")
+    assert len({"".join(next(Turn(seed, number).of("abcd")) for number in range(4)) for seed in range(9)}) > 1
+    assert {blow.number for blow in signals.ONCE} == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
+
+
+def test_parts_of_a_campaign_take_each_scenario_once(tmp_path: Path) -> None:
+    one, other = Board(tmp_path), Board(tmp_path)
+    assert [one.take(), other.take(), one.take()] == [0, 1, 2]
+    one.put(2, Result("signals", 2, ["SIGTERM"], 1.0, None))
+    other.put(1, Result("crowd", 1, ["a", "b"], 1.0, "lost: one"))
+    assert one.injected() == 3 and [result.seed for result in other.results()] == [1, 2]
+
+
+def test_a_report_says_what_was_tried() -> None:
+    told = results.report([], 1)
+    assert str(told["date"]) <= time.strftime("%Y-%m-%d") and {"commit", "dirty", "fuzz"} <= set(told)
