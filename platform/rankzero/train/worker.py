@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rankzero import config, experiment_file
 from rankzero.errors import UserError
 from rankzero.events import DataDescribed, RunEnded, RunStarted, Status
@@ -20,7 +22,7 @@ from rankzero.tracking.runlog import RunLog
 from rankzero.tracking.secrecy import settings_without_secrets
 from rankzero.train import device, failure, fingerprint, precision, randomness, restore, strategies
 from rankzero.train.checkpoint import Checkpoints
-from rankzero.train.data import make_plan
+from rankzero.train.data import check_alike, make_plan
 from rankzero.train.feed import Feed
 from rankzero.train.gallery import Gallery
 from rankzero.train.job import Job, State
@@ -157,6 +159,7 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     arithmetic = precision.set_up(train.precision, world.device)
     randomness.seed_all(train.seed)
     train_set, val_set = data or data_of(experiment)
+    _agree_on_lengths(world, train_set, val_set)
     plan = make_plan(train, len(train_set), strategies.shards(train.strategy, world.size))
     model = experiment.model()  # on the host: a strategy moves what of it this rank needs
     feeds = [
@@ -191,6 +194,16 @@ def data_of(experiment: Experiment) -> tuple[Any, Any]:
             "data() returned an empty data set: the training set has {} samples, the validation set {}".format(*sizes)
         )
     return train_set, val_set
+
+
+def _agree_on_lengths(world: World, train_set: Any, val_set: Any) -> None:
+    """Raise the same UserError on all ranks where any has other data: they would draw other batches, or wait for ever.
+
+    A collective, for start-up only.
+    """
+    lengths = world.gather(torch.tensor([len(train_set), len(val_set)])).tolist()
+    for what, column in zip(("training", "validation"), zip(*lengths, strict=True), strict=True):
+        check_alike(what, column)
 
 
 def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Outcome:
