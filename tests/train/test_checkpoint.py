@@ -3,6 +3,7 @@
 import contextlib
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,27 @@ def test_a_checkpoint_that_cannot_be_written_is_a_problem_and_no_error(tmp_path:
     checkpoints.save({"weights": torch.zeros(3)}, 1, {}, False)
     assert checkpoints.close() == []
     assert "could not be written" in checkpoints.problems[0]
+
+
+@pytest.mark.parametrize("fails", ["rename", "rmtree"])
+def test_a_deletion_that_fails_hides_no_checkpoint_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(*((checkpoint, "_set_aside") if fails == "rename" else (shutil, "rmtree")), refuse)
+    checkpoints = Checkpoints(tmp_path, 1, GOAL)
+    events: list[Event] = []
+    for step in range(1, 5):
+        events += checkpoints.save({"weights": torch.zeros(3)}, step, {"val/loss": float(step)}, False)
+    events += checkpoints.close()
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [1, 2, 3, 4]
+    gone = [event.step for event in events if isinstance(event, CheckpointDeleted)]
+    assert gone == ([2, 3] if fails == "rmtree" else [])
+    (problem,) = checkpoints.problems
+    assert "could not be deleted" in problem and "Permission denied" in problem
 
 
 def test_a_copy_has_arrived_when_that_of_every_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:

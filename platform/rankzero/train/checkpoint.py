@@ -68,6 +68,7 @@ class Checkpoints:
         self._pending: Future[list[Event]] | None = None
         self.blocked_seconds = 0.0
         self.problems: list[str] = []
+        self._cannot_delete = False
         _remove_leftovers(self._folder)
 
     def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], best: bool) -> list[Event]:
@@ -109,8 +110,18 @@ class Checkpoints:
     def _prune(self) -> Iterator[Event]:
         manifests = _manifests(self._folder)
         for path in superseded(manifests, self._keep, self._goal):
-            _delete(path)
-            yield CheckpointDeleted(time.time(), manifests[path].step, str(path.relative_to(self._root)))
+            try:
+                _delete(path)
+            except OSError as error:  # what has been saved is no less good for it
+                self._complain_of_deleting(error)
+            if not path.exists():
+                yield CheckpointDeleted(time.time(), manifests[path].step, str(path.relative_to(self._root)))
+
+    def _complain_of_deleting(self, error: OSError) -> None:
+        """Say once that retention fails: the next checkpoint will have it fail again, and the one after that."""
+        if not self._cannot_delete:
+            self._cannot_delete = True
+            self.problems.append(f"an older checkpoint could not be deleted, and others may stay, too: {error}")
 
 
 def superseded(manifests: Mapping[Path, Manifest], keep: int, goal: Goal) -> list[Path]:
@@ -239,15 +250,19 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _replace(temporary: Path, target: Path) -> None:
-    if target.exists():  # a resumed run saves a step again
-        _delete(target)
+    doomed = _set_aside(target) if target.exists() else None  # a resumed run saves a step again
     temporary.rename(target)
+    if doomed is not None:
+        shutil.rmtree(doomed, ignore_errors=True)  # a leftover, which the next start removes
 
 
 def _delete(path: Path) -> None:
-    doomed = path.with_name(TEMPORARY + "deleted-" + path.name)  # gone in one step for readers
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(_set_aside(path))
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a folder a temporary name: it is gone in one step for readers."""
+    return path.rename(path.with_name(TEMPORARY + "deleted-" + path.name))
 
 
 def _remove_leftovers(checkpoints: Path) -> None:
