@@ -194,10 +194,11 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_cannot_be_written_is_a_problem_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    checkpoints = Checkpoints(tmp_path, 1, GOAL)
+    problems: list[str] = []
+    checkpoints = Checkpoints(tmp_path, 1, GOAL, notice=problems.append)
     checkpoints.save({"weights": torch.zeros(3)}, 1, {}, False)
-    assert checkpoints.close() == []
-    assert "could not be written" in checkpoints.problems[0]
+    assert checkpoints.close() == [] and len(problems) == 1
+    assert "could not be written" in problems[0]
 
 
 @pytest.mark.parametrize("fails", ["rename", "rmtree"])
@@ -209,7 +210,8 @@ def test_a_deletion_that_fails_hides_no_checkpoint_and_is_told_once(
             raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(*((checkpoint, "_set_aside") if fails == "rename" else (shutil, "rmtree")), refuse)
-    checkpoints = Checkpoints(tmp_path, 1, GOAL)
+    problems: list[str] = []
+    checkpoints = Checkpoints(tmp_path, 1, GOAL, notice=problems.append)
     events: list[Event] = []
     for step in range(1, 5):
         events += checkpoints.save({"weights": torch.zeros(3)}, step, {"val/loss": float(step)}, False)
@@ -217,7 +219,7 @@ def test_a_deletion_that_fails_hides_no_checkpoint_and_is_told_once(
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [1, 2, 3, 4]
     gone = [event.step for event in events if isinstance(event, CheckpointDeleted)]
     assert gone == ([2, 3] if fails == "rmtree" else [])
-    (problem,) = checkpoints.problems
+    (problem,) = problems
     assert "could not be deleted" in problem and "Permission denied" in problem
 
 

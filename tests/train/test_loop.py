@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from rankzero.errors import UserError
-from rankzero.events import CheckpointSaved, Evaluated
+from rankzero.events import CheckpointSaved, Evaluated, Noticed, StepsLogged
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import checkpoint, restore
 from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length
@@ -89,6 +89,15 @@ def test_a_stop_is_obeyed_at_the_next_report_and_leaves_a_checkpoint(train: Trai
     trained = train(tiny(train__steps=50, train__log_every=3), stop_at=3)
     path, _ = checkpoint.newest_intact(tmp_path / "checkpoints")
     assert path is not None and checkpoint.read_manifest(path).step == trained.state.step == 6
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(train: Trainer, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    trained = train(tiny(train__steps=9, train__eval_every=9, train__save_every=3, train__log_every=1))
+    told = [index for index, event in enumerate(trained.events) if isinstance(event, Noticed)]
+    assert len(told) == 3 and "could not be written" in str(trained.events[told[0]])
+    logged = [index for index, event in enumerate(trained.events) if isinstance(event, StepsLogged)]
+    assert told[0] < logged[-1]
 
 
 def test_the_learning_rate_is_warmed_up(train: Trainer) -> None:

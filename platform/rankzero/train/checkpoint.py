@@ -58,16 +58,25 @@ class Checkpoints:
 
     `save` returns as soon as the state is copied; one thread writes. At most one checkpoint is
     in flight: a second `save` waits for it, and what it waited counts into `blocked_seconds`.
+    `notice` is told what went wrong as soon as `save`, `poll`, `finish` or `close` know it, each problem once.
     """
 
-    def __init__(self, run_folder: Path, keep: int, goal: Goal, world_size: int | None = None) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        keep: int,
+        goal: Goal,
+        world_size: int | None = None,
+        notice: Callable[[str], None] = print,
+    ) -> None:
         self._root, self._keep, self._goal, self._world_size = run_folder, keep, goal, world_size
+        self._notice = notice
         self._folder = run_folder / "checkpoints"
         self._staging = Staging()
         self._writer = ThreadPoolExecutor(1, "checkpoint", _lowest_priority)
         self._pending: Future[list[Event]] | None = None
         self.blocked_seconds = 0.0
-        self.problems: list[str] = []
+        self._problems: list[str] = []
         self._cannot_delete = False
         _remove_leftovers(self._folder)
 
@@ -92,8 +101,11 @@ class Checkpoints:
         try:
             return pending.result()
         except Exception as error:  # a full disk must not end the training: say so, keep the older ones
-            self.problems.append(f"a checkpoint could not be written: {error}")
+            self._problems.append(f"a checkpoint could not be written: {error}")
             return []
+        finally:
+            while self._problems:  # the thread that wrote has ended its work: this is the only one at the list
+                self._notice(self._problems.pop(0))
 
     def close(self) -> list[Event]:
         """Wait for the write in flight and end the thread."""
@@ -121,7 +133,7 @@ class Checkpoints:
         """Say once that retention fails: the next checkpoint will have it fail again, and the one after that."""
         if not self._cannot_delete:
             self._cannot_delete = True
-            self.problems.append(f"an older checkpoint could not be deleted, and others may stay, too: {error}")
+            self._problems.append(f"an older checkpoint could not be deleted, and others may stay, too: {error}")
 
 
 def superseded(manifests: Mapping[Path, Manifest], keep: int, goal: Goal) -> list[Path]:

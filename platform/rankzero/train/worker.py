@@ -14,7 +14,7 @@ import torch
 
 from rankzero import config, experiment_file
 from rankzero.errors import UserError
-from rankzero.events import DataDescribed, RunEnded, RunStarted, Status
+from rankzero.events import DataDescribed, Hook, RunEnded, RunStarted, Status
 from rankzero.experiment import Experiment
 from rankzero.tracking import ranks as launcher
 from rankzero.tracking.folder import Identity
@@ -235,7 +235,7 @@ def _checkpoints(job: Job, log: RunLog) -> Checkpoints | None:
     experiment, world = job.experiment, job.world
     if not world.ranks.first:
         return None
-    return Checkpoints(log.folder.path, experiment.train.keep, experiment.goal, world.size)
+    return Checkpoints(log.folder.path, experiment.train.keep, experiment.goal, world.size, log.notice)
 
 
 def _gallery(job: Job, log: RunLog) -> Gallery:
@@ -259,12 +259,10 @@ def _leave_word(failed: failure.Failure, log: RunLog, world: World) -> None:
     world.report_failure(dataclasses.asdict(failed))
 
 
-def _finish(checkpoints: Checkpoints, emit: RunLog, tally: Tally) -> None:
+def _finish(checkpoints: Checkpoints, emit: Hook, tally: Tally) -> None:
     for event in checkpoints.close():
         emit(event)
     tally.blocked_seconds = checkpoints.blocked_seconds
-    for problem in checkpoints.problems:
-        emit.notice(problem)
 
 
 def _success(job: Job, state: State) -> str:
