@@ -184,6 +184,21 @@ def test_a_manifest_that_vouches_for_nothing_and_a_link_are_broken(tmp_path: Pat
         checkpoint.load(second)
 
 
+@pytest.mark.parametrize("more", [{}, {"shards": 8}])
+def test_a_checkpoint_of_a_newer_version_is_named_and_passed_over(tmp_path: Path, more: dict[str, int]) -> None:
+    saved(tmp_path, {1: 0.1, 2: 0.2})
+    newest = tmp_path / "checkpoints/step_00000002"
+    manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
+    newer = {**manifest, **more, "format": checkpoint.FORMAT + 1}
+    (newest / checkpoint.MANIFEST).write_text(json.dumps(newer))
+    with pytest.raises(BrokenCheckpoint, match=r"newer version of rankzero \(format 2, .*: update rankzero"):
+        checkpoint.load(newest)
+    path, (problem,) = checkpoint.newest_intact(tmp_path / "checkpoints")
+    assert path == tmp_path / "checkpoints/step_00000001" and "newer version" in problem
+    saved(tmp_path, {3: 0.3, 4: 0.05})
+    assert newest.exists(), "what cannot be read is not deleted"
+
+
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     leftover = tmp_path / "checkpoints/.tmp-step_00000009"
     leftover.mkdir(parents=True)

@@ -14,7 +14,7 @@ from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved, Evaluated, Noticed, StepsLogged
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import checkpoint, restore
-from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length
+from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length, state_dict
 from rankzero.train.stop import TIME_LIMIT, Stop
 from rankzero.train.world import World
 from train.conftest import Trainer, tiny, weights
@@ -156,6 +156,15 @@ def test_another_model_cannot_resume(train: Trainer) -> None:
     train(tiny(train__steps=5))
     with pytest.raises(UserError, match="does not fit"):
         train(tiny(train__steps=9, width=8))
+
+
+@pytest.mark.parametrize(("dropped", "says"), [("randoms", "holds no randoms"), ("optimizer", "does not fit")])
+def test_a_checkpoint_that_lacks_something_is_refused_in_words(train: Trainer, dropped: str, says: str) -> None:
+    trained = train(tiny(train__steps=2))
+    whole = state_dict(trained.job, trained.state)
+    del whole[dropped]
+    with pytest.raises(UserError, match=says):
+        restore.apply(whole, trained.job, trained.state)
 
 
 def test_going_on_needs_a_checkpoint(train: Trainer, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Manifest:
 
 
 class BrokenCheckpoint(Exception):
-    """A folder that is no intact checkpoint; the message says what is wrong with it."""
+    """A folder that is no intact checkpoint, or none that this version reads; the message says what is wrong."""
 
 
 class Checkpoints:
@@ -215,9 +215,21 @@ def verify(folder: Path) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest. Raises BrokenCheckpoint."""
     try:
-        return Manifest(**json.loads((folder / MANIFEST).read_text()))
+        found = json.loads((folder / MANIFEST).read_text())
+        if not _is_newer(found):
+            return Manifest(**found)
     except (OSError, ValueError, TypeError) as error:
         raise BrokenCheckpoint(f"{folder} has no readable manifest: {error}") from error
+    raise BrokenCheckpoint(
+        f"{folder} was written by a newer version of rankzero (format {found['format']}, this one reads up to "
+        f"{FORMAT}): update rankzero to go on from it"
+    )
+
+
+def _is_newer(manifest: Any) -> bool:
+    """Tell whether a manifest says that it is of a format to come, whatever else it says."""
+    written = manifest.get("format") if isinstance(manifest, dict) else None
+    return isinstance(written, int) and written > FORMAT
 
 
 def _require_own_files(manifest: Manifest, folder: Path) -> None:
