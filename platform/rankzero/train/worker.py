@@ -53,9 +53,9 @@ def main(request: Request) -> str:
     listen(stop)
     end_with_launcher(stop)
     try:
-        with join(ranks, device.choose(ranks)) as world:
+        with contextlib.ExitStack() as watched, join(ranks, device.choose(ranks)) as world:
             stop.training = True
-            return attempt(request, world, stop).status
+            return attempt(request, world, stop, watched).status
     except BaseException as error:
         failure.write(failure.describe(error, ranks.rank), Path(request.failures))
         if not isinstance(error, Exception):
@@ -65,14 +65,26 @@ def main(request: Request) -> str:
         stop.training = False
 
 
-def attempt(request: Request, world: World, stop: Stop) -> Outcome:
-    """Train once, tracked, among processes that have joined each other already. All ranks call it."""
+def attempt(request: Request, world: World, stop: Stop, watched: contextlib.ExitStack | None = None) -> Outcome:
+    """Train once, tracked, among processes that have joined each other already. All ranks call it.
+
+    `watched`: what a hang is watched for until the end of; None: this alone.
+    """
+    with contextlib.ExitStack() as this:
+        return _attempt(request, world, stop, watched or this)
+
+
+def _attempt(request: Request, world: World, stop: Stop, watched: contextlib.ExitStack) -> Outcome:
     settings = world.broadcast(request.config.encode()).decode()  # rank 0's: another machine may have been told others
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
     identity = Identity(**json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode())))
     gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
     log = RunLog.open(Path(request.runs), identity, world.ranks, gpus)
     tally = Tally()
+    minutes, rank = experiment.train.hang_minutes, world.ranks.rank
+    watchdog = Watchdog(minutes, rank, lambda failed: _leave_word(failed, log, world))
+    watched.enter_context(watchdog.watching())
+    world.leave_hangs_to_the_watchdog()
     with _told(log, experiment, request, world, tally) as told:
         job, state = build(experiment, world)
         device.forget_peak_memory(world)
@@ -80,7 +92,7 @@ def attempt(request: Request, world: World, stop: Stop) -> Outcome:
         told.started(state.step, job.total_steps, _data(job, request))
         if OUT_OF_MEMORY in request.environment:
             log.notice(f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.plan.batch_size}")
-        told.outcome = _train(job, state, log, stop, tally)
+        told.outcome = _train(job, state, log, stop, tally, watchdog)
     return told.outcome
 
 
@@ -206,15 +218,13 @@ def _agree_on_lengths(world: World, train_set: Any, val_set: Any) -> None:
         check_alike(what, column)
 
 
-def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Outcome:
-    train, world = job.experiment.train, job.world
+def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally, watchdog: Watchdog) -> Outcome:
+    train = job.experiment.train
     stop.limit(train.max_minutes)
     checkpoints = _checkpoints(job, log)
     tally.best = state.best
-    watchdog = Watchdog(train.hang_minutes, world.ranks.rank, lambda failed: _leave_word(failed, log, world))
-    world.leave_hangs_to_the_watchdog()
     try:
-        with frozen_heap(), watchdog.watching():
+        with frozen_heap(), watchdog.training():
             job = dataclasses.replace(job, beat=watchdog.beat, gallery=_gallery(job, log))
             reason = fit(job, state, log, stop, checkpoints, tally)
     finally:
