@@ -113,7 +113,10 @@ class Train:
     max_minutes: float | None = None
     """Stop, with a checkpoint, after this many minutes; none: no limit."""
     hang_minutes: float | None = 10.0
-    """End the run, naming the rank, where one makes no progress for so long (the first step: six times); none: wait."""
+    """End the run, naming the rank, where one makes no progress for so long; none: wait.
+
+    The first step gets six times as long; so does what comes before it (data, model, restoring) and after the last
+    step (the last checkpoint), but at least half an hour each."""
     stop_at_target: bool = False
     """Finish at the first evaluation that reaches `goal.target`."""
 

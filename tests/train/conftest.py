@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from rankzero import config, experiment_file
-from rankzero.events import Event, StepsLogged
+from rankzero.events import Event, Noticed, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import restore
@@ -64,7 +65,12 @@ def train(tmp_path: Path) -> Trainer:
         job, state = build(experiment, World(Ranks(), torch.device("cpu")))
         restore.newest(folder / "checkpoints", job, state, pytest.fail)
         events: list[Event] = []
-        checkpoints, tally, stop = Checkpoints(folder, experiment.train.keep, experiment.goal), Tally(), Stop()
+        tally, stop = Tally(), Stop()
+
+        def notice(text: str) -> None:
+            events.append(Noticed(time.time(), text))
+
+        checkpoints = Checkpoints(folder, experiment.train.keep, experiment.goal, notice=notice)
 
         def emit(event: Event) -> None:
             events.append(event)

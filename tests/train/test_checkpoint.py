@@ -3,6 +3,7 @@
 import contextlib
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,21 @@ def test_a_manifest_that_vouches_for_nothing_and_a_link_are_broken(tmp_path: Pat
         checkpoint.load(second)
 
 
+@pytest.mark.parametrize("more", [{}, {"shards": 8}])
+def test_a_checkpoint_of_a_newer_version_is_named_and_passed_over(tmp_path: Path, more: dict[str, int]) -> None:
+    saved(tmp_path, {1: 0.1, 2: 0.2})
+    newest = tmp_path / "checkpoints/step_00000002"
+    manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
+    newer = {**manifest, **more, "format": checkpoint.FORMAT + 1}
+    (newest / checkpoint.MANIFEST).write_text(json.dumps(newer))
+    with pytest.raises(BrokenCheckpoint, match=r"newer version of rankzero \(format 2, .*: update rankzero"):
+        checkpoint.load(newest)
+    path, (problem,) = checkpoint.newest_intact(tmp_path / "checkpoints")
+    assert path == tmp_path / "checkpoints/step_00000001" and "newer version" in problem
+    saved(tmp_path, {3: 0.3, 4: 0.05})
+    assert newest.exists(), "what cannot be read is not deleted"
+
+
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     leftover = tmp_path / "checkpoints/.tmp-step_00000009"
     leftover.mkdir(parents=True)
@@ -193,10 +209,33 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_cannot_be_written_is_a_problem_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    checkpoints = Checkpoints(tmp_path, 1, GOAL)
+    problems: list[str] = []
+    checkpoints = Checkpoints(tmp_path, 1, GOAL, notice=problems.append)
     checkpoints.save({"weights": torch.zeros(3)}, 1, {}, False)
-    assert checkpoints.close() == []
-    assert "could not be written" in checkpoints.problems[0]
+    assert checkpoints.close() == [] and len(problems) == 1
+    assert "could not be written" in problems[0]
+
+
+@pytest.mark.parametrize("fails", ["rename", "rmtree"])
+def test_a_deletion_that_fails_hides_no_checkpoint_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(*((checkpoint, "_set_aside") if fails == "rename" else (shutil, "rmtree")), refuse)
+    problems: list[str] = []
+    checkpoints = Checkpoints(tmp_path, 1, GOAL, notice=problems.append)
+    events: list[Event] = []
+    for step in range(1, 5):
+        events += checkpoints.save({"weights": torch.zeros(3)}, step, {"val/loss": float(step)}, False)
+    events += checkpoints.close()
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [1, 2, 3, 4]
+    gone = [event.step for event in events if isinstance(event, CheckpointDeleted)]
+    assert gone == ([2, 3] if fails == "rmtree" else [])
+    (problem,) = problems
+    assert "could not be deleted" in problem and "Permission denied" in problem
 
 
 def test_a_copy_has_arrived_when_that_of_every_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rankzero.errors import UserError
 from rankzero.experiment import Train
-from rankzero.train.data import Plan, make_plan, mix, order, shard
+from rankzero.train.data import Plan, check_alike, make_plan, mix, order, shard
 
 plans = st.builds(
     lambda micro, accumulation, world, more, seed: Plan(
@@ -84,3 +84,11 @@ def test_accumulation_follows_from_the_two() -> None:
     assert make_plan(Train(batch_size=32, micro_batch=8), 100, 1).accumulation == 4
     assert make_plan(Train(batch_size=32, micro_batch=8), 100, 2).accumulation == 2
     assert make_plan(Train(batch_size=32), 100, 2).micro_batch == 16
+
+
+def test_data_that_differ_in_length_are_refused_and_the_ranks_named() -> None:
+    check_alike("training", [5, 5, 5])
+    with pytest.raises(UserError, match=r"5 samples on ranks 0, 2; 4 samples on rank 1\. Every rank must see"):
+        check_alike("training", [5, 4, 5])
+    with pytest.raises(UserError, match=r"9 samples on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more"):
+        check_alike("validation", [1] + [9] * 99)

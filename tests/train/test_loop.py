@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from rankzero.errors import UserError
-from rankzero.events import CheckpointSaved, Evaluated
+from rankzero.events import CheckpointSaved, Evaluated, Noticed, StepsLogged
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import checkpoint, restore
-from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length
+from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length, state_dict
 from rankzero.train.stop import TIME_LIMIT, Stop
 from rankzero.train.world import World
 from train.conftest import Trainer, tiny, weights
@@ -91,6 +91,15 @@ def test_a_stop_is_obeyed_at_the_next_report_and_leaves_a_checkpoint(train: Trai
     assert path is not None and checkpoint.read_manifest(path).step == trained.state.step == 6
 
 
+def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(train: Trainer, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    trained = train(tiny(train__steps=9, train__eval_every=9, train__save_every=3, train__log_every=1))
+    told = [index for index, event in enumerate(trained.events) if isinstance(event, Noticed)]
+    assert len(told) == 3 and "could not be written" in str(trained.events[told[0]])
+    logged = [index for index, event in enumerate(trained.events) if isinstance(event, StepsLogged)]
+    assert told[0] < logged[-1]
+
+
 def test_the_learning_rate_is_warmed_up(train: Trainer) -> None:
     trained = train(tiny(train__steps=6, train__warmup_steps=4, train__log_every=1, lr=1.0))
     assert list(trained.series("lr").values()) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
@@ -147,6 +156,15 @@ def test_another_model_cannot_resume(train: Trainer) -> None:
     train(tiny(train__steps=5))
     with pytest.raises(UserError, match="does not fit"):
         train(tiny(train__steps=9, width=8))
+
+
+@pytest.mark.parametrize(("dropped", "says"), [("randoms", "holds no randoms"), ("optimizer", "does not fit")])
+def test_a_checkpoint_that_lacks_something_is_refused_in_words(train: Trainer, dropped: str, says: str) -> None:
+    trained = train(tiny(train__steps=2))
+    whole = state_dict(trained.job, trained.state)
+    del whole[dropped]
+    with pytest.raises(UserError, match=says):
+        restore.apply(whole, trained.job, trained.state)
 
 
 def test_going_on_needs_a_checkpoint(train: Trainer, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -43,7 +44,7 @@ def test_a_process_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
         """
         def step():
             time.sleep(100)
-        with watchdog.watching():
+        with watchdog.watching(), watchdog.training():
             watchdog.beat()
             watchdog.beat()
             step()
@@ -63,7 +64,7 @@ def test_a_word_that_nobody_hears_keeps_no_process_alive(tmp_path: Path) -> None
             print("tells", failed.rank, flush=True)
             time.sleep(100)  # as the store of a rank 0 that is stopped has it
         watchdog = Watchdog(0.4 / 60, 3, tell)
-        with watchdog.watching():
+        with watchdog.watching(), watchdog.training():
             watchdog.beat()
             watchdog.beat()
             time.sleep(100)
@@ -76,7 +77,7 @@ def test_a_process_that_gets_on_is_left_alone(tmp_path: Path) -> None:
     code, told, _ = watched(
         tmp_path,
         """
-        with watchdog.watching():
+        with watchdog.watching(), watchdog.training():
             time.sleep(1.2)  # the first step may take six times as long
             for _ in range(12):
                 watchdog.beat()
@@ -85,6 +86,45 @@ def test_a_process_that_gets_on_is_left_alone(tmp_path: Path) -> None:
         """,
     )
     assert code == 0 and told is None
+
+
+def test_who_is_let_go_after_a_long_wait_does_not_hang(tmp_path: Path) -> None:
+    (tmp_path / "torch" / "distributed").mkdir(parents=True)
+    (tmp_path / "torch" / "distributed" / "peer.py").write_text("import time\ndef wait(s):\n    time.sleep(s)\n")
+    code, told, _ = watched(
+        tmp_path,
+        """
+        import runpy
+        wait = runpy.run_path(str(Path(__file__).parent / "torch/distributed/peer.py"))["wait"]
+        watchdog = Watchdog(2 / 60, 3, told)
+        with watchdog.watching(), watchdog.training():
+            watchdog.beat()
+            watchdog.beat()
+            wait(2.3)
+            time.sleep(1)
+        """,
+    )
+    assert code == 0 and told is None
+
+
+@pytest.mark.parametrize("phase", ["in set-up", "after the last step"])
+def test_what_hangs_outside_of_the_training_has_longer_and_is_told(tmp_path: Path, phase: str) -> None:
+    code, told, _ = watched(
+        tmp_path,
+        f"""
+        from rankzero.train import watchdog as module
+        module.AROUND_SECONDS = 3.0
+        with watchdog.watching():
+            time.sleep(2.5)  # more than the first step's
+            if {phase!r} != "in set-up":
+                with watchdog.training():
+                    watchdog.beat()
+                time.sleep(2.5)  # counted anew
+            time.sleep(100)
+        """,
+    )
+    assert code == -signal.SIGKILL and told is not None
+    assert re.match(rf"rank 3 hung for [3-9] s {phase} \(.*users.py", str(told["reason"]))
 
 
 @pytest.mark.parametrize("file", ["torch/distributed/core.py", "torch/autograd/graph.py", "rankzero/train/world.py"])

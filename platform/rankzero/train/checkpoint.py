@@ -50,7 +50,7 @@ class Manifest:
 
 
 class BrokenCheckpoint(Exception):
-    """A folder that is no intact checkpoint; the message says what is wrong with it."""
+    """A folder that is no intact checkpoint, or none that this version reads; the message says what is wrong."""
 
 
 class Checkpoints:
@@ -58,16 +58,26 @@ class Checkpoints:
 
     `save` returns as soon as the state is copied; one thread writes. At most one checkpoint is
     in flight: a second `save` waits for it, and what it waited counts into `blocked_seconds`.
+    `notice` is told what went wrong as soon as `save`, `poll`, `finish` or `close` know it, each problem once.
     """
 
-    def __init__(self, run_folder: Path, keep: int, goal: Goal, world_size: int | None = None) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        keep: int,
+        goal: Goal,
+        world_size: int | None = None,
+        notice: Callable[[str], None] = print,
+    ) -> None:
         self._root, self._keep, self._goal, self._world_size = run_folder, keep, goal, world_size
+        self._notice = notice
         self._folder = run_folder / "checkpoints"
         self._staging = Staging()
         self._writer = ThreadPoolExecutor(1, "checkpoint", _lowest_priority)
         self._pending: Future[list[Event]] | None = None
         self.blocked_seconds = 0.0
-        self.problems: list[str] = []
+        self._problems: list[str] = []
+        self._cannot_delete = False
         _remove_leftovers(self._folder)
 
     def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], best: bool) -> list[Event]:
@@ -91,8 +101,11 @@ class Checkpoints:
         try:
             return pending.result()
         except Exception as error:  # a full disk must not end the training: say so, keep the older ones
-            self.problems.append(f"a checkpoint could not be written: {error}")
+            self._problems.append(f"a checkpoint could not be written: {error}")
             return []
+        finally:
+            while self._problems:  # the thread that wrote has ended its work: this is the only one at the list
+                self._notice(self._problems.pop(0))
 
     def close(self) -> list[Event]:
         """Wait for the write in flight and end the thread."""
@@ -109,8 +122,18 @@ class Checkpoints:
     def _prune(self) -> Iterator[Event]:
         manifests = _manifests(self._folder)
         for path in superseded(manifests, self._keep, self._goal):
-            _delete(path)
-            yield CheckpointDeleted(time.time(), manifests[path].step, str(path.relative_to(self._root)))
+            try:
+                _delete(path)
+            except OSError as error:  # what has been saved is no less good for it
+                self._complain_of_deleting(error)
+            if not path.exists():
+                yield CheckpointDeleted(time.time(), manifests[path].step, str(path.relative_to(self._root)))
+
+    def _complain_of_deleting(self, error: OSError) -> None:
+        """Say once that retention fails: the next checkpoint will have it fail again, and the one after that."""
+        if not self._cannot_delete:
+            self._cannot_delete = True
+            self._problems.append(f"an older checkpoint could not be deleted, and others may stay, too: {error}")
 
 
 def superseded(manifests: Mapping[Path, Manifest], keep: int, goal: Goal) -> list[Path]:
@@ -192,9 +215,21 @@ def verify(folder: Path) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest. Raises BrokenCheckpoint."""
     try:
-        return Manifest(**json.loads((folder / MANIFEST).read_text()))
+        found = json.loads((folder / MANIFEST).read_text())
+        if not _is_newer(found):
+            return Manifest(**found)
     except (OSError, ValueError, TypeError) as error:
         raise BrokenCheckpoint(f"{folder} has no readable manifest: {error}") from error
+    raise BrokenCheckpoint(
+        f"{folder} was written by a newer version of rankzero (format {found['format']}, this one reads up to "
+        f"{FORMAT}): update rankzero to go on from it"
+    )
+
+
+def _is_newer(manifest: Any) -> bool:
+    """Tell whether a manifest says that it is of a format to come, whatever else it says."""
+    written = manifest.get("format") if isinstance(manifest, dict) else None
+    return isinstance(written, int) and written > FORMAT
 
 
 def _require_own_files(manifest: Manifest, folder: Path) -> None:
@@ -239,15 +274,19 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _replace(temporary: Path, target: Path) -> None:
-    if target.exists():  # a resumed run saves a step again
-        _delete(target)
+    doomed = _set_aside(target) if target.exists() else None  # a resumed run saves a step again
     temporary.rename(target)
+    if doomed is not None:
+        shutil.rmtree(doomed, ignore_errors=True)  # a leftover, which the next start removes
 
 
 def _delete(path: Path) -> None:
-    doomed = path.with_name(TEMPORARY + "deleted-" + path.name)  # gone in one step for readers
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(_set_aside(path))
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a folder a temporary name: it is gone in one step for readers."""
+    return path.rename(path.with_name(TEMPORARY + "deleted-" + path.name))
 
 
 def _remove_leftovers(checkpoints: Path) -> None:

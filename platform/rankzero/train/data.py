@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from rankzero.experiment import Train
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive integers (Knuth; splitmix64)
 MASK = (1 << 64) - 1
+MOST_NAMED = 8  # ranks, in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,19 @@ def make_plan(train: Train, samples: int, world_size: int) -> Plan:
     return Plan(samples, train.batch_size, micro_batch, world_size, train.seed)
 
 
+def check_alike(what: str, lengths: Sequence[int]) -> None:
+    """Raise UserError, naming ranks and lengths, where a data set is not as long on each rank as on the others."""
+    if len(set(lengths)) == 1:
+        return
+    by_length = {length: [rank for rank, found in enumerate(lengths) if found == length] for length in lengths}
+    told = "; ".join(f"{length} samples on {_ranks(ranks)}" for length, ranks in by_length.items())
+    raise UserError(
+        f"data() returned {what} sets of different lengths: {told}. Every rank must see the whole of the same data, "
+        "which are divided among the ranks for you: do not divide them in data(), and look for files that one machine "
+        "or process lacks"
+    )
+
+
 def check_even(train: Train, world_size: int) -> int:
     """Return the micro-batch. Raises UserError, naming the nearest sizes, where the batch does not come out even."""
     micro_batch = max(1, train.micro_batch or train.batch_size // world_size)
@@ -119,6 +133,11 @@ def mix(*numbers: int) -> int:
         state = (state ^ state >> 27) * 0x94D049BB133111EB & MASK
         state ^= state >> 31
     return state >> 1
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
 
 
 def _uneven(train: Train, world_size: int, whole: int) -> str:

@@ -148,20 +148,17 @@ class TrackedRun:
         self._tell(self._store().save(state_dict, step, numbers, better))
 
     def _tell(self, events: Iterable[Event]) -> None:
-        """Log what became of checkpoints; say what could not be written."""
+        """Log what became of checkpoints."""
         assert self._log is not None
         for event in events:
             self._log(event)
-        problems = self._checkpoints.problems
-        while problems:
-            self._log.notice(problems.pop(0))
 
     def _store(self) -> Any:
         from rankzero.train.checkpoint import Checkpoints
 
         if self._checkpoints is None:
             assert self._log is not None
-            self._checkpoints = Checkpoints(self._log.folder.path, self._keep, self._goal)
+            self._checkpoints = Checkpoints(self._log.folder.path, self._keep, self._goal, notice=self._log.notice)
         return self._checkpoints
 
     def _evaluated(self, metrics: Mapping[str, float], step: int) -> bool:

@@ -13,6 +13,9 @@ from rankzero.errors import UserError
 from rankzero.train import checkpoint, optimizers, randomness, strategies
 from rankzero.train.job import Job, State
 
+NEEDED = ("batch_size", "samples", "scaler", "step", "best", "randoms")
+"""What a checkpoint must hold besides the strategy's own: model and optimizer."""
+
 
 def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], None], *, required: bool = False) -> None:
     """Set `state` to rank 0's newest intact checkpoint; leave it fresh where there is none. All ranks call it.
@@ -22,7 +25,7 @@ def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], No
     """
     path, problems = checkpoint.newest_intact(checkpoints)
     for problem in problems:
-        notice(f"skipped a broken checkpoint: {problem}")
+        notice(f"skipped a checkpoint: {problem}")
     saved = _agreed(path, job)
     if saved is not None:
         apply(saved, job, state)
@@ -32,6 +35,12 @@ def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], No
 
 def apply(saved: dict[str, Any], job: Job, state: State) -> None:
     """Set the model, optimizer, scaler, random states and position to `saved`. Raises UserError where they differ."""
+    missing = [name for name in NEEDED if name not in saved]
+    if missing:
+        raise UserError(
+            f"the checkpoint holds no {', '.join(missing)}: it is not of a training by `rankzero train`, or of another "
+            "version's; start a new run instead"
+        )
     for name, mine in (("batch_size", job.plan.batch_size), ("samples", job.plan.samples)):
         if saved[name] != mine:
             raise UserError(

@@ -18,6 +18,7 @@ from rankzero.train.failure import Failure, place_of
 
 CHECKS = 20  # per limit
 FIRST_STEP = 6.0  # the first step may take so many times as long: it compiles, and data loaders start
+AROUND_SECONDS = 1800.0  # before the first step and after the last: at least so long, data may have to be fetched
 OTHERS = 1.5  # who waits for the others ends so many times later: the one that hangs is to be named
 TELL_SECONDS = 5.0  # to leave word: a rank 0 that is stopped answers nobody
 WAITING = (
@@ -31,16 +32,22 @@ WAITING = (
 """Where the innermost Python frame of a rank is that waits for the others, or for its device."""
 
 
+SETTING_UP, TRAINING, ENDING = "in set-up", "", "after the last step"
+
+
 class Watchdog:
     """Watches one rank's progress, for the duration of `watching`.
 
-    `minutes`: the longest time without a `beat`; None: for ever. `told`: is given the failure before the process ends.
+    `minutes`: the longest time without a `beat` while `training`, None: for ever; before and after that nothing beats,
+    and all of it together may take as long as a first step, at least half an hour.
+    `told`: is given the failure before the process ends.
     """
 
     def __init__(self, minutes: float | None, rank: int, told: Callable[[Failure], None]) -> None:
         self._seconds = None if minutes is None else 60.0 * minutes
         self._rank, self._told = rank, told
         self._last, self._beats = time.monotonic(), 0
+        self._phase = SETTING_UP
         self._over = threading.Event()
 
     def beat(self) -> None:
@@ -63,22 +70,43 @@ class Watchdog:
             self._over.set()
             thread.join()
 
-    def _watch(self, limit: float) -> None:
-        while not self._over.wait(limit / CHECKS):
-            silent = time.monotonic() - self._last
-            frame = sys._current_frames()[threading.main_thread().ident or 0]
-            allowed = limit * (OTHERS if waits(frame) else 1.0) * (1.0 if self._beats > 1 else FIRST_STEP)
-            if silent > allowed:
-                self._bite(frame, silent)
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Expect beats for the duration of the block."""
+        self._enter(TRAINING)
+        try:
+            yield
+        finally:
+            self._enter(ENDING)
 
-    def _bite(self, frame: FrameType, silent: float) -> None:
+    def _enter(self, phase: str) -> None:
+        self._last = time.monotonic()  # first: who reads the phase, and then this, measures no phase by another's time
+        self._phase = phase
+
+    def _watch(self, limit: float) -> None:
+        waited = 0.0  # when it was last seen to wait: who is let go because a peer has died does not hang since then
+        while not self._over.wait(limit / CHECKS):
+            allowed, last, now = self._allowed(limit, phase := self._phase), self._last, time.monotonic()
+            since, frame = max(last, waited), sys._current_frames()[threading.main_thread().ident or 0]
+            if waits(frame):
+                since, allowed, waited = last, allowed * OTHERS, now
+            if now - since > allowed:
+                self._bite(frame, now - since, phase)
+
+    def _allowed(self, limit: float, phase: str) -> float:
+        if phase == TRAINING and self._beats > 1:
+            return limit
+        return FIRST_STEP * limit if phase == TRAINING else max(FIRST_STEP * limit, AROUND_SECONDS)
+
+    def _bite(self, frame: FrameType, silent: float, phase: str) -> None:
         """Leave word, leave every thread's stack in the log, and end: nobody can wake a thread that hangs."""
         stack = traceback.extract_stack(frame)
         did = "waited for the others" if waits(frame) else "hung"
+        when = f" {phase}" if phase else ""
         place = place_of(stack)
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         others = "".join(f"; rank {first + local} is stopped, by SIGSTOP or a debugger" for local in stopped_beside())
-        reason = f"rank {self._rank} {did} for {silent:.0f} s{f' ({place})' if place else ''}{others}"
+        reason = f"rank {self._rank} {did} for {silent:.0f} s{when}{f' ({place})' if place else ''}{others}"
         failure = Failure(time.time(), self._rank, reason, "".join(traceback.format_list(stack)))
         tells = threading.Thread(target=self._told, args=(failure,), daemon=True)
         tells.start()

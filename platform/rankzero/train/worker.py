@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rankzero import config, experiment_file
 from rankzero.errors import UserError
-from rankzero.events import DataDescribed, RunEnded, RunStarted, Status
+from rankzero.events import DataDescribed, Hook, RunEnded, RunStarted, Status
 from rankzero.experiment import Experiment
 from rankzero.tracking import ranks as launcher
 from rankzero.tracking.folder import Identity
@@ -20,7 +22,7 @@ from rankzero.tracking.runlog import RunLog
 from rankzero.tracking.secrecy import settings_without_secrets
 from rankzero.train import device, failure, fingerprint, precision, randomness, restore, strategies
 from rankzero.train.checkpoint import Checkpoints
-from rankzero.train.data import make_plan
+from rankzero.train.data import check_alike, make_plan
 from rankzero.train.feed import Feed
 from rankzero.train.gallery import Gallery
 from rankzero.train.job import Job, State
@@ -53,9 +55,9 @@ def main(request: Request) -> str:
     listen(stop)
     end_with_launcher(stop)
     try:
-        with join(ranks, device.choose(ranks)) as world:
+        with contextlib.ExitStack() as watched, join(ranks, device.choose(ranks)) as world:
             stop.training = True
-            return attempt(request, world, stop).status
+            return attempt(request, world, stop, watched).status
     except BaseException as error:
         failure.write(failure.describe(error, ranks.rank), Path(request.failures))
         if not isinstance(error, Exception):
@@ -65,14 +67,26 @@ def main(request: Request) -> str:
         stop.training = False
 
 
-def attempt(request: Request, world: World, stop: Stop) -> Outcome:
-    """Train once, tracked, among processes that have joined each other already. All ranks call it."""
+def attempt(request: Request, world: World, stop: Stop, watched: contextlib.ExitStack | None = None) -> Outcome:
+    """Train once, tracked, among processes that have joined each other already. All ranks call it.
+
+    `watched`: what a hang is watched for until the end of; None: this alone.
+    """
+    with contextlib.ExitStack() as this:
+        return _attempt(request, world, stop, watched or this)
+
+
+def _attempt(request: Request, world: World, stop: Stop, watched: contextlib.ExitStack) -> Outcome:
     settings = world.broadcast(request.config.encode()).decode()  # rank 0's: another machine may have been told others
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
     identity = Identity(**json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode())))
     gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
     log = RunLog.open(Path(request.runs), identity, world.ranks, gpus)
     tally = Tally()
+    minutes, rank = experiment.train.hang_minutes, world.ranks.rank
+    watchdog = Watchdog(minutes, rank, lambda failed: _leave_word(failed, log, world))
+    watched.enter_context(watchdog.watching())
+    world.leave_hangs_to_the_watchdog()
     with _told(log, experiment, request, world, tally) as told:
         job, state = build(experiment, world)
         device.forget_peak_memory(world)
@@ -80,7 +94,7 @@ def attempt(request: Request, world: World, stop: Stop) -> Outcome:
         told.started(state.step, job.total_steps, _data(job, request))
         if OUT_OF_MEMORY in request.environment:
             log.notice(f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.plan.batch_size}")
-        told.outcome = _train(job, state, log, stop, tally)
+        told.outcome = _train(job, state, log, stop, tally, watchdog)
     return told.outcome
 
 
@@ -159,6 +173,7 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     arithmetic = precision.set_up(train.precision, world.device)
     randomness.seed_all(train.seed)
     train_set, val_set = data or data_of(experiment)
+    _agree_on_lengths(world, train_set, val_set)
     plan = make_plan(train, len(train_set), strategies.shards(train.strategy, world.size))
     model = experiment.model()  # on the host: a strategy moves what of it this rank needs
     feeds = [
@@ -195,15 +210,23 @@ def data_of(experiment: Experiment) -> tuple[Any, Any]:
     return train_set, val_set
 
 
-def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally) -> Outcome:
-    train, world = job.experiment.train, job.world
+def _agree_on_lengths(world: World, train_set: Any, val_set: Any) -> None:
+    """Raise the same UserError on all ranks where any has other data: they would draw other batches, or wait for ever.
+
+    A collective, for start-up only.
+    """
+    lengths = world.gather(torch.tensor([len(train_set), len(val_set)])).tolist()
+    for what, column in zip(("training", "validation"), zip(*lengths, strict=True), strict=True):
+        check_alike(what, column)
+
+
+def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally, watchdog: Watchdog) -> Outcome:
+    train = job.experiment.train
     stop.limit(train.max_minutes)
     checkpoints = _checkpoints(job, log)
     tally.best = state.best
-    watchdog = Watchdog(train.hang_minutes, world.ranks.rank, lambda failed: _leave_word(failed, log, world))
-    world.leave_hangs_to_the_watchdog()
     try:
-        with frozen_heap(), watchdog.watching():
+        with frozen_heap(), watchdog.training():
             job = dataclasses.replace(job, beat=watchdog.beat, gallery=_gallery(job, log))
             reason = fit(job, state, log, stop, checkpoints, tally)
     finally:
@@ -224,7 +247,7 @@ def _checkpoints(job: Job, log: RunLog) -> Checkpoints | None:
     experiment, world = job.experiment, job.world
     if not world.ranks.first:
         return None
-    return Checkpoints(log.folder.path, experiment.train.keep, experiment.goal, world.size)
+    return Checkpoints(log.folder.path, experiment.train.keep, experiment.goal, world.size, log.notice)
 
 
 def _gallery(job: Job, log: RunLog) -> Gallery:
@@ -248,12 +271,10 @@ def _leave_word(failed: failure.Failure, log: RunLog, world: World) -> None:
     world.report_failure(dataclasses.asdict(failed))
 
 
-def _finish(checkpoints: Checkpoints, emit: RunLog, tally: Tally) -> None:
+def _finish(checkpoints: Checkpoints, emit: Hook, tally: Tally) -> None:
     for event in checkpoints.close():
         emit(event)
     tally.blocked_seconds = checkpoints.blocked_seconds
-    for problem in checkpoints.problems:
-        emit.notice(problem)
 
 
 def _success(job: Job, state: State) -> str:

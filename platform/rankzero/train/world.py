@@ -18,8 +18,8 @@ from rankzero.tracking.ranks import Ranks
 
 PIECE_BYTES = 64 << 20  # what is sent at a time: a checkpoint may be larger than what a GPU has left
 FAILURE_KEY = "rankzero/failure"
-SETUP_WAIT = datetime.timedelta(minutes=30)  # of a collective, until training begins: another may load data meanwhile
-TRAINING_WAIT = datetime.timedelta(days=1)  # from then on: the watchdog ends what hangs, and names it
+SETUP_WAIT = datetime.timedelta(minutes=30)  # of a collective that no watchdog watches: another may load data meanwhile
+TRAINING_WAIT = datetime.timedelta(days=1)  # where one does: it ends what hangs, and names it
 FAILURE_SECONDS = 2.0  # what a failing peer gets to say why
 
 
