@@ -74,7 +74,7 @@ format: setup
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-# The measured claims; about 40 minutes on an idle machine.
+# The measured claims; about an hour on an idle machine.
 bench: setup
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/many_runs.py

@@ -1,66 +1,156 @@
-"""Steps/s with an MLflow server that misbehaves over the same with one that does not.   about 6 minutes
+"""Steps/s with an MLflow server that misbehaves, or is away, over the same with one that does not.   about 25 minutes
 
     python benchmarks/server_faults.py [--blocks 3] [--quick]
 
 Two gloo processes, one thread each, fully tracked to a server on the same two cores; the proxy of the fault-injection
-campaign stands between, for both. For the disturbed one it refuses, hangs, drops or cuts answers, answers 500, 429 or
-garbage, or takes five seconds for an answer: two seconds of each in random order, a second of good manners between,
-until its training is over. Then MLflow gets the rest, and has every step. Interleaved in one pair of processes:
-undisturbed, disturbed, disturbed, undisturbed; a block's ratio is that of the two means, over all but the first fifth
-of the steps.
+campaign stands between, for all contestants. For the disturbed one it refuses, hangs, drops or cuts answers, answers
+500, 429 or garbage, or takes five seconds for an answer; or the server's database is locked, or its disk full (where
+this user may mount one). One kind after the other: each until a request has met it, and for twelve seconds at least,
+longer than the courier's five between two batches; then good manners until one is answered. For the third contestant
+the server is away from the first step to the last. Then MLflow gets the rest, and has every step. Interleaved in one
+pair of processes: undisturbed, disturbed, away, disturbed, undisturbed, after a turn that warms up; a block's ratio is
+that of the means, over all but the first fifth of the steps. Counted are the faults that a request has met.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
-import random
+import dataclasses
+import sqlite3
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from harness import HERE, line, ratios, save
-from side_by_side import TRAINING
-from tracking_overhead import STEPS, mean_rates, server, side_by_side
+from side_by_side import ORDERS, TRAINING
+from tracking_overhead import mean_rates, server, side_by_side
+
+from rankzero.tracking.store import DATABASE
 
 sys.path.insert(0, str(HERE.parent / "tests"))
 
+from torture.disks import Disk, small_disk
 from torture.proxy import MODES, Proxy
 
-BAD_SECONDS, GOOD_SECONDS = 2.0, 1.0
+BAD_SECONDS, GOOD_SECONDS, POLL_SECONDS = 12.0, 1.0, 0.05
+LOCKED, FULL, AWAY = "database locked", "disk full", "refuse"
+UNDISTURBED, DISTURBED, ABSENT = "undisturbed", "disturbed", "away"
 WORKLOAD = "Convnet"
+STEPS, QUICK_STEPS = 7000, 2000  # 80 s, 25 s
+DISK_MEGABYTES = 256
 WANTED = 0.99
 
 
+class Watched(Proxy):
+    """A proxy that knows whether anybody has met its mode: it looks its mode up for each request and each answer."""
+
+    @property
+    def mode(self) -> str:
+        self.met = True
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        self._mode, self.met = mode, False
+
+
+@dataclasses.dataclass
+class Trouble:
+    """What happens to whom: to the disturbed one kind after the other, to the away one no server at all.
+
+    `met`: how many faults of each kind a request has met.
+    """
+
+    proxy: Watched
+    database: Path
+    disk: Disk | None
+    training: Path
+    over: threading.Event = dataclasses.field(default_factory=threading.Event)
+    met: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def __post_init__(self) -> None:
+        self._kinds = collections.deque((*MODES, LOCKED, *([] if self.disk is None else [FULL])))
+
+    @property
+    def kinds(self) -> int:
+        return len(self._kinds)
+
+    def make(self) -> None:
+        """Make trouble until it is over."""
+        while not self.over.wait(POLL_SECONDS):
+            if self._trains(ABSENT):
+                with self._hurt(AWAY):
+                    self._lasts(ABSENT, float("inf"))
+            elif self._trains(DISTURBED):
+                self._disturb()
+
+    def _disturb(self) -> None:
+        """Make the trouble whose turn it is; it keeps its turn where nobody has met it before the training's end."""
+        with self._hurt(self._kinds[0]):
+            met = self._lasts(DISTURBED, BAD_SECONDS)
+        if met:
+            self.met[self._kinds[0]] += 1
+            self._kinds.rotate(-1)
+        self._lasts(DISTURBED, GOOD_SECONDS)
+
+    def _lasts(self, who: str, seconds: float) -> bool:
+        """Wait so long, and until a request has come, while somebody trains; return whether one has."""
+        self.proxy.met, begin = False, time.monotonic()
+        while time.monotonic() - begin < seconds or not self.proxy.met:
+            if self.over.wait(POLL_SECONDS) or not self._trains(who):
+                break
+        return self.proxy.met
+
+    @contextlib.contextmanager
+    def _hurt(self, kind: str) -> Iterator[None]:
+        if kind == LOCKED:
+            with contextlib.closing(sqlite3.connect(self.database, timeout=60, isolation_level=None)) as other:
+                other.execute("BEGIN EXCLUSIVE")
+                yield
+                other.execute("ROLLBACK")
+        elif kind == FULL and self.disk is not None:
+            self.disk.fill()
+            yield
+            self.disk.empty()
+        else:
+            self.proxy.mode = kind
+            yield
+            self.proxy.mode = "good"
+
+    def _trains(self, who: str) -> bool:
+        with contextlib.suppress(OSError):
+            return self.training.read_text() == who
+        return False
+
+
 @contextlib.contextmanager
-def misbehaving(proxy: Proxy, seed: int, training: Path) -> Iterator[list[str]]:
-    """Have a proxy misbehave while its contestant trains, for the duration of the block; yield the faults so far."""
-    over, faults, chosen = threading.Event(), list[str](), random.Random(seed)
-
-    def misbehave() -> None:
-        while not over.wait(GOOD_SECONDS):
-            if not _trains(training, "disturbed"):
-                continue
-            proxy.mode = chosen.choice(MODES)
-            faults.append(proxy.mode)
-            over.wait(BAD_SECONDS)
-            proxy.mode = "good"
-
-    thread = threading.Thread(target=misbehave)
+def made(trouble: Trouble) -> Iterator[None]:
+    """Make trouble for the duration of the block."""
+    thread = threading.Thread(target=trouble.make)
     thread.start()
     try:
-        yield faults
+        yield
     finally:
-        over.set()
+        trouble.over.set()
         thread.join()
 
 
-def _trains(training: Path, who: str) -> bool:
-    with contextlib.suppress(OSError):
-        return training.read_text() == who
-    return False
+@contextlib.contextmanager
+def disk_for(path: Path) -> Iterator[Disk | None]:
+    """A disk that can be filled, mounted where the server is to be; none where mounting is not allowed."""
+    with contextlib.ExitStack() as stack:
+        disk = None
+        try:
+            disk = stack.enter_context(small_disk(path, DISK_MEGABYTES))
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"without full disks: {error}", flush=True)
+        yield disk
 
 
 def main() -> None:
@@ -68,17 +158,29 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one short block, to see that it works")
     options = parser.parse_args()
-    steps, blocks = (STEPS[WORKLOAD] // 10, 1) if options.quick else (STEPS[WORKLOAD], options.blocks)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        with server(folder / "server") as uri, Proxy(uri) as good, Proxy(uri) as bad:
-            uris: dict[str, str | None] = {"undisturbed": good.uri, "disturbed": bad.uri}
-            with misbehaving(bad, 7, folder / TRAINING) as faults:
+    steps, blocks = (QUICK_STEPS, 1) if options.quick else (STEPS, options.blocks)
+    with tempfile.TemporaryDirectory() as temporary, disk_for(Path(temporary) / "disk") as disk:
+        folder, store = Path(temporary), Path(temporary) / "disk" / "server"
+        with server(store) as uri, Proxy(uri) as good, Watched(uri) as bad:
+            trouble = Trouble(bad, store / DATABASE, disk, folder / TRAINING)
+            uris: dict[str, str | None] = {UNDISTURBED: good.uri, DISTURBED: bad.uri, ABSENT: bad.uri}
+            with made(trouble):
                 turns = side_by_side(WORKLOAD, steps, blocks, uris, folder)
-    ratio = ratios(mean_rates(turns, "disturbed", "steady"), mean_rates(turns, "undisturbed", "steady"))
-    print(line(f"{WORKLOAD}, {len(faults)} faults", ratio, f">= {WANTED}"))
+    block = len(ORDERS[len(uris)])
+    undisturbed = mean_rates(turns, UNDISTURBED, "steady", block)
+    found = {who: ratios(mean_rates(turns, who, "steady", block), undisturbed) for who in (DISTURBED, ABSENT)}
+    met = dict(trouble.met)
+    print(
+        line(
+            f"{WORKLOAD}, {sum(met.values())} faults, {len(met)} of {trouble.kinds} kinds",
+            found[DISTURBED],
+            f">= {WANTED}",
+        )
+    )
+    print(line(f"{WORKLOAD}, away", found[ABSENT], f">= {WANTED}"))
+    print(met)
     if not options.quick:
-        save("server_faults", steps=steps, wanted=WANTED, ratio=ratio, faults=len(faults), turns=turns)
+        save("server_faults", steps=steps, wanted=WANTED, ratio=found, kinds=trouble.kinds, faults=met, turns=turns)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Two contestants in one pair of processes: one, other, other, one, …
+"""Two contestants in one pair of processes: one, other, other, one, …; or three: one, other, third, other, one, …
 
     torchrun --nproc-per-node 2 side_by_side.py Mlp 9 3 '{"bare": null, "tracked": "URI"}' out.json
 
 A contestant without a tracking URI is the bare loop. Each tracked turn is a whole run, with a recorder and a courier
-of its own, from its first step to the last. One pair of processes serves both, since a new pair runs up to 15 % faster
+of its own, from its first step to the last. One pair of processes serves all, since a new pair runs up to 15 % faster
 or slower than the last.
 """
 
@@ -32,7 +32,7 @@ from rankzero.train.request import Request
 from rankzero.train.stop import Stop
 from rankzero.train.world import World
 
-ORDER = (0, 1, 1, 0)  # so that a drift of the machine's speed cancels out
+ORDERS = {2: (0, 1, 1, 0), 3: (0, 1, 2, 1, 0)}  # of so many; a drift of the machine's speed cancels out
 TRAINING = "training"  # a file beside the result: the contestant that trains now
 REST_SECONDS = 4.0  # before each turn: a shared machine runs faster for a while after it was idle
 DELIVERY_SECONDS = 300.0  # without progress
@@ -105,7 +105,8 @@ def main(name: str, steps: int, blocks: int, uris: dict[str, str | None], out: s
     dist.init_process_group("gloo")
     world, turns = World(ranks.detect(), torch.device("cpu")), []
     runs = Path(out).parent / "runs"
-    for number in (ORDER[0], *ORDER * blocks):
+    order = ORDERS[len(uris)]
+    for number in (order[0], *order * blocks):
         who, uri = list(uris.items())[number]
         time.sleep(REST_SECONDS)
         dist.barrier()

@@ -52,7 +52,7 @@ def server(folder: Path) -> Iterator[str]:
 
 
 def side_by_side(name: str, steps: int, blocks: int, uris: dict[str, str | None], folder: Path) -> list[dict[str, Any]]:
-    """Return every turn of two contestants, in the order in which they ran."""
+    """Return every turn of the contestants, in the order in which they ran."""
     out = folder / "turns.json"
     run(torchrun(HERE / "side_by_side.py", name, steps, blocks, json.dumps(uris), out), environment(**PATIENT), folder)
     turns: list[dict[str, Any]] = json.loads(out.read_text())
@@ -61,9 +61,9 @@ def side_by_side(name: str, steps: int, blocks: int, uris: dict[str, str | None]
     return turns
 
 
-def mean_rates(turns: list[dict[str, Any]], who: str, span: str) -> list[float]:
-    """Return each block's mean steps per second of one contestant."""
-    blocks = [turns[start : start + BLOCK] for start in range(0, len(turns), BLOCK)]
+def mean_rates(turns: list[dict[str, Any]], who: str, span: str, block: int = BLOCK) -> list[float]:
+    """Return the mean steps per second of one contestant in each block of so many turns."""
+    blocks = [turns[start : start + block] for start in range(0, len(turns), block)]
     chosen = [[turn[span] for turn in block if turn["who"] == who] for block in blocks]
     return [sum(rates) / len(rates) for rates in chosen]
 

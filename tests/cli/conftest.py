@@ -127,14 +127,18 @@ def command_in(folder: Path, store: Path) -> Iterator[Command]:
     command = Command(folder, {**environ, "OMP_NUM_THREADS": "1", "RANKZERO_DELIVERY_GRACE_SECONDS": "60"}, [])
     (folder / "mlruns").mkdir()
     shutil.copy(store, folder / "mlruns" / "mlflow.db")
-    yield command
-    for process in command.started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-    for late in processes_of(folder):  # couriers that draw what no test will look at
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process() not in late.parents():  # multiprocessing's helpers of a test that worked in the folder
-                late.kill()
+    try:
+        yield command
+    finally:
+        for process in command.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        for late in processes_of(folder):  # couriers that draw what no test will look at
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if (
+                    psutil.Process() not in late.parents()
+                ):  # multiprocessing's helpers of a test that worked in the folder
+                    late.kill()
