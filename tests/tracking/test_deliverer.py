@@ -115,6 +115,7 @@ def test_trouble_is_on_the_disk_and_goes_away(folder: RunFolder, tracker: FakeTr
         deliverer.work()
     assert "server down" in str(sync.status(folder).error)
     assert sync.status(folder).pending > 0
+    assert any("to deliver failed" in line for line in sync.status(folder).trouble)
     run(deliverer)
     assert sync.status(folder).error is None
 

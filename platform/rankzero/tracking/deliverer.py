@@ -103,7 +103,8 @@ class Deliverer:
             raise FolderGone(f"{self._folder.path} was moved or deleted while it was delivered")
         if not self._items:
             self._committed = copy.deepcopy(self.progress)
-        self._committed.error = self.progress.error
+        for name in ("error", "failures", "outages", "away_seconds"):  # true at once, whatever is sent
+            setattr(self._committed, name, getattr(self.progress, name))
         self._committed.pending_bytes = state.unread_bytes(self._folder, self._committed.offsets)
         state.save(self._path, self._committed)
 
