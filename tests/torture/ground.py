@@ -113,6 +113,7 @@ class Ground:
             **{name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))},
             "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
             "RANKZERO_DELIVERY_GRACE_SECONDS": f"{GRACE_SECONDS:g}",
+            "TORTURE_EVALUATING": str(self.evaluating),
             MARK: self.mark,
         }  # fmt: skip
         self.runs_folder.mkdir(parents=True, exist_ok=True)
@@ -121,6 +122,11 @@ class Ground:
     @property
     def runs_folder(self) -> Path:
         return self.folder / "mlruns" / "runs"
+
+    @property
+    def evaluating(self) -> Path:
+        """What a rank touches when it begins an evaluation that takes a while."""
+        return self.folder / "evaluating"
 
     @property
     def database(self) -> Path:

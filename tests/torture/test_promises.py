@@ -2,52 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import shutil
-import signal
-import socket
-import sqlite3
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rankzero.events import Event
 from rankzero.tracking import progress as state
 from rankzero.tracking import sync
 from rankzero.tracking.delivery import Point
 from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.mlflow import Tracker
 from rankzero.train import checkpoint
-from torture import curves, ground, promises, results
-from torture.board import Board
-from torture.ground import Broken, Command, Ground, Turn
-from torture.proxy import EVERYTHING, UPLOADS, Proxy
-from torture.results import Result
-from torture.scenarios import server, signals, training
+from torture import curves, promises
+from torture.ground import Ground
+from torture.planted import REFERENCE, STEPS, refused, run_of
+from torture.scenarios import signals, training
 from tracking.runs import append, ended, evaluated, make_folder, started, steps
-
-STEPS = 4
-REFERENCE = {"train/loss": {step: 1.0 / step for step in range(1, STEPS + 1)}, "val/accuracy": {4: 0.5}}
-REFERENCE["val/loss"] = {4: 0.5}
-
-
-@pytest.fixture(scope="module")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database without a run: a copy is quicker than a new one."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    Tracker(f"sqlite:///{path}").list_runs()
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    return path
 
 
 @pytest.fixture
@@ -70,11 +44,6 @@ def whole(saved: RunFolder, tmp_path: Path, empty: Path) -> RunFolder:
 
 def _save(step: int) -> Any:
     return lambda path: torch.save({"step": step}, path)
-
-
-def refused(begin: str, check: Any, *arguments: Any, **options: Any) -> None:
-    with pytest.raises(Broken, match=f"^{begin}"):
-        check(*arguments, **options)
 
 
 def test_what_is_planted_in_a_run_is_found(whole: RunFolder) -> None:
@@ -158,21 +127,9 @@ def test_what_is_wrong_in_a_journal_is_found() -> None:
     refused("lost: 1 points of val/accuracy", curves.have_all, {"train/loss": REFERENCE["train/loss"]}, REFERENCE)
 
 
-@pytest.fixture
-def place(tmp_path: Path, empty: Path) -> Ground:
-    """A ground on which nothing was begun."""
-    return Ground(tmp_path / "ground", 1, empty)
-
-
-def _run_of(place: Ground, *events: Event) -> RunFolder:
-    run = make_folder(place.folder / "mlruns", place.store)
-    append(run, *events)
-    return run
-
-
 def test_a_run_without_a_journal_is_told_and_so_is_one_that_finished_too_early(place: Ground) -> None:
     refused("lost: there is no run", training.goes_on, place, REFERENCE, ("FINISHED",))
-    run = _run_of(place)
+    run = run_of(place)
     run.events.unlink(missing_ok=True)
     refused("lost: the run has no journal", training.goes_on, place, REFERENCE, ("FINISHED",))
     append(run, started(), steps(1, STEPS), ended())
@@ -180,7 +137,7 @@ def test_a_run_without_a_journal_is_told_and_so_is_one_that_finished_too_early(p
 
 
 def test_a_training_that_was_begun_again_or_stopped_elsewhere_is_found(place: Ground) -> None:
-    run = _run_of(place, started(), steps(1, STEPS), ended("KILLED", "stopped by SIGTERM"))
+    run = run_of(place, started(), steps(1, STEPS), ended("KILLED", "stopped by SIGTERM"))
     signals._was_begun_once(place)
     sync.deliver(run)
     refused("lost: stopped at step 4, the newest checkpoint is of step 0", _stopped, place)
@@ -192,100 +149,3 @@ def test_a_training_that_was_begun_again_or_stopped_elsewhere_is_found(place: Gr
 
 def _stopped(place: Ground) -> None:
     signals._stopped_where_it_was(place, REFERENCE)
-
-
-@contextlib.contextmanager
-def sleeping(tmp_path: Path, code: str = "import time; time.sleep(60)") -> Iterator[Command]:
-    (tmp_path / "output.txt").touch()
-    process = subprocess.Popen([sys.executable, "-c", code], text=True)
-    try:
-        yield Command(process, tmp_path / "output.txt")
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_a_command_without_end_is_a_hang_in_every_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with sleeping(tmp_path) as command:
-        assert command.busy()
-        monkeypatch.setattr(ground, "DEADLINE_SECONDS", 0.0)
-        refused("hang", command.busy)
-        refused("hang", command.wait)
-    with sleeping(tmp_path, "raise SystemExit(143)") as command:
-        monkeypatch.setattr(ground, "DEADLINE_SECONDS", 60.0)
-        refused("wrong status: exit code 143, wanted 75", signals._ends_soon, command, 75)
-        monkeypatch.setattr(signals, "STOP_SECONDS", -1.0)
-        refused("hang: the command ended", signals._ends_soon, command, 143)
-
-
-@contextlib.contextmanager
-def answering() -> Iterator[str]:
-    """A server that answers each request with ok."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                client.recv(1 << 16)
-                client.sendall(b"HTTP/1.1 200 OK\r\n\r\nok")
-                client.close()
-
-    threading.Thread(target=serve, daemon=True).start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    listener.close()
-
-
-def _asked(uri: str, path: str) -> bytes:
-    host, _, port = uri.removeprefix("http://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as client:
-        client.sendall(f"GET {path} HTTP/1.1\r\n\r\n".encode())
-        return client.recv(1 << 16)
-
-
-def test_a_mode_that_nobody_met_is_none(place: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MEET_SECONDS", 0.1)
-    with answering() as uri, Proxy(uri) as proxy, sleeping(tmp_path) as command:
-        for aim, path, faults in ((EVERYTHING, "", []), (UPLOADS, "/api", []), (UPLOADS, "/mlflow-artifacts/a", [0])):
-            proxy.misbehave("500", aim)
-            answer = _asked(proxy.uri, path) if path else b"nobody asked"
-            assert (b"oops" in answer) == bool(faults)
-            server._until_met(place, command, proxy)
-            assert len(place.faults) == len(faults)
-        assert place.faults == ["server 500 at an upload"]
-        proxy.misbehave("close")
-        assert _asked(proxy.uri, "/api") == b"" and proxy.behave()
-        assert _asked(proxy.uri, "/api").endswith(b"ok") and proxy.behave()
-
-
-def test_a_lock_that_nobody_met_is_none(place: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MEET_SECONDS", 0.1)
-    _run_of(place, started(), steps(1, STEPS))
-    with sleeping(tmp_path) as command:
-        server._lock(place, command, "waited for", server._holds_up(place))
-        assert not place.faults
-        server._lock(place, command, "refused", lambda delivery: delivery.pending > 0)
-        assert place.faults == ["database locked, refused"]
-
-
-def test_variants_are_gone_round_and_each_campaign_has_its_order() -> None:
-    turns = [Turn(7, number) for number in range(4)]
-    drawn = [next(turn.of("abcd")) for turn in turns]
-    assert sorted(drawn) == list("abcd")
-    pairs = [value for turn in turns[:2] for value, _ in zip(turn.of("abcd", 2), range(2), strict=False)]
-    assert sorted(pairs) == list("abcd")
-    assert len({"".join(next(Turn(seed, number).of("abcd")) for number in range(4)) for seed in range(9)}) > 1
-    assert {blow.number for blow in signals.ONCE} == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
-
-
-def test_parts_of_a_campaign_take_each_scenario_once(tmp_path: Path) -> None:
-    one, other = Board(tmp_path), Board(tmp_path)
-    assert [one.take(), other.take(), one.take()] == [0, 1, 2]
-    one.put(2, Result("signals", 2, ["SIGTERM"], 1.0, None))
-    other.put(1, Result("crowd", 1, ["a", "b"], 1.0, "lost: one"))
-    assert one.injected() == 3 and [result.seed for result in other.results()] == [1, 2]
-
-
-def test_a_report_says_what_was_tried() -> None:
-    told = results.report([], 1)
-    assert str(told["date"]) <= time.strftime("%Y-%m-%d") and {"commit", "dirty", "fuzz"} <= set(told)

@@ -17,7 +17,17 @@ from rankzero.tracking.journal import read_all
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
 from torture.promises import Curves
-from torture.scenarios.training import SETTINGS, STEPS, TINY, finished, finished_by_itself, goes_on, stands, the_run
+from torture.scenarios.training import (
+    SETTINGS,
+    STEPS,
+    TINY,
+    ends,
+    finished,
+    finished_by_itself,
+    goes_on,
+    stands,
+    the_run,
+)
 
 STOP_SECONDS = 30.0
 """What a command may take to end once it was told to, its delivery included."""
@@ -94,7 +104,8 @@ def early_signals(ground: Ground, reference: Curves) -> None:
     wait_for(lambda: not command.running or "server" in ground.roles())
     time.sleep(ground.random.uniform(0.0, 4.0))
     if _steps(ground):
-        return  # too late to be early: no fault, none counted
+        ends(command, FINISHED)  # too late to be early: no fault, none counted
+        return
     _strike(ground, blow, "while ranks start")
     code = _ends_soon(command, *CODES["KILLED"], -blow.number)
     promises.nobody_is_left(ground)

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from rankzero.events import Evaluated, StepsLogged
 from rankzero.tracking import progress
 from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.journal import read_all
 from rankzero.tracking.mlflow import Tracker
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
@@ -77,16 +75,16 @@ def _reached(ground: Ground, moment: str) -> bool:
         case "upload":
             return bool(progress.load(progress.path_of(run, 0)).uploads)
         case "evaluation":
-            return _is_evaluating(run)
+            return _is_evaluating(ground)
     return len(promises.journaled(run)) >= (STEPS - 8 if moment == "end" else 4)
 
 
-def _is_evaluating(run: RunFolder) -> bool:
-    """Tell whether the journal has got to an evaluation's step and not to its result."""
-    events = list(read_all(run.events))
-    evaluated = max((event.step for event in events if isinstance(event, Evaluated)), default=0)
-    step = max((event.steps[-1] for event in events if isinstance(event, StepsLogged)), default=0)
-    return step > evaluated and step % EVERY == 0
+def _is_evaluating(ground: Ground) -> bool:
+    """Tell whether an evaluation has begun, and cannot have ended."""
+    try:
+        return time.time() - ground.evaluating.stat().st_mtime < EVALUATION_SECONDS
+    except FileNotFoundError:
+        return False
 
 
 def the_run(ground: Ground) -> RunFolder:

@@ -1,0 +1,28 @@
+"""An empty store, and a ground on which nothing was begun."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from rankzero.tracking.mlflow import Tracker
+from torture.ground import Ground
+
+
+@pytest.fixture(scope="session")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without a run: a copy is quicker than a new one."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    Tracker(f"sqlite:///{path}").list_runs()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return path
+
+
+@pytest.fixture
+def place(tmp_path: Path, empty: Path) -> Ground:
+    """A ground on which nothing was begun."""
+    return Ground(tmp_path / "ground", 1, empty)

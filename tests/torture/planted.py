@@ -1,0 +1,27 @@
+"""What the tests of the campaign plant, and how they see that it is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rankzero.events import Event
+from rankzero.tracking.folder import RunFolder
+from torture.ground import Broken, Ground
+from tracking.runs import append, make_folder
+
+STEPS = 4
+REFERENCE = {"train/loss": {step: 1.0 / step for step in range(1, STEPS + 1)}, "val/accuracy": {4: 0.5}}
+REFERENCE["val/loss"] = {4: 0.5}
+
+
+def refused(begin: str, check: Any, *arguments: Any, **options: Any) -> None:
+    with pytest.raises(Broken, match=f"^{begin}"):
+        check(*arguments, **options)
+
+
+def run_of(place: Ground, *events: Event) -> RunFolder:
+    run = make_folder(place.folder / "mlruns", place.store)
+    append(run, *events)
+    return run
