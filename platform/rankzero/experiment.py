@@ -97,7 +97,7 @@ class Train:
     deterministic: bool = False
     """Refuse operations whose result depends on the run; costs speed."""
     log_every: int | None = None
-    """Steps between reports; none: about one a second."""
+    """Steps between reports of the speed; none: about one a second, as values and stops are looked at anyway."""
     eval_every: int | None = None
     """Steps between evaluations; none: after each epoch."""
     save_every: int | None = None

@@ -100,6 +100,28 @@ def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(
     assert told[0] < logged[-1]
 
 
+def test_a_stop_waits_a_second_and_not_for_log_every(train: Trainer, tmp_path: Path) -> None:
+    slow = tiny(train__steps=50, train__log_every=40, train__eval_every=50, step_seconds=0.3)
+    stopped = train(slow, stop_at=2)
+    assert stopped.reason == "stopped by SIGTERM" and stopped.state.step <= 2 + 3
+    path, _ = checkpoint.newest_intact(tmp_path / "checkpoints")
+    assert path is not None and checkpoint.read_manifest(path).step == stopped.state.step
+    assert sorted(stopped.series("lr")) == [stopped.state.step]
+
+
+def test_steps_that_take_long_are_told_as_they_are_done_and_their_speed_every_log_every(
+    train: Trainer, tmp_path: Path
+) -> None:
+    slow = train(tiny(train__steps=12, train__log_every=5, train__eval_every=12, step_seconds=0.3), tmp_path / "slow")
+    fast = train(tiny(train__steps=12, train__log_every=5, train__eval_every=12), tmp_path / "fast")
+    told = [len(event.steps) for event in slow.events if isinstance(event, StepsLogged) and "lr" not in event.metrics]
+    assert max(told) <= 3 and sum(told) == 12
+    assert slow.series("train/loss") == fast.series("train/loss")
+    assert sorted(slow.series("lr")) == sorted(fast.series("lr")) == [5, 10, 12]
+    assert all(0.3 < seconds < 3 for seconds in slow.series("throughput/step_seconds").values())
+    assert slow.tally.steps == 12
+
+
 def test_the_learning_rate_is_warmed_up(train: Trainer) -> None:
     trained = train(tiny(train__steps=6, train__warmup_steps=4, train__log_every=1, lr=1.0))
     assert list(trained.series("lr").values()) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
@@ -180,6 +202,7 @@ def test_windows_grow_to_a_second_and_stay_bounded() -> None:
     assert lengths[:8] == [1, 2, 4, 8, 16, 32, 64, 100] and lengths[-1] == 100
     assert next_length(4096, 1e-6) == LONGEST_WINDOW
     assert next_length(50, 30.0) == 1
+    assert next_length(50, 0.001, 7) == 7 and next_length(50, 0.5, 7) == 2
 
 
 def test_the_clock_is_read_once_the_device_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +214,12 @@ def test_the_clock_is_read_once_the_device_has_caught_up(monkeypatch: pytest.Mon
 
 
 def test_a_windows_seconds_are_those_of_the_device(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count(0.0, 6.0)
+    clock = itertools.count(0.0, 0.006)
     monkeypatch.setattr(World, "now", lambda world: next(clock))
     trained = train(tiny(train__steps=6, train__log_every=2, train__eval_every=6))
-    assert list(trained.series("throughput/step_seconds").values()) == [3.0, 3.0, 3.0]
+    assert list(trained.series("throughput/step_seconds").values()) == pytest.approx([0.006, 0.003, 0.003]), (
+        "two windows, then one"
+    )
 
 
 class Counting(torch.optim.SGD):

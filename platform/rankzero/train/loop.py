@@ -4,6 +4,7 @@
         micro-batches: forward under autocast, backward; gradients meet on the last one
         clip, step, zero
         window full?  ONE fused reduction: metrics, stop, times of every rank    -> StepsLogged
+            about a second's steps: who wants to stop waits no longer, whatever train.log_every
         evaluation due?  means over every sample, replicas compared              -> Evaluated
         checkpoint due?  copy to host; a thread writes                           -> CheckpointSaved
         stop asked for?  checkpoint, leave
@@ -22,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rankzero.events import Evaluated, Event, Hook, StepsLogged
+from rankzero.events import Evaluated, Hook, StepsLogged
 from rankzero.tracking.facts import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.train import randomness, strategies
 from rankzero.train.checkpoint import Checkpoints
@@ -48,7 +49,8 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
     evaluate_every = train.eval_every or plan.steps_per_epoch
     save_every = train.save_every if train.save_every is not None else evaluate_every
     batches = job.gallery.training(job.train_feed.train(plan, job.strategy.shard.rank, state.step, total))
-    window, length = Window(job.world), train.log_every or 1
+    window, length = Window(job.world), 1
+    whole: Report | None = None  # of the steps since the last whose speed was told
     state.model.train()
     times: list[float] = []
     waited, better, start = 0.0, False, job.world.now()
@@ -63,12 +65,16 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
         if len(window) < length and not evaluation_due and not save_due:
             continue
         report = window.reduce(stop.code, job.world.now() - start, waited, job.stopwatch.read())
-        tally.add(report, plan.batch_size)
-        for event in window_events(job, state, report, times):
-            emit(event)
+        whole = report if whole is None else whole.and_then(report)
+        emit(values_logged(state, report, times))
+        left = (train.log_every or 0) - whole.steps
+        if left <= 0 or evaluation_due or save_due or report.stop_code or not report.finite:
+            tally.add(whole, plan.batch_size)
+            emit(speed_logged(job, state, whole, times[-1]))
+            whole, left = None, train.log_every or LONGEST_WINDOW
+        length = next_length(length, report.step_seconds, left)
         if not report.finite:
             raise NotFinite(f"train/loss is not finite at step {state.step}: lower lr, set train.clip, or use bf16")
-        length = train.log_every or next_length(length, report.step_seconds)
         if evaluation_due:
             tally.last_metrics, better = evaluation(job, state, report)
             emit(Evaluated(time.time(), state.step, tally.last_metrics, better))
@@ -172,23 +178,27 @@ def state_dict(job: Job, state: State) -> dict[str, Any]:
     }
 
 
-def next_length(length: int, step_seconds: float) -> int:
+def next_length(length: int, step_seconds: float, most: int = LONGEST_WINDOW) -> int:
     """Return the next window's steps: about a second's worth, at most twice the last. The same on every rank."""
     fitting = int(REPORT_SECONDS / max(step_seconds, 1e-9))
-    return max(1, min(2 * length, fitting, LONGEST_WINDOW))
+    return max(1, min(2 * length, fitting, most, LONGEST_WINDOW))
 
 
-def window_events(job: Job, state: State, report: Report, times: list[float]) -> list[Event]:
-    """Return what a window tells: each step's values, and the window's speed."""
+def values_logged(state: State, report: Report, times: list[float]) -> StepsLogged:
+    """Return each step's values."""
     steps = range(state.step - report.steps + 1, state.step + 1)
+    return StepsLogged(list(steps), times, {f"train/{name}": column for name, column in report.values.items()})
+
+
+def speed_logged(job: Job, state: State, report: Report, moment: float) -> StepsLogged:
+    """Return the speed of a report's steps."""
     speed = {
         "lr": [float(state.optimizer.param_groups[0]["lr"])],
         SPEED: [job.plan.batch_size / report.step_seconds],
         STEP_SECONDS: [report.step_seconds],
         DATA_WAIT: [report.data_wait_seconds / report.seconds],
     }
-    values = {f"train/{name}": column for name, column in report.values.items()}
-    return [StepsLogged(list(steps), times, values), StepsLogged([state.step], [times[-1]], speed)]
+    return StepsLogged([state.step], [moment], speed)
 
 
 def _accumulate(sums: dict[str, Tensor], values: dict[str, Tensor], accumulation: int) -> dict[str, Tensor]:

@@ -50,6 +50,17 @@ class Report:
         """Tell whether the last step's loss is a number."""
         return math.isfinite(self.values["loss"][-1])
 
+    def and_then(self, later: Report) -> Report:
+        """Return this report and the one of the steps after it as one."""
+        return Report(
+            values={name: [*column, *later.values[name]] for name, column in self.values.items()},
+            stop_codes=later.stop_codes,
+            seconds=self.seconds + later.seconds,
+            data_waits=[a + b for a, b in zip(self.data_waits, later.data_waits, strict=True)],
+            forwards=later.forwards,
+            steps=self.steps + later.steps,
+        )
+
 
 class Window:
     """The steps since the last report. Values stay on the device until `reduce`."""
