@@ -272,7 +272,7 @@ def test_a_pipelines_checkpoint_is_gathered_on_the_hosts(monkeypatch: pytest.Mon
         found[0] = mine
         gathered.append(group)
 
-    monkeypatch.setattr(dist, "new_group", lambda backend: backend)
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: backend)
     monkeypatch.setattr(dist, "gather_object", gather)
     model = nn.Linear(2, 1)
     stage = SimpleNamespace(submod=model, is_last=True, has_backward=True)
