@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,12 @@ import torch
 
 from rankzero import config, experiment_file
 from rankzero.errors import UserError
-from rankzero.events import DataDescribed, Hook, RunEnded, RunStarted, Status
+from rankzero.events import DataDescribed, Hook
 from rankzero.experiment import Experiment
 from rankzero.tracking import ranks as launcher
 from rankzero.tracking.folder import Identity
 from rankzero.tracking.runlog import RunLog
-from rankzero.tracking.secrecy import settings_without_secrets
-from rankzero.train import device, failure, fingerprint, precision, randomness, restore, strategies
+from rankzero.train import device, failure, fingerprint, precision, randomness, restore, strategies, telling
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.data import check_alike, make_plan
 from rankzero.train.feed import Feed
@@ -33,17 +30,10 @@ from rankzero.train.relay import listens
 from rankzero.train.request import OUT_OF_MEMORY, Request
 from rankzero.train.stop import PRUNED, REASONS, TIME_LIMIT, Stop, end_with_launcher, listen
 from rankzero.train.straggler import Stopwatch
+from rankzero.train.telling import Outcome
 from rankzero.train.titles import class_names
 from rankzero.train.watchdog import Watchdog
-from rankzero.train.world import World, is_lost_contact, join
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How an attempt ended."""
-
-    status: Status
-    reason: str
+from rankzero.train.world import World, join
 
 
 @listens
@@ -87,7 +77,7 @@ def _attempt(request: Request, world: World, stop: Stop, watched: contextlib.Exi
     watchdog = Watchdog(minutes, rank, lambda failed: _leave_word(failed, log, world))
     watched.enter_context(watchdog.watching())
     world.leave_hangs_to_the_watchdog()
-    with _told(log, experiment, request, world, tally) as told:
+    with telling.told(log, experiment, request.environment, world, tally) as told:
         job, state = build(experiment, world)
         device.forget_peak_memory(world)
         restore.newest(log.folder.checkpoints, job, state, log.notice, required=request.resumes)
@@ -96,44 +86,6 @@ def _attempt(request: Request, world: World, stop: Stop, watched: contextlib.Exi
             log.notice(f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.plan.batch_size}")
         told.outcome = _train(job, state, log, stop, tally, watchdog)
     return told.outcome
-
-
-class _Telling:
-    """Sees to it that a run's beginning and end are each told once."""
-
-    def __init__(self, log: RunLog, params: Mapping[str, str], environment: Mapping[str, str]) -> None:
-        self._log, self._params, self._environment = log, params, environment
-        self._begun = False
-        self.outcome = Outcome("FAILED", "ended without saying why")
-
-    def started(self, step: int = 0, total_steps: int | None = None, data: Sequence[DataDescribed] = ()) -> None:
-        if not self._begun:
-            self._begun = True
-            tags = {**self._environment, **{f"rankzero.data.{one.context}": one.digest for one in data}}
-            self._log(RunStarted(time.time(), self._params, tags, self._log.attempt, step, total_steps))
-            for one in data:
-                self._log(one)
-
-    def ended(self, error: str | None, summary: Mapping[str, float]) -> None:
-        self.started()
-        self._log(RunEnded(time.time(), self.outcome.status, self.outcome.reason, error, summary))
-
-
-@contextlib.contextmanager
-def _told(log: RunLog, experiment: Experiment, request: Request, world: World, tally: Tally) -> Iterator[_Telling]:
-    """Tell the run's end however the block is left: return, exception, Ctrl-C, SystemExit."""
-    telling = _Telling(log, _params(experiment, world), {**request.environment, **device.describe(world)})
-    error: str | None = None
-    try:
-        yield telling
-    except BaseException as raised:
-        cause = _root_cause(raised, world)
-        error = cause.error
-        telling.outcome = Outcome("KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED", cause.reason)
-        raise
-    finally:
-        telling.ended(error, {**tally.summary(), "peak_memory_megabytes": device.peak_memory_megabytes(world)})
-        log.close()
 
 
 def _data(job: Job, request: Request) -> list[DataDescribed]:
@@ -145,20 +97,6 @@ def _data(job: Job, request: Request) -> list[DataDescribed]:
         fingerprint.describe(job.train_feed.dataset, "training", file),
         fingerprint.describe(job.val_feed.dataset, "validation", file),
     ]
-
-
-def _root_cause(error: BaseException, world: World) -> failure.Failure:
-    """Return what failed first: a rank whose peers are gone only sees a broken connection."""
-    mine = failure.describe(error, world.ranks.rank)
-    if not world.together:
-        return mine
-    if not is_lost_contact(error):
-        world.report_failure(dataclasses.asdict(mine))
-        return mine
-    found = world.first_failure()
-    if found is None:
-        return dataclasses.replace(mine, reason=f"{mine.reason} [another rank may have failed first]")
-    return failure.Failure(**found)  # type: ignore[arg-type]
 
 
 def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = None) -> tuple[Job, State]:
@@ -283,8 +221,3 @@ def _success(job: Job, state: State) -> str:
         return f"trained {state.step} steps"
     reached = "" if goal.target is None else " (target reached)" if goal.reached(state.best) else " (target missed)"
     return f"best {goal.metric} {state.best:.4g}{reached}"
-
-
-def _params(experiment: Experiment, world: World) -> dict[str, str]:
-    settings = config.rendered(experiment)
-    return {**settings_without_secrets(settings), "world_size": str(world.size), "device": world.device.type}
