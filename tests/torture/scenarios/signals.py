@@ -122,6 +122,7 @@ def late_signals(ground: Ground, reference: Curves) -> None:
     blow = ground.next_of(EDGES)
     command = ground.start(*TRAIN)
     wait_for(lambda: not command.running or (_has_ended(ground) and "rank 0" not in ground.roles()))
+    time.sleep(ground.random.uniform(0.6, 1.5))  # the agent looks for them every half second
     if command.running:
         _strike(ground, blow, "after the training")
     _ends_soon(command, FINISHED)
