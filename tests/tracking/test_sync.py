@@ -11,7 +11,9 @@ import pytest
 
 from rankzero.tracking import incumbent, sync
 from rankzero.tracking import progress as state
+from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.folder import RunFolder
+from tracking.fake_tracker import FakeTracker
 from tracking.runs import append, ended, make_folder, started
 
 LONG = 60.0  # seconds: nobody waits so long in these tests
@@ -71,3 +73,18 @@ def test_a_run_that_has_not_begun_is_not_ended_by_who_would_deliver_it(tmp_path:
     folder = make_folder(tmp_path)
     sync.deliver(folder, patience=0.0)
     assert not folder.events.exists()
+
+
+def test_a_clock_that_goes_back_leaves_a_delivery_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, tracker = make_folder(tmp_path), FakeTracker()
+    append(folder, started(), ended())
+    incumbent.claim(folder, 0)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    deliverer.hasten()
+    while not deliverer.complete:
+        deliverer.work()
+    assert sync.status(folder).done
+    incumbent.claim(folder, 0)
+    assert not sync.status(folder).done, "a newer attempt has only just begun"

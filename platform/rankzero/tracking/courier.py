@@ -45,14 +45,15 @@ class Courier:
         self._right: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader, self._writer = os.pipe()
-        self._started, self._deaths, self._nice = time.time(), 0, UNWANTED
+        self._started, self._deaths, self._nice = time.monotonic(), 0, UNWANTED
         self._finished: float | None = None
-        self._heard = 0.0  # when it last wrote down how far it is
+        self._heard = 0.0  # when it was last seen to have written down how far it is
+        self._written = (0, 0)
 
     def finish(self) -> None:
         """Tell the courier that the journals are complete."""
         if self._finished is None:
-            self._finished = time.time()
+            self._finished = time.monotonic()
             os.close(self._writer)
 
     def tend(self) -> bool:
@@ -78,16 +79,23 @@ class Courier:
         After that end it may be given more: what it takes, it no longer takes from the training. Where MLflow is
         away it says so, and is left alone.
         """
+        self._listen()
         over = self._finished is not None
         if self._nice == FAIR or (not over and (self._nice == MODEST or self._heard > self._started)):
             return False
-        if time.time() - max(self._started, self._heard, self._finished or 0.0) <= IDLE_SECONDS:
+        if time.monotonic() - max(self._started, self._heard, self._finished or 0.0) <= IDLE_SECONDS:
             return False
         progress = state.load(state.path_of(self._attempt.folder, self._attempt.node))
-        if progress.updated > max(self._started, self._heard):
-            self._heard = progress.updated
-            return False
         return progress.error is None and self._attempt.folder.path.exists()
+
+    def _listen(self) -> None:
+        """Note when the file in which it says how far it is was replaced. No clock but this process's own is asked."""
+        try:
+            file = state.path_of(self._attempt.folder, self._attempt.node).stat()
+        except OSError:
+            return
+        if self._written != (file.st_ino, file.st_mtime_ns):
+            self._written, self._heard = (file.st_ino, file.st_mtime_ns), time.monotonic()
 
     def _start(self) -> bool:
         """Start it, once an older recorder has let go of the run; return whether it is started or to be waited for."""
@@ -95,8 +103,9 @@ class Courier:
         if self._right is None:
             self._right = incumbent.acquire(folder, node)
         if self._right is None:
-            return time.time() - self._started < grace_seconds()
-        self._started = time.time()
+            return time.monotonic() - self._started < grace_seconds()
+        self._listen()
+        self._started = time.monotonic()
         command = [
             *(sys.executable, "-P", "-m", "rankzero.tracking.courier", str(folder.path)),
             *("--token", self._attempt.token, "--node", str(node), "--pipe", str(self._reader)),

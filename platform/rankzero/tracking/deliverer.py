@@ -105,6 +105,8 @@ class Deliverer:
             self._committed = copy.deepcopy(self.progress)
         for name in ("error", "failures", "outages", "away_seconds"):  # true at once, whatever is sent
             setattr(self._committed, name, getattr(self.progress, name))
+        claim = incumbent.latest(self._folder, self._node)
+        self._committed.claim = claim.token if claim else ""
         self._committed.pending_bytes = state.unread_bytes(self._folder, self._committed.offsets)
         state.save(self._path, self._committed)
 

@@ -80,6 +80,9 @@ class Progress:
     ended: bool = False
     """MLflow knows how the latest attempt ended."""
     updated: float = 0.0
+    """When this was written, for people: clocks jump."""
+    claim: str = ""
+    """The attempt, by its claim's token, that was the run's latest when this was written."""
 
     @property
     def uploads(self) -> list[str]:

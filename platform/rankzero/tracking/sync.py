@@ -44,7 +44,7 @@ def status(folder: RunFolder) -> Delivery:
     """Return how the delivery of the run stands, from the disk alone."""
     progress = state.load(state.path_of(folder, 0))
     claim = incumbent.latest(folder, 0)
-    heard = claim is None or claim.time <= progress.updated  # else a newer attempt has only just begun
+    heard = claim is None or claim.token == progress.claim  # else a newer attempt has only just begun
     unread = state.unread_bytes(folder, {folder.events.name: 0, **progress.offsets})
     return Delivery(
         progress.delivered,
