@@ -134,8 +134,6 @@ def _require_checkpoint(folder: RunFolder) -> Path:
         fetch.newest_checkpoint(folder)
         path, problems = checkpoint.newest_intact(folder.checkpoints)
     if path is None:
-        raise UserError(
-            f"{folder.path.name} has no intact checkpoint, here or in MLflow: start it anew"
-            + "".join(f"\n  {problem}" for problem in problems)
-        )
+        found = "".join(f"\n  {problem}" for problem in problems) or " start it anew"
+        raise UserError(f"{folder.path.name} has no checkpoint to go on from, here or in MLflow:{found}")
     return path
