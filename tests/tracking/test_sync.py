@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.tracking import incumbent, sync
+from rankzero.tracking import catalog, incumbent, sync
 from rankzero.tracking import progress as state
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.folder import RunFolder
@@ -73,6 +75,18 @@ def test_a_run_that_has_not_begun_is_not_ended_by_who_would_deliver_it(tmp_path:
     folder = make_folder(tmp_path)
     sync.deliver(folder, patience=0.0)
     assert not folder.events.exists()
+
+
+def test_a_run_whose_launcher_died_before_it_began_is_ended_at_once(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    claim = incumbent.claim(folder, 0)
+    sync.deliver(folder, patience=0.0)
+    assert not folder.events.exists(), "it lives"
+    dead = dataclasses.replace(claim, pid_started="0")
+    (folder.path / "recorder.json").write_text(json.dumps(dataclasses.asdict(dead)))
+    sync.deliver(folder, patience=0.0)
+    end = catalog.last_end(folder)
+    assert end is not None and end.status == "FAILED" and "never began" in end.reason
 
 
 def test_a_clock_that_goes_back_leaves_a_delivery_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

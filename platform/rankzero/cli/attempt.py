@@ -15,7 +15,7 @@ from rankzero.cli.console import Console
 from rankzero.errors import RunFailed, UserError
 from rankzero.exit_codes import FAILED, FINISHED, RESUMABLE
 from rankzero.experiment import Experiment, Train
-from rankzero.tracking import catalog, incumbent, provenance, sync
+from rankzero.tracking import catalog, provenance, sync
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.host import usable_cores
 from rankzero.train import failure, launch
@@ -62,8 +62,6 @@ def run(attempt: Attempt) -> int:
 
     Where a device runs out of memory, all ranks begin again from the newest checkpoint with half the micro-batch.
     """
-    if not attempt.resumes:
-        incumbent.claim(attempt.folder, 0)  # until the ranks begin, which may wait for another machine's
     with Relay() as signals:
         attempt, console, status = _trained(attempt, signals)
         if not attempt.folder.events.exists():

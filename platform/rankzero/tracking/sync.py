@@ -156,9 +156,9 @@ def _deliver_node(
 
 
 def _is_dead(folder: RunFolder) -> bool:
-    """Tell whether a run's writer is gone without a word; of one that has not begun, only after a while."""
-    begun = folder.events.exists()
-    return not incumbent.writer_lives(folder) and not _is_ended(folder) and (begun or stale.is_stale(folder))
+    """Tell whether a run's writer is gone without a word; of one that nobody has claimed yet, only after a while."""
+    known = folder.events.exists() or incumbent.latest(folder, 0) is not None
+    return not incumbent.writer_lives(folder) and not _is_ended(folder) and (known or stale.is_stale(folder))
 
 
 def _is_ended(folder: RunFolder) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from rankzero import config
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
+from rankzero.tracking import incumbent
 from rankzero.tracking.folder import Identity, RunFolder, write_atomically
 from rankzero.tracking.secrecy import BLOT, blotted
 
@@ -56,9 +57,14 @@ def request_for(
 
 
 def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFolder:
-    """Make a new run's folder; of several machines with one disk, one does. Raises UserError where that cannot be."""
+    """Make a new run's folder; of several machines with one disk, one does. Raises UserError where that cannot be.
+
+    Until the ranks begin, which may wait for another machine's, the run lives as long as this process does.
+    """
     try:
-        return RunFolder.create(runs, identity)
+        folder = RunFolder.create(runs, identity)
+        incumbent.claim(folder, 0)
+        return folder
     except FileExistsError:
         folder = RunFolder(runs / identity.name)
         if machines > 1 and _is_made(folder) and not folder.events.exists():
