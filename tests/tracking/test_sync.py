@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -102,3 +103,24 @@ def test_a_clock_that_goes_back_leaves_a_delivery_done(tmp_path: Path, monkeypat
     assert sync.status(folder).done
     incumbent.claim(folder, 0)
     assert not sync.status(folder).done, "a newer attempt has only just begun"
+
+
+def test_a_line_that_a_full_disk_has_cut_does_not_wait_for_ever(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+    append(folder, started(), ended())
+    folder.system(0).write_text('{"event": "SystemSam')
+    sync.deliver(folder, patience=20.0)
+    assert sync.status(folder).done
+    assert any("no events" in line for line in sync.status(folder).trouble)
+
+
+def test_what_a_recorder_leaves_that_gives_up_is_delivered_by_who_waited(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+    append(folder, started(), ended())
+    right = incumbent.acquire(folder, 0)
+    assert right is not None
+    gives_up = threading.Timer(0.5, os.close, [right])
+    gives_up.start()
+    sync.deliver(folder, patience=20.0)
+    gives_up.join()
+    assert sync.status(folder).done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from rankzero.events import RunEnded, RunStarted
@@ -13,7 +14,7 @@ from rankzero.tracking import progress as state
 from rankzero.tracking.courier import GRACE_SECONDS, grace_seconds
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.folder import FolderGone, RunFolder
-from rankzero.tracking.journal import read_all
+from rankzero.tracking.journal import Journal, read_all
 from rankzero.tracking.trouble import trouble
 
 TROUBLED_SECONDS = 15.0  # where MLflow refuses or hangs: one request's time, and some; what is left comes later
@@ -123,14 +124,12 @@ def deliver(
     """Deliver what a dead recorder left, of all nodes, in this process.
 
     Gives up `patience` seconds after the last progress. A run whose writer died without a word is
-    closed as FAILED. Where a recorder is still at work, waits for it instead. Raises FolderGone.
+    closed as FAILED. Where a recorder is still at work, waits for it, and does what it leaves. Raises FolderGone.
     """
     for node in _nodes(folder):
-        with incumbent.lock(folder, node) as mine:
-            if mine:
-                _deliver_node(folder, node, on_progress, patience)
-            elif node == 0:
-                wait(folder, patience, on_progress, drawn)
+        if not _delivered_here(folder, node, on_progress, patience) and node == 0:
+            wait(folder, patience, on_progress, drawn)
+            _delivered_here(folder, node, on_progress, patience)
     for child in folder.children:  # after their parent, whose run id they need
         if not drawn(status(child)):
             with contextlib.suppress(FolderGone):
@@ -138,11 +137,23 @@ def deliver(
     return status(folder)
 
 
+def _delivered_here(
+    folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None, patience: float
+) -> bool:
+    """Deliver where nobody else does; return whether that is so."""
+    with incumbent.lock(folder, node) as mine:
+        if mine:
+            _deliver_node(folder, node, on_progress, patience)
+        return mine
+
+
 def _deliver_node(
     folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None, patience: float
 ) -> None:
     if node == 0 and _is_dead(folder):
         stale.close(folder)
+    if not incumbent.writer_lives(folder):
+        _close_off(folder.system(node))
     deliverer, moved = Deliverer(folder, node), time.monotonic()
     deliverer.hasten()
     while not deliverer.complete and time.monotonic() - moved < patience:
@@ -153,6 +164,13 @@ def _deliver_node(
         else:
             time.sleep(0.1)
     deliverer.commit()
+
+
+def _close_off(journal: Path) -> None:
+    """End the line that a writer on a full disk has left without an end: it would count as undelivered for ever."""
+    with contextlib.suppress(OSError):
+        if journal.exists():
+            Journal(journal).close()
 
 
 def _is_dead(folder: RunFolder) -> bool:

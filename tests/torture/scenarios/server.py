@@ -14,7 +14,7 @@ from rankzero.tracking.journal import read_all
 from rankzero.tracking.sync import Delivery
 from torture import promises
 from torture.disks import Disk, small_disk
-from torture.ground import GRACE_SECONDS, Broken, Command, Ground, wait_for
+from torture.ground import GRACE_SECONDS, ORPHAN_SECONDS, Broken, Command, Ground, wait_for
 from torture.promises import Curves
 from torture.proxy import EVERYTHING, MODES, UPLOADS, Proxy
 from torture.scenarios.training import CLOCK, SETTINGS, SLOW, TINY, at_a_random_moment, ends, finished, the_run
@@ -22,6 +22,8 @@ from torture.servers import Server
 
 SLACK_SECONDS = 15.0
 """What a busy machine may add to the grace: importing mlflow, on processor time that nobody wants."""
+SLOW_SECONDS = 600.0
+"""What a courier may take where each answer takes five seconds: it gets on, and is left to."""
 UNHURRIED = "step_seconds=0.25"
 """A training of most of a minute: a courier sends every five seconds."""
 MEET_SECONDS = 45.0
@@ -88,7 +90,7 @@ def server_away(ground: Ground, reference: Curves) -> None:
         ends(command, 0)
         if mode != "slow":  # which takes things, and is waited for
             _ends_within_the_grace(ground, command)
-        promises.nobody_is_left(ground)
+        promises.nobody_is_left(ground, SLOW_SECONDS if mode == "slow" else ORPHAN_SECONDS)
         if not proxy.met.is_set():
             raise Broken(f"error: nobody met a server away: {mode}")
         ground.hurt(f"server away: {mode}")
