@@ -103,7 +103,8 @@ def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(
 def test_a_stop_waits_a_second_and_not_for_log_every(train: Trainer, tmp_path: Path) -> None:
     slow = tiny(train__steps=50, train__log_every=40, train__eval_every=50, step_seconds=0.3)
     stopped = train(slow, stop_at=2)
-    assert stopped.reason == "stopped by SIGTERM" and stopped.state.step <= 2 + 3
+    # Asked for while one window is told, it is heard at the end of the next: three steps are about a second's.
+    assert stopped.reason == "stopped by SIGTERM" and stopped.state.step <= 2 + 2 * 3
     path, _ = checkpoint.newest_intact(tmp_path / "checkpoints")
     assert path is not None and checkpoint.read_manifest(path).step == stopped.state.step
     assert sorted(stopped.series("lr")) == [stopped.state.step]
