@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -60,8 +61,8 @@ def main(request: tuple[str, list[Case]]) -> str:
 def waits(request: Request) -> str:
     """Train; leave word for how many seconds the collectives of each of this rank's process groups wait."""
     ranks = launcher.detect()
-    with join(ranks, torch.device("cpu")) as world:
-        status = worker.attempt(request, world, Stop()).status
+    with contextlib.ExitStack() as watched, join(ranks, torch.device("cpu")) as world:
+        status = worker.attempt(request, world, Stop(), watched).status
         seconds = [
             group._get_backend(world.device).options._timeout.total_seconds()
             for group in dist.distributed_c10d._world.pg_map

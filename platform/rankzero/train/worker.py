@@ -57,16 +57,11 @@ def main(request: Request) -> str:
         stop.training = False
 
 
-def attempt(request: Request, world: World, stop: Stop, watched: contextlib.ExitStack | None = None) -> Outcome:
+def attempt(request: Request, world: World, stop: Stop, watched: contextlib.ExitStack) -> Outcome:
     """Train once, tracked, among processes that have joined each other already. All ranks call it.
 
-    `watched`: what a hang is watched for until the end of; None: this alone.
+    A hang is watched for from now until `watched` is left.
     """
-    with contextlib.ExitStack() as this:
-        return _attempt(request, world, stop, watched or this)
-
-
-def _attempt(request: Request, world: World, stop: Stop, watched: contextlib.ExitStack) -> Outcome:
     settings = world.broadcast(request.config.encode()).decode()  # rank 0's: another machine may have been told others
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
     identity = Identity(**json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode())))
