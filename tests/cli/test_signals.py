@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -24,10 +25,20 @@ def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+def forkservers(command: Command) -> list[psutil.Process]:
+    """Return the servers of workers, and the workers, which have their server's name."""
+    found = []
+    for one in processes_of(command.folder):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "forkserver" in " ".join(one.cmdline()):
+                found.append(one)
+    return found
+
+
 def has_a_rank(command: Command) -> bool:
-    """Tell whether there is a process that the server of workers has forked."""
-    servers = [one.pid for one in processes_of(command.folder) if "forkserver" in " ".join(one.cmdline())]
-    return any(psutil.Process(pid).children() for pid in servers)
+    """Tell whether the server of workers has forked one. While it loads PyTorch, it has other children: ldconfig."""
+    servers = forkservers(command)
+    return has_the_agents_logs(command) and any(one.ppid() in {other.pid for other in servers} for one in servers)
 
 
 def has_the_agents_logs(command: Command) -> bool:
@@ -50,7 +61,7 @@ def test_a_signal_while_the_ranks_start_is_heard(rankzero: Command, moment: Call
     else:
         assert process.returncode == 75, output
         assert tracked(folder).status == "KILLED" and starts(folder) == 1
-    assert not [one for one in processes_of(rankzero.folder) if "forkserver" in " ".join(one.cmdline())]
+    assert not forkservers(rankzero)
 
 
 def test_a_scheduler_that_signals_every_process_gets_a_checkpoint(rankzero: Command) -> None:
