@@ -114,6 +114,16 @@ def test_a_line_that_a_full_disk_has_cut_does_not_wait_for_ever(tmp_path: Path) 
     assert any("no events" in line for line in sync.status(folder).trouble)
 
 
+def test_a_line_that_a_machine_cut_when_it_went_down_does_not_wait_for_ever(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+    append(folder, started(), ended())
+    with folder.events.open("a") as journal:
+        journal.write('{"event": "RunSta')
+    sync.deliver(folder, patience=20.0)
+    assert sync.status(folder).done
+    assert any("no events" in line for line in sync.status(folder).trouble)
+
+
 def test_what_a_recorder_leaves_that_gives_up_is_delivered_by_who_waited(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
     append(folder, started(), ended())

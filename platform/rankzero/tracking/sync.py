@@ -153,7 +153,8 @@ def _deliver_node(
     if node == 0 and _is_dead(folder):
         stale.close(folder)
     if not incumbent.writer_lives(folder):
-        _close_off(folder.system(node))
+        for journal in (folder.system(node), *([folder.events] if node == 0 else [])):
+            _close_off(journal)
     deliverer, moved = Deliverer(folder, node), time.monotonic()
     deliverer.hasten()
     while not deliverer.complete and time.monotonic() - moved < patience:
@@ -167,7 +168,7 @@ def _deliver_node(
 
 
 def _close_off(journal: Path) -> None:
-    """End the line that a writer on a full disk has left without an end: it would count as undelivered for ever."""
+    """End a line that has no end, of a full disk or a machine that went down: it would count as undelivered."""
     with contextlib.suppress(OSError):
         if journal.exists():
             Journal(journal).close()

@@ -158,9 +158,11 @@ def _named(ground: Ground) -> tuple[object, ...]:
 def _until_met(ground: Ground, command: Command, proxy: Proxy) -> None:
     """Keep up a proxy's mode until somebody has met it, and a while longer: only then it is a fault."""
     mode, aim = proxy.mode, proxy.aim
+    if mode == "good":
+        return
     wait_for(lambda: proxy.met.is_set() or not command.running, MEET_SECONDS)
     time.sleep(ground.random.uniform(0.0, 2.0))
-    if proxy.behave() and mode != "good":
+    if proxy.behave():
         ground.hurt(f"server {mode}{' at an upload' if aim == UPLOADS else ''}")
 
 
