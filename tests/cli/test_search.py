@@ -87,10 +87,12 @@ def test_ctrl_c_keeps_the_study_and_the_same_command_goes_on(rankzero: Command) 
     words = ("search", TINY, "train.epochs=15", "step_seconds=0.01", "goal.target=0.999", "--nproc", 2, "--trials", 3,
              "--no-probe", "--study", "s", "--seeds", 2, "--challengers", 1)  # fmt: skip
     process = rankzero.start(*words)
-    rankzero.wait_for_step(20, "s-001")
-    process.send_signal(signal.SIGINT)
+    trial = rankzero.wait_for_step(20, "s-001")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal has it: to the search, its hosts, all ranks
     assert process.wait(60) == 1
     assert gone(rankzero.folder)
+    ended = last_end(trial)
+    assert ended is not None and ended.reason.startswith(("stopped by SIGTERM at step", "stopped by Ctrl-C at step"))
     runs = mlflow_runs(rankzero)
     assert (runs["s"].status, runs["s-000"].status, runs["s-001"].status) == ("KILLED", "FINISHED", "KILLED")
     code, output = rankzero(*words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -45,6 +46,10 @@ def has_the_agents_logs(command: Command) -> bool:
     return any((folder.path / "logs").exists() for folder in command.runs)
 
 
+def joined(launcher: subprocess.Popen[str]) -> bool:
+    return any(one.status == psutil.CONN_ESTABLISHED for one in psutil.Process(launcher.pid).net_connections())
+
+
 def starts(folder: RunFolder) -> int:
     return sum(isinstance(event, RunStarted) for event in events(folder))
 
@@ -62,6 +67,19 @@ def test_a_signal_while_the_ranks_start_is_heard(rankzero: Command, moment: Call
         assert process.returncode == 75, output
         assert tracked(folder).status == "KILLED" and starts(folder) == 1
     assert not forkservers(rankzero)
+
+
+def test_machines_that_wait_for_one_that_was_stopped_end_with_a_message(rankzero: Command) -> None:
+    words = ("train", TINY, "--nproc", 1, "--nnodes", 4, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    first, second = (rankzero.start(*words, "--dir", f"node_{number}") for number in (0, 1))
+    # Both have joined once the connections of their stores' clients are there, which nothing else shows from outside.
+    wait_until(lambda: all(joined(one) for one in (first, second)))
+    time.sleep(2.0)
+    first.send_signal(signal.SIGTERM)
+    outputs = [one.communicate(timeout=60)[0] for one in (first, second)]
+    assert [one.returncode for one in (first, second)] == [1, 1]
+    assert "stopped by SIGTERM before it began" in outputs[0] and "did not come together" in outputs[1]
+    assert not any("Traceback" in output for output in outputs), outputs
 
 
 def test_a_scheduler_that_signals_every_process_gets_a_checkpoint(rankzero: Command) -> None:

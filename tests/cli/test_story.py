@@ -16,7 +16,7 @@ from cli.conftest import TINY, Command
 from rankzero.cli import story as command
 from rankzero.cli.main import main
 from rankzero.events import Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
-from rankzero.tracking import catalog, incumbent, stale, story
+from rankzero.tracking import catalog, incumbent, stale, story, sync
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import Tracker
@@ -111,6 +111,16 @@ class TestStale:
         assert incumbent.writer_lives(folder)
         aged(folder, 3600)
         assert stale.is_stale(folder)
+
+    def test_a_helping_machine_says_nothing_of_the_end(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path)
+        incumbent.claim(folder, 0)  # as the launcher does where the run has a name of the user's
+        dead_writer(folder)
+        folder.system(1).write_text("")
+        aged(folder, 3600)
+        assert not stale.is_stale(folder) and catalog.listed(tmp_path / "runs")[0].status == "ELSEWHERE"
+        sync.deliver(folder, patience=0.0)
+        assert not folder.events.exists()
 
     def test_a_rank_that_left_word_gives_the_reason(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)

@@ -65,8 +65,10 @@ class FailingDisk:
         return False
 
     def repair(self) -> None:
-        """Mount it anew, as after a look by fsck; nobody may use it."""
-        _do("umount", str(self._path))
+        """Mount it anew, as after a look by fsck; nobody may use it, but for who looks over it in passing."""
+        unmount = ["umount", str(self._path)]
+        if not wait_for(lambda: subprocess.run(unmount, capture_output=True, check=False).returncode == 0):
+            _do(*unmount)
         subprocess.run(["e2fsck", "-fy", str(self._image)], capture_output=True, check=False)
         self.mount()
 

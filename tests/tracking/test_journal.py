@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import os
 import subprocess
@@ -262,3 +264,28 @@ def test_an_atomic_write_leaves_one_file(tmp_path: Path) -> None:
 def test_names_are_plain_and_differ() -> None:
     names = {new_name("digits") for _ in range(100)}
     assert len(names) == 100 and all(name.startswith("digits-2") for name in names)
+
+
+def test_a_notice_on_the_disk_that_is_full_is_in_the_journal_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path)
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    with Path("/dev/full").open("w") as full:  # where torchrun's agent sends a rank's output
+        monkeypatch.setattr("sys.stdout", full)
+        log.notice("a checkpoint could not be written")
+        log.close()
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    (noticed,) = read_all(folder.events)
+    assert isinstance(noticed, Noticed) and noticed.text == "a checkpoint could not be written"
+
+
+def test_a_helping_machine_takes_over_the_name_that_rank_zero_gave_the_run(tmp_path: Path) -> None:
+    mine = make_folder(tmp_path)  # made by this machine's launcher, for a --run-name
+    told = dataclasses.replace(mine.identity, uuid="0" * 32)
+    assert RunFolder.open_or_create(tmp_path / "runs", told).identity == told
+    mine.events.touch()
+    RunFolder.open_or_create(tmp_path / "runs", dataclasses.replace(told, uuid="1" * 32))
+    assert mine.identity == told, "a run that has begun keeps its own"

@@ -73,6 +73,42 @@ def test_a_word_that_nobody_hears_keeps_no_process_alive(tmp_path: Path) -> None
     assert code == -signal.SIGKILL and "rank 3 hung" in stderr
 
 
+def test_a_full_disk_keeps_no_process_alive(tmp_path: Path) -> None:
+    code, told, _ = watched(
+        tmp_path,
+        """
+        import sys
+        def refuse(failed):
+            raise OSError(28, "No space left on device")
+        sys.stderr = open("/dev/full", "w")
+        watchdog = Watchdog(0.4 / 60, 3, refuse, told)
+        with watchdog.watching(), watchdog.training():
+            watchdog.beat()
+            watchdog.beat()
+            time.sleep(100)
+        """,
+    )
+    assert code == -signal.SIGKILL and told is not None
+
+
+def test_a_job_that_was_suspended_has_not_hung(tmp_path: Path) -> None:
+    code, told, _ = watched(
+        tmp_path,
+        """
+        import os, signal, subprocess, sys
+        watchdog = Watchdog(1 / 60, 3, told)
+        with watchdog.watching(), watchdog.training():
+            watchdog.beat()
+            watchdog.beat()
+            go_on = subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.2)  # the step that was under way
+            go_on.wait()
+        """,
+    )
+    assert code == 0 and told is None
+
+
 def test_a_process_that_gets_on_is_left_alone(tmp_path: Path) -> None:
     code, told, _ = watched(
         tmp_path,

@@ -18,10 +18,11 @@ from rankzero.cli.terminal import plain_or_fitting
 from rankzero.cli.view import duration
 from rankzero.tracking import catalog, selection, stale, sync
 from rankzero.tracking.folder import FolderGone
-from rankzero.tracking.summary import Summary
+from rankzero.tracking.summary import ELSEWHERE, Summary
 
 COLOURS = {
     "FINISHED": "green", "FAILED": "red", "DIED": "red", "KILLED": "yellow", "RUNNING": "cyan", "STARTING": "cyan",
+    ELSEWHERE: "dim",
 }  # fmt: skip
 SILENT_SECONDS = 120.0
 PATIENCE_SECONDS = 5.0

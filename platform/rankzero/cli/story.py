@@ -16,7 +16,7 @@ from rankzero.tracking import progress as delivery
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.journal import READ_BYTES, read_all, take
 from rankzero.tracking.secrecy import text_without_secrets, url_without_secrets
-from rankzero.tracking.summary import Summary, read_summary
+from rankzero.tracking.summary import ELSEWHERE, Summary, read_summary
 from rankzero.tracking.trouble import trouble
 
 TAIL_LINES, TAIL_BYTES = 8, 4096
@@ -128,6 +128,8 @@ def _last_words(folder: RunFolder) -> Iterator[str]:
 
 def _advice(folder: RunFolder, listed: Summary) -> Iterator[str]:
     name = escape(listed.name)
+    if listed.status == ELSEWHERE:
+        yield "this machine has helped with it: the machine that rank 0 ran on knows how it went, and so does MLflow"
     if listed.status == "DIED":
         yield "its end was not written: `rankzero runs` does that, here and in MLflow"
     if listed.undelivered and listed.status != "RUNNING":

@@ -127,8 +127,9 @@ def _ran(entry: str, nodes: launch.Nodes, request: Any, logs: str) -> str:
     module, _, function = entry.partition(":")
     with _output_to(Path(logs) / "launcher.log"):
         try:
-            begin = getattr(importlib.import_module(module), function)
-            with Relay() as signals:
+            # Ctrl-C in a terminal comes from it and from the search: one wish. To end a trial the search says SIGQUIT.
+            with Relay(second_ends=False) as signals:
+                begin = getattr(importlib.import_module(module), function)
                 return launch.run(nodes, begin, request, Path(logs), signals)
         except Exception as error:  # the run's journal has the reason; what torchrun says of it is a detail
             print(error, flush=True)

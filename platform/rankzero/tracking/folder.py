@@ -77,9 +77,13 @@ class RunFolder:
 
     @classmethod
     def open_or_create(cls, runs: Path, identity: Identity) -> RunFolder:
-        """Open the run's folder, or make it. Raises UserError, PermissionError."""
+        """Open the run's folder, or make it. Raises UserError, PermissionError.
+
+        On a machine that helps with another's run, the folder may be there under an identity of its own making.
+        """
         folder = cls(_place(runs, identity))
-        if not (folder.path / "run.json").exists():
+        known = (folder.path / "run.json").exists()
+        if not known or not (folder.events.exists() or folder.identity.uuid == identity.uuid):
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.write_identity(identity)
         return folder
@@ -97,6 +101,12 @@ class RunFolder:
     @property
     def events(self) -> Path:
         return self.path / EVENTS
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Tell whether only a helping machine's part of the run is here: rank 0's is on another's disk."""
+        nodes = self.path.glob("system-node_*.jsonl")
+        return not self.events.exists() and any(path.name != self.system(0).name for path in nodes)
 
     @property
     def config(self) -> Path:

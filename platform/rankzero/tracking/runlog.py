@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ class RunLog:
         if self._journal is None:
             return
         text = text_without_secrets(text)
-        print(f"note: {text}", flush=True)
+        _print(text)
         if text not in self._told and len(self._told) < MOST_NOTICES:
             self._told.append(text)
             self._emit(Noticed(time.time(), text))
@@ -81,6 +82,11 @@ class RunLog:
             if self._journal is not None:
                 self._journal.close()
         except OSError as error:
-            print(f"note: the end of the journal could not be written: {error}", flush=True)
+            _print(f"the end of the journal could not be written: {error}")
         if self._recording is not None:
             self._recording.close()
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):  # a rank's output is a file in the run's folder: its disk may be the full one
+        print(f"note: {text}", flush=True)

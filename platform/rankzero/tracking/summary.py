@@ -24,6 +24,8 @@ TRAINING_DATA = "rankzero.data.training"
 """The tag with the digest of the data that a run trains on."""
 OF_A_REPORT = 4  # keys that the loop logs with each report, besides those of `measure`
 
+ELSEWHERE = "ELSEWHERE"
+"""The status of a run of which only a helping machine's part is here: another's disk knows."""
 STARTING_SECONDS = 120.0  # from a run's folder to its first process, on a busy machine
 
 
@@ -119,6 +121,8 @@ def _unended(folder: RunFolder) -> str:
     begun = folder.events.exists()
     if incumbent.writer_lives(folder):
         return "RUNNING" if begun else "STARTING"
+    if folder.is_elsewhere:
+        return ELSEWHERE
     return "DIED" if begun or time.time() - incumbent.beat(folder) > STARTING_SECONDS else "STARTING"
 
 

@@ -176,6 +176,8 @@ def _close_off(journal: Path) -> None:
 
 def _is_dead(folder: RunFolder) -> bool:
     """Tell whether a run's writer is gone without a word; of one that nobody has claimed yet, only after a while."""
+    if folder.is_elsewhere:
+        return False
     known = folder.events.exists() or incumbent.latest(folder, 0) is not None
     return not incumbent.writer_lives(folder) and not _is_ended(folder) and (known or stale.is_stale(folder))
 

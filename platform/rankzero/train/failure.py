@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -49,12 +50,13 @@ def is_out_of_memory(text: str) -> bool:
 
 
 def write(failure: Failure, folder: Path) -> None:
-    """Leave word in ``<folder>/rank_<r>.json``, without secrets: it goes to MLflow."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Leave word in ``<folder>/rank_<r>.json``, without secrets: it goes to MLflow. A full disk takes none."""
     told = dataclasses.replace(
         failure, reason=text_without_secrets(failure.reason), error=text_without_secrets(failure.error)
     )
-    write_atomically(folder / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(told)))
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(told)))
 
 
 def forget(folder: Path, rank: int) -> None:

@@ -67,6 +67,7 @@ def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path, sig
     Raises WorkersFailed.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     for name in NOISY:  # what the agent logs about a failed rank, the command says in a line
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -86,6 +87,8 @@ def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path, sig
                 result = agent.run()
         except relay.Stopped as stopped:
             raise WorkersFailed(str(stopped)) from None
+        except RendezvousError as error:
+            raise WorkersFailed(f"the machines did not come together: {error or type(error).__name__}") from error
         except json.JSONDecodeError as error:  # the file in which the agent looks for a failed rank's last words
             raise WorkersFailed("a rank failed, and there was no room on the disk to say why") from error
     if result.is_failed():

@@ -51,13 +51,11 @@ class Report:
         return math.isfinite(self.values["loss"][-1])
 
     def and_then(self, later: Report) -> Report:
-        """Return this report and the one of the steps after it as one."""
-        return Report(
-            values={name: [*column, *later.values[name]] for name, column in self.values.items()},
-            stop_codes=later.stop_codes,
+        """Return this report's times and those of the one of the steps after it as one, with the latter's values."""
+        return dataclasses.replace(
+            later,
             seconds=self.seconds + later.seconds,
             data_waits=[a + b for a, b in zip(self.data_waits, later.data_waits, strict=True)],
-            forwards=later.forwards,
             steps=self.steps + later.steps,
         )
 

@@ -36,7 +36,9 @@ class Stopped(Exception):
 class Relay:
     """What signals ask of this process inside its ``with`` block, and of the workers that it has. Main thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, second_ends: bool = True) -> None:
+        """`second_ends`: a second signal ends the workers at once; where not, whoever steers says SIGQUIT for that."""
+        self._second_ends = second_ends
         self.received: list[signal.Signals] = []
         """Those that ask to stop."""
         self._workers: _Workers | None = None
@@ -70,7 +72,8 @@ class Relay:
         if number in TRANSLATED:
             self._workers.send(TRANSLATED[number])
         else:
-            self._workers.stop(number, PASSED_ON[number] if len(self.received) == 1 else signal.SIGQUIT)
+            again = self._second_ends and len(self.received) > 1
+            self._workers.stop(number, signal.SIGQUIT if again else PASSED_ON[number])
 
 
 class _Workers:
@@ -81,13 +84,15 @@ class _Workers:
         self._pids: list[int] | None = None
         """Of those that run; none: there are none, or they are being started."""
         self._starting = False
+        self._stopped: signal.Signals | None = None
+        """By what, if anything: the agent itself counts no restart that another machine's failure asks for."""
         self._waiting: list[signal.Signals] = []
         self._start, self._end = agent._start_workers, agent._stop_workers
         agent._start_workers, agent._stop_workers = self._started, self._ended
 
     def stop(self, received: signal.Signals, number: signal.Signals) -> None:
         """Send `number`, after which nothing is started again. Raises Stopped where nobody could hear it."""
-        self._agent._remaining_restarts = 0
+        self._agent._remaining_restarts, self._stopped = 0, received
         if self._pids is None and not self._starting:
             raise Stopped(f"stopped by {received.name} before it began")
         self.send(number)
@@ -102,6 +107,8 @@ class _Workers:
                 os.kill(pid, number)
 
     def _started(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        if self._stopped is not None:
+            raise Stopped(f"stopped by {self._stopped.name}, and not begun again")
         self._starting = True
         ids: dict[int, Any] = self._start(*args, **kwargs)
         self._pids, self._starting = list(ids.values()), False

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -40,10 +41,11 @@ class Watchdog:
 
     `minutes`: the longest time without a `beat` while `training`, None: for ever; before and after that nothing beats,
     and all of it together may take as long as a first step, at least half an hour.
-    `told`: is given the failure before the process ends.
+    Time in which this whole process was stopped (Ctrl-Z, a scheduler that suspends jobs) does not count.
+    `told`: are given the failure before the process ends, side by side.
     """
 
-    def __init__(self, minutes: float | None, rank: int, told: Callable[[Failure], None]) -> None:
+    def __init__(self, minutes: float | None, rank: int, *told: Callable[[Failure], None]) -> None:
         self._seconds = None if minutes is None else 60.0 * minutes
         self._rank, self._told = rank, told
         self._last, self._beats = time.monotonic(), 0
@@ -85,7 +87,11 @@ class Watchdog:
 
     def _watch(self, limit: float) -> None:
         waited = 0.0  # when it was last seen to wait: who is let go because a peer has died does not hang since then
+        looked = time.monotonic()
         while not self._over.wait(limit / CHECKS):
+            if (stopped := time.monotonic() - looked - limit / CHECKS) > limit / CHECKS:
+                self._last, waited = self._last + stopped, waited + stopped
+            looked = time.monotonic()
             allowed, last, now = self._allowed(limit, phase := self._phase), self._last, time.monotonic()
             since, frame = max(last, waited), sys._current_frames()[threading.main_thread().ident or 0]
             if waits(frame):
@@ -108,13 +114,29 @@ class Watchdog:
         others = "".join(f"; rank {first + local} is stopped, by SIGSTOP or a debugger" for local in stopped_beside())
         reason = f"rank {self._rank} {did} for {silent:.0f} s{when}{f' ({place})' if place else ''}{others}"
         failure = Failure(time.time(), self._rank, reason, "".join(traceback.format_list(stack)))
-        tells = threading.Thread(target=self._told, args=(failure,), daemon=True)
-        tells.start()
-        tells.join(TELL_SECONDS)
-        print(f"{reason}; train.hang_minutes sets the limit", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        sys.stderr.flush()
+        _in_time([functools.partial(told, failure) for told in self._told])
+        _in_time([functools.partial(_print_stacks, f"{reason}; train.hang_minutes sets the limit")])
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _print_stacks(reason: str) -> None:
+    print(reason, file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+
+
+def _in_time(calls: Sequence[Callable[[], None]]) -> None:
+    """Do what may fail, or take for ever on a disk or a rank that answers no more, for some seconds."""
+
+    def tried(call: Callable[[], None]) -> None:
+        with contextlib.suppress(Exception):
+            call()
+
+    threads = [threading.Thread(target=tried, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + TELL_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def waits(frame: FrameType) -> bool:

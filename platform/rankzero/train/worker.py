@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from rankzero.train.titles import class_names
 from rankzero.train.watchdog import Watchdog
 from rankzero.train.world import World, join
 
+INTERRUPTED = 128 + signal.SIGINT
+
 
 @listens
 def main(request: Request) -> str:
@@ -42,17 +45,18 @@ def main(request: Request) -> str:
     ranks = launcher.detect()
     failure.forget(Path(request.failures), ranks.rank)
     stop = Stop()
-    listen(stop)
-    end_with_launcher(stop)
     try:
+        listen(stop)
+        end_with_launcher(stop)
         with contextlib.ExitStack() as watched, join(ranks, device.choose(ranks)) as world:
             stop.training = True
             return attempt(request, world, stop, watched).status
     except BaseException as error:
         failure.write(failure.describe(error, ranks.rank), Path(request.failures))
-        if not isinstance(error, Exception):
+        if isinstance(error, SystemExit):
             raise
-        raise SystemExit(1) from None  # the exception itself torchrun would write into logs/, secrets included
+        # The exception itself torchrun would write into logs/, secrets included; some versions take Ctrl-C for success.
+        raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
     finally:
         stop.training = False
 
@@ -69,7 +73,12 @@ def attempt(request: Request, world: World, stop: Stop, watched: contextlib.Exit
     log = RunLog.open(Path(request.runs), identity, world.ranks, gpus)
     tally = Tally()
     minutes, rank = experiment.train.hang_minutes, world.ranks.rank
-    watchdog = Watchdog(minutes, rank, lambda failed: _leave_word(failed, log, world))
+    watchdog = Watchdog(
+        minutes,
+        rank,
+        lambda failed: failure.write(failed, log.folder.failures),
+        lambda failed: world.report_failure(dataclasses.asdict(failed)),
+    )
     watched.enter_context(watchdog.watching())
     world.leave_hangs_to_the_watchdog()
     with telling.told(log, experiment, request.environment, world, tally) as told:
@@ -197,11 +206,6 @@ def _gallery(job: Job, log: RunLog) -> Gallery:
         own=own,
         notice=log.notice,
     )
-
-
-def _leave_word(failed: failure.Failure, log: RunLog, world: World) -> None:
-    failure.write(failed, log.folder.failures)
-    world.report_failure(dataclasses.asdict(failed))
 
 
 def _finish(checkpoints: Checkpoints, emit: Hook, tally: Tally) -> None:
