@@ -14,7 +14,7 @@ from rankzero.tracking.catalog import mlflow_id
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.journal import read_all
 from rankzero.tracking.mlflow import RunRecord, Tracker
-from rankzero.train import checkpoint
+from rankzero.train import checkpoint, manifest
 from torture import curves
 from torture.curves import Curves
 from torture.ground import ORPHAN_SECONDS, Broken, Ground, wait_for
@@ -98,8 +98,8 @@ def checkpoints_are_intact(run: RunFolder) -> int:
     """Every checkpoint under its final name is whole, whatever was killed; return the newest's step, 0 without one."""
     for path in sorted(run.checkpoints.glob("step_*")):
         try:
-            step, told = checkpoint.load(path)["step"], checkpoint.read_manifest(path).step
-        except checkpoint.BrokenCheckpoint as error:
+            step, told = checkpoint.load(path)["step"], manifest.read(path).step
+        except manifest.BrokenCheckpoint as error:
             raise Broken(f"corrupt: {error}") from None
         if step != told or path != checkpoint.folder_of(run.checkpoints, step):
             raise Broken(f"corrupt: {path.name} holds step {step}, its manifest says {told}")
@@ -111,7 +111,7 @@ def _offered(run: RunFolder) -> int:
     path, problems = checkpoint.newest_intact(run.checkpoints)
     if problems:
         raise Broken(f"corrupt: {'; '.join(problems)}")
-    return 0 if path is None else checkpoint.read_manifest(path).step
+    return 0 if path is None else manifest.read(path).step
 
 
 def no_run_is_running(ground: Ground) -> None:

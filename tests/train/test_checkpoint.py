@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
 from rankzero.experiment import Goal
 from rankzero.train import checkpoint, staging
-from rankzero.train.checkpoint import BrokenCheckpoint, Checkpoints, Manifest
+from rankzero.train.checkpoint import Checkpoints
+from rankzero.train.manifest import FORMAT, MANIFEST, STATE, BrokenCheckpoint, Manifest
 
 GOAL = Goal("val/loss", "min")
 
@@ -105,7 +106,7 @@ def test_a_broken_checkpoint_is_left_and_stops_no_later_one(tmp_path: Path) -> N
 
 
 def _damage(folder: Path, how: str) -> None:
-    state, manifest = folder / checkpoint.STATE, folder / checkpoint.MANIFEST
+    state, manifest = folder / STATE, folder / MANIFEST
     content = state.read_bytes()
     match how:
         case "truncate":
@@ -162,9 +163,9 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str
     saved(tmp_path, {1: 0.1, 2: 0.2})
     (tmp_path / "x").write_text("x")
     newest = tmp_path / "checkpoints/step_00000002"
-    manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
+    manifest = json.loads((newest / MANIFEST).read_text())
     manifest["files"][name] = {"sha256": "0", "bytes": 1}
-    (newest / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    (newest / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(BrokenCheckpoint, match="no file of its own"):
         checkpoint.load(newest)
     assert checkpoint.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000001"
@@ -173,13 +174,13 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str
 def test_a_manifest_that_vouches_for_nothing_and_a_link_are_broken(tmp_path: Path) -> None:
     saved(tmp_path, {1: 0.1, 2: 0.2})
     first, second = (tmp_path / f"checkpoints/step_0000000{step}" for step in (1, 2))
-    manifest = json.loads((first / checkpoint.MANIFEST).read_text())
+    manifest = json.loads((first / MANIFEST).read_text())
     for files in ({}, [], None):
-        (first / checkpoint.MANIFEST).write_text(json.dumps({**manifest, "files": files}))
+        (first / MANIFEST).write_text(json.dumps({**manifest, "files": files}))
         with pytest.raises(BrokenCheckpoint, match="does not name"):
             checkpoint.load(first)
-    (second / checkpoint.STATE).rename(tmp_path / "elsewhere")
-    (second / checkpoint.STATE).symlink_to(tmp_path / "elsewhere")
+    (second / STATE).rename(tmp_path / "elsewhere")
+    (second / STATE).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BrokenCheckpoint, match="no file of its own"):
         checkpoint.load(second)
 
@@ -188,9 +189,9 @@ def test_a_manifest_that_vouches_for_nothing_and_a_link_are_broken(tmp_path: Pat
 def test_a_checkpoint_of_a_newer_version_is_named_and_passed_over(tmp_path: Path, more: dict[str, int]) -> None:
     saved(tmp_path, {1: 0.1, 2: 0.2})
     newest = tmp_path / "checkpoints/step_00000002"
-    manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
-    newer = {**manifest, **more, "format": checkpoint.FORMAT + 1}
-    (newest / checkpoint.MANIFEST).write_text(json.dumps(newer))
+    manifest = json.loads((newest / MANIFEST).read_text())
+    newer = {**manifest, **more, "format": FORMAT + 1}
+    (newest / MANIFEST).write_text(json.dumps(newer))
     with pytest.raises(BrokenCheckpoint, match=r"newer version of rankzero \(format 2, .*: update rankzero"):
         checkpoint.load(newest)
     path, (problem,) = checkpoint.newest_intact(tmp_path / "checkpoints")

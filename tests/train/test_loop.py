@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved, Evaluated, Noticed, StepsLogged
 from rankzero.tracking.ranks import Ranks
-from rankzero.train import checkpoint, restore
+from rankzero.train import checkpoint, manifest, restore
 from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length, state_dict
 from rankzero.train.stop import TIME_LIMIT, Stop
 from rankzero.train.world import World
@@ -88,7 +88,7 @@ def test_checkpoints_between_evaluations_carry_no_metrics(train: Trainer) -> Non
 def test_a_stop_is_obeyed_at_the_next_report_and_leaves_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
     trained = train(tiny(train__steps=50, train__log_every=3), stop_at=3)
     path, _ = checkpoint.newest_intact(tmp_path / "checkpoints")
-    assert path is not None and checkpoint.read_manifest(path).step == trained.state.step == 6
+    assert path is not None and manifest.read(path).step == trained.state.step == 6
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(train: Trainer, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_stop_waits_a_second_and_not_for_log_every(train: Trainer, tmp_path: P
     # Asked for while one window is told, it is heard at the end of the next: three steps are about a second's.
     assert stopped.reason == "stopped by SIGTERM" and stopped.state.step <= 2 + 2 * 3
     path, _ = checkpoint.newest_intact(tmp_path / "checkpoints")
-    assert path is not None and checkpoint.read_manifest(path).step == stopped.state.step
+    assert path is not None and manifest.read(path).step == stopped.state.step
     assert sorted(stopped.series("lr")) == [stopped.state.step]
 
 

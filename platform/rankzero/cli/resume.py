@@ -105,10 +105,10 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
 
 def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> None:
     """Let the run go on with as many processes as before, unless the user said how many or there are fewer GPUs."""
-    from rankzero.train import checkpoint
+    from rankzero.train import manifest
     from rankzero.train.device import gpu_count
 
-    before = checkpoint.read_manifest(checkpoint_path).world_size
+    before = manifest.read(checkpoint_path).world_size
     if arguments.nproc is not None or before is None or before % arguments.nnodes:
         return
     processes, gpus = before // arguments.nnodes, gpu_count()

@@ -9,9 +9,7 @@ renamed. Loading verifies the checksums and never executes code.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import pickle
@@ -27,30 +25,21 @@ import torch
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
 from rankzero.experiment import Goal
+from rankzero.train.manifest import (
+    MANIFEST,
+    STATE,
+    BrokenCheckpoint,
+    Manifest,
+    complete,
+    fingerprint,
+    is_judged,
+    known,
+    verify,
+)
 from rankzero.train.staging import Staged, Staging
 
-STATE, MANIFEST = "state.pt", "manifest.json"
-FORMAT = 1
 TEMPORARY = ".tmp-"
 LOWEST_PRIORITY = 19
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint's folder holds, and what is known of it."""
-
-    step: int
-    metrics: Mapping[str, float]
-    best: bool
-    files: Mapping[str, Mapping[str, Any]]
-    world_size: int | None = None
-    """Ranks that trained; None: one's own loop, which does not say."""
-    format: int = FORMAT
-    torch: str = torch.__version__
-
-
-class BrokenCheckpoint(Exception):
-    """A folder that is no intact checkpoint, or none that this version reads; the message says what is wrong."""
 
 
 class Checkpoints:
@@ -120,7 +109,7 @@ class Checkpoints:
         return [saved, *self._prune()]
 
     def _prune(self) -> Iterator[Event]:
-        manifests = _manifests(self._folder)
+        manifests = known(self._folder)
         for path in superseded(manifests, self._keep, self._goal):
             try:
                 _delete(path)
@@ -139,7 +128,7 @@ class Checkpoints:
 def superseded(manifests: Mapping[Path, Manifest], keep: int, goal: Goal) -> list[Path]:
     """Return the checkpoints that are neither the last nor among the best `keep` by the goal metric. Pure."""
     last = max(manifests, key=lambda path: manifests[path].step, default=None)
-    judged = [path for path in manifests if _judged(manifests[path], goal)]
+    judged = [path for path in manifests if is_judged(manifests[path], goal)]
     sign = -1 if goal.mode == "max" else 1
     judged.sort(key=lambda path: (sign * manifests[path].metrics[goal.metric], manifests[path].step))
     kept = {last, *judged[:keep]}
@@ -161,7 +150,7 @@ def write(
     temporary.mkdir()
     save_state(temporary / STATE)
     _sync(temporary / STATE)
-    manifest = Manifest(step, metrics, best, {STATE: _fingerprint(temporary / STATE)}, world_size)
+    manifest = Manifest(step, metrics, best, {STATE: fingerprint(temporary / STATE)}, world_size)
     (temporary / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2))
     _sync(temporary / MANIFEST)
     _sync(temporary)
@@ -182,7 +171,7 @@ def load(folder: Path) -> dict[str, Any]:
 def newest_intact(checkpoints: Path) -> tuple[Path | None, list[str]]:
     """Return the newest checkpoint whose checksums hold, and what is wrong with newer ones."""
     problems = []
-    for path in reversed(_complete(checkpoints)):
+    for path in reversed(complete(checkpoints)):
         try:
             verify(path)
         except BrokenCheckpoint as error:
@@ -194,83 +183,17 @@ def newest_intact(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 def best(checkpoints: Path, goal: Goal) -> Path | None:
     """Return the checkpoint with the best goal metric; the last one where none was evaluated."""
-    manifests = _manifests(checkpoints)
-    judged = [path for path in manifests if _judged(manifests[path], goal)]
+    manifests = known(checkpoints)
+    judged = [path for path in manifests if is_judged(manifests[path], goal)]
     if not judged:
         return max(manifests, key=lambda path: manifests[path].step, default=None)
     choose = max if goal.mode == "max" else min
     return choose(judged, key=lambda path: manifests[path].metrics[goal.metric])
 
 
-def verify(folder: Path) -> Manifest:
-    """Return the manifest of an intact checkpoint. Raises BrokenCheckpoint."""
-    manifest = read_manifest(folder)
-    _require_own_files(manifest, folder)
-    for name, expected in manifest.files.items():
-        if _fingerprint(folder / name) != dict(expected):
-            raise BrokenCheckpoint(f"{folder / name} is truncated or altered: its checksum does not match")
-    return manifest
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest. Raises BrokenCheckpoint."""
-    try:
-        found = json.loads((folder / MANIFEST).read_text())
-        if not _is_newer(found):
-            return Manifest(**found)
-    except (OSError, ValueError, TypeError) as error:
-        raise BrokenCheckpoint(f"{folder} has no readable manifest: {error}") from error
-    raise BrokenCheckpoint(
-        f"{folder} was written by a newer version of rankzero (format {found['format']}, this one reads up to "
-        f"{FORMAT}): update rankzero to go on from it"
-    )
-
-
-def _is_newer(manifest: Any) -> bool:
-    """Tell whether a manifest says that it is of a format to come, whatever else it says."""
-    written = manifest.get("format") if isinstance(manifest, dict) else None
-    return isinstance(written, int) and written > FORMAT
-
-
-def _require_own_files(manifest: Manifest, folder: Path) -> None:
-    """Raise BrokenCheckpoint where a manifest names anything but files in its own folder, the state among them."""
-    if not isinstance(manifest.files, dict) or STATE not in manifest.files:
-        raise BrokenCheckpoint(f"{folder} has a manifest that does not name {STATE}")
-    for name in manifest.files:
-        if name in ("", "..") or Path(name).name != name or (folder / name).is_symlink():
-            raise BrokenCheckpoint(f"{folder} has a manifest that names {name!r}, which is no file of its own")
-
-
 def folder_of(checkpoints: Path, step: int) -> Path:
     """Return where the checkpoint of `step` lies; the names sort by step."""
     return checkpoints / f"step_{step:08d}"
-
-
-def _complete(checkpoints: Path) -> list[Path]:
-    return sorted(path for path in checkpoints.glob("step_*") if (path / MANIFEST).exists())
-
-
-def _manifests(checkpoints: Path) -> dict[Path, Manifest]:
-    """Return the checkpoints with what is known of each, without those that do not say: a broken one stops nobody."""
-    found = {}
-    for path in _complete(checkpoints):
-        with contextlib.suppress(BrokenCheckpoint):
-            found[path] = read_manifest(path)
-    return found
-
-
-def _judged(manifest: Manifest, goal: Goal) -> bool:
-    value = manifest.metrics.get(goal.metric)
-    return value is not None and value == value
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
-    return {"sha256": digest, "bytes": path.stat().st_size}
 
 
 def _replace(temporary: Path, target: Path) -> None:

@@ -18,7 +18,7 @@ from rankzero.experiment import Experiment
 from rankzero.tracking import sync
 from rankzero.tracking.folder import RunFolder, write_atomically
 from rankzero.tracking.secrecy import text_without_secrets
-from rankzero.train import checkpoint, relay
+from rankzero.train import checkpoint, manifest, relay
 from rankzero.train.feed import Feed
 
 NAME = "best_model"
@@ -63,7 +63,7 @@ def best(folder: RunFolder) -> None:
     path = _best_checkpoint(folder, experiment)
     if delivery.run_id is None or delivery.experiment_id is None:
         raise RuntimeError("the run has not reached MLflow; rankzero sync does it")
-    step, before = checkpoint.read_manifest(path).step, _logged(folder)
+    step, before = manifest.read(path).step, _logged(folder)
     if before is not None and before["step"] == step:
         return
     model = _loaded(experiment, path)
@@ -101,7 +101,7 @@ def load_best(folder: RunFolder) -> nn.Module:
     path = _best_checkpoint(folder, experiment)
     try:
         return _loaded(experiment, path)
-    except (RuntimeError, KeyError, checkpoint.BrokenCheckpoint) as error:
+    except (RuntimeError, KeyError, manifest.BrokenCheckpoint) as error:
         raise UserError(f"{path} does not fit the experiment's model as its file is now: {error}") from error
 
 

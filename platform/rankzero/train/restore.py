@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rankzero.errors import UserError
-from rankzero.train import checkpoint, optimizers, randomness, strategies
+from rankzero.train import checkpoint, manifest, optimizers, randomness, strategies
 from rankzero.train.job import Job, State
 
 NEEDED = ("batch_size", "samples", "scaler", "step", "best", "randoms")
@@ -72,6 +72,6 @@ def _agreed(path: Path | None, job: Job) -> dict[str, Any] | None:
     if world.all(path is not None and path.name == name):
         assert path is not None
         return checkpoint.load(path)
-    content = world.broadcast((path / checkpoint.STATE).read_bytes() if path and world.ranks.first else b"")
+    content = world.broadcast((path / manifest.STATE).read_bytes() if path and world.ranks.first else b"")
     saved: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return saved

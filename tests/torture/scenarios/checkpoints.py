@@ -7,7 +7,7 @@ import itertools
 import shutil
 import time
 
-from rankzero.train import checkpoint
+from rankzero.train import checkpoint, manifest
 from torture import promises
 from torture.damage import DAMAGES
 from torture.disks import Disk, small_disk
@@ -45,7 +45,7 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
         path, _ = checkpoint.newest_intact(run.checkpoints)
         if path is None:
             raise Broken(f"corrupt: after {damage}, no checkpoint is left")
-        with contextlib.suppress(checkpoint.BrokenCheckpoint):
+        with contextlib.suppress(manifest.BrokenCheckpoint):
             checkpoint.load(newest)
         if proof.exists():
             raise Broken(f"executed: loading a checkpoint that is {damage} ran its code")
