@@ -140,6 +140,15 @@ class TestStale:
         aged(folder, 600)
         assert stale.is_stale(folder) and "never began" in stale.close(folder)
 
+    def test_sync_ends_what_died_before_it_began(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+        dead_writer(folder)
+        assert main(["sync", "--dir", str(tmp_path)]) == 0
+        end = catalog.last_end(folder)
+        assert end is not None and "never began" in end.reason and folder.path.name in capsys.readouterr().out
+        (run,) = Tracker(folder.identity.tracking_uri).list_runs()
+        assert run.status == "FAILED"
+
     def test_a_run_whose_launcher_waits_for_another_machine_is_left_alone(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         incumbent.claim(folder, 0)

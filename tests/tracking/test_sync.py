@@ -83,8 +83,10 @@ def test_a_run_whose_launcher_died_before_it_began_is_ended_at_once(tmp_path: Pa
     claim = incumbent.claim(folder, 0)
     sync.deliver(folder, patience=0.0)
     assert not folder.events.exists(), "it lives"
+    assert catalog.listed(tmp_path / "runs")[0].status == "STARTING"
     dead = dataclasses.replace(claim, pid_started="0")
     (folder.path / "recorder.json").write_text(json.dumps(dataclasses.asdict(dead)))
+    assert catalog.listed(tmp_path / "runs")[0].status == "DIED"
     sync.deliver(folder, patience=0.0)
     end = catalog.last_end(folder)
     assert end is not None and end.status == "FAILED" and "never began" in end.reason

@@ -7,6 +7,7 @@ import argparse
 from rankzero.exit_codes import FAILED, FINISHED
 from rankzero.tracking import catalog, progress, sync
 from rankzero.tracking.folder import FolderGone, RunFolder
+from rankzero.tracking.summary import Summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,15 +19,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run:
         waiting = [catalog.require(runs, arguments.run)]
     else:
-        waiting = [one.folder for one in catalog.listed(runs) if one.undelivered or _is_undrawn(one.folder)]
+        waiting = [one.folder for one in catalog.listed(runs) if _waits(one)]
     if not waiting:
         print("nothing waits: everything is in MLflow")
     return max([_deliver(folder) for folder in waiting], default=FINISHED)
 
 
-def _is_undrawn(folder: RunFolder) -> bool:
-    """Tell whether pictures of the whole run are lacking, which lists do not show: its courier may be at it."""
-    return progress.glance(progress.path_of(folder, 0)).undrawn
+def _waits(one: Summary) -> bool:
+    """Tell whether something of a run is not in MLflow: events, its end, pictures, which its courier may be at."""
+    return one.undelivered or one.status == "DIED" or progress.glance(progress.path_of(one.folder, 0)).undrawn
 
 
 def _deliver(folder: RunFolder) -> int:

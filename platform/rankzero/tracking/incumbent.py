@@ -52,6 +52,11 @@ def latest(folder: RunFolder, node: int) -> Claim | None:
         return None
 
 
+def is_known(folder: RunFolder) -> bool:
+    """Tell whether somebody has begun the run, or has said that it will."""
+    return folder.events.exists() or latest(folder, 0) is not None
+
+
 def writer_lives(folder: RunFolder) -> bool:
     """Tell whether the process that writes the journal lives; of one on another machine, whether it wrote of late."""
     found = latest(folder, 0)

@@ -26,7 +26,7 @@ def is_stale(folder: RunFolder, quiet_seconds: float = QUIET_SECONDS) -> bool:
         return False
     if incumbent.writer_lives(folder) or incumbent.is_recording(folder):
         return False
-    quiet = quiet_seconds if folder.events.exists() else max(quiet_seconds, STARTING_SECONDS)
+    quiet = quiet_seconds if incumbent.is_known(folder) else max(quiet_seconds, STARTING_SECONDS)
     return silence(folder) > quiet and not _has_living_parent(folder)
 
 

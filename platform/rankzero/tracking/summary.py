@@ -123,7 +123,8 @@ def _unended(folder: RunFolder) -> str:
         return "RUNNING" if begun else "STARTING"
     if folder.is_elsewhere:
         return ELSEWHERE
-    return "DIED" if begun or time.time() - incumbent.beat(folder) > STARTING_SECONDS else "STARTING"
+    expected = not incumbent.is_known(folder) and time.time() - incumbent.beat(folder) <= STARTING_SECONDS
+    return "STARTING" if expected else "DIED"
 
 
 def tail(path: Path) -> list[Event]:

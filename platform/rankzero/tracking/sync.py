@@ -178,8 +178,9 @@ def _is_dead(folder: RunFolder) -> bool:
     """Tell whether a run's writer is gone without a word; of one that nobody has claimed yet, only after a while."""
     if folder.is_elsewhere:
         return False
-    known = folder.events.exists() or incumbent.latest(folder, 0) is not None
-    return not incumbent.writer_lives(folder) and not _is_ended(folder) and (known or stale.is_stale(folder))
+    if incumbent.writer_lives(folder) or _is_ended(folder):
+        return False
+    return incumbent.is_known(folder) or stale.is_stale(folder)
 
 
 def _is_ended(folder: RunFolder) -> bool:
