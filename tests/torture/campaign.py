@@ -97,6 +97,7 @@ def tried(field: Field, scenario: str, seed: int, turn: Turn = FIRST) -> Result:
     try:
         SCENARIOS[scenario](ground, field.reference)
         promises.nothing_is_left(ground)
+        promises.nobody_saw_a_traceback(ground)
     except Broken as error:
         broken = str(error)
     except Exception:

@@ -122,6 +122,14 @@ def no_run_is_running(ground: Ground) -> None:
         raise Broken(f"wrong status: still RUNNING in MLflow: {', '.join(left)}")
 
 
+def nobody_saw_a_traceback(ground: Ground) -> None:
+    """Whatever went wrong was told in words."""
+    for output in sorted(ground.folder.glob("output-*.txt")):
+        _, found, rest = output.read_text(errors="replace").partition("Traceback (most recent call last)")
+        if found:
+            raise Broken(f"wrong: a traceback in {output.name}: …{rest[-400:]}")
+
+
 def nothing_is_left(ground: Ground) -> None:
     """No process of the scenario lives, none of its shared memory is left, and nobody listens on its ports."""
     nobody_is_left(ground)

@@ -149,3 +149,10 @@ def test_a_training_that_was_begun_again_or_stopped_elsewhere_is_found(place: Gr
 
 def _stopped(place: Ground) -> None:
     signals._stopped_where_it_was(place, REFERENCE)
+
+
+def test_a_traceback_that_a_user_would_see_is_found(place: Ground) -> None:
+    (place.folder / "output-0.txt").write_text("error: the disk is full\n")
+    promises.nobody_saw_a_traceback(place)
+    (place.folder / "output-1.txt").write_text('Traceback (most recent call last):\n  File "x.py"\nBrokenPipeError\n')
+    refused("wrong: a traceback in output-1.txt: .*BrokenPipeError", promises.nobody_saw_a_traceback, place)

@@ -125,7 +125,8 @@ def _search(arguments: argparse.Namespace, hosts: Sequence[Host], described: mir
     delivery = sync.wait(outcome.folder)
     say(f"\n{outcome.says}")
     if not delivery.done:
-        say(f"note: not everything is in MLflow yet ({delivery.error}); rankzero sync {outcome.folder.path.name}")
+        why = delivery.error or "its answers are slow"
+        say(f"note: not everything is in MLflow yet ({why}); rankzero sync {outcome.folder.path.name}")
     if outcome.decided:
         say(f"use:   {quest.use}\nlook:  {program()} ui   again: {program()} report {identity.name}")
     return 0

@@ -102,7 +102,7 @@ def main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
     threading.Thread(target=_follow_the_search, daemon=True).start()
     import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401, TID251 - now, not in the first trial
 
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, ConnectionError):  # the search has gone, or was killed
         while True:
             kind, *words = pipe.recv()
             pipe.send(_described(*words) if kind == "describe" else _ran(*words))
