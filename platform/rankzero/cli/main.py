@@ -20,8 +20,8 @@ AFTER_MINUS = ("--sort",)  # options whose value may begin with a minus
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code: 0 finished, 1 failed, 2 usage, 75 stopped but resumable."""
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = parse(words)
     try:
+        arguments = parse(words)  # imports the verb's module: Ctrl-C may come amid that
         return int(importlib.import_module(f"rankzero.cli.{arguments.verb}").run(arguments))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
-        if arguments.debug:
+        if "--debug" in words:
             raise
         return _report(error)
 
