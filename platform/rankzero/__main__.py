@@ -1,8 +1,6 @@
 """``python -m rankzero``: the same as the command ``rankzero``."""
 
-import sys
-
-from rankzero.cli.main import main
+from rankzero.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -106,6 +106,17 @@ def test_a_second_signal_ends_the_training_and_is_no_reason_to_begin_again(rankz
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_after_the_last_word_changes_no_exit_code(rankzero: Command, number: signal.Signals) -> None:
+    process = rankzero.start("train", TINY, "train.steps=4")
+    assert process.stdout is not None
+    while not (line := process.stdout.readline()).startswith("look:"):
+        assert line, "it ended without its last word"
+    time.sleep(0.02)  # the way out of the training
+    process.send_signal(number)
+    assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_while_the_end_is_delivered_cuts_the_wait_and_not_the_exit_code(
     rankzero: Command, number: signal.Signals
 ) -> None:

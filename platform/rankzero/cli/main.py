@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rankzero import __version__
 from rankzero.cli.verbs import VERBS
@@ -15,6 +17,17 @@ from rankzero.exit_codes import FAILED, USAGE
 from rankzero.tracking.root import root_of
 
 AFTER_MINUS = ("--sort",)  # options whose value may begin with a minus
+
+
+def command() -> NoReturn:
+    """Run one command and exit with its code, whatever signal comes while the interpreter shuts down.
+
+    That takes a third of a second once PyTorch is imported, in which SIGUSR1, say, would be the end of a finished run.
+    """
+    code = main()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
