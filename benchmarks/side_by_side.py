@@ -71,8 +71,11 @@ def tracked(name: str, steps: int, runs: Path, uri: str, world: World, who: str)
         environment={},
         failures=str(runs / "failures"),
     )
-    with told(runs.parent / TRAINING, who) if world.ranks.first else contextlib.nullcontext():
-        worker.attempt(request, world, Stop())
+    with (
+        told(runs.parent / TRAINING, who) if world.ranks.first else contextlib.nullcontext(),
+        contextlib.ExitStack() as watched,
+    ):
+        worker.attempt(request, world, Stop(), watched)
     return ([], 0.0) if not world.ranks.first else found(runs, steps)
 
 
