@@ -47,19 +47,6 @@ DISK_MEGABYTES = 256
 WANTED = 0.99
 
 
-class Watched(Proxy):
-    """A proxy that knows whether anybody has met its mode: it looks its mode up for each request and each answer."""
-
-    @property
-    def mode(self) -> str:
-        self.met = True
-        return self._mode
-
-    @mode.setter
-    def mode(self, mode: str) -> None:
-        self._mode, self.met = mode, False
-
-
 @dataclasses.dataclass
 class Trouble:
     """What happens to whom: to the disturbed one kind after the other, to the away one no server at all.
@@ -67,7 +54,7 @@ class Trouble:
     `met`: how many faults of each kind a request has met.
     """
 
-    proxy: Watched
+    proxy: Proxy
     database: Path
     disk: Disk | None
     training: Path
@@ -101,11 +88,11 @@ class Trouble:
 
     def _lasts(self, who: str, seconds: float) -> bool:
         """Wait so long, and until a request has come, while somebody trains; return whether one has."""
-        self.proxy.met, begin = False, time.monotonic()
-        while time.monotonic() - begin < seconds or not self.proxy.met:
+        before, begin = self.proxy.requests, time.monotonic()
+        while time.monotonic() - begin < seconds or self.proxy.requests == before:
             if self.over.wait(POLL_SECONDS) or not self._trains(who):
                 break
-        return self.proxy.met
+        return self.proxy.requests > before
 
     @contextlib.contextmanager
     def _hurt(self, kind: str) -> Iterator[None]:
@@ -119,9 +106,9 @@ class Trouble:
             yield
             self.disk.empty()
         else:
-            self.proxy.mode = kind
+            self.proxy.misbehave(kind)
             yield
-            self.proxy.mode = "good"
+            self.proxy.behave()
 
     def _trains(self, who: str) -> bool:
         with contextlib.suppress(OSError):
@@ -161,7 +148,7 @@ def main() -> None:
     steps, blocks = (QUICK_STEPS, 1) if options.quick else (STEPS, options.blocks)
     with tempfile.TemporaryDirectory() as temporary, disk_for(Path(temporary) / "disk") as disk:
         folder, store = Path(temporary), Path(temporary) / "disk" / "server"
-        with server(store) as uri, Proxy(uri) as good, Watched(uri) as bad:
+        with server(store) as uri, Proxy(uri) as good, Proxy(uri) as bad:
             trouble = Trouble(bad, store / DATABASE, disk, folder / TRAINING)
             uris: dict[str, str | None] = {UNDISTURBED: good.uri, DISTURBED: bad.uri, ABSENT: bad.uri}
             with made(trouble):

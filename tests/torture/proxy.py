@@ -40,6 +40,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.uri = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.mode, self.aim, self.met = "good", EVERYTHING, threading.Event()
+        self.requests = 0
+        """How many have come, whatever became of them; connections that were refused count as one each."""
         self._over = False
 
     def misbehave(self, mode: str, aim: bytes = EVERYTHING) -> None:
@@ -70,6 +72,7 @@ class Proxy:
     def _serve(self, client: socket.socket) -> None:
         with contextlib.suppress(OSError), client:
             if self.mode == "refuse" and self.aim == EVERYTHING:
+                self.requests += 1
                 self.met.set()
                 return
             aimed_at = threading.Event()
@@ -88,6 +91,7 @@ class Proxy:
     def _take_aim(self, request: bytes, aimed_at: threading.Event) -> None:
         """Note whether a request is one to misbehave at; what is not its head belongs to the one before."""
         if request.startswith(METHODS):
+            self.requests += 1
             (aimed_at.set if self.aim in request else aimed_at.clear)()
 
     def _passes(self, client: socket.socket) -> bool:
