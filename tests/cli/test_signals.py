@@ -130,5 +130,5 @@ def test_a_signal_while_the_end_is_delivered_cuts_the_wait_and_not_the_exit_code
     os.kill(process.pid, number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
-    assert time.monotonic() - told < 5.0
+    assert time.monotonic() - told < 9.0, "unhurried it waits for 15 s; the way out takes some where all cores are busy"
     assert "rankzero sync late" in output
