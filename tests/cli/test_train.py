@@ -275,7 +275,8 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Comm
     tight, roomy = (RunFolder(rankzero.folder / "mlruns/runs" / name) for name in ("tight", "roomy"))
     assert losses(tight) == pytest.approx(losses(roomy), rel=1e-4)
     run = tracked(tight)
-    assert run.status == "FINISHED" and run.tags["rankzero.out_of_memory"] == "micro-batch 8 -> 4 -> 2"
+    assert run.status == "FINISHED", output
+    assert run.tags["rankzero.out_of_memory"] == "micro-batch 8 -> 4 -> 2"
     assert "micro_batch: 2" in tight.config.read_text() and run.params["train.batch_size"] == "16"
     code, output = rankzero("train", layered, "--nproc", 2, "most_samples=2", "train.oom=fail")
     assert code == 1 and "OutOfMemoryError" in output

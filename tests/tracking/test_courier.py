@@ -114,3 +114,35 @@ def test_one_whose_run_is_gone_is_not_started_anew(courier: Courier, started: Co
     courier.finish()
     tended(courier, 4 * IDLE_SECONDS)
     assert started.nice == [UNWANTED]
+
+
+def test_one_that_has_done_nothing_yet_makes_way_for_a_newer_attempts(
+    courier: Courier, started: Couriers, folder: RunFolder
+) -> None:
+    incumbent.claim(folder, 0)
+    tended(courier, 0.1)
+    assert started.processes[0].poll() is None, "whether it is in vain, its recorder says"
+    courier.finish()
+    assert not courier.tend()
+    assert started.processes[0].poll() is not None and len(started.processes) == 1
+
+
+def test_one_that_has_begun_may_end_by_itself_when_a_newer_attempt_begins(
+    courier: Courier, started: Couriers, folder: RunFolder
+) -> None:
+    time.sleep(0.01)
+    says(folder)
+    incumbent.claim(folder, 0)
+    courier.finish()
+    assert courier.tend() and started.processes[0].poll() is None
+
+
+def test_none_is_started_for_an_attempt_that_waited_for_the_right_until_it_was_over(
+    started: Couriers, folder: RunFolder
+) -> None:
+    with incumbent.lock(folder, 0):
+        waiting = Courier(Attempt(folder, 0, incumbent.claim(folder, 0).token))
+        assert waiting.tend()
+        incumbent.claim(folder, 0)
+    waiting.finish()
+    assert not waiting.tend() and not started.processes

@@ -140,7 +140,7 @@ def test_a_newer_attempt_ends_the_older_recorder_at_once(recording: tuple[RunFol
     newer = recorder.start(folder, [], 0)
     begin = time.monotonic()
     until(lambda: not psutil.pid_exists(older.pid) or psutil.Process(older.pid).status() == psutil.STATUS_ZOMBIE)
-    assert time.monotonic() - begin < 20  # it has to wait for its courier, which may be importing mlflow
+    assert time.monotonic() - begin < 10  # it does not wait for its courier, which may be importing mlflow
     assert not any(isinstance(event, RunEnded) for event in read_all(folder.events))
     append(folder, started(2, step=5), steps(6, 20, offset=3.0), ended())
     newer.close()
@@ -153,6 +153,30 @@ def test_a_newer_attempt_ends_the_older_recorder_at_once(recording: tuple[RunFol
     assert delivery.done
     assert curve(sqlite, delivery.run_id) == list(range(1, 21))
     assert Tracker(sqlite).find_run(str(delivery.run_id)).status == "FINISHED"
+
+
+def test_a_recorder_that_waits_for_the_right_is_seen_to_live(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older attempt's may hold it for long on a busy machine; between the two nobody does."""
+    monkeypatch.setattr(sync, "STARTUP_SECONDS", 0.0)
+    older = incumbent.acquire(folder, 0)
+    assert older is not None
+    newer = recorder.start(folder, [], 0)
+    until(lambda: incumbent.is_stood_by(folder))
+    process = psutil.Process(newer.pid)
+    process.suspend()
+    os.close(older)
+    assert not incumbent.is_recording(folder)
+    begin = time.monotonic()
+    sync.wait(folder, timeout=1.0)
+    assert time.monotonic() - begin >= 1.0
+    process.kill()
+    newer.close()
+    until(lambda: not incumbent.is_stood_by(folder))
+    begin = time.monotonic()
+    sync.wait(folder, timeout=60.0)
+    assert time.monotonic() - begin < 10
 
 
 def test_sync_closes_what_nobody_is_left_to_close(folder: RunFolder, sqlite: str) -> None:

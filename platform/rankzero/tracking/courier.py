@@ -65,6 +65,10 @@ class Courier:
             return False
         if code is not None:
             return self._start_again(code)
+        if self._imports_in_vain():
+            self._process.kill()
+            self._process.wait()
+            return False
         if self._starves():
             self._nice = MODEST if self._finished is None else FAIR
             log.info("no processor has been idle for %d s: going on at nice %d", IDLE_SECONDS, self._nice)
@@ -88,6 +92,13 @@ class Courier:
         progress = state.load(state.path_of(self._attempt.folder, self._attempt.node))
         return progress.error is None and self._attempt.folder.path.exists()
 
+    def _imports_in_vain(self) -> bool:
+        """Tell whether it has done nothing yet, and a newer attempt waits for the right that it holds."""
+        if self._finished is None or self._attempt.is_latest:
+            return False
+        self._listen()
+        return self._heard <= self._started
+
     def _listen(self) -> None:
         """Note when the file in which it says how far it is was replaced. No clock but this process's own is asked."""
         try:
@@ -99,6 +110,8 @@ class Courier:
 
     def _start(self) -> bool:
         """Start it, once an older recorder has let go of the run; return whether it is started or to be waited for."""
+        if not self._attempt.is_latest:
+            return False
         folder, node = self._attempt.folder, self._attempt.node
         if self._right is None:
             self._right = incumbent.acquire(folder, node)

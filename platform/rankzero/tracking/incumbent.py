@@ -122,6 +122,31 @@ def is_recording(folder: RunFolder, node: int = 0) -> bool:
     return False
 
 
+def stand_by(folder: RunFolder, node: int, token: str) -> int | None:
+    """Let others see that the recorder of this claim lives, right or no right; return what says so, as of `acquire`.
+
+    None where the claim is not the latest any more.
+    """
+    with contextlib.suppress(OSError):
+        descriptor = os.open(_claim_path(folder, node), os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # who looks whether it is held holds it for a moment only
+        if (found := latest(folder, node)) is not None and found.token == token:
+            return descriptor
+        os.close(descriptor)
+    return None
+
+
+def is_stood_by(folder: RunFolder, node: int = 0) -> bool:
+    """Tell whether the recorder of the latest claim lives."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(_claim_path(folder, node), os.O_RDONLY)
+        try:
+            return not _try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+    return False
+
+
 @contextlib.contextmanager
 def turn(folder: RunFolder) -> Iterator[None]:
     """Keep the start of an attempt apart from the end that a recorder writes for the attempt before.

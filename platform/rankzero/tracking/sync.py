@@ -198,7 +198,7 @@ def _nodes(folder: RunFolder) -> list[int]:
 
 
 def _recorder_lives(folder: RunFolder) -> bool:
-    if incumbent.is_recording(folder):
+    if incumbent.is_recording(folder) or incumbent.is_stood_by(folder):
         return True
     claim = incumbent.latest(folder, 0)
     return claim is not None and time.time() - claim.time < STARTUP_SECONDS
