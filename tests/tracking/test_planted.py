@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import http.server
 import json
+import os
+import re
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,14 @@ from hypothesis import strategies as st
 
 from fuzz import thorough
 from rankzero.cli import resume
+from rankzero.cli import runs as runs_command
+from rankzero.cli import sync as sync_command
 from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved
-from rankzero.tracking import catalog, fetch, names
+from rankzero.tracking import catalog, fetch, incumbent, names, provenance, stale, sync
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.folder import Identity, RunFolder, new_name
+from rankzero.tracking.folder import Identity, RunFolder, new_name, write_atomically
+from rankzero.tracking.journal import Journal
 from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.mlflow.experiments import folder_for
 from tracking.fake_tracker import FakeTracker
@@ -223,3 +228,110 @@ def test_a_server_cannot_write_outside_of_the_checkpoint(lying_server: str, tmp_
     with pytest.raises(Exception, match=r"(?i)invalid path|planted"):
         Tracker(lying_server).models.download_checkpoint("m-1", target)
     assert not list(tmp_path.rglob("planted"))
+
+
+LINKED = ["events.jsonl", "recorder.log", "recorder.lock", "recorder.json", "delivery.json", "children.txt",
+          "config.yaml", "system-node_0.jsonl"]  # fmt: skip
+
+
+def planted_link(tmp_path: Path, name: str) -> tuple[RunFolder, Path]:
+    """A run of somebody else's, as if it had died, in which something is a link out of it."""
+    made, target = make_folder(tmp_path), tmp_path / "mine"
+    target.write_text("# mine\n")
+    made.failures.mkdir()
+    (made.failures / "rank_0.json").write_text(json.dumps({"time": 9e9, "reason": "$(touch evil)", "error": ""}))
+    if name != "events.jsonl":
+        append(made, started())
+    (made.path / name).unlink(missing_ok=True)
+    (made.path / name).symlink_to(target)
+    return made, target
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_nothing_is_written_through_a_link_in_a_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stale, "QUIET_SECONDS", 0.0)
+    folder, target = planted_link(tmp_path, name)
+    runs = folder.path.parent
+    arguments = argparse.Namespace(dir=runs.parent, run=None, filters=[], all=True, json=False, sort=None, limit=None)
+    assert sync_command.run(arguments) == 0 and f"passed over: {folder.path}" in capsys.readouterr().out
+    assert runs_command.run(arguments) == 0 and name in capsys.readouterr().err
+    for refused in (
+        lambda: catalog.require(runs, folder.path.name),
+        lambda: sync.deliver(folder),
+        lambda: RunFolder.open_or_create(runs, Identity(folder.path.name, "u", "tests", "sqlite:///x.db")),
+    ):
+        with pytest.raises(names.BrokenRun, match=re.escape(repr(name))):
+            refused()
+    assert target.read_text() == "# mine\n" and [path.name for path in tmp_path.iterdir()].count("evil") == 0
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "artifacts", "logs", "failures", "pictures"])
+def test_no_folder_of_a_run_may_be_elsewhere(name: str, tmp_path: Path) -> None:
+    folder, target = make_folder(tmp_path), tmp_path / "mine"
+    target.mkdir()
+    (folder.path / name).symlink_to(target)
+    with pytest.raises(names.BrokenRun, match="put what a link leads to in its place"):
+        catalog.require(folder.path.parent, folder.path.name)
+
+
+def test_a_pipe_in_a_run_hangs_nobody(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    os.mkfifo(folder.events)
+    told: list[str] = []
+    assert catalog.listed(folder.path.parent, told.append) == [] and "events.jsonl" in told[0]
+
+
+def test_a_run_whose_folder_is_a_link_is_the_users_own_arrangement(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    moved = tmp_path / "another-disk"
+    folder.path.rename(moved)
+    folder.path.symlink_to(moved)
+    assert catalog.require(folder.path.parent, folder.path.name).identity.name == folder.path.name
+
+
+@pytest.mark.parametrize("write", [incumbent.acquire, lambda folder, _: Journal(folder.events)])
+def test_who_opens_a_file_of_a_run_follows_no_link(write: Callable[[RunFolder, int], object], tmp_path: Path) -> None:
+    """As another sees it who plants a link after the folder was looked at."""
+    folder = make_folder(tmp_path)
+    for name in ("events.jsonl", "recorder.lock"):
+        (folder.path / name).symlink_to(tmp_path / "new")
+    with pytest.raises(OSError, match="symbolic links"):
+        write(folder, 0)
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_replaced_is_the_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    folder, target = make_folder(tmp_path), tmp_path / "mine"
+    target.write_text("# mine\n")
+    place = folder.artifacts / "provenance"
+    place.mkdir(parents=True)
+    for name in ("environment.json", "packages.txt"):
+        (place / name).symlink_to(target)
+    provenance.write_artifacts(provenance.collect(tmp_path, ["x"], {}), folder.artifacts)
+    provenance.write_packages(folder.artifacts)
+    assert target.read_text() == "# mine\n" and not (place / "packages.txt").is_symlink()
+    place.rename(tmp_path / "away")
+    place.symlink_to(tmp_path / "away")
+    with pytest.raises(names.BrokenRun, match="is a link"):
+        provenance.write_packages(folder.artifacts)
+    temporary = folder.path / f".config.yaml.{os.getpid()}"
+    temporary.symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        write_atomically(folder.config, "lr: 1")
+    assert target.read_text() == "# mine\n"
+
+
+def test_a_trial_that_is_none_of_ours_keeps_no_other_from_mlflow(sqlite: str, tmp_path: Path) -> None:
+    study = make_folder(tmp_path, sqlite)
+    append(study, started(), ended())
+    trials = [make_folder(tmp_path, sqlite) for _ in range(2)]
+    for trial in trials:
+        append(trial, started(), ended())
+        study.add_child(trial.path.name)
+    (trials[0].path / "logs").symlink_to(tmp_path)
+    with pytest.raises(names.BrokenRun, match="'logs'"):
+        sync.deliver(study, patience=20)
+    assert sync.drawn(sync.status(study)) and sync.drawn(sync.status(trials[1]))
+    assert not sync.status(trials[0]).done

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
+import psutil
+import torch
+
+from rankzero.tracking import ranks
 from rankzero.train.launch import enter
+from rankzero.train.world import join
 
 
 def returned(event: Event, told: Event) -> None:
@@ -28,3 +34,21 @@ def fail_without_words(folder: str) -> str:
     (Path(folder) / "pid").rename(Path(folder) / "1")
     time.sleep(120)
     return "waited"
+
+
+def meet(folder: str) -> str:
+    """Meet the other ranks; write down on which addresses those who started us, and they, listen."""
+    with join(ranks.detect(), torch.device("cpu")) as world:
+        world.sum(torch.ones(1))
+        if world.ranks.first:
+            (Path(folder) / "listening.json").write_text(json.dumps(_listening()))
+        world.sum(torch.ones(1))
+    return "met"
+
+
+def _listening() -> list[str]:
+    launcher = psutil.Process(os.getppid()).parent()
+    assert launcher is not None
+    processes = [launcher, *launcher.children(recursive=True)]
+    found = [one for process in processes for one in process.net_connections("tcp")]
+    return sorted({one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import multiprocessing
 import threading
 from pathlib import Path
@@ -9,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rankzero.train import launch
+from rankzero.tracking.ranks import Ranks
+from rankzero.train import launch, stores
 from rankzero.train.launch import wait_by_looking
 from rankzero.train.relay import Relay
-from train.returning import fail_without_words, returned
+from train.returning import fail_without_words, meet, returned
 
 
 def test_a_worker_that_is_killed_after_it_has_returned_holds_up_nobody() -> None:
@@ -47,3 +50,26 @@ def test_a_rank_that_fails_on_a_full_disk_is_a_failure_like_others(
     other = int((tmp_path / "1").read_text())
     assert not psutil.pid_exists(other) or psutil.Process(other).status() == psutil.STATUS_ZOMBIE
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_on_one_machine_no_other_can_reach_what_the_processes_meet_by(tmp_path: Path) -> None:
+    """Rendezvous states are unpickled: whoever can write one can run code."""
+    with Relay() as signals:
+        assert launch.run(launch.Nodes(2), meet, str(tmp_path), tmp_path / "logs", signals) == "met"
+    addresses = json.loads((tmp_path / "listening.json").read_text())
+    assert addresses, "rank 0 serves a store"
+    assert set(addresses) <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        ({"MASTER_ADDR": "node-1", "MASTER_PORT": "1"}, Ranks(0, 2, 0, 2)),
+        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, Ranks(0, 4, 0, 2)),
+        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, Ranks(0, 2, 0, 2)),
+        ({"MASTER_ADDR": "localhost"}, Ranks(0, 2, 0, 2)),
+        ({}, Ranks(0, 2, 0, 2)),
+    ],
+)
+def test_other_launchers_and_several_machines_keep_their_store(environ: dict[str, str], ranks: Ranks) -> None:
+    assert stores.on_loopback(ranks, datetime.timedelta(seconds=1), environ) is None

@@ -18,6 +18,7 @@ from rankzero.cli.terminal import plain_or_fitting
 from rankzero.cli.view import duration
 from rankzero.tracking import catalog, selection, stale, sync
 from rankzero.tracking.folder import FolderGone
+from rankzero.tracking.names import BrokenRun
 from rankzero.tracking.summary import ELSEWHERE, Summary
 
 COLOURS = {
@@ -67,14 +68,14 @@ def record(one: Summary) -> dict[str, Any]:
 
 def _closed(runs: Path) -> list[Summary]:
     """Return all runs, after the end, here and in MLflow, of those that say RUNNING and are not."""
-    listed = catalog.listed(runs)
+    listed = catalog.listed(runs, told=lambda text: print(f"not listed: {text}", file=sys.stderr))
     found = [one.folder for one in listed if one.status == "DIED" and stale.is_stale(one.folder)]
     for folder in found:
         print(f"{folder.path.name}: FAILED, {stale.close(folder)}", file=sys.stderr, flush=True)
     for folder in found:
         try:
             result = sync.deliver(folder, patience=PATIENCE_SECONDS)
-        except FolderGone as error:
+        except (FolderGone, BrokenRun) as error:
             print(error, file=sys.stderr)
             continue
         if result.pending:

@@ -7,6 +7,7 @@ import argparse
 from rankzero.exit_codes import FAILED, FINISHED
 from rankzero.tracking import catalog, progress, sync
 from rankzero.tracking.folder import FolderGone, RunFolder
+from rankzero.tracking.names import BrokenRun
 from rankzero.tracking.summary import Summary
 
 
@@ -19,7 +20,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run:
         waiting = [catalog.require(runs, arguments.run)]
     else:
-        waiting = [one.folder for one in catalog.listed(runs) if _waits(one)]
+        waiting = [
+            one.folder for one in catalog.listed(runs, told=lambda text: print(f"passed over: {text}")) if _waits(one)
+        ]
     if not waiting:
         print("nothing waits: everything is in MLflow")
     return max([_deliver(folder) for folder in waiting], default=FINISHED)
@@ -33,10 +36,10 @@ def _waits(one: Summary) -> bool:
 def _deliver(folder: RunFolder) -> int:
     from rankzero.train import export
 
-    name = folder.identity.name
+    name = folder.path.name
     try:
         result = sync.deliver(folder)
-    except FolderGone as error:
+    except (FolderGone, BrokenRun) as error:
         print(f"{name}: {error}")
         return FAILED
     if result.pending:

@@ -141,7 +141,7 @@ def _output_to(path: Path) -> Any:
     """Send this process's output to a file for the duration of the block, that of its children included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     before = [os.dup(stream) for stream in (1, 2)]
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)

@@ -56,6 +56,7 @@ def _draw(path: Path, draw: Callable[[Any], None], inches: tuple[float, float] =
 
     figure = Figure(figsize=inches, layout="constrained")  # no pyplot: it keeps what it drew
     draw(figure.subplots())
+    path.unlink(missing_ok=True)  # a link that somebody put there would be written through
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import time
@@ -81,9 +82,9 @@ class Record:
         """Write the trials as a table, for spreadsheets and for MLflow's artifact viewer."""
         rows = [row_of(trial) for trial in trials]
         self.write(f"{TRIALS}.json", json.dumps({"columns": list(COLUMNS), "data": rows}))
-        path = self.folder.artifacts / f"{TRIALS}.csv"
-        with path.open("w", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, *rows])
+        table = io.StringIO()
+        csv.writer(table).writerows([COLUMNS, *rows])
+        self.write(f"{TRIALS}.csv", table.getvalue())
 
     def _where_from(self, argv: Sequence[str]) -> dict[str, str]:
         found = provenance.collect(Path.cwd(), argv, os.environ)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rankzero.errors import UserError
 from rankzero.events import Evaluated, RunEnded
 from rankzero.experiment import Goal
-from rankzero.tracking import names, summary
+from rankzero.tracking import links, names, summary
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.folder import EVENTS, RunFolder
 from rankzero.tracking.journal import read_all
@@ -24,6 +25,7 @@ from rankzero.tracking.summary import Summary
 
 CACHE = ".summaries.jsonl"
 IDENTITY, SAMPLES, DELIVERY = "run.json", "system-node_0.jsonl", "delivery.json"
+log = logging.getLogger(__name__)
 SPARE_LINES = 1000  # outdated ones, before the cache is begun anew
 
 
@@ -35,11 +37,15 @@ def folders(runs: Path) -> list[RunFolder]:
 
 
 def find(runs: Path, name_or_id: str) -> RunFolder | None:
-    """Return the folder of the run with this name or MLflow run id; None where it is not on this disk."""
+    """Return the folder of the run with this name or MLflow run id; None where it is not on this disk.
+
+    Raises BrokenRun where links lie in it.
+    """
     if not names.is_plain(name_or_id):
         return None
     by_name = RunFolder(runs / name_or_id)
     if (by_name.path / IDENTITY).exists():
+        links.refuse(by_name.path)
         return by_name
     return next((one.folder for one in listed(runs) if one.mlflow_run_id == name_or_id), None)
 
@@ -66,8 +72,8 @@ def last_end(folder: RunFolder) -> RunEnded | None:
     return summary.last_end(summary.tail(folder.events))
 
 
-def listed(runs: Path) -> list[Summary]:
-    """Return all runs, the newest first."""
+def listed(runs: Path, told: Callable[[str], object] = log.debug) -> list[Summary]:
+    """Return all runs, the newest first; `told` hears of folders that cannot be read as a run's, and why."""
     known, lines = _cached(runs / CACHE)
     found, new = [], []
     for folder in folders(runs):
@@ -76,10 +82,13 @@ def listed(runs: Path) -> list[Summary]:
         if kept is not None and kept[0] == signature:
             found.append(Summary(folder=folder, **kept[1]))
             continue
-        with contextlib.suppress(names.BrokenRun):
+        try:
             made = summary.read_summary(folder)
-            found.append(made)
-            new += [(folder.path.name, signature, made)] if made.ended else []
+        except names.BrokenRun as error:
+            told(str(error))
+            continue
+        found.append(made)
+        new += [(folder.path.name, signature, made)] if made.ended else []
     _keep(runs / CACHE, new, anew=lines > len(found) + SPARE_LINES)
     return sorted(found, key=lambda one: -one.started)
 
@@ -134,5 +143,5 @@ def _keep(path: Path, new: Sequence[tuple[str, Signature, Summary]], *, anew: bo
         if anew:
             path.unlink()
         elif lines:
-            with path.open("a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8", opener=links.no_follow) as file:
                 file.write("".join(lines))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rankzero.errors import UserError
 from rankzero.events import Event
-from rankzero.tracking import names
+from rankzero.tracking import links, names
 from rankzero.tracking.journal import read_all
 from rankzero.tracking.secrecy import url_without_secrets
 
@@ -48,7 +48,11 @@ class Identity:
 
 
 def read_identity(path: Path) -> Identity:
-    """Read a ``run.json``. Raises BrokenRun: a name in it becomes a folder's, so it is not believed unseen."""
+    """Read a ``run.json``. Raises BrokenRun: a name in it becomes a folder's, so it is not believed unseen.
+
+    Nor is the folder that it lies in, see `links`.
+    """
+    links.refuse(path.parent)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         identity = Identity(**fields)
@@ -77,11 +81,12 @@ class RunFolder:
 
     @classmethod
     def open_or_create(cls, runs: Path, identity: Identity) -> RunFolder:
-        """Open the run's folder, or make it. Raises UserError, PermissionError.
+        """Open the run's folder, or make it. Raises UserError, BrokenRun, PermissionError.
 
         On a machine that helps with another's run, the folder may be there under an identity of its own making.
         """
         folder = cls(_place(runs, identity))
+        links.refuse(folder.path)
         known = (folder.path / "run.json").exists()
         if not known or not (folder.events.exists() or folder.identity.uuid == identity.uuid):
             folder.path.mkdir(parents=True, exist_ok=True)
@@ -153,7 +158,7 @@ class RunFolder:
 
     def add_child(self, name: str) -> None:
         """Note that the run `name`, in a folder beside this one, belongs to it."""
-        with (self.path / CHILDREN).open("a") as file:
+        with open(self.path / CHILDREN, "a", opener=links.no_follow) as file:
             file.write(name + "\n")
 
     def all_events(self) -> Iterator[Event]:
@@ -176,7 +181,7 @@ def write_atomically(path: Path, text: str, private: bool = False) -> None:
     `private`: its owner alone may read it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", opener=links.no_follow) as file:
         if private:
             os.fchmod(file.fileno(), 0o600)
         file.write(text)

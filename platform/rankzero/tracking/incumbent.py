@@ -97,7 +97,7 @@ def acquire(folder: RunFolder, node: int) -> int | None:
 
     It is a file descriptor: the right ends when it is closed by every process that inherited it, however those die.
     """
-    descriptor = os.open(_lock_path(folder, node), os.O_CREAT | os.O_RDWR, 0o666)
+    descriptor = os.open(_lock_path(folder, node), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
     if _try_lock(descriptor):
         return descriptor
     os.close(descriptor)

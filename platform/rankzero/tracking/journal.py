@@ -33,7 +33,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         self._waiting = bytearray() if _ends_with_newline(path) else bytearray(b"\n")
         self._steps_written = 0.0
         self.lost = self._untold = 0

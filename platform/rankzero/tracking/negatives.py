@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.events import PicturesTaken
+from rankzero.tracking import links
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.journal import read_all
 from rankzero.tracking.retry import is_want
@@ -34,7 +35,7 @@ def write(path: Path, arrays: Mapping[str, Any]) -> None:
         raise ValueError(f"pictures of {size >> 20} MiB are too large; at most {MOST_BYTES >> 20} MiB are kept")
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
+    with open(temporary, "wb", opener=links.no_follow) as file:
         np.savez(file, **arrays)
     temporary.replace(path)
 

@@ -16,6 +16,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rankzero.tracking.folder import write_atomically
+from rankzero.tracking.names import BrokenRun
 from rankzero.tracking.secrecy import command_without_secrets, is_secret_name, text_without_secrets
 
 GIT_SECONDS = 5.0
@@ -94,9 +96,9 @@ def write_artifacts(found: Provenance, folder: Path) -> None:
     """Write ``provenance/environment.json``, and ``provenance/diff.patch`` where the working tree is dirty."""
     target = _made(folder)
     facts = {name: value for name, value in dataclasses.asdict(found).items() if name != "diff"}
-    (target / "environment.json").write_text(json.dumps(facts, indent=2))
+    write_atomically(target / "environment.json", json.dumps(facts, indent=2))
     if found.diff is not None:
-        (target / "diff.patch").write_text(found.diff)
+        write_atomically(target / "diff.patch", found.diff)
 
 
 def changed_between(project_dir: Path, one: str, other: str) -> str:
@@ -127,13 +129,15 @@ def write_packages(folder: Path) -> None:
     """Write ``provenance/packages.txt``: every installed distribution, as ``name==version``. Takes a while."""
     target = _made(folder)
     lines = {f"{found.name}=={found.version}" for found in importlib.metadata.distributions()}
-    (target / "packages.txt").write_text("\n".join(sorted(lines, key=str.lower)) + "\n")
+    write_atomically(target / "packages.txt", "\n".join(sorted(lines, key=str.lower)) + "\n")
 
 
 def _made(folder: Path) -> Path:
     """Return the place for provenance below the artifacts, made if need be; the run's folder is not: it may be gone."""
     target = folder / "provenance"
     folder.mkdir(exist_ok=True)
+    if target.is_symlink():
+        raise BrokenRun(f"{target} is a link, through which nothing is written: take it away")
     target.mkdir(exist_ok=True)
     return target
 

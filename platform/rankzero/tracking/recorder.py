@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rankzero.tracking import incumbent, ranks
+from rankzero.tracking import incumbent, links, ranks
 from rankzero.tracking.folder import RunFolder
 
 SOURCE_ROOT = str(Path(__file__).parents[2])
@@ -57,7 +57,7 @@ def start(folder: RunFolder, gpu_uuids: Sequence[str] | None, node: int, node_co
         *("--token", claim.token, "--node", str(node), "--nodes", str(node_count)),
         *("--job", str(_job_root(os.environ)), *(() if gpu_uuids is None else ("--gpus", *gpu_uuids))),
     ]
-    with (folder.path / _suffixed("recorder.log", node)).open("ab") as output:
+    with open(folder.path / _suffixed("recorder.log", node), "ab", opener=links.no_follow) as output:
         process = subprocess.Popen(
             command, stdin=reader, stdout=output, stderr=output, env=_environment(os.environ), start_new_session=True
         )  # so that a Ctrl-C at the terminal passes it by

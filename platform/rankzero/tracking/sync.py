@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rankzero.events import RunEnded, RunStarted
-from rankzero.tracking import incumbent, stale
+from rankzero.tracking import incumbent, links, stale
 from rankzero.tracking import progress as state
 from rankzero.tracking.courier import GRACE_SECONDS, grace_seconds
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.folder import FolderGone, RunFolder
 from rankzero.tracking.journal import Journal, read_all
+from rankzero.tracking.names import BrokenRun
 from rankzero.tracking.trouble import trouble
 
 TROUBLED_SECONDS = 15.0  # where MLflow refuses or hangs: one request's time, and some; what is left comes later
@@ -124,16 +125,25 @@ def deliver(
     """Deliver what a dead recorder left, of all nodes, in this process.
 
     Gives up `patience` seconds after the last progress. A run whose writer died without a word is
-    closed as FAILED. Where a recorder is still at work, waits for it, and does what it leaves. Raises FolderGone.
+    closed as FAILED. Where a recorder is still at work, waits for it, and does what it leaves.
+    Raises FolderGone and BrokenRun; the latter for a child only after the others.
     """
+    links.refuse(folder.path)
     for node in _nodes(folder):
         if not _delivered_here(folder, node, on_progress, patience) and node == 0:
             wait(folder, patience, on_progress, drawn)
             _delivered_here(folder, node, on_progress, patience)
+    broken = []
     for child in folder.children:  # after their parent, whose run id they need
-        if not drawn(status(child)):
-            with contextlib.suppress(FolderGone):
+        try:
+            if not drawn(status(child)):
                 deliver(child, on_progress=on_progress, patience=patience)
+        except FolderGone:
+            continue
+        except BrokenRun as error:
+            broken.append(error)
+    if broken:
+        raise broken[0]
     return status(folder)
 
 

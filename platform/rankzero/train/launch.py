@@ -19,7 +19,7 @@ from multiprocessing import synchronize
 from pathlib import Path
 from typing import Any
 
-from rankzero.train import relay
+from rankzero.train import relay, stores
 from rankzero.train.relay import Relay
 
 START_METHOD = "forkserver"
@@ -119,14 +119,14 @@ def _spec(nodes: Nodes, entry: Callable[[Any], str], request: Any) -> Any:
         min_nodes=nodes.nodes,
         max_nodes=nodes.nodes,
         local_addr="localhost" if nodes.nodes == 1 else None,
-        **({"is_host": True} if nodes.nodes == 1 else {}),
     )
+    make = stores.handler_of_one_agent if nodes.nodes == 1 else registry.get_rendezvous_handler
     return WorkerSpec(
         role="rank",
         local_world_size=nodes.processes,
         entrypoint=enter,
         args=(entry, request),
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        rdzv_handler=make(parameters),
         max_restarts=nodes.max_restarts,
         monitor_interval=MONITOR_SECONDS,
         local_addr="localhost" if nodes.nodes == 1 else None,

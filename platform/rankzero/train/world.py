@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankzero.tracking.ranks import Ranks
+from rankzero.train import stores
 
 PIECE_BYTES = 64 << 20  # what is sent at a time: a checkpoint may be larger than what a GPU has left
 FAILURE_KEY = "rankzero/failure"
@@ -133,6 +134,7 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
+        store=stores.on_loopback(ranks, SETUP_WAIT),
         rank=ranks.rank,
         world_size=ranks.world_size,
         device_id=device if on_gpu else None,
