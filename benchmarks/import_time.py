@@ -32,7 +32,7 @@ def main() -> None:
         "import rankzero": [sys.executable, "-c", "import rankzero"],
         "rankzero --help": [str(Path(sys.executable).with_name("rankzero")), "--help"],
     }
-    readings = {name: [] for name in commands}
+    readings: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():
             readings[name].append(seconds(command))

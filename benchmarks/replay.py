@@ -83,7 +83,7 @@ class Table:
 
     def cost(self, key: Key, seed: int, *, to_target: bool) -> float:
         """Return what a run costs: to the first evaluation that reaches the target, or to its end."""
-        points = self.rows[key, seed]["points"]
+        points: list[tuple[float, float]] = self.rows[key, seed]["points"]
         reached = (seconds for seconds, value in points if OWN.goal.reached(value))
         return self.fixed_seconds + (next(reached, points[-1][0]) if to_target else points[-1][0])
 
