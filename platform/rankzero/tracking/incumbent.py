@@ -125,23 +125,28 @@ def is_recording(folder: RunFolder, node: int = 0) -> bool:
 def stand_by(folder: RunFolder, node: int, token: str) -> int | None:
     """Let others see that the recorder of this claim lives, right or no right; return what says so, as of `acquire`.
 
-    None where the claim is not the latest any more.
+    None where the claim is not the latest any more, or where nothing can be said.
     """
-    with contextlib.suppress(OSError):
-        descriptor = os.open(_claim_path(folder, node), os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # who looks whether it is held holds it for a moment only
-        if (found := latest(folder, node)) is not None and found.token == token:
-            return descriptor
-        os.close(descriptor)
+    try:
+        descriptor = os.open(_claim_path(folder, node), os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    deadline = time.monotonic() + TURN_SECONDS
+    while not _try_lock(descriptor) and time.monotonic() < deadline:
+        time.sleep(0.002)  # who looks whether it is held holds it, too, for a moment
+    found = latest(folder, node)
+    if found is not None and found.token == token:
+        return descriptor
+    os.close(descriptor)
     return None
 
 
 def is_stood_by(folder: RunFolder, node: int = 0) -> bool:
-    """Tell whether the recorder of the latest claim lives."""
+    """Tell whether the recorder of the latest claim lives. Any number may ask at a time."""
     with contextlib.suppress(OSError):
         descriptor = os.open(_claim_path(folder, node), os.O_RDONLY)
         try:
-            return not _try_lock(descriptor)
+            return not _try_lock(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
     return False
@@ -163,9 +168,9 @@ def turn(folder: RunFolder) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
