@@ -237,6 +237,19 @@ def test_a_reading_that_fails_once_comes_back(stub: dict[str, str]) -> None:
     ]
 
 
+def test_readings_that_go_on_failing_are_said_once_a_gpu(stub: dict[str, str]) -> None:
+    failing = {"nvmlDeviceGetTemperature": f"52,{UNKNOWN}", "nvmlDeviceGetPowerUsage": f"627400,627400,{UNKNOWN}"}
+    seen = probe({**stub, **card(0), **card(1, **failing)}, samples=8)
+    (notice,) = seen.notices
+    assert notice.startswith(f"GPU 1 (NVIDIA H200, {uuid(1)}, index 1) lacks some metrics: temperature: ")
+    assert "gpu_1_temperature_celsius" not in seen.samples[-1] and "gpu_1_sm_clock_megahertz" in seen.samples[-1]
+
+
+def test_a_reading_that_fails_now_and_then_is_nothing_to_tell_of(stub: dict[str, str]) -> None:
+    failing = {"nvmlDeviceGetTemperature": f"52,{UNKNOWN},{UNKNOWN},52,{UNKNOWN},{UNKNOWN},52"}
+    assert probe({**stub, **card(0, **failing)}, samples=7).notices == []
+
+
 @pytest.mark.parametrize("error", [GPU_IS_LOST, RESET_REQUIRED])
 def test_a_lost_gpu_is_said_once_and_the_others_go_on(stub: dict[str, str], error: str) -> None:
     lost = card(1, nvmlDeviceGetTemperature=f"52,52,{error}")

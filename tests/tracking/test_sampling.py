@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.events import Noticed, SystemSampled
+from rankzero.tracking import sampling
 from rankzero.tracking.facts import fold
 from rankzero.tracking.folder import RunFolder
 from tracking.runs import make_folder
@@ -47,6 +48,17 @@ def test_a_lost_gpu_is_told_once_in_the_nodes_journal(folder: RunFolder, tmp_pat
     lost = card(1, nvmlDeviceGetTemperature=f"52,{GPU_IS_LOST}")
     told = notices(folder, {**compile_stub(tmp_path), **card(0), **lost}, f'["{uuid(0)}", "{uuid(1)}"]')
     assert len(told) == 1 and told[0].startswith(f"GPU 1 (NVIDIA H200, {uuid(1)}, index 1) gives no more metrics")
+
+
+def test_sampling_that_ends_before_its_time_is_told(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> None:
+        raise RuntimeError("no /proc")
+
+    monkeypatch.setattr(sampling.SystemSampler, "sample", fail)
+    sampling.Sampling(folder, [], 0, 1, 1).stop()
+    assert fold(folder.all_events()).notices == [
+        "no more system metrics of this machine: RuntimeError: no /proc",
+    ]
 
 
 def test_no_driver_is_news_to_a_job_that_names_its_gpus_alone(folder: RunFolder, tmp_path: Path) -> None:

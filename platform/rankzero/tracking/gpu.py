@@ -37,6 +37,7 @@ class GpuSampler:
         self._devices: dict[int, Device] = {}
         self._gpus: dict[int, GpuReader] = {}
         self._cards = 0
+        self._troubled: set[int] = set()
         if uuids is None or len(uuids) > 0:
             self._open(uuids, environ)
 
@@ -74,8 +75,8 @@ class GpuSampler:
     def sample(self) -> dict[str, float]:
         """Return the readings of this moment, ``gpu_0_utilization_percentage`` and so on.
 
-        What a GPU does not support is left out. A lost GPU is left out from then on, and
-        said in `notices`.
+        What a GPU does not support is left out, and what it fails to say. A lost GPU is left out from then on. The
+        last two are said in `notices`, once a GPU.
         """
         readings = {ordinal: self._read(ordinal, gpu) for ordinal, gpu in list(self._gpus.items())}
         metrics = {f"gpu_{i}_{name}": value for i, reading in readings.items() for name, value in reading.items()}
@@ -83,11 +84,15 @@ class GpuSampler:
 
     def _read(self, ordinal: int, gpu: GpuReader) -> dict[str, float]:
         try:
-            return gpu.sample()
+            reading = gpu.sample()
         except GpuLostError as error:
             self._gpus.pop(ordinal, None)
             self.notices.append(f"GPU {ordinal} ({self._devices[ordinal]}) gives no more metrics: {error}")
             return {}
+        if gpu.trouble and ordinal not in self._troubled:
+            self._troubled.add(ordinal)
+            self.notices.append(f"GPU {ordinal} ({self._devices[ordinal]}) lacks some metrics: {gpu.trouble}")
+        return reading
 
     def close(self) -> None:
         """Let go of the driver; may be called twice."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 MEGABYTE = 1e6
+MANY_FAILURES = 3  # of one reading in a row: one alone is nothing to tell of
 MILLIS = 1e3  # milliwatts in a watt, millijoules in a joule
 
 # By number, not by class: which classes there are depends on the binding's version.
@@ -30,12 +32,17 @@ class GpuLostError(Exception):
 
 
 class GpuReader:
-    """Reads one device. `card`: whom to ask for what only whole cards have; None: nobody."""
+    """Reads one device. `card`: whom to ask for what only whole cards have; None: nobody.
+
+    `trouble`: the first reading that failed `MANY_FAILURES` times in a row, and why; it is asked for all the same.
+    """
 
     def __init__(self, nvml: Any, handle: Any, card: Any | None) -> None:
         self._nvml = nvml
         self._handle = handle
         self._card = card
+        self.trouble: str | None = None
+        self._failures: collections.Counter[str] = collections.Counter()
         self._watts: float | None = None
         self._joules = 0.0
         self._energy_read: float | None = None
@@ -52,12 +59,20 @@ class GpuReader:
         for read in list(self._reads):
             try:
                 metrics.update(read())
+                del self._failures[read.__name__]
             except self._nvml.NVMLError as error:
                 if error.value in _GONE:
                     raise GpuLostError(str(error)) from None
                 if error.value in _NEVER:
                     self._reads.remove(read)
+                else:
+                    self._count_failure(read.__name__, error)
         return metrics
+
+    def _count_failure(self, name: str, error: Exception) -> None:
+        self._failures[name] += 1
+        if self._failures[name] == MANY_FAILURES and self.trouble is None:
+            self.trouble = f"{name.strip('_').replace('_', ' ')}: {error}"
 
     def _utilization(self) -> dict[str, float]:
         return {"utilization_percentage": float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)}

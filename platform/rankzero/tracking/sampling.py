@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -37,8 +38,15 @@ class Sampling:
     def _run(self) -> None:
         try:
             self._sample()
-        except Exception:  # without system metrics a run is still a run
+        except Exception as error:  # without system metrics a run is still a run
             log.exception("sampling ended")
+            self._say(f"no more system metrics of this machine: {type(error).__name__}: {error}")
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the disk is what failed, and may be full
+            journal = Journal(self._folder.system(self._node))
+            _tell(journal, [text], 0)
+            journal.close()
 
     def _sample(self) -> None:
         gpus, node, node_count, process = self._arguments
