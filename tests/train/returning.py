@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 from rankzero.train.launch import enter
+
+DEAF = "deaf"
 
 
 def returned(event: Event, told: Event) -> None:
@@ -28,3 +32,10 @@ def fail_without_words(folder: str) -> str:
     (Path(folder) / "pid").rename(Path(folder) / "1")
     time.sleep(120)
     return "waited"
+
+
+def deaf(folder: str, problems: Any) -> None:
+    """Hear no SIGTERM, leave word of it, and take long."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (Path(folder) / DEAF).touch()
+    time.sleep(1000)
