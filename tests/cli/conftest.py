@@ -124,7 +124,7 @@ def rankzero(tmp_path: Path, new_store: Path) -> Iterator[Command]:
 def command_in(folder: Path, store: Path) -> Iterator[Command]:
     """The command in a folder with an empty store; what it has started ends with the block."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))}
-    command = Command(folder, {**environ, "OMP_NUM_THREADS": "1", "RANKZERO_DELIVERY_GRACE_SECONDS": "60"}, [])
+    command = Command(folder, {**environ, "OMP_NUM_THREADS": "1", "RANKZERO_DELIVERY_GRACE_SECONDS": "120"}, [])
     (folder / "mlruns").mkdir()
     shutil.copy(store, folder / "mlruns" / "mlflow.db")
     try:

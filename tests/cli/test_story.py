@@ -88,6 +88,12 @@ class TestStale:
         assert stale.is_stale(folder)
         with incumbent.lock(folder, 0):  # somebody delivers still, and will say the end
             assert not stale.is_stale(folder)
+        claim = incumbent.latest(folder, 0)
+        recorder = incumbent.stand_by(folder, 0, claim.token) if claim is not None else None
+        assert recorder is not None
+        assert not stale.is_stale(folder), "its recorder lives, which delivers nothing, and will say the end"
+        os.close(recorder)
+        assert stale.is_stale(folder)
         stale.close(folder)
         stale.close(folder)
         assert not stale.is_stale(folder) and catalog.listed(tmp_path / "runs")[0].status == "FAILED"

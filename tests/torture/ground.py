@@ -30,7 +30,7 @@ DEADLINE_SECONDS = 240.0
 ORPHAN_SECONDS = 120.0
 """What processes get to leave after their command has ended: a courier on a busy machine takes a minute to begin."""
 GRACE_SECONDS = 5.0
-"""What the end of a command waits for a server that does not answer."""
+"""What the end of a command waits for MLflow, in all."""
 CROWD = 6
 """How many runs a crowd is: what two cores bear."""
 

@@ -73,3 +73,15 @@ def test_several_inputs_and_other_types(log: Callable[..., Any]) -> None:
     assert (kind, loaded(torch.ones(5, 3), torch.ones(5, 3)).shape) == ("pt2", (5, 3))
     loaded, kind = log(nn.Embedding(7, 3), torch.randint(0, 7, (2, 5)))
     assert (kind, loaded(torch.randint(0, 7, (9, 5))).shape) == ("pt2", (9, 5, 3))
+
+
+def test_what_a_cut_upload_has_left_is_no_best_model(sqlite: str, tmp_path: Path) -> None:
+    tracker, folder = Tracker(sqlite), make_folder(tmp_path, sqlite)
+    run = tracker.open_run(folder.identity, T0)
+    tags = {"rankzero.model": "best", "rankzero.step": "9"}
+    tracker._client.create_logged_model(
+        run.experiment_id, name="best_model", source_run_id=run.run_id, tags=tags, model_type="pytorch"
+    )
+    assert tracker.models.best_model(run) is None
+    whole = export.log_model(tracker, run, nn.Linear(3, 3), torch.randn(2, 3), step=9, tags=tags)
+    assert tracker.models.best_model(run) == whole

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from rankzero.events import encode
 from rankzero.tracking import catalog, incumbent, sync
 from rankzero.tracking import progress as state
 from rankzero.tracking.deliverer import Deliverer
@@ -55,21 +57,62 @@ def test_a_server_that_refuses_is_not_waited_for_as_one_that_may_answer(
 def test_another_failed_try_is_no_reason_to_wait_longer(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
     monkeypatch.setattr(sync, "TROUBLED_SECONDS", 0.5)
+    with progress_of(folder, lambda number: state.Progress(error=f"try {number}: refused", failures=number)):
+        assert 0.5 <= waited(folder) < 5.0
+
+
+def test_a_server_that_is_slow_for_ever_is_waited_for_no_longer_than_the_grace(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "1")
+    with progress_of(folder, slowly, tries=60):
+        assert 1.0 <= waited(folder) < 5.0
+
+
+def test_who_asked_for_the_delivery_waits_while_it_goes_on(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.5")
+    with progress_of(folder, slowly, tries=20):
+        began = time.monotonic()
+        sync.wait(folder, timeout=0.8)
+        assert time.monotonic() - began > 2.0
+
+
+def slowly(number: int) -> state.Progress:
+    """Return what a recorder has reached whose server answers, and never quickly."""
+    return state.Progress(run_id="abc", delivered=number)
+
+
+@contextlib.contextmanager
+def progress_of(folder: RunFolder, reached: Callable[[int], state.Progress], tries: int = 1000) -> Iterator[None]:
+    """Write down another progress ten times a second, some times."""
     over = threading.Event()
 
-    def fail() -> None:
-        failures = 0
-        while not over.wait(0.1):
-            failures += 1
-            state.save(state.path_of(folder, 0), state.Progress(error=f"try {failures}: refused", failures=failures))
+    def work() -> None:
+        for number in range(1, tries + 1):
+            if over.wait(0.1):
+                return
+            state.save(state.path_of(folder, 0), reached(number))
 
-    trying = threading.Thread(target=fail)
-    trying.start()
+    working = threading.Thread(target=work)
+    working.start()
     try:
-        assert 0.5 <= waited(folder) < 5.0
+        yield
     finally:
         over.set()
-        trying.join()
+        working.join()
+
+
+def test_what_is_missing_is_said(folder: RunFolder) -> None:
+    assert sync.status(folder).lacks == ("the whole run",)
+    read = {folder.events.name: folder.events.stat().st_size}
+    state.save(state.path_of(folder, 0), state.Progress(run_id="abc", waiting=["artifacts", "figures"], offsets=read))
+    assert sync.status(folder).lacks == ("an upload",), "nobody waits for pictures of the whole run"
+    state.save(state.path_of(folder, 0), state.Progress(run_id="abc", ending=encode(ended())))
+    assert sync.status(folder).lacks == ("the latest values", "its end")
+    trial = make_folder(folder.path.parent.parent, parent=folder.path.name)
+    append(trial, started())
+    folder.add_child(trial.path.name)
+    assert sync.of_family(folder).lacks == ("the latest values", "its end", "1 of its 1 trials")
 
 
 def test_a_run_that_has_not_begun_is_not_ended_by_who_would_deliver_it(tmp_path: Path) -> None:
@@ -90,6 +133,47 @@ def test_a_run_whose_launcher_died_before_it_began_is_ended_at_once(tmp_path: Pa
     sync.deliver(folder, patience=0.0)
     end = catalog.last_end(folder)
     assert end is not None and end.status == "FAILED" and "never began" in end.reason
+
+
+def test_a_recorder_that_lives_says_the_end_itself(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+    append(folder, started())
+    with recorder_of_a_dead_rank_0(folder):
+        sync.deliver(folder, patience=0.3)
+        assert catalog.last_end(folder) is None, "closed while the recorder lived"
+        says_it = threading.Timer(1.0, append, [folder, ended("FAILED", "what the recorder knows")])
+        says_it.start()
+        sync.deliver(folder, patience=20.0)
+        says_it.join()
+        end = catalog.last_end(folder)
+        assert end is not None and end.reason == "what the recorder knows" and sync.status(folder).done
+    assert folder.events.read_text().count("RunEnded") == 1
+
+
+def test_a_recorder_that_goes_without_a_word_keeps_no_run_open(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+    append(folder, started())
+    with recorder_of_a_dead_rank_0(folder) as recorder:
+        goes = threading.Timer(1.0, os.close, [recorder])
+        goes.start()
+        sync.deliver(folder, patience=20.0)
+        goes.join()
+    end = catalog.last_end(folder)
+    assert end is not None and end.status == "FAILED" and "no sign of life since" in end.reason
+
+
+@contextlib.contextmanager
+def recorder_of_a_dead_rank_0(folder: RunFolder) -> Iterator[int]:
+    """A recorder that lives and does not deliver, as beside a search's trial; yield what says so."""
+    claim = dataclasses.replace(incumbent.claim(folder, 0), pid_started="0")
+    (folder.path / "recorder.json").write_text(json.dumps(dataclasses.asdict(claim)))
+    recorder = incumbent.stand_by(folder, 0, claim.token)
+    assert recorder is not None
+    try:
+        yield recorder
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(recorder)
 
 
 def test_a_clock_that_goes_back_leaves_a_delivery_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

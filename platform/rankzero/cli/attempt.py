@@ -6,16 +6,19 @@ import argparse
 import ast
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rankzero import config
+from rankzero.cli import unfinished
 from rankzero.cli.advice import DataWait
 from rankzero.cli.console import Console
 from rankzero.errors import RunFailed, UserError
 from rankzero.exit_codes import FAILED, FINISHED, RESUMABLE
 from rankzero.experiment import Experiment, Train
 from rankzero.tracking import catalog, provenance, sync
+from rankzero.tracking.courier import grace_seconds
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.host import usable_cores
 from rankzero.train import failure, launch
@@ -169,22 +172,24 @@ def _provenance(attempt: Attempt) -> Mapping[str, str]:
 
 
 def _finish_tracking(attempt: Attempt, console: Console, hurried: Callable[[], bool]) -> None:
-    """Wait while the recorder gets on; log the final model of a finished run. Who is `hurried` waits for nothing."""
+    """Wait while the recorder gets on; log the final model of a finished run: both within `grace_seconds`.
+
+    Who is `hurried` waits for nothing. What is left then, the recorder goes on with, and `rankzero sync` brings.
+    """
     from rankzero.train import export
 
+    until = time.monotonic() + grace_seconds()
     with console.status("delivering to MLflow"):
         delivery = sync.wait(attempt.folder, enough=lambda delivery: sync.told(delivery) or hurried())
-    if not delivery.done:
-        why = delivery.error or ("nobody waited" if hurried() else "its answers are slow")
-        name = attempt.folder.path.name
-        console.notice(f"not everything is in MLflow yet ({why}); nothing is lost: rankzero sync {name}")
-        return
-    for line in delivery.trouble:
-        console.notice(line)
     finished = console.ended is not None and console.ended.status == "FINISHED"
-    if finished and attempt.experiment.train.log_model and not attempt.joined:
+    logs_model = finished and attempt.experiment.train.log_model and not attempt.joined
+    why = "nobody waited" if hurried() else "it takes long"
+    also = ["the best model"] if logs_model else []
+    for line in unfinished.lines(delivery, attempt.folder.path.name, why, also):
+        console.notice(line)
+    if delivery.done and logs_model:
         with console.status("logging the best model to MLflow"):
-            export.in_new_process(attempt.folder, console.notice, hurried)
+            export.in_new_process(attempt.folder, console.notice, hurried, until - time.monotonic())
 
 
 def _report(attempt: Attempt, console: Console) -> int:

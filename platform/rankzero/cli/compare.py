@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     for text in [*(f"not run: {reason}" for reason in words.reasons(rows)), *(f"not fair: {note}" for note in notes)]:
         terminal.print(text, soft_wrap=True)
     terminal.print(words.sentence(rows), soft_wrap=True)
-    sync.wait(folder)
+    search.say_what_is_left(sync.wait(folder), folder)
     search.say(f"look:  {program()} ui   run: {folder.path.name}")
     return 0 if any(row.speed_up is not None for row in rows) else 1
 

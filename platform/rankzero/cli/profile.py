@@ -33,6 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
     terminal = Console(highlight=False)
     terminal.print(table)
     terminal.print(words.verdict(profile), soft_wrap=True)
-    sync.wait(folder)
+    search.say_what_is_left(sync.wait(folder), folder)
     search.say(f"trace: {folder.artifacts / 'profile'} (open in ui.perfetto.dev)\nlook:  {program()} ui")
     return 0

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankzero import config, experiment_file
+from rankzero.cli import unfinished
 from rankzero.cli.attempt import libraries_of
 from rankzero.cli.console import program
 from rankzero.errors import UserError
@@ -23,7 +24,7 @@ from rankzero.search.objective import NAMES
 from rankzero.search.share import shares, visible_gpus
 from rankzero.search.space import Space, make_space
 from rankzero.tracking import names, store, sync
-from rankzero.tracking.folder import Identity
+from rankzero.tracking.folder import Identity, RunFolder
 from rankzero.tracking.host import usable_cores
 
 PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes")
@@ -101,6 +102,12 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def say_what_is_left(delivery: sync.Delivery, folder: RunFolder) -> None:
+    """Tell what MLflow does not have yet, and what went wrong on the way."""
+    for line in unfinished.lines(delivery, folder.path.name):
+        say(f"note: {line}")
+
+
 def _search(arguments: argparse.Namespace, hosts: Sequence[Host], described: mirror.Description, space: Space) -> int:
     from rankzero.search import hunt
     from rankzero.search.quest import Quest
@@ -124,9 +131,7 @@ def _search(arguments: argparse.Namespace, hosts: Sequence[Host], described: mir
     outcome = hunt.run(quest, hosts, sys.argv, say)
     delivery = sync.wait(outcome.folder)
     say(f"\n{outcome.says}")
-    if not delivery.done:
-        why = delivery.error or "its answers are slow"
-        say(f"note: not everything is in MLflow yet ({why}); rankzero sync {outcome.folder.path.name}")
+    say_what_is_left(delivery, outcome.folder)
     if outcome.decided:
         say(f"use:   {quest.use}\nlook:  {program()} ui   again: {program()} report {identity.name}")
     return 0

@@ -136,7 +136,7 @@ class Courier:
 
 
 def grace_seconds() -> float:
-    """Return how long to go on without progress after the end of rank 0."""
+    """Return how long to go on without progress after the end of rank 0, and how long a command waits then, in all."""
     return float(os.environ.get("RANKZERO_DELIVERY_GRACE_SECONDS") or GRACE_SECONDS)
 
 

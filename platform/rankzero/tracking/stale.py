@@ -20,11 +20,11 @@ QUIET_SECONDS = 30.0  # three times the longest silence of a recorder that lives
 def is_stale(folder: RunFolder, quiet_seconds: float = QUIET_SECONDS) -> bool:
     """Tell whether a run ended without a word: its writer is dead, its recorder too, nothing has moved since.
 
-    A helping machine does not know.
+    A recorder that lives says the end itself, whether it delivers or not. A helping machine does not know.
     """
     if folder.is_elsewhere or last_end(folder) is not None:
         return False
-    if incumbent.writer_lives(folder) or incumbent.is_recording(folder):
+    if incumbent.writer_lives(folder) or incumbent.is_recording(folder) or incumbent.is_stood_by(folder):
         return False
     quiet = quiet_seconds if incumbent.is_known(folder) else max(quiet_seconds, STARTING_SECONDS)
     return silence(folder) > quiet and not _has_living_parent(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from rankzero.tracking.names import BrokenRun
 from rankzero.tracking.trouble import trouble
 
 TROUBLED_SECONDS = 15.0  # where MLflow refuses or hangs: one request's time, and some; what is left comes later
+LOOK_SECONDS = 0.5
 STARTUP_SECONDS = 20.0  # until a recorder on a busy machine can be expected to hold its lock
 
 
@@ -40,6 +41,8 @@ class Delivery(NamedTuple):
     """What went wrong on the way, in words."""
     undrawn: bool = False
     """Whether pictures of the whole run are still to come."""
+    lacks: tuple[str, ...] = ()
+    """What is pending, in words."""
 
 
 def status(folder: RunFolder) -> Delivery:
@@ -59,7 +62,21 @@ def status(folder: RunFolder) -> Delivery:
         tuple(progress.reasons),
         tuple(trouble(progress)),
         progress.undrawn,
+        tuple(_lacking(progress, unread)),
     )
+
+
+def _lacking(progress: state.Progress, unread: int) -> Iterator[str]:
+    """Yield what MLflow does not have yet, pictures of the whole run aside."""
+    if progress.run_id is None:
+        yield "the whole run"
+        return
+    if unread:
+        yield "the latest values"
+    if progress.uploads:
+        yield f"{len(progress.uploads)} uploads" if len(progress.uploads) > 1 else "an upload"
+    if progress.ending is not None:
+        yield "its end"
 
 
 def told(delivery: Delivery) -> bool:
@@ -80,11 +97,12 @@ def wait(
 ) -> Delivery:
     """Return once there is `enough`, or the recorder has given up or made no progress for `timeout` seconds.
 
-    None: as long as the recorder itself goes on without progress, but no longer than `TROUBLED_SECONDS` where MLflow
-    refuses or does not answer. A study is done when its trials are, which its recorder delivers, too.
+    None: as the end of a command does, `grace_seconds` in all, whatever moves, and `TROUBLED_SECONDS` without progress
+    where MLflow refuses or does not answer. A study is done when its trials are, which its recorder delivers, too.
     """
-    before, moved = of_family(folder), time.monotonic()
-    while not enough(before) and time.monotonic() - moved < _patience(timeout, before) and _recorder_lives(folder):
+    began = moved = time.monotonic()
+    before = of_family(folder)
+    while not enough(before) and not _long_enough(timeout, before, began, moved) and _recorder_lives(folder):
         time.sleep(0.1)
         now = of_family(folder)
         if _reached(now) != _reached(before):
@@ -100,22 +118,26 @@ def _reached(delivery: Delivery) -> tuple[object, ...]:
     return delivery.delivered, delivery.pending, delivery.rejected, delivery.done, delivery.undrawn, delivery.run_id
 
 
-def _patience(timeout: float | None, delivery: Delivery) -> float:
+def _long_enough(timeout: float | None, delivery: Delivery, began: float, moved: float) -> bool:
+    """Tell whether to wait no longer for what has not `moved` since then; without a `timeout` all of it counts."""
+    now = time.monotonic()
     if timeout is not None:
-        return timeout
-    return min(grace_seconds(), TROUBLED_SECONDS) if delivery.error else grace_seconds()
+        return now - moved >= timeout
+    return now - began >= grace_seconds() or (delivery.error is not None and now - moved >= TROUBLED_SECONDS)
 
 
 def of_family(folder: RunFolder) -> Delivery:
     """Return how the delivery of a run and its children stands, as one."""
     own = status(folder)
     children = [status(child) for child in folder.children if child.events.exists()]
+    late = sum(not child.done for child in children)
     return own._replace(
         delivered=own.delivered + sum(child.delivered for child in children),
         pending=own.pending + sum(child.pending for child in children),
         done=own.done and all(child.done for child in children),
         error=own.error or next((child.error for child in children if child.error), None),
         undrawn=own.undrawn or any(child.undrawn for child in children),
+        lacks=(*own.lacks, *([f"{late} of its {len(children)} trials"] if late else [])),
     )
 
 
@@ -160,8 +182,8 @@ def _delivered_here(
 def _deliver_node(
     folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None, patience: float
 ) -> None:
-    if node == 0 and _is_dead(folder):
-        stale.close(folder)
+    if node == 0:
+        _close_if_dead(folder, patience)
     if not incumbent.writer_lives(folder):
         for journal in (folder.system(node), *([folder.events] if node == 0 else [])):
             _close_off(journal)
@@ -175,6 +197,19 @@ def _deliver_node(
         else:
             time.sleep(0.1)
     deliverer.commit()
+
+
+def _close_if_dead(folder: RunFolder, patience: float) -> None:
+    """Write the end that nobody is left to write.
+
+    A recorder that lives writes it itself, within seconds, and is waited for; where it has not in time, as when it is
+    stopped, the run stays open until it goes.
+    """
+    until = time.monotonic() + patience
+    while _is_dead(folder) and incumbent.is_stood_by(folder) and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS)
+    if _is_dead(folder) and not incumbent.is_stood_by(folder):
+        stale.close(folder)
 
 
 def _close_off(journal: Path) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 from rankzero.tracking.progress import Progress
 
+UNDELIVERED = "not everything is delivered"
+"""How the line begins that says what the latest try failed with."""
+
 
 def trouble(progress: Progress) -> list[str]:
     """Return a line for each kind of trouble that the delivery had; none where all went well."""
@@ -21,7 +24,7 @@ def _retries(progress: Progress) -> Iterator[str]:
             f"{progress.away_seconds:.0f} s in all{made_up}"
         )
     if progress.error:
-        yield f"not everything is delivered: {progress.error}"
+        yield f"{UNDELIVERED}: {progress.error}"
 
 
 def _listed(count: int, what: str, lines: list[str]) -> Iterator[str]:

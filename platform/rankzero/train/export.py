@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +26,43 @@ from rankzero.train.feed import Feed
 
 NAME = "best_model"
 MARK = "best_model.json"
-LOOK_SECONDS = 0.1
+LOOK_SECONDS, LEAVE_SECONDS = 0.1, 2.0
 EXAMPLE_SAMPLES = 2  # more than one, so that the exporter does not take the batch for a constant
 
 
 def in_new_process(
-    folder: RunFolder, notice: Callable[[str], None], hurried: Callable[[], bool] = lambda: False
+    folder: RunFolder,
+    notice: Callable[[str], None],
+    hurried: Callable[[], bool] = lambda: False,
+    seconds: float = math.inf,
 ) -> None:
     """Log the run's best model from a process of its own; a failure is a notice, never the run's failure.
 
-    Gives up as soon as somebody is `hurried`.
+    Gives up as soon as somebody is `hurried`, and after so many `seconds`: its process is ended then.
     """
     context = multiprocessing.get_context("forkserver")
     problems = context.SimpleQueue()
     process = context.Process(target=_child, args=(str(folder.path), problems))
+    until = time.monotonic() + seconds
     process.start()
-    while process.is_alive() and not hurried():
+    while (unfinished := process.is_alive()) and not hurried() and time.monotonic() < until:
         process.join(LOOK_SECONDS)
-    process.terminate()
-    process.join()
-    if hurried():
-        notice("the best model was not logged to MLflow: the command was told to stop")
+    _end(process)
+    if unfinished:  # and may have left half a word: nothing is read of it
+        why = "the command was told to stop" if hurried() else "it took too long"
+        notice(f"the best model was not logged to MLflow: {why}; rankzero sync {folder.path.name} does it")
     elif not problems.empty():
         notice(f"the best model was not logged to MLflow: {problems.get()}")
     elif process.exitcode:
         notice(f"the best model was not logged to MLflow: its process ended with {process.exitcode}")
+
+
+def _end(process: BaseProcess) -> None:
+    """End a process, also one whose user's code does not hear SIGTERM."""
+    process.terminate()
+    process.join(LEAVE_SECONDS)
+    process.kill()
+    process.join()
 
 
 def best(folder: RunFolder) -> None:

@@ -81,8 +81,9 @@ class Models:
         return model.model_id
 
     def best_model(self, run: OpenRun) -> str | None:
-        """Return the id of the run's logged best model; None where it has none."""
-        models = [model for model in self._models(run, "pytorch") if model.tags.get("rankzero.model") == "best"]
+        """Return the id of the run's logged best model; None where it has none, or only what a cut upload has left."""
+        whole = [model for model in self._models(run, "pytorch") if model.status == "READY"]
+        models = [model for model in whole if model.tags.get("rankzero.model") == "best"]
         return str(max(models, key=lambda model: int(model.tags["rankzero.step"])).model_id) if models else None
 
     def register(self, run: OpenRun, model_id: str, name: str) -> int:

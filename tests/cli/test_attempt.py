@@ -1,0 +1,98 @@
+"""What a command does for its run's delivery once the training is over."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import TINY, Command
+from rankzero import config, experiment_file
+from rankzero.cli import attempt
+from rankzero.events import RunEnded
+from rankzero.tracking import incumbent, sync
+from rankzero.tracking import progress as state
+from rankzero.tracking.folder import RunFolder
+from rankzero.train import export, launch
+from tracking.runs import append, ended, make_folder, started
+
+
+@dataclasses.dataclass
+class Told:
+    """A console that keeps what it is told."""
+
+    ended: RunEnded | None
+    notices: list[str] = dataclasses.field(default_factory=list)
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+    @contextlib.contextmanager
+    def status(self, text: str) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    """A finished run, whose recorder lives and gets nowhere."""
+    made = make_folder(tmp_path)
+    append(made, started(), ended())
+    with incumbent.lock(made, 0) as held:
+        assert held
+        yield made
+
+
+def finish(folder: RunFolder, hurried: Callable[[], bool] = lambda: False) -> list[str]:
+    """Let the command wait for the delivery; return what it says."""
+    console = Told(ended())
+    experiment = config.override(experiment_file.load(str(TINY))(), {"train.log_model": True})
+    tried = attempt.Attempt(folder, experiment, launch.Nodes(1), folder.path.parent, [])
+    attempt._finish_tracking(tried, console, hurried)  # type: ignore[arg-type]
+    return console.notices
+
+
+def test_what_went_wrong_is_told_where_not_all_is_delivered(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.2")
+    state.save(state.path_of(folder, 0), state.Progress(
+        run_id="abc", error="ConnectionError: refused", failures=7, outages=1, rejected=1, reasons=["metric x: no"],
+        waiting=["artifacts"], offsets={folder.events.name: folder.events.stat().st_size},
+    ))  # fmt: skip
+    told = finish(folder)
+    assert told[0].startswith("7 tries to deliver failed") and "- metric x: no" in told
+    assert told[-1] == (
+        "not everything is in MLflow yet (ConnectionError: refused); it lacks an upload, the best model. "
+        f"Nothing is lost: rankzero sync {folder.path.name}"
+    )
+    assert sum("ConnectionError" in line for line in told) == 1
+
+
+def test_the_best_model_gets_what_the_delivery_has_left_of_the_time(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "30")
+    left = []
+
+    def deliver(of: RunFolder, enough: Callable[[sync.Delivery], bool]) -> sync.Delivery:
+        time.sleep(1.0)
+        return sync.status(of)._replace(done=True)
+
+    monkeypatch.setattr(sync, "wait", deliver)
+    monkeypatch.setattr(export, "in_new_process", lambda folder, notice, hurried, seconds: left.append(seconds))
+    assert finish(folder) == []
+    assert 20.0 < left[0] <= 29.0
+
+
+def test_what_a_command_did_not_wait_for_is_brought_by_sync(rankzero: Command) -> None:
+    rankzero.environ["RANKZERO_DELIVERY_GRACE_SECONDS"] = "0"
+    code, output = rankzero("train", TINY, "train.steps=4", "train.log_model=true", "--run-name", "hasty")
+    assert code == 0, output
+    assert "the best model" in output and "rankzero sync hasty" in output, output
+    folder = RunFolder(rankzero.folder / "mlruns/runs/hasty")
+    assert not (folder.path / export.MARK).exists()
+    code, output = rankzero("sync", "hasty")
+    assert code == 0 and "complete" in output, output
+    assert (folder.path / export.MARK).exists(), output
