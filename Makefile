@@ -46,7 +46,7 @@ docs: setup
 	$(BIN)/mkdocs build --strict
 
 # 500 faults against the real command, two scenarios side by side, and what users are promised of them; then some fuzz.
-# About half an hour. ARGS="--faults 50 --seed 7": less of it; ARGS="--report FILE": kept.
+# About three quarters of an hour: a crowd of twenty has the machine to itself. ARGS="--faults 50 --seed 7": less of it; ARGS="--report FILE": kept.
 torture: setup
 	PYTHONPATH=tests $(BIN)/python -m torture.campaign --fuzz 1000 $(ARGS)
 

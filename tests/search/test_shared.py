@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
+import signal
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 from optuna.trial import FrozenTrial
 
-from rankzero import Experiment, Goal, Train
 from rankzero.search import members, plan
 from rankzero.search.budget import Options
 from rankzero.search.session import Session
-from rankzero.search.space import BATCH_INDEX, make_space
-from rankzero.search.study import OWNER, Study, open_study
+from rankzero.search.space import BATCH_INDEX
+from rankzero.search.study import OWNER, Study
+from search import company
+from search.company import SPACE, Ledger, opened
 from search.fake_launcher import FakeLauncher
 
 DEAD = f"{members.machine()} 1 0"
 """A process of this machine that does not live: process 1 began at another time."""
-
-
-class Mine(Experiment):
-    train: Train = Train(batch_size=32, epochs=20)
-    goal: Goal = Goal("val/accuracy", "max", target=0.9)
-    lr: float = 0.03
-
-
-SPACE = make_space(Mine(), 1, 0.5, samples=1000)
-
-
-def opened(folder: Path) -> Study:
-    study = open_study(f"sqlite:///{folder / 'studies.db'}", "s", sampler="tpe", pruner="none", seed=0)
-    study.draw_from(SPACE.parameters())
-    return study
+WORKERS, TRIALS = 8, 24
 
 
 def session(study: Study, trials: int, launcher: FakeLauncher | None = None) -> Session:
@@ -133,3 +123,40 @@ def test_what_an_older_version_abandoned_stays_abandoned(tmp_path: Path) -> None
     study.abandon(4)
     study.abandon(5)
     assert study.abandoned == [3, 4, 5]
+
+
+@pytest.mark.parametrize("victim", [0, 3], ids=["who leads", "who helps"])
+def test_eight_processes_share_a_study_and_the_others_end_it_where_one_is_killed(tmp_path: Path, victim: int) -> None:
+    company.session(tmp_path, 1).run()  # the reference, for which helpers wait
+    killed = _work_together(tmp_path, victim)
+    ledger = Ledger(tmp_path / "ledger.txt")
+    assert victim == 0 or any("confirm" in name for _, name in ledger.starts())
+    found = company.session(tmp_path, TRIALS).run(plan.guesses(SPACE))  # the same command, given again
+    study = opened(tmp_path)
+    assert found.verdict.winner is not None and not plan.running(study.trials())
+    assert len(counted(study)) == TRIALS
+    assert _most(repr(sorted(study.trials()[one].parameters.items())) for one in counted(study)) == 1
+    starts = ledger.starts()
+    names = [name for _, name in starts if "confirm" not in name]
+    assert _most(names) == 1 and {f"s-{number:03d}" for number in counted(study)} <= set(names)
+    assert _most(ledger.told()) == 1 and set(counted(study)) <= set(ledger.told())
+    assert [int(name[2:]) for pid, name in starts if pid == killed][-1] in study.abandoned
+
+
+def _work_together(folder: Path, victim: int) -> int:
+    """Let eight processes share a study until its trials are done; return which one was killed at its second trial."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["search.company"])
+    begin = context.Barrier(WORKERS)
+    fates = [(number == 0, 1 if number == victim else None) for number in range(WORKERS)]
+    workers = [context.Process(target=company.take_part, args=(folder, TRIALS, begin, *fate)) for fate in fates]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL * (one == victim) for one in range(WORKERS)]
+    return int(workers[victim].pid or 0)
+
+
+def _most(names: Iterable[object]) -> int:
+    return max(Counter(names).values())

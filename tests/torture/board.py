@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from torture.results import Result
@@ -15,8 +18,18 @@ class Board:
 
     def __init__(self, folder: Path) -> None:
         self._taken, self._results = folder / "taken", folder / "results"
+        self._gate, self._hall = folder / "gate", folder / "hall"
         for path in (self._taken, self._results):
             path.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def room(self, *, alone: bool) -> Iterator[None]:
+        """Have the machine for a scenario, with the other parts or alone; who waits for that is waited for."""
+        with self._gate.open("w") as gate, self._hall.open("w") as hall:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            fcntl.flock(hall, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            fcntl.flock(gate, fcntl.LOCK_UN)
+            yield
 
     def take(self) -> int:
         """Return the next number that nobody has taken."""

@@ -22,16 +22,23 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from rankzero.tracking.mlflow import Tracker
 from torture import curves, promises, room
 from torture.board import Board
 from torture.curves import Curves
 from torture.fuzzing import fuzz
-from torture.ground import CROWD, FIRST, Broken, Ground, Turn
+from torture.ground import CROWD, FIRST, Broken, Ground, NotRun, Turn
 from torture.results import Result, report, summary
 from torture.scenarios import SCENARIOS
 from torture.scenarios.training import SETTINGS, TINY
 from torture.servers import Server
+
+ALONE = ("crowd",)
+"""Scenarios that leave no processor time for another beside them: what ends in time elsewhere would not."""
+LEAST_CROWD, RUN_BYTES = 6, 900 << 20
+"""A run, with its launcher, recorder and courier, takes three quarters of a gigabyte."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +83,24 @@ def _part(words: Sequence[str], board: Path) -> subprocess.Popen[bytes]:
 def take_part(arguments: Sequence[str]) -> None:
     """Try the scenarios that nobody has taken, until there are so many faults, or the time is over."""
     options = _parse(arguments)
+    if not room.is_mine():
+        print(room.UNCHECKED, flush=True)
     with prepared(options.crowd) as field:
         board, names = Board(options.board), options.only or list(SCENARIOS)
         until = time.monotonic() + 60 * options.minutes
-        while board.injected() < options.faults and time.monotonic() < until:
+        while board.injected() < options.faults and time.monotonic() < until and not _all_omitted(board, names):
             number = board.take()
             turn = Turn(options.seed, number // len(names))
-            result = tried(field, names[number % len(names)], options.seed + number, turn)
+            scenario = names[number % len(names)]
+            with board.room(alone=scenario in ALONE):
+                result = tried(field, scenario, options.seed + number, turn)
             board.put(number, result)
             print(_line(result, board.injected()), flush=True)
+
+
+def _all_omitted(board: Board, names: Sequence[str]) -> bool:
+    """Tell whether this machine allows none of the scenarios: there will never be a fault."""
+    return set(names) == {result.scenario for result in board.results() if result.not_run}
 
 
 def tried(field: Field, scenario: str, seed: int, turn: Turn = FIRST) -> Result:
@@ -93,19 +109,24 @@ def tried(field: Field, scenario: str, seed: int, turn: Turn = FIRST) -> Result:
     folder.mkdir()
     ground = Ground(folder, seed, field.store, field.crowd, turn)
     ground.environ["TORTURE_SERVER"] = field.server
-    began, broken = time.monotonic(), None
+    began, broken, not_run = time.monotonic(), None, None
     try:
         SCENARIOS[scenario](ground, field.reference)
         promises.nothing_is_left(ground)
         promises.nobody_saw_a_traceback(ground)
     except Broken as error:
         broken = str(error)
+    except NotRun as error:
+        not_run = str(error)
     except Exception:
         broken = f"error: {traceback.format_exc()}"
     ground.clean_up()
     if broken is None:
         shutil.rmtree(folder, ignore_errors=True)
-    return Result(scenario, seed, ground.faults, time.monotonic() - began, broken)
+    unchecked = [] if room.is_mine() else [room.UNCHECKED]
+    seconds = time.monotonic() - began
+    leaving = {"idling": ground.idling, "leaving": ground.leaving}
+    return Result(scenario, seed, ground.faults, seconds, broken, not_run, unchecked, **leaving)
 
 
 @contextlib.contextmanager
@@ -128,21 +149,29 @@ def prepared(crowd: int = CROWD) -> Iterator[Field]:
 
 
 def _line(result: Result, faults: int) -> str:
-    mark = "ok" if result.broken is None else f"BROKEN {result.broken}"
+    mark = f"not run: {result.not_run}" if result.not_run else "ok"
+    mark = f"BROKEN {result.broken}" if result.broken else mark
     took = f"{result.seconds:5.0f} s  {len(result.faults):>3} faults"
     return f"{faults:>5}  {result.scenario:<20} seed {result.seed:<6} {took}  {mark}"
+
+
+def _bearable() -> int:
+    """Return how many runs at once the memory bears."""
+    return max(LEAST_CROWD, min(CROWD, psutil.virtual_memory().available // RUN_BYTES))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", type=int, default=500, help="how many to inject (default: 500, half an hour)")
+    parser.add_argument("--faults", type=int, default=500, help="how many to inject (default: 500, most of an hour)")
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="stop after so long; with --faults 1000000, for hours of it"
     )
     parser.add_argument("--parallel", type=int, default=2, help="how many scenarios side by side (%(default)s)")
     parser.add_argument("--only", nargs="*", choices=list(SCENARIOS), default=[], help="these scenarios")
-    parser.add_argument("--crowd", type=int, default=CROWD, help="how many runs at once are a crowd (%(default)s)")
+    parser.add_argument(
+        "--crowd", type=int, default=_bearable(), help=f"how many runs at once are a crowd (up to {CROWD}: %(default)s)"
+    )
     parser.add_argument("--fuzz", type=int, default=0, help="then so many cases for each fuzz test (default: none)")
     parser.add_argument("--report", help="a file for the results")
     parser.add_argument("--board", type=Path, help=argparse.SUPPRESS)

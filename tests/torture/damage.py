@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rankzero.train import checkpoint, manifest
+
 Damage = Callable[[Path, random.Random, Path], None]
 
 
@@ -71,6 +73,13 @@ def malicious(step: Path, _choose: random.Random, proof: Path) -> None:
     (step / "manifest.json").write_text(json.dumps(manifest))
 
 
+def another_models(step: Path, choose: random.Random, _: Path) -> None:
+    """A whole checkpoint, right in every checksum, of a training of another model."""
+    told, saved = manifest.read(step), checkpoint.load(step)
+    saved["model"] = {"weight": torch.zeros(choose.randrange(1, 9))}
+    checkpoint.write(step, lambda path: torch.save(saved, path), told.step, told.metrics, told.best, told.world_size)
+
+
 def a_file(step: Path, _choose: random.Random, _: Path) -> None:
     """A file where a folder should be."""
     shutil.rmtree(step)
@@ -89,6 +98,9 @@ DAMAGES: dict[str, Damage] = {
     "malicious": malicious,
     "a file": a_file,
 }
+
+REFUSED: dict[str, Damage] = {"malicious": malicious, "another model's": another_models}
+"""What checksums do not show: a resume begins with it, and says no."""
 
 
 def _file(step: Path, choose: random.Random) -> Path:

@@ -9,9 +9,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from torture.ground import wait_for
+from torture.ground import NotRun, wait_for
 
 IMAGE_BYTES = 64 << 20
+UNALLOWED = "a disk that fails needs root, loop devices and mkfs.ext4"
 
 
 class Disk:
@@ -80,17 +81,30 @@ def can_fail() -> bool:
 
 @contextlib.contextmanager
 def failing_disk(path: Path, image: Path) -> Iterator[FailingDisk]:
-    """Mount a file system that can fail over a folder, with what is in it, for the duration of the block."""
+    """Mount a file system that can fail over a folder, with what is in it, for the duration of the block.
+
+    Raises NotRun where there can be none.
+    """
+    if not can_fail():
+        raise NotRun(UNALLOWED)
     kept = path.with_name(f"{path.name}-kept")
     path.mkdir(parents=True, exist_ok=True)
     shutil.copytree(path, kept)
     disk = FailingDisk(path, image)
-    disk.mount()
+    try:
+        disk.mount()
+    except subprocess.CalledProcessError as error:  # who is root in a room of its own alone
+        raise NotRun(f"{UNALLOWED}: {_said(error.stderr)}") from None
     try:
         shutil.copytree(kept, path, dirs_exist_ok=True)
         yield disk
     finally:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def _said(errors: str) -> str:
+    """Return why a mount was refused, without the folder, which is another each time."""
+    return next(iter(errors.splitlines()), "").rpartition(": ")[2].rstrip(".")
 
 
 def _do(*words: str) -> str:
@@ -99,11 +113,17 @@ def _do(*words: str) -> str:
 
 @contextlib.contextmanager
 def small_disk(path: Path, megabytes: int = 24) -> Iterator[Disk]:
-    """Mount a small file system over a folder, with what is in it, for the duration of the block."""
+    """Mount a small file system over a folder, with what is in it, for the duration of the block.
+
+    Raises NotRun where there can be none.
+    """
     kept = path.with_name(f"{path.name}-kept")
     path.mkdir(parents=True, exist_ok=True)
     shutil.copytree(path, kept)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(path)], check=True)
+    words = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(path)]
+    mounted = subprocess.run(words, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        raise NotRun(f"no small disk can be mounted here: {_said(mounted.stderr)}")
     try:
         shutil.copytree(kept, path, dirs_exist_ok=True)
         yield Disk(path)

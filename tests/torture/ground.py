@@ -28,15 +28,22 @@ MARK = "RANKZERO_TORTURE"
 DEADLINE_SECONDS = 240.0
 """A command that takes longer has hung."""
 ORPHAN_SECONDS = 120.0
-"""What processes get to leave after their command has ended: a courier on a busy machine takes a minute to begin."""
+"""What who delivers gets to leave after its command has ended: a courier on a busy machine takes a minute to begin."""
+LEAVE_SECONDS = 30.0
+"""What everybody else gets: six were seen at a load of ten."""
+DELIVERERS = ("rankzero.tracking.recorder", "rankzero.tracking.courier")
 GRACE_SECONDS = 5.0
 """What the end of a command waits for MLflow, in all."""
-CROWD = 6
-"""How many runs a crowd is: what two cores bear."""
+CROWD = 20
+"""How many runs a crowd is."""
 
 
 class Broken(Exception):
     """A promise that did not hold; the message says which."""
+
+
+class NotRun(Exception):
+    """What this machine does not allow to be tried; the message says why."""
 
 
 @dataclasses.dataclass
@@ -109,6 +116,8 @@ class Ground:
         self.shared_memory = shared_memory()
         self.mark = secrets.token_hex(8)
         self.faults: list[str] = []
+        self.idling = self.leaving = 0.0
+        """The longest that those took to leave who had nothing to deliver, and all of them."""
         self.environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))},
             "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
@@ -168,6 +177,10 @@ class Ground:
         """Return the processes that this scenario's commands started and that still run."""
         return [process for process in psutil.process_iter() if self._is_mine(process)]
 
+    def idlers(self) -> list[psutil.Process]:
+        """Return those of them that have nothing to deliver."""
+        return [process for process in self.processes() if not _delivers(process)]
+
     def roles(self) -> dict[str, psutil.Process]:
         """Return a training's processes by what they are: launcher, server, rank 0, other rank, recorder, courier."""
         found: dict[str, psutil.Process] = {}
@@ -195,10 +208,18 @@ class Ground:
                 process.kill()
 
     def _is_mine(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+        """Tell by the mark; where a process has another environment, by the folder that it works in."""
+        with contextlib.suppress(psutil.Error):
+            marked = process.environ().get(MARK) == self.mark
+            mine = marked or Path(process.cwd()).is_relative_to(self.folder)
+            return mine and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+
+def _delivers(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any(word in DELIVERERS for word in process.cmdline())
+    return True  # gone by now
 
 
 def _role(process: psutil.Process, first_rank: int | None) -> str | None:

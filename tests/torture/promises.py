@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
+import time
+from collections.abc import Callable
 
 import psutil
 
@@ -17,17 +18,36 @@ from rankzero.tracking.mlflow import RunRecord, Tracker
 from rankzero.train import checkpoint, manifest
 from torture import curves
 from torture.curves import Curves
-from torture.ground import ORPHAN_SECONDS, Broken, Ground, wait_for
+from torture.ground import LEAVE_SECONDS, ORPHAN_SECONDS, Broken, Ground, wait_for
 from torture.room import shared_memory
 
 __all__ = ["Curves", "journaled"]
 
 
-def nobody_is_left(ground: Ground, seconds: float = ORPHAN_SECONDS) -> None:
-    """Every process of the scenario ends by itself."""
-    if not wait_for(lambda: not ground.processes(), seconds):
-        left = [f"{process.pid} {' '.join(process.cmdline())[:120]}" for process in ground.processes()]
-        raise Broken(f"orphan: {'; '.join(left)}")
+def nobody_is_left(ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS) -> None:
+    """Every process of the scenario ends by itself, and with it goes its port: soon, or once it has delivered.
+
+    `seconds`: what who delivers has for it; `leave`: what everybody else gets, launchers, ranks, trials.
+    """
+    began = time.monotonic()
+    _have_left(ground.idlers, leave)
+    ground.idling = max(ground.idling, time.monotonic() - began)
+    _have_left(ground.processes, began + seconds - time.monotonic())
+    ground.leaving = max(ground.leaving, time.monotonic() - began)
+
+
+def _have_left(found: Callable[[], list[psutil.Process]], seconds: float) -> None:
+    if not wait_for(lambda: not found(), seconds) and (left := found()):
+        raise Broken(f"orphan: {'; '.join(map(_told, left))}")
+
+
+def _told(process: psutil.Process) -> str:
+    """Return a process in words: its number, its command, the ports that it listens on."""
+    told, ports = f"{process.pid} (gone by now)", []
+    with contextlib.suppress(psutil.Error):
+        told = f"{process.pid} {' '.join(' '.join(process.cmdline()).split())[:120]}"
+        ports = [one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    return " ".join([told, *(f"which listens on port {port}" for port in sorted(set(ports)))])
 
 
 def delivered(run: RunFolder) -> RunRecord:
@@ -130,23 +150,9 @@ def nobody_saw_a_traceback(ground: Ground) -> None:
             raise Broken(f"wrong: a traceback in {output.name}: …{rest[-400:]}")
 
 
-def nothing_is_left(ground: Ground) -> None:
-    """No process of the scenario lives, none of its shared memory is left, and nobody listens on its ports."""
-    nobody_is_left(ground)
+def nothing_is_left(ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS) -> None:
+    """No process of the scenario lives, so none of its ports is open, and none of its shared memory is left."""
+    nobody_is_left(ground, seconds, leave)
     files = sorted(shared_memory() - ground.shared_memory)
     if files:
         raise Broken(f"orphan: shared memory {', '.join(files)}")
-    if not wait_for(lambda: not _listening(ground), ORPHAN_SECONDS):
-        raise Broken(f"orphan: {', '.join(_listening(ground))}")
-
-
-def _listening(ground: Ground) -> list[str]:
-    """Return who listens on a port that is still open, of those whose working directory is the scenario's."""
-    found = []
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.pid is not None:
-            with contextlib.suppress(psutil.Error):
-                where = Path(psutil.Process(connection.pid).cwd())
-                if where.is_relative_to(ground.folder):
-                    found.append(f"process {connection.pid} listens on port {connection.laddr.port}")
-    return found

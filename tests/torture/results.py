@@ -33,6 +33,14 @@ class Result:
     seconds: float
     broken: str | None
     """The promise that did not hold."""
+    not_run: str | None = None
+    """Why this machine does not allow it."""
+    unchecked: list[str] = dataclasses.field(default_factory=list)
+    """What was not looked at."""
+    idling: float = 0.0
+    """The longest that processes with nothing to deliver took to leave after their command, in seconds."""
+    leaving: float = 0.0
+    """The longest that any took."""
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -42,7 +50,26 @@ def summary(results: Sequence[Result]) -> str:
         mine = [result for result in results if result.scenario == name]
         faults, broken = sum(len(one.faults) for one in mine), sum(one.broken is not None for one in mine)
         lines.append(f"{name:<22}{len(mine):>6}{faults:>8}{broken:>8}")
-    return "\n".join([*lines, verdict(results)])
+    return "\n".join([*lines, _left(results), *omitted(results), verdict(results)])
+
+
+def _left(results: Sequence[Result]) -> str:
+    idling, leaving = (f"{seconds:.0f} s" for seconds in longest(results).values())
+    return f"after a command its processes left within {idling}, those that deliver within {leaving}"
+
+
+def omitted(results: Sequence[Result]) -> list[str]:
+    """Return what was not tried or not looked at, in a line each: no fault is claimed to have been survived there."""
+    told = [f"not run: {result.scenario}: {result.not_run}" for result in results if result.not_run]
+    told += [what for result in results for what in result.unchecked]
+    return [f"{what} ({times} of {len(results)} scenarios)" for what, times in collections.Counter(told).items()]
+
+
+def longest(results: Sequence[Result]) -> dict[str, float]:
+    """Return the longest that processes took to leave, those with nothing to deliver and all of them."""
+    took = [(result.idling, result.leaving) for result in results] or [(0.0, 0.0)]
+    idling, leaving = (round(max(seconds), 1) for seconds in zip(*took, strict=True))
+    return {"idling": idling, "leaving": leaving}
 
 
 def verdict(results: Sequence[Result]) -> str:
@@ -64,6 +91,8 @@ def report(results: Sequence[Result], seed: int, fuzzed: Fuzzed | None = None) -
         "machine": f"{platform.system()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "verdict": verdict(results),
+        "omitted": [without_folders(told) for told in omitted(results)],
+        "longest_seconds": longest(results),
         "fuzz": fuzzed and fuzzed.line,
         "faults": sum(len(result.faults) for result in results),
         "by_fault": dict(collections.Counter(fault for result in results for fault in result.faults).most_common()),

@@ -10,16 +10,18 @@ from pathlib import Path
 
 INSIDE = "RANKZERO_TORTURE_ROOM"
 SHARED_MEMORY = Path("/dev/shm")
+UNCHECKED = "without a room of its own (unshare): shared memory not checked"
 
 
 def enter(arguments: Sequence[str]) -> None:
     """Begin this program anew in a room of its own; stay where that is not allowed, or where it is in one already."""
     if is_mine():
         return
-    command = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    rights = [] if os.geteuid() == 0 else ["--map-root-user"]
+    inside = f'mount -t tmpfs none {SHARED_MEMORY} && exec "$@"'
+    command = ["unshare", "--mount", *rights, "sh", "-c", inside, "sh"]
     if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
-        inside = f'mount -t tmpfs none {SHARED_MEMORY} && exec "$@"'
-        words = ["sh", "-c", inside, "sh", sys.executable, "-m", "torture.campaign", *arguments]
+        words = [sys.executable, "-m", "torture.campaign", *arguments]
         os.execvpe(  # noqa: S606 - a list of words, no shell in between
             command[0], [*command, *words], {**os.environ, INSIDE: str(os.getpid())}
         )

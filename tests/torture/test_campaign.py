@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torture import fuzzing
+from torture import disks, fuzzing, room
 from torture.campaign import Field, prepared, tried
 from torture.results import Result, report, summary, verdict
 from torture.scenarios import processes
@@ -21,10 +21,12 @@ def field() -> Iterator[Field]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("scenario", ["killed ranks", "damaged checkpoints"])
+@pytest.mark.parametrize("scenario", ["killed ranks", "damaged checkpoints", "full disk", "jumping clock"])
 def test_promises_hold(field: Field, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "MOST_KILLS", 3)
     result = tried(field, scenario, SEED)
+    if result.not_run:
+        pytest.skip(result.not_run)
     assert result.broken is None
     assert result.faults
 
@@ -40,6 +42,19 @@ def test_what_is_broken_is_counted_by_its_kind() -> None:
     assert told.splitlines()[-1] == f"faults tried 4 over 3 kinds; survived 1; lost 1, {kinds}, other 1"
     assert verdict(results[:1]) == f"faults tried 1 over 1 kinds; survived 1; lost 0, {kinds}"
     assert report(results, 1)["by_fault"] == {"SIGINT to rank 0": 2, "SIGTERM to launcher": 1, "disk full": 1}
+
+
+def test_what_was_not_tried_or_not_looked_at_is_told(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "can_fail", lambda: False)
+    monkeypatch.delenv(room.INSIDE, raising=False)
+    result = tried(field, "failing disk", SEED)
+    assert result.not_run and not result.faults and result.broken is None
+    told = [f"not run: failing disk: {result.not_run} (1 of 2 scenarios)", f"{room.UNCHECKED} (1 of 2 scenarios)"]
+    results = [result, Result("signals", 1, ["SIGTERM"], 2.0, None, idling=1.0, leaving=3.0)]
+    assert report(results, 1)["omitted"] == told
+    assert report(results, 1)["longest_seconds"] == {"idling": 1.0, "leaving": 3.0}
+    left = "after a command its processes left within 1 s, those that deliver within 3 s"
+    assert summary(results).splitlines()[-4:-1] == [left, *told]
 
 
 def test_what_is_kept_names_no_folder_of_the_machine() -> None:

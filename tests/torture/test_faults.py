@@ -116,6 +116,28 @@ def test_parts_of_a_campaign_take_each_scenario_once(tmp_path: Path) -> None:
     assert one.injected() == 3 and [result.seed for result in other.results()] == [1, 2]
 
 
+def test_a_scenario_that_needs_the_machine_alone_waits_for_the_others_and_they_for_it(tmp_path: Path) -> None:
+    one, other, order = Board(tmp_path), Board(tmp_path), list[str]()
+
+    def enter(word: str, alone: bool) -> None:
+        with other.room(alone=alone):
+            order.append(word)
+
+    waiting = [
+        threading.Thread(target=enter, args=("alone", True)),
+        threading.Thread(target=enter, args=("late", False)),
+    ]
+    with one.room(alone=False):
+        enter("beside", False)
+        for thread in waiting:
+            thread.start()
+            time.sleep(0.2)
+        order.append("first")
+    for thread in waiting:
+        thread.join(10)
+    assert order == ["beside", "first", "alone", "late"]
+
+
 def test_a_report_says_what_was_tried() -> None:
     told = results.report([], 1)
     assert str(told["date"]) <= time.strftime("%Y-%m-%d") and {"commit", "dirty", "fuzz"} <= set(told)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
 import shutil
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +23,11 @@ from rankzero.tracking import sync
 from rankzero.tracking.delivery import Point
 from rankzero.tracking.folder import RunFolder
 from rankzero.train import checkpoint
-from torture import curves, promises
-from torture.ground import Ground
+from torture import curves, promises, room
+from torture.ground import DELIVERERS, Ground
 from torture.planted import REFERENCE, STEPS, refused, run_of
 from torture.scenarios import signals, training
+from torture.servers import free_port
 from tracking.runs import append, ended, evaluated, make_folder, started, steps
 
 
@@ -149,6 +156,63 @@ def test_a_training_that_was_begun_again_or_stopped_elsewhere_is_found(place: Gr
 
 def _stopped(place: Ground) -> None:
     signals._stopped_where_it_was(place, REFERENCE)
+
+
+@contextlib.contextmanager
+def _left_over(place: Ground, code: str = "", words: Sequence[str] = (), marked: bool = True) -> Iterator[int]:
+    """A process in the scenario's folder that does not leave; it is there once it has said so."""
+    environ = place.environ if marked else {"PATH": os.environ["PATH"]}
+    stays = f"{code}\nprint('here', flush=True)\nimport time; time.sleep(600)"
+    command = [sys.executable, "-c", stays, *words]
+    with subprocess.Popen(command, cwd=place.folder, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "here\n"
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_process_that_is_left_is_found_and_one_that_is_gone_is_not(place: Ground, marked: bool) -> None:
+    promises.nothing_is_left(place, 0.2, 0.2)
+    with _left_over(place, marked=marked) as pid:
+        refused(f"orphan: {pid} ", promises.nobody_is_left, place, 0.2, 0.2)
+        refused(f"orphan: {pid} ", promises.nothing_is_left, place, 0.2, 0.2)
+    promises.nothing_is_left(place, 0.2, 0.2)
+    assert 0.0 < place.leaving < 10.0
+
+
+def test_who_delivers_gets_longer_than_who_has_nothing_to_do(place: Ground) -> None:
+    with _left_over(place, words=DELIVERERS[:1]) as pid:
+        refused(f"orphan: {pid} ", promises.nobody_is_left, place, 0.3, 0.1)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+        promises.nobody_is_left(place, 60.0, 0.1)
+    with _left_over(place) as pid:
+        refused(f"orphan: {pid} ", promises.nobody_is_left, place, 60.0, 0.1)
+
+
+def test_a_port_that_somebody_listens_on_is_found(place: Ground) -> None:
+    port = free_port()
+    listens = f"import socket; held = socket.create_server(('127.0.0.1', {port}))"
+    with _left_over(place, listens, marked=False):
+        refused(f"orphan: .* listens on port {port}$", promises.nothing_is_left, place, 0.2, 0.2)
+    promises.nothing_is_left(place, 0.2, 0.2)
+
+
+def test_shared_memory_that_is_left_is_found_and_what_was_there_before_is_not(
+    tmp_path: Path, empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    (memory / "before").touch()
+    monkeypatch.setattr(room, "SHARED_MEMORY", memory)
+    monkeypatch.setenv(room.INSIDE, str(os.getpid()))
+    place = Ground(tmp_path / "ground", 1, empty)
+    promises.nothing_is_left(place)
+    (memory / "torch_1_2").touch()
+    refused("orphan: shared memory torch_1_2$", promises.nothing_is_left, place)
+    monkeypatch.delenv(room.INSIDE)
+    promises.nothing_is_left(place)  # whose it is cannot be known without a room of its own
 
 
 def test_a_traceback_that_a_user_would_see_is_found(place: Ground) -> None:

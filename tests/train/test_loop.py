@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rankzero.train import checkpoint, manifest, restore
 from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length, state_dict
 from rankzero.train.stop import TIME_LIMIT, Stop
 from rankzero.train.world import World
+from torture.damage import malicious
 from train.conftest import Trainer, tiny, weights
 
 
@@ -177,8 +179,18 @@ def test_another_batch_size_cannot_resume(train: Trainer) -> None:
 
 def test_another_model_cannot_resume(train: Trainer) -> None:
     train(tiny(train__steps=5))
-    with pytest.raises(UserError, match="does not fit"):
+    with pytest.raises(UserError, match=r"^step_00000005: .* does not fit"):
         train(tiny(train__steps=9, width=8))
+
+
+def test_a_checkpoint_whose_checksums_hold_and_that_would_run_code_is_refused_by_name(
+    train: Trainer, tmp_path: Path
+) -> None:
+    train(tiny(train__steps=5))
+    malicious(tmp_path / "checkpoints/step_00000005", random.Random(1), tmp_path / "executed")
+    with pytest.raises(UserError, match=r"step_00000005 holds more than tensors .* refused; .* delete this one"):
+        train(tiny(train__steps=9))
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize(("dropped", "says"), [("randoms", "holds no randoms"), ("optimizer", "does not fit")])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rankzero.errors import UserError
 from rankzero.train import checkpoint, manifest, optimizers, randomness, strategies
 from rankzero.train.job import Job, State
 
+ELSE = "to go on from the checkpoint before, delete this one"
 NEEDED = ("batch_size", "samples", "scaler", "step", "best", "randoms")
 """What a checkpoint must hold besides the strategy's own: model and optimizer."""
 
@@ -26,9 +29,10 @@ def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], No
     path, problems = checkpoint.newest_intact(checkpoints)
     for problem in problems:
         notice(f"skipped a checkpoint: {problem}")
-    saved = _agreed(path, job)
-    if saved is not None:
-        apply(saved, job, state)
+    name = job.world.broadcast((path.name if path else "").encode()).decode()
+    if name:
+        with _named(name):
+            apply(_read(path, name, job), job, state)
     elif required:
         raise UserError("there is no intact checkpoint where rank 0 runs: resume on the machine that has the run")
 
@@ -64,11 +68,21 @@ def apply(saved: dict[str, Any], job: Job, state: State) -> None:
         randomness.seed_all(job.plan.seed, 1 + job.strategy.shard.rank, state.step)
 
 
-def _agreed(path: Path | None, job: Job) -> dict[str, Any] | None:
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Have what is wrong with a checkpoint told in words that name it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+    except manifest.BrokenCheckpoint as error:
+        raise UserError(f"{error}; {ELSE}") from error
+    except pickle.UnpicklingError as error:  # nothing of it was run
+        raise UserError(f"{name} holds more than tensors and plain values, and is refused; {ELSE}") from error
+
+
+def _read(path: Path | None, name: str, job: Job) -> dict[str, Any]:
     world = job.world
-    name = world.broadcast((path.name if path else "").encode()).decode()
-    if not name:
-        return None
     if world.all(path is not None and path.name == name):
         assert path is not None
         return checkpoint.load(path)

@@ -6,10 +6,12 @@ import contextlib
 import itertools
 import shutil
 import time
+from pathlib import Path
 
+from rankzero.tracking.folder import RunFolder
 from rankzero.train import checkpoint, manifest
 from torture import promises
-from torture.damage import DAMAGES
+from torture.damage import DAMAGES, REFUSED
 from torture.disks import Disk, small_disk
 from torture.ground import Broken, Ground, wait_for
 from torture.promises import Curves
@@ -32,13 +34,13 @@ MOST_FULL = 8
 
 
 def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
-    """Checkpoints truncated, with flipped bits, foreign, malicious: never executed, the one before is used."""
+    """Checkpoints truncated, with flipped bits, foreign, malicious: never executed, the one before is used or none."""
     ground.run("train", TINY, *SETTINGS, "train.keep=3")
     run = the_run(ground)
     whole = ground.folder / "whole"
     shutil.copytree(run.checkpoints, whole)
     for damage in itertools.islice(itertools.cycle(DAMAGES), DAMAGES_EACH):
-        newest = sorted(run.checkpoints.glob("step_*"))[-1]
+        newest = _newest(run)
         ground.hurt(f"checkpoint {damage}")
         proof = ground.folder / "executed"
         DAMAGES[damage](newest, ground.random, proof)
@@ -54,11 +56,37 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
         saved = checkpoint.load(path)
         if saved["step"] != checkpoint.load(whole / path.name)["step"]:
             raise Broken(f"corrupt: after {damage}, {path.name} is another")
-        shutil.rmtree(run.checkpoints)
-        shutil.copytree(whole, run.checkpoints)
+        _put_back(run, whole)
+    for damage in REFUSED:
+        _is_refused(ground, run, damage)
+        _put_back(run, whole)
+    newest = _newest(run)
     DAMAGES[ground.next_of(("truncated", "bit-flipped", "emptied", "zeroed"))](newest, ground.random, proof)
     ground.run("resume", "run", f"train.steps={STEPS}")
-    promises.nothing_is_lost(run, reference, steps=STEPS)
+    finished(ground, reference)
+
+
+def _newest(run: RunFolder) -> Path:
+    return sorted(run.checkpoints.glob("step_*"))[-1]
+
+
+def _put_back(run: RunFolder, whole: Path) -> None:
+    shutil.rmtree(run.checkpoints)
+    shutil.copytree(whole, run.checkpoints)
+
+
+def _is_refused(ground: Ground, run: RunFolder, damage: str) -> None:
+    """A real resume ends with exit code 1 and words that name the checkpoint; nothing of that is executed."""
+    newest, proof = _newest(run), ground.folder / "executed"
+    REFUSED[damage](newest, ground.random, proof)
+    ground.hurt(f"resume from a checkpoint that is {damage}")
+    command = ground.run("resume", "run", f"train.steps={STEPS}", code=1)
+    if proof.exists():
+        raise Broken(f"executed: a resume from a checkpoint that is {damage} ran its code")
+    if newest.name not in command.output.read_text():
+        raise Broken(f"wrong: a resume that is refused, {damage}, does not name {newest.name}: {command.tail()}")
+    promises.nobody_is_left(ground)
+    promises.status_is(run, "FAILED")
 
 
 def checkpoint_disk(ground: Ground, reference: Curves) -> None:

@@ -24,7 +24,8 @@ def crowd(ground: Ground, _: Curves) -> None:
     for command in asked:
         ends(command, 0)
     _one_has_the_name(named)
-    promises.nobody_is_left(ground, SECONDS_EACH * ground.crowd)
+    seconds = SECONDS_EACH * ground.crowd
+    promises.nobody_is_left(ground, seconds, seconds)
     promises.no_run_is_running(ground)
     _all_are_whole(ground, 1 + len(asked))
     _none_was_refused([*asked, *named], killed)
@@ -57,7 +58,7 @@ def _all_are_whole(ground: Ground, wanted: int) -> None:
         promises.status_is(run, "FINISHED")
         promises.checkpoints_are_intact(run)
     found = Tracker(ground.store).list_runs()
-    if len({one.run_id for one in found}) != wanted:
+    if len({one.run_id for one in found}) != wanted or len({one.name for one in found}) != wanted:
         raise Broken(f"lost: {wanted} runs were begun, MLflow has {len(found)}")
 
 

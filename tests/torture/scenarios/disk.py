@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from torture import promises
-from torture.disks import can_fail, small_disk
 from torture.disks import failing_disk as failing
+from torture.disks import small_disk
 from torture.ground import Ground
 from torture.promises import Curves
 from torture.scenarios.training import CLOCK, LATER, SLOW, at_a_random_moment, goes_on, kill, the_run, unbegun
@@ -38,8 +38,6 @@ def full_disk(ground: Ground, reference: Curves) -> None:
 
 def failing_disk(ground: Ground, reference: Curves) -> None:
     """The kernel makes the disk read-only amid the training, for good: what was journaled and saved by then stays."""
-    if not can_fail():
-        return  # no fault, none counted
     with failing(ground.runs_folder.parent, ground.folder / "disk.img") as disk:
         command = ground.start("train", CLOCK, *SLOW)
         moment = at_a_random_moment(ground, command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 from torture import promises
@@ -56,7 +57,8 @@ def jumping_clock(ground: Ground, reference: Curves) -> None:
     marks = ground.folder / "jumped"
     marks.mkdir()
     ground.environ |= {
-        "PYTHONPATH": str(SITE), "TORTURE_JUMPED": str(marks),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(SITE), ground.environ.get("PYTHONPATH")))),
+        "TORTURE_JUMPED": str(marks),
         "TORTURE_JUMPS": " ".join(f"{who}:{ground.random.uniform(0.5, 8.0)}:{_hours(ground)}" for who in WATCHERS * 2),
     }  # fmt: skip
     ground.run("train", CLOCK, *SETTINGS, "step_seconds=0.05")
