@@ -62,7 +62,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	MYPYPATH=platform:tests:benchmarks:experiments $(BIN)/mypy benchmarks/*.py
+	MYPYPATH=platform:tests:benchmarks:experiments $(BIN)/mypy --explicit-package-bases benchmarks/*.py tests/torture/*.py tests/torture/scenarios/*.py
 	$(BIN)/lint-imports
 
 # Known vulnerabilities of what the lock names; asks the advisory database, so it needs the network and is not part of CI.

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,7 +83,7 @@ def verdict(results: Sequence[Result]) -> str:
     return f"faults tried {len(faults)} over {len(set(faults))} kinds; survived {survived}; {told}{other}"
 
 
-def report(results: Sequence[Result], seed: int, fuzzed: Fuzzed | None = None) -> dict[str, object]:
+def report(results: Sequence[Result], seed: int, fuzzed: Fuzzed | None = None) -> dict[str, Any]:
     """Return what is kept of a campaign."""
     return {
         "seed": seed,

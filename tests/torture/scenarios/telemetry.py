@@ -29,12 +29,12 @@ Driver = Callable[[Ground], dict[str, str]]
 def gpu_telemetry(ground: Ground, reference: Curves) -> None:
     """NVML is absent, fails, loses a device, is divided (MIG): training goes on, and what went wrong is told once."""
     kind = ground.next_of(tuple(DRIVERS))
-    driver, *told = DRIVERS[kind]
+    driver, told, times = DRIVERS[kind]
     ground.hurt(f"GPU telemetry: {kind}")
     ground.environ |= {"TORTURE_GPUS": f"{uuid(0)} {uuid(1)}", **driver(ground)}
     ends(ground.start("train", CLOCK, *SETTINGS, "step_seconds=0.03"), 0)
     finished_by_itself(ground, reference)
-    _is_told(the_run(ground), *told, kind)
+    _is_told(the_run(ground), told, times, kind)
 
 
 def _is_told(run: RunFolder, wanted: str, times: int, kind: str) -> None:
