@@ -93,6 +93,8 @@ def test_what_a_command_did_not_wait_for_is_brought_by_sync(rankzero: Command) -
     assert "the best model" in output and "rankzero sync hasty" in output, output
     folder = RunFolder(rankzero.folder / "mlruns/runs/hasty")
     assert not (folder.path / export.MARK).exists()
-    code, output = rankzero("sync", "hasty")
-    assert code == 0 and "complete" in output, output
-    assert (folder.path / export.MARK).exists(), output
+    assert folder.late_model.exists(), "sync is to know"
+    code, output = rankzero("sync")
+    assert code == 0 and "hasty: complete" in output, output
+    assert (folder.path / export.MARK).exists() and not folder.late_model.exists(), output
+    assert "nothing waits" in rankzero("sync")[1]

@@ -137,6 +137,18 @@ def test_one_that_has_begun_may_end_by_itself_when_a_newer_attempt_begins(
     assert courier.tend() and started.processes[0].poll() is None
 
 
+def test_one_whose_right_is_held_for_long_is_waited_for_from_the_end_on(
+    started: Couriers, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.5")
+    with incumbent.lock(folder, 0):
+        waiting = Courier(Attempt(folder, 0, incumbent.claim(folder, 0).token))
+        time.sleep(0.6)  # a training that is longer than the grace
+        waiting.finish()
+        assert waiting.tend()
+    assert waiting.tend() and len(started.processes) == 1
+
+
 def test_none_is_started_for_an_attempt_that_waited_for_the_right_until_it_was_over(
     started: Couriers, folder: RunFolder
 ) -> None:

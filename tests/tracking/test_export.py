@@ -83,5 +83,6 @@ def test_what_a_cut_upload_has_left_is_no_best_model(sqlite: str, tmp_path: Path
         run.experiment_id, name="best_model", source_run_id=run.run_id, tags=tags, model_type="pytorch"
     )
     assert tracker.models.best_model(run) is None
-    whole = export.log_model(tracker, run, nn.Linear(3, 3), torch.randn(2, 3), step=9, tags=tags)
+    whole = export.log_model(tracker, run, nn.Linear(3, 3), torch.randn(2, 3), step=9, name="best_model", tags=tags)
     assert tracker.models.best_model(run) == whole
+    assert [model.model_id for model in tracker.models._models(run, "pytorch")] == [whole], "what was left is gone"

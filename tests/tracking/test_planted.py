@@ -22,7 +22,7 @@ from rankzero.cli import runs as runs_command
 from rankzero.cli import sync as sync_command
 from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved
-from rankzero.tracking import catalog, fetch, incumbent, names, provenance, stale, sync
+from rankzero.tracking import catalog, fetch, incumbent, links, names, provenance, stale, sync
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.folder import Identity, RunFolder, new_name, write_atomically
 from rankzero.tracking.journal import Journal
@@ -255,7 +255,9 @@ def test_nothing_is_written_through_a_link_in_a_run(
     folder, target = planted_link(tmp_path, name)
     runs = folder.path.parent
     arguments = argparse.Namespace(dir=runs.parent, run=None, filters=[], all=True, json=False, sort=None, limit=None)
-    assert sync_command.run(arguments) == 0 and f"passed over: {folder.path}" in capsys.readouterr().out
+    assert sync_command.run(arguments) == 1
+    output = capsys.readouterr().out
+    assert f"passed over: {folder.path}" in output and "nothing else waits" in output
     assert runs_command.run(arguments) == 0 and name in capsys.readouterr().err
     for refused in (
         lambda: catalog.require(runs, folder.path.name),
@@ -281,6 +283,30 @@ def test_a_pipe_in_a_run_hangs_nobody(tmp_path: Path) -> None:
     os.mkfifo(folder.events)
     told: list[str] = []
     assert catalog.listed(folder.path.parent, told.append) == [] and "events.jsonl" in told[0]
+
+
+def test_what_users_put_beside_our_files_is_theirs(tmp_path: Path) -> None:
+    """A link to the best checkpoint, a socket of a tool: nothing of it leads out, and nothing of it is read."""
+    folder = make_folder(tmp_path)
+    saved(folder, 4)
+    (folder.path / "best").symlink_to("checkpoints/step_4")
+    os.mkfifo(folder.path / "control")
+    assert catalog.require(folder.path.parent, folder.path.name) == folder
+    assert [one.name for one in catalog.listed(folder.path.parent)] == [folder.path.name]
+
+
+def test_a_run_is_not_ended_by_a_link_that_is_made_while_it_trains(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    (folder.path / "data").symlink_to("/")
+    assert folder.identity.name == folder.path.name, "who has opened it may finish it"
+
+
+def test_a_file_that_goes_while_the_folder_is_looked_at_is_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path)
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter([path / "run.json", path / ".delivery.json.123"]))
+    links.refuse(folder.path)
 
 
 def test_a_run_whose_folder_is_a_link_is_the_users_own_arrangement(tmp_path: Path) -> None:

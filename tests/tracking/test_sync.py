@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import threading
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from rankzero.cli import sync as sync_command
 from rankzero.events import encode
 from rankzero.tracking import catalog, incumbent, sync
 from rankzero.tracking import progress as state
@@ -148,6 +151,17 @@ def test_a_recorder_that_lives_says_the_end_itself(tmp_path: Path) -> None:
         end = catalog.last_end(folder)
         assert end is not None and end.reason == "what the recorder knows" and sync.status(folder).done
     assert folder.events.read_text().count("RunEnded") == 1
+
+
+def test_a_run_whose_end_is_still_to_be_written_is_not_called_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+    append(folder, started())
+    monkeypatch.setattr(sync, "deliver", functools.partial(sync.deliver, patience=0.3))
+    with recorder_of_a_dead_rank_0(folder):
+        assert sync_command.run(argparse.Namespace(dir=tmp_path, run=folder.path.name)) == 1
+    assert "is to write its end" in capsys.readouterr().out
 
 
 def test_a_recorder_that_goes_without_a_word_keeps_no_run_open(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_is_left(
         f"the best model was not logged to MLflow: it took too long; rankzero sync {folder.path.name} does it"
     ]
     assert not multiprocessing.active_children(), "its process lives on"
+    assert folder.late_model.exists(), "sync is to know"
 
 
 def test_who_is_told_to_stop_does_not_wait_for_the_best_model(folder: RunFolder, silent: Silent) -> None:

@@ -61,6 +61,14 @@ def test_on_one_machine_no_other_can_reach_what_the_processes_meet_by(tmp_path: 
     assert set(addresses) <= {"127.0.0.1", "::1"}
 
 
+def test_gloo_talks_on_the_loopback_unless_somebody_has_chosen() -> None:
+    environ: dict[str, str] = {}
+    stores.keep_gloo_on_loopback(environ)
+    assert environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    stores.keep_gloo_on_loopback(chosen := {"GLOO_SOCKET_IFNAME": "eth0"})
+    assert chosen == {"GLOO_SOCKET_IFNAME": "eth0"}
+
+
 @pytest.mark.parametrize(
     ("environ", "ranks"),
     [

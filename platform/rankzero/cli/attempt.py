@@ -187,7 +187,9 @@ def _finish_tracking(attempt: Attempt, console: Console, hurried: Callable[[], b
     also = ["the best model"] if logs_model else []
     for line in unfinished.lines(delivery, attempt.folder.path.name, why, also):
         console.notice(line)
-    if delivery.done and logs_model:
+    if logs_model and not delivery.done:
+        export.note(attempt.folder, late=True)
+    elif logs_model:
         with console.status("logging the best model to MLflow"):
             export.in_new_process(attempt.folder, console.notice, hurried, until - time.monotonic())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rankzero.exit_codes import FAILED, FINISHED
-from rankzero.tracking import catalog, progress, sync
+from rankzero.tracking import catalog, incumbent, progress, sync
 from rankzero.tracking.folder import FolderGone, RunFolder
 from rankzero.tracking.names import BrokenRun
 from rankzero.tracking.summary import Summary
@@ -16,21 +16,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    runs = arguments.dir / "runs"
+    runs, broken = arguments.dir / "runs", list[str]()
     if arguments.run:
         waiting = [catalog.require(runs, arguments.run)]
     else:
-        waiting = [
-            one.folder for one in catalog.listed(runs, told=lambda text: print(f"passed over: {text}")) if _waits(one)
-        ]
+        waiting = [one.folder for one in catalog.listed(runs, broken.append) if _waits(one)]
+    for text in broken:
+        print(f"passed over: {text}")
     if not waiting:
-        print("nothing waits: everything is in MLflow")
-    return max([_deliver(folder) for folder in waiting], default=FINISHED)
+        print(f"nothing {'else ' if broken else ''}waits: everything is in MLflow")
+    return max([_deliver(folder) for folder in waiting], default=FAILED if broken else FINISHED)
 
 
 def _waits(one: Summary) -> bool:
-    """Tell whether something of a run is not in MLflow: events, its end, pictures, which its courier may be at."""
-    return one.undelivered or one.status == "DIED" or progress.glance(progress.path_of(one.folder, 0)).undrawn
+    """Tell whether something of a run is not in MLflow: events, its end, its model, pictures; perhaps on their way."""
+    late = one.undelivered or one.status == "DIED" or one.folder.late_model.exists()
+    return late or progress.glance(progress.path_of(one.folder, 0)).undrawn
 
 
 def _deliver(folder: RunFolder) -> int:
@@ -47,6 +48,9 @@ def _deliver(folder: RunFolder) -> int:
             f"{name}: {result.delivered:,} values delivered, the rest not: {result.error or 'no answer'}; "
             f"try again later: rankzero sync {name}"
         )
+        return FAILED
+    if catalog.last_end(folder) is None and not incumbent.writer_lives(folder):
+        print(f"{name}: its recorder lives, and is to write its end: try again later: rankzero sync {name}")
         return FAILED
     lacks = f", but for its figures: rankzero sync {name}" if result.undrawn else ""
     print(f"{name}: complete, {result.delivered:,} values in MLflow{lacks}")

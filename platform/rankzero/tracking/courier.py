@@ -116,7 +116,7 @@ class Courier:
         if self._right is None:
             self._right = incumbent.acquire(folder, node)
         if self._right is None:
-            return time.monotonic() - self._started < grace_seconds()
+            return time.monotonic() - (self._finished or self._started) < grace_seconds()
         self._listen()
         self._started = time.monotonic()
         command = [

@@ -48,11 +48,7 @@ class Identity:
 
 
 def read_identity(path: Path) -> Identity:
-    """Read a ``run.json``. Raises BrokenRun: a name in it becomes a folder's, so it is not believed unseen.
-
-    Nor is the folder that it lies in, see `links`.
-    """
-    links.refuse(path.parent)
+    """Read a ``run.json``. Raises BrokenRun: a name in it becomes a folder's, so it is not believed unseen."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         identity = Identity(**fields)
@@ -141,6 +137,11 @@ class RunFolder:
     def artifacts(self) -> Path:
         """Files that the recorder uploads to the run as they are (the dirty diff, logs)."""
         return self.path / "artifacts"
+
+    @property
+    def late_model(self) -> Path:
+        """Says that the best model was not logged for want of time."""
+        return self.path / "best_model.late"
 
     @property
     def description(self) -> Path:

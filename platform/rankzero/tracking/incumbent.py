@@ -125,17 +125,14 @@ def is_recording(folder: RunFolder, node: int = 0) -> bool:
 def stand_by(folder: RunFolder, node: int, token: str) -> int | None:
     """Let others see that the recorder of this claim lives, right or no right; return what says so, as of `acquire`.
 
-    None where the claim is not the latest any more, or where nothing can be said.
+    None where the claim is not the latest any more, and where somebody looks at that moment: then try again.
     """
     try:
         descriptor = os.open(_claim_path(folder, node), os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return None
-    deadline = time.monotonic() + TURN_SECONDS
-    while not _try_lock(descriptor) and time.monotonic() < deadline:
-        time.sleep(0.002)  # who looks whether it is held holds it, too, for a moment
     found = latest(folder, node)
-    if found is not None and found.token == token:
+    if _try_lock(descriptor) and found is not None and found.token == token:
         return descriptor
     os.close(descriptor)
     return None

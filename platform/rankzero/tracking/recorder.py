@@ -80,11 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(number, signal.SIG_IGN)  # meant for the training, whose end is what we are here for
     log_without_secrets()
     folder = RunFolder(options.folder)
-    incumbent.stand_by(folder, options.node, options.token)
     attempt = Attempt(folder, options.node, options.token)
     sampling = Sampling(folder, options.gpus, options.node, options.nodes, options.job)
     courier = None if _delivered_by_parent(folder) else Courier(attempt)
+    standing = None
     while attempt.is_latest and not attempt.over:
+        if standing is None:
+            standing = incumbent.stand_by(folder, options.node, options.token)
         if courier is not None:
             courier.tend()
         attempt.wait(TICK_SECONDS)

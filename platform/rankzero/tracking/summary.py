@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, get_args
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
 from rankzero.experiment import Goal
-from rankzero.tracking import incumbent
+from rankzero.tracking import incumbent, links
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.delivery import WHOLE_RUN
 from rankzero.tracking.facts import SPEED, numbers
@@ -90,6 +90,7 @@ def are_sound(fields: Mapping[str, Any]) -> bool:
 
 def read_summary(folder: RunFolder) -> Summary:
     """Return the run in short. Raises BrokenRun where the folder holds no run."""
+    links.refuse(folder.path)
     identity = folder.identity
     started, events = _ends(folder.events)
     ended = last_end(events)

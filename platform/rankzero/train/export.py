@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import multiprocessing
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +24,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import sync
 from rankzero.tracking.folder import RunFolder, write_atomically
-from rankzero.tracking.secrecy import text_without_secrets
+from rankzero.tracking.secrecy import line_without_secrets, text_without_secrets
 from rankzero.train import checkpoint, manifest, relay
 from rankzero.train.feed import Feed
 
@@ -48,6 +52,7 @@ def in_new_process(
     while (unfinished := process.is_alive()) and not hurried() and time.monotonic() < until:
         process.join(LOOK_SECONDS)
     _end(process)
+    note(folder, late=unfinished)
     if unfinished:  # and may have left half a word: nothing is read of it
         why = "the command was told to stop" if hurried() else "it took too long"
         notice(f"the best model was not logged to MLflow: {why}; rankzero sync {folder.path.name} does it")
@@ -57,12 +62,21 @@ def in_new_process(
         notice(f"the best model was not logged to MLflow: its process ended with {process.exitcode}")
 
 
+def note(folder: RunFolder, *, late: bool) -> None:
+    """Leave word for `rankzero sync` that the best model is to be logged still, or take it away."""
+    with contextlib.suppress(OSError):  # a disk that is full or read-only: then sync is to be told the run's name
+        if late:
+            folder.late_model.touch()
+        else:
+            folder.late_model.unlink(missing_ok=True)
+
+
 def _end(process: BaseProcess) -> None:
     """End a process, also one whose user's code does not hear SIGTERM."""
     process.terminate()
     process.join(LEAVE_SECONDS)
     process.kill()
-    process.join()
+    process.join(LEAVE_SECONDS)  # no longer: one that waits for a dead disk does not even hear SIGKILL
 
 
 def best(folder: RunFolder) -> None:
@@ -179,8 +193,14 @@ def _kinds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 def _child(folder: str, problems: Any) -> None:
     relay.release()
+    signal.signal(signal.SIGTERM, _leave)
     try:
         best(RunFolder(Path(folder)))
     except Exception as error:
         (Path(folder) / "export.log").write_text(text_without_secrets(traceback.format_exc()))
-        problems.put(text_without_secrets(f"{type(error).__name__}: {error}"))
+        problems.put(line_without_secrets(f"{type(error).__name__}: {error}"))  # what a pipe holds, whoever reads it
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    """End as an exception does: what was written to a temporary folder goes."""
+    sys.exit(1)

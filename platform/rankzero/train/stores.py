@@ -9,12 +9,13 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from rankzero.tracking.ranks import Ranks
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACES = ("lo", "lo0")
 LOCAL_NAMES = ("localhost", LOOPBACK, "::1")
 
 
@@ -33,7 +34,7 @@ def on_loopback(ranks: Ranks, timeout: datetime.timedelta, environ: Mapping[str,
     None where the launcher's environment names another machine, or serves a store itself (torchrun, of itself).
     Waits for all ranks. Raises OSError where the port was taken meanwhile.
     """
-    if not _is_ours_to_serve(ranks, environ):
+    if not is_one_machine(ranks, environ):
         return None
     port = int(environ["MASTER_PORT"])
     listening = _listening(port, ranks.world_size).detach() if ranks.first else None
@@ -42,7 +43,15 @@ def on_loopback(ranks: Ranks, timeout: datetime.timedelta, environ: Mapping[str,
     )
 
 
-def _is_ours_to_serve(ranks: Ranks, environ: Mapping[str, str]) -> bool:
+def keep_gloo_on_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo's ranks talk where only this machine hears it, unless somebody has chosen: else by the host's name."""
+    found = [name for _, name in socket.if_nameindex() if name in LOOPBACK_INTERFACES]
+    if found:
+        environ.setdefault("GLOO_SOCKET_IFNAME", found[0])
+
+
+def is_one_machine(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether all ranks are on this machine, and are to find each other by a store that rank 0 serves."""
     return (
         ranks.node_count == 1
         and environ.get("MASTER_ADDR") in LOCAL_NAMES

@@ -132,6 +132,8 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
         yield world
         return
     on_gpu = device.type == "cuda"
+    if stores.is_one_machine(ranks):
+        stores.keep_gloo_on_loopback()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=stores.on_loopback(ranks, SETUP_WAIT),

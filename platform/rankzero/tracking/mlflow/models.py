@@ -71,7 +71,13 @@ class Models:
         return destination
 
     def log_model(self, run: OpenRun, folder: Path, name: str, step: int, tags: Mapping[str, str]) -> str:
-        """Upload a model saved with `save_pytorch` for ``mlflow.pytorch.load_model("models:/<id>")``; return its id."""
+        """Upload a model saved with `save_pytorch` for ``mlflow.pytorch.load_model("models:/<id>")``; return its id.
+
+        What an upload of this name that was cut short has left is deleted.
+        """
+        for left in self._models(run, "pytorch"):
+            if left.name == name and left.status != "READY":
+                self.delete_checkpoint(left.model_id)
         model = self._client.create_logged_model(
             run.experiment_id, name=name, source_run_id=run.run_id, tags=dict(tags), model_type="pytorch"
         )
