@@ -17,7 +17,7 @@ from torture.disks import Disk, small_disk
 from torture.ground import GRACE_SECONDS, ORPHAN_SECONDS, Broken, Command, Ground, wait_for
 from torture.promises import Curves
 from torture.proxy import EVERYTHING, MODES, UPLOADS, Proxy
-from torture.scenarios.training import CLOCK, SETTINGS, SLOW, TINY, at_a_random_moment, ends, finished, the_run
+from torture.scenarios.training import CLOCK, SETTINGS, SLOW, TINY, at_a_random_moment, ends, finished, named, the_run
 from torture.servers import Server
 
 SLACK_SECONDS = 15.0
@@ -40,7 +40,7 @@ def bad_server(ground: Ground, reference: Curves) -> None:
         blows = ground.turn.of(BLOWS, BLOWS_EACH)
         if ground.random.random() < 0.3:  # from the very start
             proxy.misbehave(*next(blows))
-        command = ground.start("train", TINY, *_named(ground), UNHURRIED, "--tracking-uri", proxy.uri)
+        command = ground.start("train", TINY, *named(ground), UNHURRIED, "--tracking-uri", proxy.uri)
         while command.busy():
             _until_met(ground, command, proxy)
             time.sleep(ground.random.uniform(0.5, 2.0))
@@ -86,7 +86,7 @@ def server_away(ground: Ground, reference: Curves) -> None:
     with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
         mode = ground.next_of(AWAY)
         proxy.misbehave(mode)
-        command = ground.start("train", TINY, *_named(ground), "step_seconds=0.06", "--tracking-uri", proxy.uri)
+        command = ground.start("train", TINY, *named(ground), "step_seconds=0.06", "--tracking-uri", proxy.uri)
         ends(command, 0)
         _ends_within_the_grace(ground, command)
         promises.nobody_is_left(ground, SLOW_SECONDS if mode == "slow" else ORPHAN_SECONDS)
@@ -147,11 +147,6 @@ def _ends_within_the_grace(ground: Ground, command: Command) -> None:
     ended = [event.time for event in read_all(the_run(ground).events) if isinstance(event, RunEnded)]
     if at - ended[-1] > allowed:
         raise Broken(f"hang: the command ended {at - ended[-1]:.0f} s after its training, wanted {allowed:.0f} s")
-
-
-def _named(ground: Ground) -> tuple[object, ...]:
-    """Return the settings of a run on the campaign's server, where others are."""
-    return ("--run-name", f"run-{ground.mark}", *SETTINGS[2:])
 
 
 def _until_met(ground: Ground, command: Command, proxy: Proxy) -> None:

@@ -17,6 +17,7 @@ from rankzero.tracking.journal import read_all
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
 from torture.promises import Curves
+from torture.proxy import Proxy
 from torture.scenarios.training import (
     SETTINGS,
     STEPS,
@@ -25,6 +26,7 @@ from torture.scenarios.training import (
     finished,
     finished_by_itself,
     goes_on,
+    named,
     stands,
     the_run,
 )
@@ -118,15 +120,24 @@ def early_signals(ground: Ground, reference: Curves) -> None:
 
 
 def late_signals(ground: Ground, reference: Curves) -> None:
-    """A signal once the ranks are gone, while the command waits for the delivery: it has finished, and says so."""
+    """A signal once the ranks are gone, while the command waits for the delivery: it has finished, and says so.
+
+    A server that is slow from the last steps on has it wait for long enough to be told something.
+    """
     blow = ground.next_of(EDGES)
-    command = ground.start(*TRAIN)
-    wait_for(lambda: not command.running or (_has_ended(ground) and "rank 0" not in ground.roles()))
-    time.sleep(ground.random.uniform(0.6, 1.5))  # the agent looks for them every half second
-    if command.running:
-        _strike(ground, blow, "after the training")
-    _ends_soon(command, FINISHED)
-    finished(ground, reference)
+    with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
+        command = ground.start("train", TINY, *named(ground), "step_seconds=0.03", "--tracking-uri", proxy.uri)
+        wait_for(lambda: not command.running or _steps(ground) > STEPS - FURTHEST)
+        proxy.misbehave("slow")
+        wait_for(lambda: not command.running or (_has_ended(ground) and "rank 0" not in ground.roles()))
+        time.sleep(ground.random.uniform(0.6, 1.5))  # the agent looks for them every half second
+        if command.running:
+            _strike(ground, blow, "after the training")
+        _ends_soon(command, FINISHED)
+        proxy.behave()
+        promises.nobody_is_left(ground)
+        ground.run("sync")
+        finished(ground, reference)
 
 
 def _amid_the_training(ground: Ground, command: Command) -> None:

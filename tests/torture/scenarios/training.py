@@ -94,6 +94,11 @@ def the_run(ground: Ground) -> RunFolder:
     return run
 
 
+def named(ground: Ground) -> tuple[object, ...]:
+    """Return the settings of a run on the campaign's server, where others are."""
+    return ("--run-name", f"run-{ground.mark}", *SETTINGS[2:])
+
+
 def ends(command: Command, code: int) -> None:
     found = command.wait()
     if found != code:
