@@ -1,4 +1,4 @@
-"""Steps/s with an MLflow server that misbehaves, or is away, over the same with one that does not.   about 25 minutes
+"""Steps/s with an MLflow server that misbehaves, or is away, over the same with one that does not.   about half an hour
 
     python benchmarks/server_faults.py [--blocks 3] [--quick]
 
