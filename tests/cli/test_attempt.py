@@ -14,11 +14,11 @@ from cli.conftest import TINY, Command
 from rankzero import config, experiment_file
 from rankzero.cli import attempt
 from rankzero.events import RunEnded
-from rankzero.tracking import incumbent, sync
 from rankzero.tracking import progress as state
+from rankzero.tracking import sync
 from rankzero.tracking.folder import RunFolder
 from rankzero.train import export, launch
-from tracking.runs import append, ended, make_folder, started
+from tracking.runs import ended, stuck
 
 
 @dataclasses.dataclass
@@ -39,10 +39,7 @@ class Told:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[RunFolder]:
     """A finished run, whose recorder lives and gets nowhere."""
-    made = make_folder(tmp_path)
-    append(made, started(), ended())
-    with incumbent.lock(made, 0) as held:
-        assert held
+    with stuck(tmp_path) as made:
         yield made
 
 

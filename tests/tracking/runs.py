@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepsLogged
+from rankzero.tracking import incumbent
 from rankzero.tracking.folder import Identity, RunFolder
 from rankzero.tracking.journal import Journal
 
@@ -71,3 +73,13 @@ def ended(
 
 def keys(points: Sequence[Any]) -> set[str]:
     return {point.key for point in points}
+
+
+@contextlib.contextmanager
+def stuck(root: Path) -> Iterator[RunFolder]:
+    """A run that has finished, and whose recorder lives and gets nowhere."""
+    made = make_folder(root)
+    append(made, started(), ended())
+    with incumbent.lock(made, 0) as held:
+        assert held
+        yield made

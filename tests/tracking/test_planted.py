@@ -309,6 +309,26 @@ def test_a_file_that_goes_while_the_folder_is_looked_at_is_no_link(
     links.refuse(folder.path)
 
 
+def test_a_folder_that_is_passed_over_is_in_the_exit_code_beside_runs_that_are_delivered(
+    sqlite: str, tmp_path: Path
+) -> None:
+    planted_link(tmp_path, "recorder.log")
+    whole = make_folder(tmp_path, sqlite)
+    append(whole, started(), ended("FAILED"))
+    assert sync_command.run(argparse.Namespace(dir=tmp_path, run=None)) == 1
+    assert sync.status(whole).done
+
+
+def test_a_run_that_is_known_by_its_id_is_looked_at_too(tmp_path: Path) -> None:
+    """Its summary is kept from before the link was there."""
+    folder = make_folder(tmp_path, mlflow_run_id="a" * 32)
+    append(folder, started(), ended())
+    assert catalog.find(folder.path.parent, "a" * 32) == folder
+    (folder.path / "checkpoints").symlink_to("/")
+    with pytest.raises(names.BrokenRun, match="'checkpoints'"):
+        catalog.find(folder.path.parent, "a" * 32)
+
+
 def test_a_run_whose_folder_is_a_link_is_the_users_own_arrangement(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     moved = tmp_path / "another-disk"

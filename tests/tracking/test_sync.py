@@ -22,7 +22,7 @@ from rankzero.tracking import progress as state
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.folder import RunFolder
 from tracking.fake_tracker import FakeTracker
-from tracking.runs import append, ended, make_folder, started
+from tracking.runs import append, ended, make_folder, started, stuck
 
 LONG = 60.0  # seconds: nobody waits so long in these tests
 
@@ -30,10 +30,7 @@ LONG = 60.0  # seconds: nobody waits so long in these tests
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[RunFolder]:
     """A run that has ended, and whose recorder gets nowhere."""
-    made = make_folder(tmp_path)
-    append(made, started(), ended())
-    with incumbent.lock(made, 0) as held:
-        assert held
+    with stuck(tmp_path) as made:
         yield made
 
 

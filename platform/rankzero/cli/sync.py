@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"passed over: {text}")
     if not waiting:
         print(f"nothing {'else ' if broken else ''}waits: everything is in MLflow")
-    return max([_deliver(folder) for folder in waiting], default=FAILED if broken else FINISHED)
+    return max([FAILED if broken else FINISHED, *map(_deliver, waiting)])
 
 
 def _waits(one: Summary) -> bool:

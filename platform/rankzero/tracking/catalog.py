@@ -45,9 +45,12 @@ def find(runs: Path, name_or_id: str) -> RunFolder | None:
         return None
     by_name = RunFolder(runs / name_or_id)
     if (by_name.path / IDENTITY).exists():
-        links.refuse(by_name.path)
-        return by_name
-    return next((one.folder for one in listed(runs) if one.mlflow_run_id == name_or_id), None)
+        found: RunFolder | None = by_name
+    else:
+        found = next((one.folder for one in listed(runs) if one.mlflow_run_id == name_or_id), None)
+    if found is not None:
+        links.refuse(found.path)
+    return found
 
 
 def require(runs: Path, name_or_id: str) -> RunFolder:
