@@ -12,10 +12,11 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from cli.conftest import TINY, Command, events, free_port, processes_of, tracked
-from rankzero.events import RunEnded, RunStarted
+from cli.conftest import TINY, Command, events, free_port, losses, processes_of, tracked
+from rankzero.events import Evaluated, RunEnded, RunStarted
 from rankzero.tracking.folder import RunFolder
 
+CLOCKED = TINY.with_name("clocked.py")
 ENDLESS = ("step_seconds=0.02", "train.epochs=1000", "train.log_every=2")
 
 
@@ -103,6 +104,34 @@ def test_a_second_signal_ends_the_training_and_is_no_reason_to_begin_again(rankz
     (folder,) = rankzero.runs
     assert starts(folder) == 1
     assert tracked(folder).status in ("KILLED", "FAILED")
+
+
+def test_a_stop_amid_a_long_evaluation_leaves_a_checkpoint_within_a_schedulers_grace(rankzero: Command) -> None:
+    settings = ("train.steps=40", "train.eval_every=20", "train.batch_size=8", "dropout=0.2", "--nproc", 2)
+    assert rankzero("train", CLOCKED, "--run-name", "straight", *settings)[0] == 0
+    evaluating = rankzero.folder / "evaluating"
+    rankzero.environ["TORTURE_EVALUATING"] = str(evaluating)
+    # Seven batches of five seconds on each rank; six of them would begin after the signal.
+    process = rankzero.start("train", CLOCKED, "--run-name", "stopped", "evaluation_seconds=5", *settings)
+    wait_until(evaluating.exists)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75 and time.monotonic() - began < 30, output
+    stopped, straight = (RunFolder(rankzero.folder / "mlruns/runs" / name) for name in ("stopped", "straight"))
+    (ended,) = [event for event in events(stopped) if isinstance(event, RunEnded)]
+    assert (ended.status, ended.reason) == ("KILLED", "stopped by SIGTERM at step 20, amid its evaluation")
+    assert tracked(stopped).status == "KILLED" and not evaluations(stopped)
+
+    code, output = rankzero("resume", "stopped", "evaluation_seconds=0")
+    assert code == 0, output
+    assert losses(stopped) == losses(straight)
+    assert evaluations(stopped) == evaluations(straight) and list(evaluations(stopped)) == [20, 40]
+    assert tracked(stopped).status == "FINISHED"
+
+
+def evaluations(folder: RunFolder) -> dict[int, dict[str, float]]:
+    return {event.step: dict(event.metrics) for event in events(folder) if isinstance(event, Evaluated)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

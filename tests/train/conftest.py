@@ -20,7 +20,7 @@ from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.job import Job, State
 from rankzero.train.loop import fit
 from rankzero.train.meters import Tally
-from rankzero.train.stop import Stop
+from rankzero.train.stop import SIGTERM, Stop
 from rankzero.train.worker import build
 from rankzero.train.world import World
 
@@ -61,7 +61,9 @@ def tiny(**changes: Any) -> Experiment:
 def train(tmp_path: Path) -> Trainer:
     """Train an experiment in `folder`, from its newest checkpoint where there is one."""
 
-    def run(experiment: Experiment, folder: Path = tmp_path, stop_at: int | None = None) -> Trained:
+    def run(
+        experiment: Experiment, folder: Path = tmp_path, stop_at: int | None = None, code: int = SIGTERM
+    ) -> Trained:
         job, state = build(experiment, World(Ranks(), torch.device("cpu")))
         restore.newest(folder / "checkpoints", job, state, pytest.fail)
         events: list[Event] = []
@@ -75,7 +77,7 @@ def train(tmp_path: Path) -> Trainer:
         def emit(event: Event) -> None:
             events.append(event)
             if stop_at is not None and isinstance(event, StepsLogged) and event.steps[-1] >= stop_at:
-                stop(1)
+                stop(code)
 
         try:
             reason = fit(job, state, emit, stop, checkpoints, tally)

@@ -15,8 +15,8 @@ from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved, Evaluated, Noticed, StepsLogged
 from rankzero.tracking.ranks import Ranks
 from rankzero.train import checkpoint, manifest, restore
-from rankzero.train.loop import LONGEST_WINDOW, NotFinite, next_length, state_dict
-from rankzero.train.stop import TIME_LIMIT, Stop
+from rankzero.train.loop import NotFinite
+from rankzero.train.milestones import state_dict
 from rankzero.train.world import World
 from torture.damage import malicious
 from train.conftest import Trainer, tiny, weights
@@ -161,16 +161,6 @@ def test_a_goal_that_is_not_measured_is_told(train: Trainer) -> None:
         train(tiny(goal__metric="val/f1", train__steps=2))
 
 
-def test_a_time_limit_asks_for_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("rankzero.train.stop.time.monotonic", lambda: now)
-    stop = Stop()
-    stop.limit(2.0)
-    assert stop.code == 0
-    now += 121
-    assert stop.code == TIME_LIMIT
-
-
 def test_another_batch_size_cannot_resume(train: Trainer) -> None:
     train(tiny(train__steps=5))
     with pytest.raises(UserError, match="start a new run"):
@@ -206,16 +196,6 @@ def test_going_on_needs_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
     trained = train(tiny(train__steps=1, train__save_every=0))
     with pytest.raises(UserError, match="no intact checkpoint where rank 0 runs"):
         restore.newest(tmp_path / "none", trained.job, trained.state, pytest.fail, required=True)
-
-
-def test_windows_grow_to_a_second_and_stay_bounded() -> None:
-    lengths = [1]
-    for _ in range(12):
-        lengths.append(next_length(lengths[-1], 0.01))
-    assert lengths[:8] == [1, 2, 4, 8, 16, 32, 64, 100] and lengths[-1] == 100
-    assert next_length(4096, 1e-6) == LONGEST_WINDOW
-    assert next_length(50, 30.0) == 1
-    assert next_length(50, 0.001, 7) == 7 and next_length(50, 0.5, 7) == 2
 
 
 def test_the_clock_is_read_once_the_device_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:

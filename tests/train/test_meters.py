@@ -17,7 +17,7 @@ def test_means_over_ragged_batches_are_means_over_samples() -> None:
     means = Means(ALONE)
     for batch in batches:
         means.add({"loss": batch.mean()}, len(batch))
-    assert means.reduce(["loss"])["loss"] == pytest.approx(torch.cat(batches).mean().item())
+    assert means.reduce()["loss"] == pytest.approx(torch.cat(batches).mean().item())
 
 
 def test_a_window_keeps_each_steps_values_and_starts_anew() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from rankzero.errors import UserError
 from rankzero.experiment import Train
 from rankzero.tracking.ranks import Ranks
-from rankzero.train import checkpoint, launch
+from rankzero.train import checkpoint, launch, manifest
 from rankzero.train.device import gpu_uuids
 from rankzero.train.relay import Relay
 from rankzero.train.strategies import build, naming, processes, shards
@@ -31,6 +31,8 @@ from train.two_ranks import Case, attempted
 
 DIVIDED = ("zero1", "fsdp", "tp", "pp")
 STRATEGIES = ("ddp", *DIVIDED)
+LEFT = (("ddp", 4, 1), ("zero1", 4, 0), ("fsdp", 8, 1), ("tp", 4, 0), ("pp", 8, 0))
+"""Whose evaluation is left, at which step, and which rank alone is told to stop."""
 CASES = [
     *(Case(name, {"train__strategy": name}) for name in STRATEGIES),
     *(Case(f"{name}-again", {"train__strategy": name}, stop_at=3) for name in DIVIDED),
@@ -42,6 +44,9 @@ CASES = [
     Case("tp-dropout", {"train__strategy": "tp", "dropout": 0.3}),
     *(Case(f"tp-dropout-after-{name}", {"train__strategy": "tp", "dropout": 0.3}, stop_at=3,
            before={"train__strategy": name}) for name in ("tp", "ddp", "pp")),
+    *(Case(f"{name}-drawn", {"train__strategy": name, "draws": True, "dropout": 0.3}) for name in STRATEGIES),
+    *(Case(f"{name}-left", {"train__strategy": name, "draws": True, "dropout": 0.3}, stop_at=stop_at, told=told)
+      for name, stop_at, told in LEFT),
     Case("fsdp-accumulated", {"train__strategy": "fsdp", "train__micro_batch": 2}),
     Case("pp-accumulated", {"train__strategy": "pp", "train__micro_batch": 2}),
     Case("pp-gpipe", {"train__strategy": "pp", "train__pp_schedule": "gpipe", "cut_at": "3"}),
@@ -181,6 +186,20 @@ def test_stopped_and_gone_on_is_as_if_never_stopped(folder: Path, name: str) -> 
     again = seen(folder, f"{name}-again")
     assert again["losses"] == seen(folder, name)["losses"], "not bit for bit"
     assert again["evaluated"] == seen(folder, name)["evaluated"]
+
+
+@pytest.mark.parametrize(("name", "step", "told"), LEFT)
+def test_an_evaluation_that_a_stop_left_is_made_anew(folder: Path, name: str, step: int, told: int) -> None:
+    """Every rank leaves it, whichever was told; what was drawn at random is drawn again. Also after the last step."""
+    straight, left = seen(folder, f"{name}-drawn"), seen(folder, f"{name}-left")
+    first, end = left["ends"]
+    assert first == ["stopped by SIGTERM", step, True]
+    assert end == [None, 8, False] and straight["ends"] == [end]
+    assert left["losses"] == straight["losses"], "not bit for bit"
+    assert left["evaluated"] == straight["evaluated"] and len(left["evaluated"]) == 2
+    assert all("val/luck" in metrics for metrics in left["evaluated"].values())
+    saved = checkpoint.newest_intact(folder / f"{name}-left" / "checkpoints")[0]
+    assert saved is not None and manifest.read(saved).metrics == left["evaluated"]["8"]
 
 
 @pytest.mark.parametrize("name", ["tp", "ddp", "pp"])

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from rankzero import config, experiment_file
 from rankzero.events import Evaluated, Event, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.tracking import ranks as launcher
-from rankzero.train import restore, worker
+from rankzero.train import pace, restore, worker
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.loop import fit
 from rankzero.train.meters import Tally
@@ -38,6 +39,8 @@ class Case:
     changes: dict[str, Any]
     stop_at: int | None = None
     before: dict[str, Any] = dataclasses.field(default_factory=dict)
+    told: int | None = None
+    """The only rank that is told to stop; and a short evaluation is not waited for then. None: all."""
 
 
 def layered(**changes: Any) -> Experiment:
@@ -74,17 +77,26 @@ def waits(request: Request) -> str:
 def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
     """Return what training the case showed: losses and evaluations by step, or why it could not be."""
     folder.mkdir(exist_ok=True)
-    seen: dict[str, Any] = {"losses": {}, "evaluated": {}}
+    seen: dict[str, Any] = {"losses": {}, "evaluated": {}, "ends": []}
     try:
         if case.stop_at is not None:
-            train(world, layered(**case.changes | case.before), folder, seen, case.stop_at)
+            stopped = layered(**case.changes | case.before)
+            with mock.patch.object(pace, "LEAST_SECONDS", pace.LEAST_SECONDS if case.told is None else 0.0):
+                train(world, stopped, folder, seen, case.stop_at, case.told)
         train(world, layered(**case.changes), folder, seen, None)
     except Exception as error:
         seen["error"] = f"{type(error).__name__}: {error}"
     return seen
 
 
-def train(world: World, experiment: Experiment, folder: Path, seen: dict[str, Any], stop_at: int | None) -> None:
+def train(
+    world: World,
+    experiment: Experiment,
+    folder: Path,
+    seen: dict[str, Any],
+    stop_at: int | None,
+    told: int | None = None,
+) -> None:
     """Train from the newest checkpoint there is; keep what happens in `seen`."""
     job, state = build(experiment, world)
     restore.newest(folder / "checkpoints", job, state, print)
@@ -94,14 +106,15 @@ def train(world: World, experiment: Experiment, folder: Path, seen: dict[str, An
     def emit(event: Event) -> None:
         if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
             seen["losses"] |= dict(zip(map(str, event.steps), event.metrics["train/loss"], strict=True))
-            if stop_at is not None and event.steps[-1] >= stop_at:
+            if stop_at is not None and event.steps[-1] >= stop_at and told in (None, world.ranks.rank):
                 stop(1)
         if isinstance(event, Evaluated):
             seen["evaluated"][str(event.step)] = dict(event.metrics)
 
     try:
         tally = Tally()
-        seen["reason"] = fit(job, state, emit, stop, checkpoints, tally)
+        reason = fit(job, state, emit, stop, checkpoints, tally)
+        seen["ends"].append([reason, state.step, state.owed])
         seen["straggler"] = tally.paces.straggler()
         if job.precision.scaler is not None:
             scale = torch.tensor([job.precision.scaler.get_scale()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,18 +14,19 @@ from rankzero.train.data import most_batches
 from rankzero.train.gallery import images_of
 from rankzero.train.images import close_figures
 from rankzero.train.job import Job, State, arithmetic
-from rankzero.train.meters import Means, Report
+from rankzero.train.meters import Means
+from rankzero.train.pace import Interruption, Left
 
 
-def evaluation(job: Job, state: State, report: Report) -> tuple[dict[str, float], bool]:
-    """Evaluate, compare the replicas, and tell whether the goal metric is the best so far."""
+def evaluation(job: Job, state: State, interruption: Interruption) -> tuple[dict[str, float], bool]:
+    """Evaluate, compare the replicas, and tell whether the goal metric is the best so far. Raises Left."""
     unlike = job.world.unlike_the_first(job.strategy.checksum())
     if unlike:
         raise UserError(
             f"the parameters of rank {', '.join(map(str, unlike))} are not rank 0's after step {state.step}: something "
             "changes the model on one rank only, such as a write to a parameter outside the optimizer"
         )
-    metrics, goal = evaluate(job, state, list(report.values)), job.experiment.goal
+    metrics, goal = evaluate(job, state, interruption), job.experiment.goal
     if goal.metric not in metrics:
         raise UserError(f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric")
     better = goal.better(metrics[goal.metric], state.best)
@@ -34,37 +35,48 @@ def evaluation(job: Job, state: State, report: Report) -> tuple[dict[str, float]
     return metrics, better
 
 
-def evaluate(job: Job, state: State, names: Sequence[str]) -> dict[str, float]:
-    """Return ``val/<metric>`` means over every validation sample of all ranks. A collective."""
+def evaluate(job: Job, state: State, interruption: Interruption) -> dict[str, float]:
+    """Return ``val/<metric>`` means over every validation sample of all ranks. A collective.
+
+    Raises Left where a stop has it left; then it is as if it had not begun.
+    """
     strategy, how, means = job.strategy, arithmetic(job), Means(job.world)
     strategy.align()  # running statistics differ by rank; rank 0's are the checkpoint's
+    before = randomness.state(job.world.device)  # `measure` may draw
     state.model.eval()
-    with torch.no_grad(), job.gallery.watching(state.model) as see:
-        for batch, samples in validation_batches(job):
-            values = strategy.metrics(how, batch)
-            job.beat()
-            if values is not None:
-                means.add(values, samples)
-                see(batch, samples)
-    state.model.train()
-    return {f"val/{name}": value for name, value in means.reduce(names).items()}
+    interruption.begin()
+    try:
+        with torch.no_grad(), job.gallery.watching(state.model) as see:
+            for batch, samples in validation_batches(job):
+                interruption.check()
+                values = None if batch is None else strategy.metrics(how, batch)
+                job.beat()
+                if values is not None:
+                    means.add(values, samples)
+                    see(batch, samples)
+    except Left:
+        job.gallery.forget()
+        randomness.restore(before, job.world.device)
+        raise
+    finally:
+        state.model.train()
+    return {f"val/{name}": value for name, value in means.reduce().items()}
 
 
 def validation_batches(job: Job) -> Iterator[tuple[Any, int]]:
-    """Yield this rank's validation batches and how many samples each counts for.
+    """Yield this rank's validation batches and how many samples each counts for: as many on every rank.
 
-    Where a forward is a collective, all ranks get as many batches: one that has run out gets its last again, for 0.
+    A rank that has run out gets None for 0 samples, or its last again for 0 where a forward is a collective.
     """
     shard, batch_size = job.strategy.shard, job.plan.micro_batch
     batch, count = None, 0
     for batch, samples in job.val_feed.evaluate(batch_size, shard.rank, shard.size):
         count += 1
         yield batch, samples
-    if job.strategy.lockstep:
-        if batch is None:
-            raise UserError("the validation set has fewer samples than there are processes: give it more, or use ddp")
-        for _ in range(count, most_batches(job.val_feed.samples, batch_size, shard.size)):
-            yield batch, 0
+    if job.strategy.lockstep and batch is None:
+        raise UserError("the validation set has fewer samples than there are processes: give it more, or use ddp")
+    for _ in range(count, most_batches(job.val_feed.samples, batch_size, shard.size)):
+        yield (batch if job.strategy.lockstep else None), 0
 
 
 def show(job: Job, state: State, *, better: bool, last: bool, seconds: float, emit: Hook) -> None:

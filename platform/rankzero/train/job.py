@@ -30,6 +30,8 @@ class State:
     """The optimizer's, by group, as the experiment makes it."""
     step: int = 0
     best: float | None = None
+    owed: bool = False
+    """Whether a stop had this step's evaluation left: it comes before the next step."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -120,21 +120,14 @@ class Means:
         self._sums = row if self._sums is None else self._sums + row
         self._samples += samples
 
-    def reduce(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the means over all ranks' samples. A collective: a rank without samples must call it too.
-
-        `names`: what to expect where rank 0 has none to say.
-        """
-        told = self._world.broadcast(json.dumps(self._names).encode())
-        names = json.loads(told) or names
-        sums = (
-            self._sums
-            if self._sums is not None
-            else torch.zeros(len(names), dtype=torch.float64, device=self._world.device)
-        )
-        count = torch.tensor([self._samples], dtype=torch.float64, device=sums.device)
-        *totals, samples = self._world.sum(torch.cat([sums, count])).tolist()
-        return {name: total / samples for name, total in zip(self._names or names, totals, strict=True)}
+    def reduce(self) -> dict[str, float]:
+        """Return the means over all ranks' samples. A collective: a rank without samples must call it too."""
+        counts = self._world.gather(torch.tensor([self._samples])).flatten()
+        told = self._world.broadcast(json.dumps(self._names).encode(), source=int(counts.argmax()))
+        names: list[str] = json.loads(told)
+        nothing = torch.zeros(len(names), dtype=torch.float64, device=self._world.device)
+        totals = self._world.sum(nothing if self._sums is None else self._sums).tolist()
+        return {name: total / int(counts.sum()) for name, total in zip(names, totals, strict=True)}
 
 
 class Throughput:

@@ -61,7 +61,7 @@ def apply(saved: dict[str, Any], job: Job, state: State) -> None:
         raise UserError(f"the checkpoint does not fit the experiment's model or optimizer any more: {error}") from error
     if job.precision.scaler is not None and saved["scaler"] is not None:
         job.precision.scaler.load_state_dict(saved["scaler"])
-    state.step, state.best = saved["step"], saved["best"]
+    state.step, state.best, state.owed = saved["step"], saved["best"], saved.get("owed", False)
     if saved.get("layout", layout) == layout and len(saved["randoms"]) == job.world.size:
         randomness.restore(saved["randoms"][job.world.ranks.rank], job.world.device)
     else:  # no saved stream is this rank's; ranks that share their samples have the same

@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class Stop:
-    """This rank's wish to stop: a code of `REASONS`, 0 for none. The first wish counts."""
+    """This rank's wish to stop: a code of `REASONS`, 0 for none. The first wish counts, the limit of time least."""
 
     def __init__(self) -> None:
         self._code = 0
@@ -48,13 +48,19 @@ class Stop:
 
     def __call__(self, code: int) -> None:
         """Ask the run to stop. Safe in a signal handler; repeating it changes nothing."""
-        self._code = self._code or code
+        if self._code in (0, TIME_LIMIT):
+            self._code = code
 
     @property
     def code(self) -> int:
         if time.monotonic() > self._deadline:
             self(TIME_LIMIT)
         return self._code
+
+    @property
+    def urgent(self) -> int:
+        """The same, and 0 for the run's own limit of time: whoever says that can wait for an evaluation."""
+        return 0 if self.code == TIME_LIMIT else self.code
 
 
 def listen(stop: Stop) -> None:

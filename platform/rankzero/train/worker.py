@@ -179,7 +179,8 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally, watchd
         # Without checkpoints nothing can go on: there, the end of the time is the end of the run.
         over = reason == REASONS[TIME_LIMIT] and train.save_every == 0
         why = log.folder.pruned.read_text() if reason == REASONS[PRUNED] and log.folder.pruned.exists() else ""
-        told = f"{reason} at step {state.step}" + (f": {why}" if why else "")
+        amid = ", amid its evaluation" if state.owed else ""
+        told = f"{reason} at step {state.step}{amid}" + (f": {why}" if why else "")
         return Outcome("FINISHED" if over else "KILLED", told)
     return Outcome("FINISHED", _success(job, state))
 
