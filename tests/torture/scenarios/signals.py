@@ -19,6 +19,7 @@ from torture.ground import Broken, Command, Ground, wait_for
 from torture.promises import Curves
 from torture.proxy import Proxy
 from torture.scenarios.training import (
+    CLOCK,
     SETTINGS,
     STEPS,
     TINY,
@@ -35,8 +36,9 @@ STOP_SECONDS = 30.0
 """What a command may take to end once it was told to, its delivery included."""
 FURTHEST = 40
 """Steps of an attempt after which it is told to stop, at most: far from the end after two of them."""
-LONG = (*SETTINGS, "step_seconds=0.03")
-TRAIN = ("train", TINY, *LONG)
+TRAIN = ("train", CLOCK, *SETTINGS, "step_seconds=0.03")
+EVALUATION_SECONDS = 4.0
+"""What a batch of an evaluation takes that is to be left. Each rank has two."""
 CODES = {"FINISHED": (FINISHED,), "KILLED": (RESUMABLE, FAILED), "FAILED": (FAILED,)}
 """What a command's exit code says of its run. KILLED is 75 where there is a checkpoint."""
 
@@ -49,22 +51,36 @@ class Blow:
     target: str = "launcher"
     times: int = 1
     words: tuple[object, ...] = ()
+    evaluating: bool = False
 
     @property
     def told(self) -> str:
         """Return what the fault is called."""
         twice = " twice" if self.times > 1 else ""
-        return f"{self.number.name}{twice} to {self.target}{' that would restart' if self.words else ''}"
+        amid = " amid an evaluation" if self.evaluating else ""
+        return f"{self.number.name}{twice} to {self.target}{' that would restart' if self.words else ''}{amid}"
+
+    @property
+    def settings(self) -> tuple[str]:
+        """Return what the run is told, so that there is a moment for this."""
+        return (f"evaluation_seconds={EVALUATION_SECONDS if self.evaluating else 0.0}",)
 
 
-ONCE = (
+def at_both_moments(*blows: Blow) -> tuple[Blow, ...]:
+    """Return the same blows amid steps and amid evaluations."""
+    return tuple(dataclasses.replace(blow, evaluating=amid) for blow in blows for amid in (False, True))
+
+
+ONCE = at_both_moments(
     Blow(signal.SIGTERM), Blow(signal.SIGINT), Blow(signal.SIGHUP), Blow(signal.SIGUSR1),
-    Blow(signal.SIGTERM, "rank 0"), Blow(signal.SIGUSR1, "rank 0"),
-    Blow(signal.SIGINT, "other rank"), Blow(signal.SIGHUP, "other rank"),
+    Blow(signal.SIGTERM, "rank 0"), Blow(signal.SIGINT, "rank 0"), Blow(signal.SIGUSR1, "rank 0"),
+    Blow(signal.SIGTERM, "other rank"), Blow(signal.SIGINT, "other rank"), Blow(signal.SIGHUP, "other rank"),
+    Blow(signal.SIGUSR1, "other rank"),
 )  # fmt: skip
-TWICE = (
+TWICE = at_both_moments(
     Blow(signal.SIGTERM, times=2), Blow(signal.SIGINT, times=2), Blow(signal.SIGUSR1, "rank 0", times=2),
-    Blow(signal.SIGTERM, times=2, words=("--max-restarts", 3)), Blow(signal.SIGHUP, "other rank", times=2),
+    Blow(signal.SIGTERM, "rank 0", times=2), Blow(signal.SIGHUP, "other rank", times=2),
+    Blow(signal.SIGTERM, times=2, words=("--max-restarts", 3)),
     Blow(signal.SIGINT, times=2, words=("--max-restarts", 3)),
 )  # fmt: skip
 EDGES = (Blow(signal.SIGTERM), Blow(signal.SIGINT), Blow(signal.SIGHUP), Blow(signal.SIGUSR1))
@@ -74,21 +90,21 @@ def signals(ground: Ground, reference: Curves) -> None:
     """One signal amid the training, to command or rank: 75, KILLED, a checkpoint of that step, resumed exactly."""
     words: tuple[object, ...] = TRAIN
     for blow in itertools.islice(ground.turn.of(ONCE, 2), 2):
-        command = ground.start(*words)
-        _amid_the_training(ground, command)
+        command = ground.start(*words, *blow.settings)
+        _amid(ground, command, blow)
         _strike(ground, blow)
         _ends_soon(command, RESUMABLE)
         _stopped_where_it_was(ground, reference)
         words = ("resume", "run")
-    ground.run(*words)
+    ground.run(*words, "evaluation_seconds=0")
     finished_by_itself(ground, reference)
 
 
 def signals_twice(ground: Ground, reference: Curves) -> None:
     """Two signals amid the training: it ends fast, says truly how, is not begun again, and goes on when told to."""
     blow = ground.next_of(TWICE)
-    command = ground.start(*TRAIN, *blow.words)
-    _amid_the_training(ground, command)
+    command = ground.start(*TRAIN, *blow.settings, *blow.words)
+    _amid(ground, command, blow)
     _strike(ground, blow)
     _ends_soon(command, *CODES["KILLED"])
     promises.nobody_is_left(ground)
@@ -96,7 +112,7 @@ def signals_twice(ground: Ground, reference: Curves) -> None:
     if command.wait() not in CODES[status]:
         raise Broken(f"wrong status: exit code {command.wait()} of a run that is {status}: {command.tail()}")
     _was_begun_once(ground)
-    goes_on(ground, reference, (status,))
+    goes_on(ground, reference, (status,), settings=("evaluation_seconds=0",))
 
 
 def early_signals(ground: Ground, reference: Curves) -> None:
@@ -138,6 +154,17 @@ def late_signals(ground: Ground, reference: Curves) -> None:
         promises.nobody_is_left(ground)
         ground.run("sync")
         finished(ground, reference)
+
+
+def _amid(ground: Ground, command: Command, blow: Blow) -> None:
+    """Wait for a moment to strike at: an evaluation that has just begun, or some step."""
+    if not blow.evaluating:
+        _amid_the_training(ground, command)
+        return
+    ground.evaluating.unlink(missing_ok=True)
+    if not wait_for(lambda: not command.running or ground.evaluating.exists()) or not command.running:
+        raise Broken(f"error: no evaluation was to be seen: {command.tail()}")
+    time.sleep(ground.random.uniform(0.0, 0.9 * EVALUATION_SECONDS))
 
 
 def _amid_the_training(ground: Ground, command: Command) -> None:

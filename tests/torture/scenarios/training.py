@@ -145,10 +145,16 @@ def stands(ground: Ground, reference: Curves, allowed: tuple[str, ...], spoiled:
     return status
 
 
-def goes_on(ground: Ground, reference: Curves, allowed: tuple[str, ...], spoiled: int | None = None) -> None:
+def goes_on(
+    ground: Ground,
+    reference: Curves,
+    allowed: tuple[str, ...],
+    spoiled: int | None = None,
+    settings: tuple[str, ...] = (),
+) -> None:
     """What there is of the run is true and whole; it goes on to the end of a training that nobody disturbed."""
     status = stands(ground, reference, allowed, spoiled)
     run = the_run(ground)
     if status != "FINISHED" and promises.checkpoints_are_intact(run):
-        ground.run("resume", run.path.name)
+        ground.run("resume", run.path.name, *settings)
         finished(ground, reference)
