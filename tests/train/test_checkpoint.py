@@ -208,6 +208,56 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1]
 
 
+@pytest.mark.parametrize("killed_at", [1, 2])
+def test_a_step_that_is_saved_again_is_there_whenever_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
+) -> None:
+    """It may be the only checkpoint: a resumed run makes an evaluation anew, and saves its step with the metrics."""
+    saved(tmp_path, {7: None})
+    renames: list[Path] = []
+    plain = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        renames.append(path)
+        if len(renames) == killed_at:
+            raise SystemExit("killed")
+        return plain(path, target)
+
+    with monkeypatch.context() as until_killed, pytest.raises(SystemExit):
+        until_killed.setattr(Path, "rename", rename)
+        saved(tmp_path, {7: 0.5})
+    path, problems = checkpoint.newest_intact(tmp_path / "checkpoints")
+    assert path == checkpoint.folder_of(tmp_path / "checkpoints", 7) and not problems
+    assert checkpoint.load(path)["weights"].tolist() == [7.0] * 3
+    saved(tmp_path, {7: 0.5})
+    assert steps_in(tmp_path) == [7]
+
+
+def test_a_step_that_cannot_be_saved_again_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, {7: None})
+    plain = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name.startswith(checkpoint.TEMPORARY + "step"):
+            raise OSError("no more")
+        return plain(path, target)
+
+    problems: list[str] = []
+    monkeypatch.setattr(Path, "rename", rename)
+    again = Checkpoints(tmp_path, 1, GOAL, notice=problems.append)
+    again.save({"weights": torch.zeros(3)}, 7, {"val/loss": 0.5}, False)
+    assert again.close() == [] and "no more" in problems[0]
+    assert checkpoint.load(checkpoint.folder_of(tmp_path / "checkpoints", 7))["weights"].tolist() == [7.0] * 3
+
+
+def test_nothing_that_is_planted_is_put_back(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "checkpoints"
+    saved(elsewhere, {7: None})
+    folder.mkdir()
+    (folder / f"{checkpoint.REPLACED}step_00000007").symlink_to(elsewhere / "checkpoints" / "step_00000007")
+    assert checkpoint.newest_intact(folder) == (None, [])
+
+
 def test_a_checkpoint_that_cannot_be_written_is_a_problem_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     problems: list[str] = []
@@ -221,7 +271,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_problem_and_no_error(tmp_path:
 def test_a_deletion_that_fails_hides_no_checkpoint_and_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    def refuse(path: Path, ignore_errors: bool = False) -> None:
+    def refuse(path: Path, *_: str, ignore_errors: bool = False) -> None:
         if not ignore_errors:
             raise PermissionError(13, "Permission denied", str(path))
 

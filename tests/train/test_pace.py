@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
 from rankzero import config, experiment_file
 from rankzero.events import CheckpointSaved, Evaluated
 from rankzero.experiment import Experiment
-from rankzero.train.pace import LONGEST_WINDOW, Interruption, Left, next_length
-from rankzero.train.stop import PRUNED, SIGTERM, TIME_LIMIT, Stop
+from rankzero.train.pace import LONGEST_WINDOW, MOST_BATCHES, Interruption, Left, next_length
+from rankzero.train.stop import PATIENT, PRUNED, REASONS, SIGTERM, TIME_LIMIT, Stop, foremost
 from rankzero.train.world import World
 from train.conftest import FIXTURES, Trainer
 
@@ -65,29 +66,36 @@ def test_a_stop_leaves_an_evaluation_within_two_seconds_or_a_batch(each: float, 
     assert clock.seconds <= max(told, 1.0) + 1.0 + 2 * each
 
 
+@given(fast=some.floats(1e-4, 0.1), slow=some.floats(0.1, 20.0), first=some.integers(0, 2000))
+def test_batches_that_get_slower_put_a_stop_off_by_no_more_than_some(fast: float, slow: float, first: int) -> None:
+    clock, stop = Clock(), Stop()
+    interruption = Interruption(cast(World, clock), stop)
+    assert evaluated(clock, interruption, stop, first, fast, told=1e9)
+    began = clock.seconds
+    interruption.begin = lambda: None  # type: ignore[method-assign]  # the same evaluation goes on
+    assert not evaluated(clock, interruption, stop, 100, slow, told=began)
+    assert clock.seconds - began <= max(1.0, MOST_BATCHES * slow) + 1.0 + 2 * slow
+
+
 @given(each=some.floats(1e-6, 1.0), batches=some.integers(1, 5000))
 def test_ranks_talk_about_once_a_second(each: float, batches: int) -> None:
     clock, stop = Clock(), Stop()
     interruption = Interruption(cast(World, clock), stop)
     assert evaluated(clock, interruption, stop, batches, each, told=1e9)
-    doublings = LONGEST_WINDOW.bit_length()
-    assert clock.asked <= doublings + 2 * clock.seconds + batches / LONGEST_WINDOW
-    clock.asked, began = 0, clock.seconds
-    assert evaluated(clock, interruption, stop, batches, each, told=1e9)
-    assert clock.asked <= doublings + 2 * (clock.seconds - began) + batches / LONGEST_WINDOW
+    assert clock.asked <= MOST_BATCHES.bit_length() + 2 * clock.seconds + batches / MOST_BATCHES
 
 
-def test_a_short_evaluation_is_never_left_and_soon_not_even_talked_about() -> None:
+def test_a_short_evaluation_is_never_left() -> None:
     clock, stop = Clock(), Stop()
     interruption, talks = Interruption(cast(World, clock), stop), []
     for _ in range(5):
         assert evaluated(clock, interruption, stop, batches=8, each=0.1, told=0.0)
         talks.append(clock.asked)
         clock.asked = 0
-    assert talks == [3, 0, 0, 0, 0]
+    assert talks == [3] * 5
 
 
-def test_a_time_limit_asks_for_a_stop_and_any_other_wish_counts_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_asks_for_a_stop_and_who_is_in_a_hurry_counts_more(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("rankzero.train.stop.time.monotonic", lambda: now)
     stop = Stop()
@@ -99,6 +107,11 @@ def test_a_time_limit_asks_for_a_stop_and_any_other_wish_counts_more(monkeypatch
     assert stop.code == stop.urgent == SIGTERM
     stop(PRUNED)
     assert stop.code == SIGTERM
+
+
+def test_of_several_ranks_wishes_the_one_in_a_hurry_counts() -> None:
+    assert foremost([0, 0]) == 0 and foremost([0, TIME_LIMIT]) == TIME_LIMIT
+    assert foremost([TIME_LIMIT, SIGTERM, PRUNED, 0]) == SIGTERM
 
 
 def slow_to_evaluate(**changes: Any) -> Experiment:
@@ -123,10 +136,47 @@ def test_a_stop_amid_an_evaluation_leaves_a_checkpoint_that_owes_it(train: Train
     assert [(event.step, event.metrics) for event in again] == list(evaluations(straight.events).items())
 
 
-def test_the_runs_own_limit_of_time_waits_for_an_evaluation(train: Trainer, tmp_path: Path) -> None:
-    limited = train(slow_to_evaluate(evaluation_seconds=0.1), tmp_path, stop_at=5, code=TIME_LIMIT)
-    assert limited.reason == "reached train.max_minutes" and not limited.state.owed
+@pytest.mark.parametrize("code", PATIENT)
+def test_who_is_in_no_hurry_waits_for_an_evaluation(train: Trainer, tmp_path: Path, code: int) -> None:
+    limited = train(slow_to_evaluate(evaluation_seconds=0.1), tmp_path, stop_at=5, code=code)
+    assert limited.reason == REASONS[code] and not limited.state.owed
     assert list(evaluations(limited.events)) == [5]
+
+
+def test_an_evaluation_that_is_made_anew_sees_what_the_step_before_left(train: Trainer, tmp_path: Path) -> None:
+    """A LightningModule, for one, learns from `schedule` which step it is."""
+    seen: list[int] = []
+
+    class Counting(type(slow_to_evaluate())):  # type: ignore[misc]
+        def schedule(self, step: int, total_steps: int) -> float:
+            seen.append(step)
+            return float(super().schedule(step, total_steps))
+
+        def measure(self, model: Any, batch: Any) -> Any:
+            return {**super().measure(model, batch), "last": torch.tensor(float(seen[-1]))}
+
+    slow, quick = (Counting(**{**vars(slow_to_evaluate()), "evaluation_seconds": seconds}) for seconds in (0.25, 0.0))
+    train(slow, tmp_path, stop_at=5)
+    assert [found["val/last"] for found in evaluations(train(quick, tmp_path).events).values()] == [4.0, 9.0]
+
+
+def test_a_step_after_an_evaluation_that_was_made_anew_is_compiled_as_if_it_came_first(
+    train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs for any size of a batch compute other bits than those for one size."""
+    compiled: list[bool] = []
+    plain = torch.nn.Module.compile
+
+    def note(module: Any, inputs: list[Any]) -> Any:
+        if torch.is_grad_enabled():
+            compiled.append(any(isinstance(one, torch.SymInt) for one in inputs))
+        return module
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: plain(module, backend=note))
+    train(slow_to_evaluate(train__compile=True), tmp_path, stop_at=5)
+    torch.compiler.reset()
+    train(slow_to_evaluate(train__compile=True, evaluation_seconds=0.0), tmp_path)
+    assert compiled == [False, False]
 
 
 def evaluations(events: list[Any]) -> dict[int, dict[str, float]]:

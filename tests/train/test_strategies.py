@@ -31,7 +31,7 @@ from train.two_ranks import Case, attempted
 
 DIVIDED = ("zero1", "fsdp", "tp", "pp")
 STRATEGIES = ("ddp", *DIVIDED)
-LEFT = (("ddp", 4, 1), ("zero1", 4, 0), ("fsdp", 8, 1), ("tp", 4, 0), ("pp", 8, 0))
+LEFT = (("ddp", 4, 1), ("zero1", 8, 0), ("fsdp", 4, 1), ("tp", 4, 0), ("pp", 4, 0))
 """Whose evaluation is left, at which step, and which rank alone is told to stop."""
 CASES = [
     *(Case(name, {"train__strategy": name}) for name in STRATEGIES),

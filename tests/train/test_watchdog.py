@@ -118,6 +118,9 @@ def test_a_process_that_gets_on_is_left_alone(tmp_path: Path) -> None:
             for _ in range(12):
                 watchdog.beat()
                 time.sleep(0.1)
+            watchdog.begin()
+            time.sleep(1.2)  # another first step
+            watchdog.beat()
         time.sleep(0.8)  # nobody watches any more
         """,
     )

@@ -9,6 +9,7 @@ renamed. Loading verifies the checksums and never executes code.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -39,6 +40,7 @@ from rankzero.train.manifest import (
 from rankzero.train.staging import Staged, Staging
 
 TEMPORARY = ".tmp-"
+DELETED, REPLACED = TEMPORARY + "deleted-", TEMPORARY + "replaced-"
 LOWEST_PRIORITY = 19
 
 
@@ -169,7 +171,8 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def newest_intact(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose checksums hold, and what is wrong with newer ones."""
+    """Return the newest checkpoint whose checksums hold, and what is wrong with newer ones. Before an attempt only."""
+    _put_back(checkpoints)
     problems = []
     for path in reversed(complete(checkpoints)):
         try:
@@ -197,19 +200,34 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def _replace(temporary: Path, target: Path) -> None:
-    doomed = _set_aside(target) if target.exists() else None  # a resumed run saves a step again
-    temporary.rename(target)
-    if doomed is not None:
-        shutil.rmtree(doomed, ignore_errors=True)  # a leftover, which the next start removes
+    if not target.exists():
+        temporary.rename(target)
+        return
+    doomed = _set_aside(target, REPLACED)  # a resumed run saves a step again
+    try:
+        temporary.rename(target)
+    except OSError:
+        doomed.rename(target)
+        raise
+    shutil.rmtree(doomed, ignore_errors=True)  # a leftover, which the next start removes
+
+
+def _put_back(checkpoints: Path) -> None:
+    """Undo a replacement that was cut short between its two steps: it may have been of the only checkpoint."""
+    for path in checkpoints.glob(REPLACED + "step_*"):
+        target = path.with_name(path.name.removeprefix(REPLACED))
+        if not target.exists() and not path.is_symlink():
+            with contextlib.suppress(OSError):  # another rank was faster
+                path.rename(target)
 
 
 def _delete(path: Path) -> None:
-    shutil.rmtree(_set_aside(path))
+    shutil.rmtree(_set_aside(path, DELETED))
 
 
-def _set_aside(path: Path) -> Path:
+def _set_aside(path: Path, prefix: str) -> Path:
     """Give a folder a temporary name: it is gone in one step for readers."""
-    return path.rename(path.with_name(TEMPORARY + "deleted-" + path.name))
+    return path.rename(path.with_name(prefix + path.name))
 
 
 def _remove_leftovers(checkpoints: Path) -> None:

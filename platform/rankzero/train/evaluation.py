@@ -38,7 +38,7 @@ def evaluation(job: Job, state: State, interruption: Interruption) -> tuple[dict
 def evaluate(job: Job, state: State, interruption: Interruption) -> dict[str, float]:
     """Return ``val/<metric>`` means over every validation sample of all ranks. A collective.
 
-    Raises Left where a stop has it left; then it is as if it had not begun.
+    Raises Left where a stop has it left, with the random states of before: it can begin anew.
     """
     strategy, how, means = job.strategy, arithmetic(job), Means(job.world)
     strategy.align()  # running statistics differ by rank; rank 0's are the checkpoint's

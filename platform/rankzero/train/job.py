@@ -50,6 +50,8 @@ class Job:
     stopwatch: Timer
     beat: Callable[[], None] = lambda: None
     """Says that this rank gets on; see `watchdog`."""
+    begin: Callable[[], None] = lambda: None
+    """Says that the next step is the first, which compiles and starts data loaders."""
     gallery: Gallery = dataclasses.field(default_factory=Gallery)
     """Takes pictures at evaluations."""
 

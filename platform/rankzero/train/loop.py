@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rankzero.events import Hook, StepsLogged
@@ -45,7 +46,7 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
     window, length = Window(job.world), 1
     whole: Report | None = None  # of the steps since the last whose speed was told
     state.model.train()
-    reason = milestones.reach() if state.owed else None
+    reason = evaluate_first(job, state, milestones) if state.owed else None
     times: list[float] = []
     waited, start = 0.0, job.world.now()
     while reason is None and state.step < milestones.total:
@@ -69,6 +70,16 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
             raise NotFinite(f"train/loss is not finite at step {state.step}: lower lr, set train.clip, or use bf16")
         reason = milestones.reach(report.stop_code)
         times, waited, start = [], 0.0, job.world.now()
+    return reason
+
+
+def evaluate_first(job: Job, state: State, milestones: Milestones) -> str | None:
+    """Do what a stop had left, as it would have been done after the step before; return why to leave, None to go on."""
+    set_lr(state, job.experiment.schedule(state.step - 1, job.total_steps))  # who overrides it may count steps there
+    reason = milestones.reach()
+    if job.experiment.train.compile:
+        torch.compiler.reset()  # which has seen evaluation's batches first: a step for any batch's size has other bits
+    job.begin()
     return reason
 
 

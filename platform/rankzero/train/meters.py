@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rankzero.errors import UserError
 from rankzero.intervals import half_width
+from rankzero.train.stop import foremost
 from rankzero.train.straggler import Paces
 from rankzero.train.world import World
 
@@ -39,7 +40,7 @@ class Report:
 
     @property
     def stop_code(self) -> int:
-        return max(self.stop_codes)
+        return foremost(self.stop_codes)
 
     @property
     def step_seconds(self) -> float:
@@ -83,7 +84,7 @@ class Window:
             ) from None
 
     def reduce(self, stop_code: int, seconds: float, data_wait_seconds: float, forward_seconds: float = 0.0) -> Report:
-        """Add up the window over all ranks and start a new one. The platform's only collective and host sync."""
+        """Add up the window over all ranks and start a new one. The only collective and host sync between steps."""
         names, rows, world = self._names or [], self._rows, self._world
         self._rows = []
         mine = torch.zeros(world.size, 4, dtype=torch.float64)

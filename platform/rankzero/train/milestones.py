@@ -57,7 +57,7 @@ class Milestones:
         """
         state, better = self._state, False
         metrics: dict[str, float] = {}
-        save_due = self._is_due(self._save_every)
+        save_due = self._is_due(self._save_every) or state.owed  # the checkpoint there is owes it
         if state.owed or self._is_due(self._evaluate_every):
             try:
                 metrics, better = self._evaluate()

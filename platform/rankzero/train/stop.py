@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import FrameType
 
 from rankzero.train import relay
@@ -22,6 +23,8 @@ REASONS = {
     6: "stopped because the launching process died",
 }
 SIGTERM, SIGINT, TIME_LIMIT, PRUNED, SIGUSR1, LAUNCHER_DIED = REASONS
+PATIENT = (TIME_LIMIT, PRUNED)
+"""Wishes of those who can wait for an evaluation: nobody is about to kill the run."""
 _CODES = {
     signal.SIGTERM: SIGTERM,
     signal.SIGINT: SIGINT,
@@ -34,7 +37,7 @@ PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class Stop:
-    """This rank's wish to stop: a code of `REASONS`, 0 for none. The first wish counts, the limit of time least."""
+    """This rank's wish to stop: a code of `REASONS`, 0 for none. The first wish counts, a patient one least."""
 
     def __init__(self) -> None:
         self._code = 0
@@ -48,7 +51,7 @@ class Stop:
 
     def __call__(self, code: int) -> None:
         """Ask the run to stop. Safe in a signal handler; repeating it changes nothing."""
-        if self._code in (0, TIME_LIMIT):
+        if self._code == 0 or (self._code in PATIENT and code not in PATIENT):
             self._code = code
 
     @property
@@ -59,8 +62,13 @@ class Stop:
 
     @property
     def urgent(self) -> int:
-        """The same, and 0 for the run's own limit of time: whoever says that can wait for an evaluation."""
-        return 0 if self.code == TIME_LIMIT else self.code
+        """The same, and 0 for a patient wish."""
+        return 0 if self.code in PATIENT else self.code
+
+
+def foremost(codes: Iterable[int]) -> int:
+    """Return which of several ranks' wishes counts, 0 where there is none."""
+    return max(codes, key=lambda code: (code != 0, code not in PATIENT, code))
 
 
 def listen(stop: Stop) -> None:

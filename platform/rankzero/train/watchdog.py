@@ -57,6 +57,10 @@ class Watchdog:
         self._last = time.monotonic()
         self._beats += 1
 
+    def begin(self) -> None:
+        """Say that what comes next is a first step, which may take longer."""
+        self._last, self._beats = time.monotonic(), 0
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the main thread for the duration of the block."""

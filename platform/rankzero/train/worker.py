@@ -169,7 +169,7 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally, watchd
     tally.best = state.best
     try:
         with frozen_heap(), watchdog.training():
-            job = dataclasses.replace(job, beat=watchdog.beat, gallery=_gallery(job, log))
+            job = dataclasses.replace(job, beat=watchdog.beat, begin=watchdog.begin, gallery=_gallery(job, log))
             reason = fit(job, state, log, stop, checkpoints, tally)
     finally:
         if checkpoints is not None:

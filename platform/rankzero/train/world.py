@@ -69,7 +69,7 @@ class World:
         return gathered.view(self.size, -1).to(values.device)
 
     def broadcast(self, content: bytes, source: int = 0) -> bytes:
-        """Return one rank's `content` on every rank, through little of its device. A collective, for start-up only."""
+        """Return one rank's `content` on every rank, through little of its device. A collective, not for the loop."""
         if not self.together:
             return content
         length = torch.tensor([len(content)], device=self.device)
