@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -13,6 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rankzero.intervals import half_width
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -38,6 +41,13 @@ def ratios(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
     """Return the pairwise ratios one/other: median, least, most. Pairs were measured side by side."""
     found = [a / b for a, b in zip(one, other, strict=True)]
     return {"median": statistics.median(found), "least": min(found), "most": max(found)}
+
+
+def interval(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """Return the pairwise ratios' geometric mean, and its 95 % interval (Student's t of their logarithms)."""
+    logarithms = [math.log(a / b) for a, b in zip(one, other, strict=True)]
+    middle, half = statistics.fmean(logarithms), half_width(logarithms) or math.inf
+    return {"mean": math.exp(middle), "low": math.exp(middle - half), "high": math.exp(middle + half)}
 
 
 def line(label: str, ratio: Mapping[str, float], wanted: str) -> str:
