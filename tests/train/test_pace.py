@@ -58,7 +58,7 @@ def evaluated(clock: Clock, interruption: Interruption, stop: Stop, batches: int
     return True
 
 
-@given(each=some.floats(1e-3, 100.0), told=some.floats(0.0, 1000.0))
+@given(each=some.floats(1e-2, 100.0), told=some.floats(0.0, 1000.0))
 def test_a_stop_leaves_an_evaluation_within_two_seconds_or_a_batch(each: float, told: float) -> None:
     clock, stop = Clock(), Stop()
     batches = int((told + 4.0) / each) + 4
@@ -78,7 +78,7 @@ def test_batches_that_get_slower_put_a_stop_off_by_no_more_than_some(fast: float
 
 
 @given(each=some.floats(1e-6, 1.0), batches=some.integers(1, 5000))
-def test_ranks_talk_about_once_a_second(each: float, batches: int) -> None:
+def test_ranks_talk_about_once_a_second_or_every_so_many_batches(each: float, batches: int) -> None:
     clock, stop = Clock(), Stop()
     interruption = Interruption(cast(World, clock), stop)
     assert evaluated(clock, interruption, stop, batches, each, told=1e9)
@@ -138,7 +138,7 @@ def test_a_stop_amid_an_evaluation_leaves_a_checkpoint_that_owes_it(train: Train
 
 @pytest.mark.parametrize("code", PATIENT)
 def test_who_is_in_no_hurry_waits_for_an_evaluation(train: Trainer, tmp_path: Path, code: int) -> None:
-    limited = train(slow_to_evaluate(evaluation_seconds=0.1), tmp_path, stop_at=5, code=code)
+    limited = train(slow_to_evaluate(), tmp_path, stop_at=5, code=code)
     assert limited.reason == REASONS[code] and not limited.state.owed
     assert list(evaluations(limited.events)) == [5]
 
@@ -157,6 +157,7 @@ def test_an_evaluation_that_is_made_anew_sees_what_the_step_before_left(train: T
 
     slow, quick = (Counting(**{**vars(slow_to_evaluate()), "evaluation_seconds": seconds}) for seconds in (0.25, 0.0))
     train(slow, tmp_path, stop_at=5)
+    seen.append(-1)
     assert [found["val/last"] for found in evaluations(train(quick, tmp_path).events).values()] == [4.0, 9.0]
 
 

@@ -209,7 +209,8 @@ def _replace(temporary: Path, target: Path) -> None:
     except OSError:
         doomed.rename(target)
         raise
-    shutil.rmtree(doomed, ignore_errors=True)  # a leftover, which the next start removes
+    with contextlib.suppress(OSError):  # then it is a leftover, which the next start removes
+        shutil.rmtree(doomed.rename(target.with_name(DELETED + target.name)))
 
 
 def _put_back(checkpoints: Path) -> None:
@@ -231,6 +232,7 @@ def _set_aside(path: Path, prefix: str) -> Path:
 
 
 def _remove_leftovers(checkpoints: Path) -> None:
+    _put_back(checkpoints)
     for path in checkpoints.glob(TEMPORARY + "*"):
         shutil.rmtree(path, ignore_errors=True)
 

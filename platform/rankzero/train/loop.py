@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -77,8 +78,8 @@ def evaluate_first(job: Job, state: State, milestones: Milestones) -> str | None
     """Do what a stop had left, as it would have been done after the step before; return why to leave, None to go on."""
     set_lr(state, job.experiment.schedule(state.step - 1, job.total_steps))  # who overrides it may count steps there
     reason = milestones.reach()
-    if job.experiment.train.compile:
-        torch.compiler.reset()  # which has seen evaluation's batches first: a step for any batch's size has other bits
+    if "torch._dynamo" in sys.modules:  # where anything is compiled, by train.compile or by the experiment itself
+        torch.compiler.reset()  # it has seen evaluation's batches first: a step for any batch's size has other bits
     job.begin()
     return reason
 

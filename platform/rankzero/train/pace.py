@@ -1,4 +1,4 @@
-"""How often the ranks talk to each other: about once a second, at most once a step, or an evaluation's batch."""
+"""How often the ranks talk to each other: about once a second, or once a step or batch that takes longer."""
 
 from __future__ import annotations
 
