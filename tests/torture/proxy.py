@@ -119,6 +119,8 @@ class Proxy:
                     client.shutdown(socket.SHUT_RDWR)
                     return
                 client.sendall(answer)
+            if self.mode != "hang":  # the server has closed: who kept the connection must know, as through real proxies
+                client.shutdown(socket.SHUT_RDWR)
 
     def _hang(self, met: threading.Event) -> None:
         """Answer nothing while the mode stands, which is met once it stood longer than a client waits."""

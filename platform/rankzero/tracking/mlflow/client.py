@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient, set_tracking_uri
@@ -17,7 +18,8 @@ from rankzero.tracking.delivery import Point
 from rankzero.tracking.mlflow.answers import refuse_false_answers
 from rankzero.tracking.store import artifact_root, make_tables, prepare_store
 
-UPLOAD_SECONDS = 600  # a server may store a whole file before it answers
+LEAST_SECONDS, MOST_SECONDS = 30, 600  # for a file: a server may store the whole of it before it answers
+STORED_BYTES_PER_SECOND = 2 << 20  # by a slow one
 
 
 def connect(tracking_uri: str) -> MlflowClient:
@@ -50,15 +52,29 @@ def chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
 
 
 @contextlib.contextmanager
-def patience() -> Iterator[None]:
-    """Let MLflow wait long for an answer: a big file takes longer than a metric."""
+def patience(path: Path | None = None) -> Iterator[None]:
+    """Let MLflow wait long for an answer: a big file takes longer than a metric.
+
+    `path`: what is uploaded, a file or a folder; None where nobody knows how much there is. An answer that a broken
+    connection swallowed is waited for as long.
+    """
     name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
     before = os.environ.get(name)
-    os.environ[name] = str(max(UPLOAD_SECONDS, int(before or 0)))
+    seconds = MOST_SECONDS if path is None else LEAST_SECONDS + size_of(path) // STORED_BYTES_PER_SECOND
+    os.environ[name] = str(max(min(seconds, MOST_SECONDS), int(before or 0)))
     try:
         yield
     finally:
         os.environ[name] = before or "10"
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder; what is gone by now has none."""
+    total = 0
+    for file in path.rglob("*") if path.is_dir() else (path,):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 @contextlib.contextmanager

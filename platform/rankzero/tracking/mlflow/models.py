@@ -158,7 +158,7 @@ class Models:
         if target.startswith("/"):
             shutil.copytree(folder, target, copy_function=_link_or_copy, dirs_exist_ok=True)
         else:
-            with patience():
+            with patience(folder):
                 self._client.log_model_artifacts(model.model_id, str(folder))
 
     def _link_output(self, run: OpenRun, model_id: str, step: int) -> None:

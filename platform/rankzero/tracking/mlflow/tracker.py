@@ -117,12 +117,12 @@ class Tracker:
 
     def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
         """Upload a file into the run's artifacts, into `folder` there."""
-        with patience():
+        with patience(path):
             self._client.log_artifact(run_id, str(path), folder)
 
     def log_artifacts(self, run_id: str, path: Path, folder: str | None = None) -> None:
         """Upload what is in the folder `path`."""
-        with patience():
+        with patience(path):
             self._client.log_artifacts(run_id, str(path), folder)
 
     def log_pictures(self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int) -> None:
@@ -130,9 +130,10 @@ class Tracker:
 
         The newest of each also goes to ``pictures/<key>.png``. Raises Impossible for what cannot be made smaller.
         """
-        with tempfile.TemporaryDirectory(prefix="rankzero-") as folder, patience():
+        with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
             write_images(pictures, Path(folder), run_id, step, milliseconds)
-            self._client.log_artifacts(run_id, folder)
+            with patience(Path(folder)):
+                self._client.log_artifacts(run_id, folder)
         self.set_tags(run_id, {LOGGED_IMAGES: "True"})
 
     def list_runs(self, experiment: str | None = None, limit: int = 50) -> list[RunRecord]:
