@@ -30,6 +30,13 @@ def test_a_run_in_short(tmp_path: Path) -> None:
     assert catalog.listed(tmp_path / "runs")[0].status == "DIED"
 
 
+def test_an_attempt_that_only_evaluated_leaves_the_run_its_speed(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), steps(1, 20), StepsLogged([20], [T0 + 20], {SPEED: [7.0]}), ended("KILLED"))
+    append(folder, started(2, step=20), evaluated(20, 0.7), ended(metrics={"best": 0.7}))
+    assert summary.read_summary(folder).samples_per_second == 7.0
+
+
 def test_a_long_journal_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path)
     append(folder, started(), evaluated(1, 0.4), *(steps(n, n) for n in range(2, 3000)))

@@ -97,6 +97,7 @@ def read_summary(folder: RunFolder) -> Summary:
     params = started.params if started else {}
     begun = started.time if started else (folder.path / "run.json").stat().st_mtime
     goal, metrics = params.get("goal.metric", ""), _newest(events)
+    told = ended.metrics if ended else {}  # an attempt that only evaluated has no speed of its own
     seen = delivery.glance(delivery.path_of(folder, 0))
     return Summary(
         folder=folder,
@@ -108,7 +109,7 @@ def read_summary(folder: RunFolder) -> Summary:
         seconds=max([0.0, *(_time(event) - begun for event in events[-1:])]),
         goal=goal,
         best=number(ended.metrics.get("best")) if ended else _best(events, goal, params.get("goal.mode", "min")),
-        samples_per_second=number(ended.metrics.get("samples_per_second")) if ended else metrics.get(SPEED),
+        samples_per_second=number(told.get("samples_per_second", metrics.get(SPEED))),
         undelivered=seen.waits or delivery.unread_bytes(folder, {folder.events.name: 0, **seen.offsets}) > 0,
         parent=identity.parent,
         mlflow_run_id=seen.run_id or identity.mlflow_run_id,

@@ -16,9 +16,10 @@ from rankzero.train.images import close_figures
 from rankzero.train.job import Job, State, arithmetic
 from rankzero.train.meters import Means
 from rankzero.train.pace import Interruption, Left
+from rankzero.train.stop import Stop
 
 
-def evaluation(job: Job, state: State, interruption: Interruption) -> tuple[dict[str, float], bool]:
+def evaluation(job: Job, state: State, stop: Stop) -> tuple[dict[str, float], bool]:
     """Evaluate, compare the replicas, and tell whether the goal metric is the best so far. Raises Left."""
     unlike = job.world.unlike_the_first(job.strategy.checksum())
     if unlike:
@@ -26,7 +27,7 @@ def evaluation(job: Job, state: State, interruption: Interruption) -> tuple[dict
             f"the parameters of rank {', '.join(map(str, unlike))} are not rank 0's after step {state.step}: something "
             "changes the model on one rank only, such as a write to a parameter outside the optimizer"
         )
-    metrics, goal = evaluate(job, state, interruption), job.experiment.goal
+    metrics, goal = evaluate(job, state, stop), job.experiment.goal
     if goal.metric not in metrics:
         raise UserError(f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric")
     better = goal.better(metrics[goal.metric], state.best)
@@ -35,7 +36,7 @@ def evaluation(job: Job, state: State, interruption: Interruption) -> tuple[dict
     return metrics, better
 
 
-def evaluate(job: Job, state: State, interruption: Interruption) -> dict[str, float]:
+def evaluate(job: Job, state: State, stop: Stop) -> dict[str, float]:
     """Return ``val/<metric>`` means over every validation sample of all ranks. A collective.
 
     Raises Left where a stop has it left, with the random states of before: it can begin anew.
@@ -44,7 +45,7 @@ def evaluate(job: Job, state: State, interruption: Interruption) -> dict[str, fl
     strategy.align()  # running statistics differ by rank; rank 0's are the checkpoint's
     before = randomness.state(job.world.device)  # `measure` may draw
     state.model.eval()
-    interruption.begin()
+    interruption = Interruption(job.world, stop)
     try:
         with torch.no_grad(), job.gallery.watching(state.model) as see:
             for batch, samples in validation_batches(job):

@@ -20,7 +20,7 @@ from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.evaluation import evaluation, show
 from rankzero.train.job import Job, State
 from rankzero.train.meters import Tally
-from rankzero.train.pace import Interruption, Left
+from rankzero.train.pace import Left
 from rankzero.train.stop import REASONS, Stop
 
 
@@ -34,8 +34,8 @@ class Milestones:
         self, job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints | None, tally: Tally
     ) -> None:
         train = job.experiment.train
-        self._job, self._state, self._emit, self._checkpoints, self._tally = job, state, emit, checkpoints, tally
-        self._interruption = Interruption(job.world, stop)
+        self._job, self._state, self._emit, self._stop = job, state, emit, stop
+        self._checkpoints, self._tally = checkpoints, tally
         self._evaluate_every = train.eval_every or job.plan.steps_per_epoch
         self._save_every = train.save_every if train.save_every is not None else self._evaluate_every
         self.total = job.total_steps
@@ -72,7 +72,7 @@ class Milestones:
     def _evaluate(self) -> tuple[dict[str, float], bool]:
         """Evaluate, tell, show; return the metrics, and whether they are the best. Raises Left."""
         job, state, tally = self._job, self._state, self._tally
-        metrics, better = evaluation(job, state, self._interruption)
+        metrics, better = evaluation(job, state, self._stop)
         state.owed, tally.last_metrics = False, metrics
         self._emit(Evaluated(time.time(), state.step, metrics, better))
         if job.experiment.train.stop_at_target and job.experiment.goal.reached(state.best):

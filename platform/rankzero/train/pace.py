@@ -28,7 +28,7 @@ class Left(Exception):
 
 
 class Interruption:
-    """Whether an evaluation is left between two batches, because a rank was told to stop.
+    """Whether an evaluation, which begins now, is left between two batches, because a rank was told to stop.
 
     Ranks agree on it after as many batches: a forward may be a collective, which all must enter or none.
     """
@@ -36,12 +36,7 @@ class Interruption:
     def __init__(self, world: World, stop: Stop) -> None:
         self._world, self._stop = world, stop
         self._length, self._batches = 1, 0
-        self._seconds, self._asked = 0.0, 0.0
-
-    def begin(self) -> None:
-        """Say that an evaluation begins. Every rank does."""
-        self._length, self._batches = 1, 0
-        self._seconds, self._asked = 0.0, self._world.now()
+        self._seconds, self._asked = 0.0, world.now()
 
     def check(self) -> None:
         """Raise Left on every rank, if the evaluation is to be left now. Every rank calls it before each batch.
