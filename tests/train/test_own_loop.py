@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ import torch
 
 import rankzero
 from rankzero import Goal
-from rankzero.events import CheckpointSaved, Evaluated, RunEnded, RunStarted, StepsLogged
+from rankzero.events import CheckpointSaved, Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.tracking import sync
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.journal import read_all
@@ -148,3 +151,85 @@ def test_a_checkpoint_that_cannot_be_written_is_told(capsys: pytest.CaptureFixtu
         for step in (1, 2):
             run.checkpoint({"x": torch.zeros(1)}, step=step)
     assert capsys.readouterr().out.count("a checkpoint could not be written") == 2
+
+
+@pytest.mark.usefixtures("untracked")
+def test_odd_steps_and_names_cost_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    moving = np.array(5)
+    with rankzero.track("mine") as run:
+        for step in (np.int64(1), torch.tensor(2), 3.0, np.float32(4), moving, "six", None, 2.5, 2**70, 7):
+            run.log({("a", 1): 1.0, 2: step}, step=step)  # type: ignore[arg-type, dict-item]
+        moving += 90
+        run.checkpoint({"x": torch.zeros(1)}, step=np.int64(8), metrics={"val/loss": 1.0})  # type: ignore[arg-type]
+    assert run.folder is not None
+    events = list(read_all(run.folder / "events.jsonl"))
+    logged = [event for event in events if isinstance(event, StepsLogged)]
+    assert [event.steps[0] for event in logged] == [1, 2, 3, 4, 5, 5, 5, 5, 5, 7]
+    assert {name for event in logged for name in event.metrics} == {"('a', 1)", "2"}
+    assert [event.metrics["2"][0] for event in logged][:5] == [1, 2, 3, 4, 5]
+    assert [event.step for event in events if isinstance(event, (Evaluated, CheckpointSaved))] == [8, 8]
+    assert isinstance(events[-1], RunEnded) and events[-1].status == "FINISHED"
+    assert capsys.readouterr().out.count("a step must be a whole number, not 'six': it counts as step 5") == 1
+
+
+@pytest.mark.usefixtures("untracked")
+def test_tensors_that_cannot_be_read_leave_the_users_own_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a GPU after an assertion of the device: whatever asks it raises."""
+    with pytest.raises(ValueError, match="mine"), rankzero.track("mine") as run:
+        run.log({"lost": torch.zeros((), device="meta"), "kept": 3.0}, step=1)
+        raise ValueError("mine")
+    assert run.folder is not None
+    logged, noticed, end = list(read_all(run.folder / "events.jsonl"))[-1:-4:-1][::-1]
+    assert {type(one) for one in (logged, noticed)} == {StepsLogged, Noticed}
+    steps = logged if isinstance(logged, StepsLogged) else noticed
+    assert isinstance(steps, StepsLogged) and steps.metrics["kept"] == [3.0] and math.isnan(steps.metrics["lost"][0])
+    assert isinstance(end, RunEnded) and (end.status, end.reason) == ("FAILED", "ValueError: mine")
+    assert "what was logged on meta cannot be read, and is NaN" in capsys.readouterr().out
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+
+
+@pytest.mark.usefixtures("untracked")
+def test_a_state_with_named_tuples_is_kept_as_plain_values() -> None:
+    with rankzero.track("mine") as run:
+        run.checkpoint({"at": Point(torch.ones(2)), "shape": torch.Size([2])}, step=1)
+    assert run.folder is not None
+    path, problems = checkpoint.newest_intact(run.folder / "checkpoints")
+    assert path is not None and not problems
+    assert torch.equal(checkpoint.load(path)["at"][0], torch.ones(2))
+
+
+@pytest.mark.usefixtures("untracked")
+def test_two_processes_do_not_write_one_run() -> None:
+    """One that is told of the other changes nothing; once that has said its end, the run can be gone on with."""
+    with subprocess.Popen([sys.executable, "-c", BESIDE], stdout=subprocess.PIPE, stdin=subprocess.PIPE) as beside:
+        assert beside.stdout is not None and beside.stdin is not None
+        assert beside.stdout.readline() == b"open\n"
+        with pytest.raises(rankzero.UserError, match=rf"process {beside.pid} is writing r1: stop it first"):
+            rankzero.track("mine", name="r1")
+        beside.stdin.write(b"on\n")
+        beside.stdin.flush()
+        assert beside.stdout.readline() == b"ended\n"
+        with rankzero.track("mine", name="r1") as run:
+            run.log({"loss": 2.0}, step=2)
+        beside.stdin.close()
+    assert run.folder is not None
+    kinds = [type(event).__name__ for event in read_all(run.folder / "events.jsonl")]
+    assert kinds == ["RunStarted", "StepsLogged", "RunEnded"] * 2
+
+
+BESIDE = """
+import sys, rankzero
+from rankzero.tracking import recorder
+class Closed:
+    def close(self): pass
+recorder.start = lambda *words, **options: Closed()
+with rankzero.track("mine", name="r1") as run:
+    run.log({"loss": 1.0}, step=1)
+    print("open", flush=True)
+    sys.stdin.readline()
+print("ended", flush=True)
+sys.stdin.readline()
+"""

@@ -7,8 +7,10 @@ import json
 import os
 import select
 import time
+from collections.abc import Iterator
 
-from rankzero.events import RunEnded
+from rankzero.errors import UserError
+from rankzero.events import Event, RunEnded
 from rankzero.tracking import incumbent
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.journal import Journal, read
@@ -65,6 +67,39 @@ class Attempt:
             behind = self._read_to
             events, self._read_to = read(self.folder.events, behind)
             self._said = any(isinstance(event, RunEnded) for event in events)
+
+
+def take_over(folder: RunFolder) -> None:
+    """Make this process's attempt the run's latest. Raises UserError where another one of this machine writes it.
+
+    Two that write one run would spoil each other's checkpoints, and the end of one would be taken for the other's.
+    """
+    other = incumbent.claim_unless(folder, lambda claim: _writes_beside(folder, claim))
+    if other is not None:
+        raise UserError(f"process {other.pid} is writing {folder.path.name}: stop it first, or choose another name")
+
+
+def is_written(folder: RunFolder) -> bool:
+    """Tell whether somebody writes the journal and has not said the end; on another machine: whether of late."""
+    claim = incumbent.latest(folder, 0)
+    return claim is not None and incumbent.writer_lives(folder) and not _said_since(folder, claim.events_offset)
+
+
+def _writes_beside(folder: RunFolder, claim: incumbent.Claim) -> bool:
+    beside = claim.pid != os.getpid() and incumbent.is_here(claim) and incumbent.lives(claim)
+    return beside and not _said_since(folder, claim.events_offset)
+
+
+def _said_since(folder: RunFolder, offset: int) -> bool:
+    return any(isinstance(event, RunEnded) for event in _since(folder, offset))
+
+
+def _since(folder: RunFolder, offset: int) -> Iterator[Event]:
+    behind = -1
+    while behind != offset:
+        behind = offset
+        events, offset = read(folder.events, behind)
+        yield from events
 
 
 def closed(pipe: int, seconds: float = 0.0) -> bool:

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rankzero.tracking.folder import RunFolder
@@ -36,11 +36,25 @@ class Claim:
 def claim(folder: RunFolder, node: int) -> Claim:
     """Make this process's attempt the run's latest; an older recorder sees it and stops."""
     with turn(folder):
-        events = folder.events.stat().st_size if folder.events.exists() else 0
-        mine = Claim(secrets.token_hex(8), socket.gethostname(), os.getpid(), started(os.getpid()), time.time(), events)
-        temporary = folder.path / f".recorder-{mine.token}"
-        temporary.write_text(json.dumps(dataclasses.asdict(mine)))
-        temporary.replace(_claim_path(folder, node))  # not synced to the disk: after a crash of it nobody asks
+        return _claim(folder, node)
+
+
+def claim_unless(folder: RunFolder, is_busy: Callable[[Claim], bool]) -> Claim | None:
+    """Do the same for node 0, unless the latest claim is busy; return that then."""
+    with turn(folder):
+        found = latest(folder, 0)
+        if found is not None and is_busy(found):
+            return found
+        _claim(folder, 0)
+    return None
+
+
+def _claim(folder: RunFolder, node: int) -> Claim:
+    events = folder.events.stat().st_size if folder.events.exists() else 0
+    mine = Claim(secrets.token_hex(8), socket.gethostname(), os.getpid(), started(os.getpid()), time.time(), events)
+    temporary = folder.path / f".recorder-{mine.token}"
+    temporary.write_text(json.dumps(dataclasses.asdict(mine)))
+    temporary.replace(_claim_path(folder, node))  # not synced to the disk: after a crash of it nobody asks
     return mine
 
 
@@ -62,9 +76,17 @@ def writer_lives(folder: RunFolder) -> bool:
     found = latest(folder, 0)
     if found is None:
         return False
-    if found.host == socket.gethostname():
-        return started(found.pid) == found.pid_started != ""
-    return time.time() - beat(folder) < ABANDONED_SECONDS
+    return lives(found) if is_here(found) else time.time() - beat(folder) < ABANDONED_SECONDS
+
+
+def is_here(claim: Claim) -> bool:
+    """Tell whether a process of this machine made the claim."""
+    return claim.host == socket.gethostname()
+
+
+def lives(claim: Claim) -> bool:
+    """Tell whether the process of this machine lives that made the claim."""
+    return started(claim.pid) == claim.pid_started != ""
 
 
 def beat(folder: RunFolder) -> float:

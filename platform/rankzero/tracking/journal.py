@@ -29,7 +29,8 @@ class Journal:
     StepsLogged only those a while after the last, others wait in memory for the next event or `flush`.
     RunStarted, CheckpointSaved and RunEnded are also synced to the disk. While the disk is
     full, lines wait in memory, and the next event tries again; past `MOST_WAITING_BYTES` events other than those
-    three are lost, and counted: in `lost`, and in the journal once there is room.
+    three are lost, and counted: in `lost`, and in the journal once there is room. An event that JSON cannot hold
+    is lost alone, and stands in `problems`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,13 +38,18 @@ class Journal:
         self._waiting = bytearray() if _ends_with_newline(path) else bytearray(b"\n")
         self._steps_written = 0.0
         self.lost = self._untold = 0
+        self.problems: list[str] = []
 
     def __call__(self, event: Event) -> None:
         if self._has_no_room_for(event):
             self.lost += 1
             self._untold += 1
             return
-        self._waiting += _line(event)
+        try:
+            self._waiting += _line(event)
+        except (TypeError, ValueError, RecursionError) as error:  # one odd value must not end the journal
+            self.problems.append(f"a {type(event).__name__} is lost, since it cannot be written: {error}")
+            return
         if self._is_due(event):
             self._write()
         if isinstance(event, MILESTONES):

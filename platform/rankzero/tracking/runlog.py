@@ -69,9 +69,9 @@ class RunLog:
             self._emit(Noticed(time.time(), text))
 
     def _tell_problems(self) -> None:
-        problems, self._emit.problems = self._emit.problems, []
-        for problem in problems:
-            self.notice(problem)
+        for problems in (self._emit.problems, [] if self._journal is None else self._journal.problems):
+            while problems:
+                self.notice(problems.pop(0))
         if self._journal is not None and self._journal.lost and FULL not in self._told:
             self.notice(FULL)
 

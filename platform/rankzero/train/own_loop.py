@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,14 +25,16 @@ from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, Step
 from rankzero.experiment import Goal
 from rankzero.setting import render
 from rankzero.tracking import catalog, provenance, ranks, store
+from rankzero.tracking.attempt import take_over
 from rankzero.tracking.folder import Identity, RunFolder, new_name
 from rankzero.tracking.root import root_of
 from rankzero.tracking.runlog import RunLog
 from rankzero.tracking.secrecy import settings_without_secrets
+from rankzero.train.readings import kept, number, numbers, whole
 
 FLUSH_SECONDS = 2.0
 FLUSH_ROWS = 500
-Row = tuple[int, float, Mapping[str, Any]]
+Row = tuple[Any, float, Mapping[str, Any]]
 
 
 def track(
@@ -51,7 +53,8 @@ def track(
     every rank: rank 0 writes, on other ranks nothing happens. An existing `name` is gone on with.
     Who is rank 0 says the process group of torch.distributed, where it has been joined, else the launcher's
     environment: under ``torch.multiprocessing.spawn``, join it before. Other ways must set RANK and WORLD_SIZE.
-    Raises TrackingError where the store cannot be used; once the block is entered, tracking cannot raise.
+    Raises TrackingError where the store cannot be used, UserError where another process writes that run; once the
+    block is entered, tracking cannot raise.
     """
     mine = _mine()
     if not mine.first:
@@ -67,7 +70,7 @@ def track(
         store.artifact_root(uri),
         project_dir=str(Path.cwd()),
     )
-    RunFolder.open_or_create(root / "runs", identity)
+    take_over(RunFolder.open_or_create(root / "runs", identity))
     log = RunLog.open(root / "runs", identity, mine, gpu_uuids=None)
     wanted = {} if goal is None else {f"goal.{key}": value for key, value in params_of(goal).items()}
     return TrackedRun(log, goal or Goal(), keep, settings_without_secrets({**params_of(config), **wanted}))
@@ -80,6 +83,7 @@ class TrackedRun:
         self._log, self._goal, self._keep, self._params = log, goal, keep, dict(params or {})
         self._rows: list[Row] = []
         self._told: set[str] = set()
+        self._step = 0
         self._flushed = time.monotonic()
         self._best = None if log is None else catalog.best_so_far(log.folder, goal)
         self._last: dict[str, float] = {}
@@ -108,9 +112,8 @@ class TrackedRun:
     ) -> None:
         if self._log is None:
             return
-        self._flush()
-        if self._checkpoints is not None:
-            self._tell(self._checkpoints.close())
+        self._guarded("what was logged last is lost", self._flush)
+        self._guarded("the last checkpoint is not kept", self._close_checkpoints)
         status, reason = _status(error)
         text = None if error is None else "".join(traceback.format_exception(error))
         best = {} if self._best is None else {"best": self._best}
@@ -120,11 +123,12 @@ class TrackedRun:
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log 0-d tensors or numbers at `step`. Tensors are copied on their device; no sync until the report.
 
-        What is neither becomes NaN, and is told once.
+        What is neither becomes NaN, and is told once. A step that is no whole number counts as the one before it.
         """
         if self._log is None:
             return
-        self._rows.append((step, time.time(), {name: _kept(value) for name, value in metrics.items()}))
+        values = {str(name): kept(value) for name, value in metrics.items()}
+        self._rows.append((kept(step), time.time(), values))
         if len(self._rows) >= FLUSH_ROWS or time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._flush()
 
@@ -133,7 +137,7 @@ class TrackedRun:
         if self._log is None:
             return False
         self._flush()
-        return self._evaluated({name: _number(value) for name, value in metrics.items()}, step)
+        return self._evaluated({str(name): number(value) for name, value in metrics.items()}, self._at(step))
 
     def checkpoint(self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Keep `state_dict` (tensors and plain values) as the checkpoint of `step`; returns once it is copied.
@@ -143,9 +147,24 @@ class TrackedRun:
         if self._log is None:
             return
         self._flush()
-        numbers = {name: _number(value) for name, value in (metrics or {}).items()}
-        better = self._evaluated(numbers, step)
-        self._tell(self._store().save(state_dict, step, numbers, better))
+        measured, at = {str(name): number(value) for name, value in (metrics or {}).items()}, self._at(step)
+        better = self._evaluated(measured, at)
+        self._guarded(
+            f"the checkpoint of step {at} is not kept",
+            lambda: self._tell(self._store().save(state_dict, at, measured, better)),
+        )
+
+    def _close_checkpoints(self) -> None:
+        if self._checkpoints is not None:
+            self._tell(self._checkpoints.close())
+
+    def _guarded(self, failed: str, action: Callable[[], None]) -> None:
+        """Do it; where that fails, as it does on a GPU that has failed, say what has."""
+        assert self._log is not None
+        try:
+            action()
+        except Exception as error:
+            self._log.notice(f"{failed}: {type(error).__name__}: {error}")
 
     def _tell(self, events: Iterable[Event]) -> None:
         """Log what became of checkpoints."""
@@ -178,11 +197,22 @@ class TrackedRun:
         if self._checkpoints is not None:
             self._tell(self._checkpoints.poll())
         self._tell_what_is_no_number(rows)
-        numbers = iter(_numbers([value for _, _, metrics in rows for value in metrics.values()]))
+        found = iter(numbers([value for _, _, metrics in rows for value in metrics.values()], self._log.notice))
         for step, moment, metrics in rows:
-            columns = {name: [next(numbers)] for name in metrics}
-            self._log(StepsLogged([step], [moment], columns))
+            columns = {name: [next(found)] for name in metrics}
+            self._log(StepsLogged([self._at(step)], [moment], columns))
         self._log.flush()
+
+    def _at(self, step: Any) -> int:
+        """Return the step as a whole number; of one that is none, the one before it, and tell so once."""
+        found = whole(step)
+        if found is not None:
+            self._step = found
+        elif "step" not in self._told:
+            assert self._log is not None
+            self._told.add("step")
+            self._log.notice(f"a step must be a whole number, not {step!r:.80}: it counts as step {self._step}")
+        return self._step
 
     def _tell_what_is_no_number(self, rows: list[Row]) -> None:
         assert self._log is not None
@@ -221,38 +251,6 @@ def _dotted(nested: Mapping[Any, Any], prefix: str) -> list[tuple[str, Any]]:
     for key, value in nested.items():
         pairs += _dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
     return pairs
-
-
-def _kept(value: Any) -> Any:
-    """Return a tensor's own copy (the loop may overwrite it), a number as it is, of anything else what it is."""
-    if hasattr(value, "detach"):
-        return value.detach().clone() if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
-    return value if hasattr(value, "__float__") or hasattr(value, "__index__") else str(value)[:80]
-
-
-def _numbers(values: list[Any]) -> list[float]:
-    """Return the values as floats, with one host sync for all PyTorch tensors of a device."""
-    torch = sys.modules.get("torch")
-    found: list[float] = [0.0] * len(values)
-    groups: dict[Any, list[int]] = {}
-    for index, value in enumerate(values):
-        if torch is not None and isinstance(value, torch.Tensor):
-            groups.setdefault(value.device, []).append(index)
-        else:
-            found[index] = _number(value)
-    for indices in groups.values():
-        assert torch is not None
-        column = torch.stack([values[index].reshape(()).double() for index in indices]).tolist()
-        for index, number in zip(indices, column, strict=True):
-            found[index] = number
-    return found
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return float("nan")  # telemetry cannot kill a run
 
 
 def _status(error: BaseException | None) -> tuple[Status, str]:

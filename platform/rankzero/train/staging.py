@@ -70,5 +70,6 @@ def _map_tensors(value: Any, change: Callable[[Tensor, tuple[Any, ...]], Tensor]
     if isinstance(value, dict):
         return {key: _map_tensors(item, change, (*path, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(item, change, (*path, index)) for index, item in enumerate(value))
+        items = [_map_tensors(item, change, (*path, index)) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)  # a named one could not be loaded as plain values
     return value
