@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import random
 import shutil
@@ -23,7 +23,7 @@ def truncated(step: Path, choose: random.Random, _: Path) -> None:
 
 
 def bit_flipped(step: Path, choose: random.Random, _: Path) -> None:
-    path = step / "state.pt"
+    path = _file(step, choose)
     content = bytearray(path.read_bytes())
     content[choose.randrange(len(content))] ^= 1 << choose.randrange(8)
     path.write_bytes(content)
@@ -67,10 +67,10 @@ def malicious(step: Path, _choose: random.Random, proof: Path) -> None:
 
     content = pickle.dumps({"model": Attack(), "step": 1}, protocol=2)  # which PyTorch reads without a warning
     (step / "state.pt").write_bytes(content)
-    manifest = json.loads((step / "manifest.json").read_text())
-    for entry in manifest["files"].values():
-        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    seen = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    told = manifest.read(step)
+    right = dataclasses.replace(told, files=dict.fromkeys(told.files, seen))
+    (step / "manifest.json").write_text(manifest.text(right))
 
 
 def another_models(step: Path, choose: random.Random, _: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import pickle
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
 from rankzero.experiment import Goal
-from rankzero.train import checkpoint, staging
+from rankzero.train import checkpoint, manifest, staging
 from rankzero.train.checkpoint import Checkpoints
 from rankzero.train.manifest import FORMAT, MANIFEST, STATE, BrokenCheckpoint, Manifest
 
@@ -106,7 +107,7 @@ def test_a_broken_checkpoint_is_left_and_stops_no_later_one(tmp_path: Path) -> N
 
 
 def _damage(folder: Path, how: str) -> None:
-    state, manifest = folder / STATE, folder / MANIFEST
+    state, told = folder / STATE, folder / MANIFEST
     content = state.read_bytes()
     match how:
         case "truncate":
@@ -116,9 +117,9 @@ def _damage(folder: Path, how: str) -> None:
         case "no state":
             state.unlink()
         case "no manifest":
-            manifest.unlink()
+            told.unlink()
         case _:
-            manifest.write_text(manifest.read_text()[:20])
+            told.write_text(told.read_text()[:20])
 
 
 class Bomb:
@@ -158,14 +159,61 @@ def test_a_planted_pickle_writes_nothing(tmp_path: Path, place: str) -> None:
     assert not (tmp_path / "executed").exists()
 
 
+def sealed(fields: dict[str, Any]) -> str:
+    """Return what a manifest's file would say, had it been written so."""
+    return manifest.text(Manifest(**{name: value for name, value in fields.items() if name != "seal"}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": 90}, {"metrics": {"val/loss": 0.0}}, {"best": True}, {"world_size": 64}, {"torch": "9"}, {"seal": None}],
+)
+def test_an_altered_manifest_is_passed_over_and_deletes_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
+    saved(tmp_path, {1: 0.3, 2: 0.2}, keep=1)
+    first = tmp_path / "checkpoints/step_00000001"
+    saved(tmp_path, {3: 0.1}, keep=3)
+    altered = tmp_path / "checkpoints/step_00000003"
+    fields = json.loads((altered / MANIFEST).read_text())
+    (altered / MANIFEST).write_text(json.dumps({**fields, **change}))
+    with pytest.raises(BrokenCheckpoint, match="altered manifest"):
+        checkpoint.load(altered)
+    path, problems = checkpoint.newest_intact(tmp_path / "checkpoints")
+    assert path == tmp_path / "checkpoints/step_00000002" and len(problems) == 1
+    saved(tmp_path, {4: 0.5}, keep=1)
+    assert steps_in(tmp_path) == [2, 3, 4] and not first.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"files": {STATE: 5}}, {"step": "2"}, {"step": -1}, {"step": True}, {"metrics": {"val/loss": "low"}},
+     {"metrics": []}, {"world_size": 0}, {"world_size": 2.0}, {"best": 1}],
+)  # fmt: skip
+def test_a_manifest_whose_values_are_none_of_ours_is_broken(tmp_path: Path, change: dict[str, Any]) -> None:
+    saved(tmp_path, {1: 0.1, 2: 0.2})
+    newest = tmp_path / "checkpoints/step_00000002"
+    fields = json.loads((newest / MANIFEST).read_text())
+    (newest / MANIFEST).write_text(sealed({**fields, **change}))
+    assert checkpoint.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000001"
+    assert checkpoint.best(tmp_path / "checkpoints", GOAL) is not None
+
+
+def test_a_checkpoint_from_before_manifests_were_sealed_is_read(tmp_path: Path) -> None:
+    saved(tmp_path, {1: 0.1})
+    folder = tmp_path / "checkpoints/step_00000001"
+    fields = json.loads((folder / MANIFEST).read_text())
+    del fields["seal"]
+    (folder / MANIFEST).write_text(json.dumps({**fields, "format": 1}))
+    assert manifest.verify(folder).step == 1
+
+
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/x", "..", ""])
 def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str) -> None:
     saved(tmp_path, {1: 0.1, 2: 0.2})
     (tmp_path / "x").write_text("x")
     newest = tmp_path / "checkpoints/step_00000002"
-    manifest = json.loads((newest / MANIFEST).read_text())
-    manifest["files"][name] = {"sha256": "0", "bytes": 1}
-    (newest / MANIFEST).write_text(json.dumps(manifest))
+    fields = json.loads((newest / MANIFEST).read_text())
+    fields["files"][name] = {"sha256": "0", "bytes": 1}
+    (newest / MANIFEST).write_text(sealed(fields))
     with pytest.raises(BrokenCheckpoint, match="no file of its own"):
         checkpoint.load(newest)
     assert checkpoint.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000001"
@@ -174,9 +222,9 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str
 def test_a_manifest_that_vouches_for_nothing_and_a_link_are_broken(tmp_path: Path) -> None:
     saved(tmp_path, {1: 0.1, 2: 0.2})
     first, second = (tmp_path / f"checkpoints/step_0000000{step}" for step in (1, 2))
-    manifest = json.loads((first / MANIFEST).read_text())
+    fields = json.loads((first / MANIFEST).read_text())
     for files in ({}, [], None):
-        (first / MANIFEST).write_text(json.dumps({**manifest, "files": files}))
+        (first / MANIFEST).write_text(sealed({**fields, "files": files}))
         with pytest.raises(BrokenCheckpoint, match="does not name"):
             checkpoint.load(first)
     (second / STATE).rename(tmp_path / "elsewhere")
@@ -189,10 +237,10 @@ def test_a_manifest_that_vouches_for_nothing_and_a_link_are_broken(tmp_path: Pat
 def test_a_checkpoint_of_a_newer_version_is_named_and_passed_over(tmp_path: Path, more: dict[str, int]) -> None:
     saved(tmp_path, {1: 0.1, 2: 0.2})
     newest = tmp_path / "checkpoints/step_00000002"
-    manifest = json.loads((newest / MANIFEST).read_text())
-    newer = {**manifest, **more, "format": FORMAT + 1}
+    fields = json.loads((newest / MANIFEST).read_text())
+    newer = {**fields, **more, "format": FORMAT + 1}
     (newest / MANIFEST).write_text(json.dumps(newer))
-    with pytest.raises(BrokenCheckpoint, match=r"newer version of rankzero \(format 2, .*: update rankzero"):
+    with pytest.raises(BrokenCheckpoint, match=r"newer version of rankzero \(format 3, .*: update rankzero"):
         checkpoint.load(newest)
     path, (problem,) = checkpoint.newest_intact(tmp_path / "checkpoints")
     assert path == tmp_path / "checkpoints/step_00000001" and "newer version" in problem
@@ -310,3 +358,15 @@ def test_a_copy_has_arrived_when_that_of_every_gpu_has(monkeypatch: pytest.Monke
     assert staging.Staged("state", staging.recorded(gpus)).wait() == "state"
     assert waited == ["of cuda:0", "of cuda:1"]
     assert staging.Staging().copy({"x": torch.zeros(1)}).arrived == []
+
+
+@given(st.integers(0, 10**6))
+def test_a_flipped_bit_anywhere_in_a_manifest_is_noticed(where: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saved(Path(folder), {1: 0.1, 2: 0.2})
+        path = Path(folder) / "checkpoints/step_00000002" / MANIFEST
+        content = bytearray(path.read_bytes())
+        content[where // 8 % len(content)] ^= 1 << where % 8
+        path.write_bytes(content)
+        newest, problems = checkpoint.newest_intact(Path(folder) / "checkpoints")
+        assert newest is not None and newest.name == "step_00000001" and len(problems) == 1

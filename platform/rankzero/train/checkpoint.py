@@ -10,8 +10,6 @@ renamed. Loading verifies the checksums and never executes code.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import pickle
 import shutil
@@ -35,6 +33,7 @@ from rankzero.train.manifest import (
     fingerprint,
     is_judged,
     known,
+    text,
     verify,
 )
 from rankzero.train.staging import Staged, Staging
@@ -153,7 +152,7 @@ def write(
     save_state(temporary / STATE)
     _sync(temporary / STATE)
     manifest = Manifest(step, metrics, best, {STATE: fingerprint(temporary / STATE)}, world_size)
-    (temporary / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2))
+    (temporary / MANIFEST).write_text(text(manifest), encoding="utf-8")
     _sync(temporary / MANIFEST)
     _sync(temporary)
     _replace(temporary, target)

@@ -15,7 +15,8 @@ import torch
 from rankzero.experiment import Goal
 
 STATE, MANIFEST = "state.pt", "manifest.json"
-FORMAT = 1
+FORMAT = 2  # 1 had no seal
+SEAL = "seal"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ def verify(folder: Path) -> Manifest:
     manifest = read(folder)
     _require_own_files(manifest, folder)
     for name, expected in manifest.files.items():
-        if fingerprint(folder / name) != dict(expected):
+        if fingerprint(folder / name) != expected:
             raise BrokenCheckpoint(f"{folder / name} is truncated or altered: its checksum does not match")
     return manifest
 
@@ -49,14 +50,41 @@ def verify(folder: Path) -> Manifest:
 def read(folder: Path) -> Manifest:
     """Return the manifest. Raises BrokenCheckpoint."""
     try:
-        found = json.loads((folder / MANIFEST).read_text())
-        if not _is_newer(found):
-            return Manifest(**found)
-    except (OSError, ValueError, TypeError) as error:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if _is_newer(found):
+            raise BrokenCheckpoint(
+                f"{folder} was written by a newer version of rankzero (format {found['format']}, this one reads up to "
+                f"{FORMAT}): update rankzero to go on from it"
+            )
+        seal = found.pop(SEAL, None)
+        manifest = Manifest(**found)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{folder} has no readable manifest: {error}") from error
-    raise BrokenCheckpoint(
-        f"{folder} was written by a newer version of rankzero (format {found['format']}, this one reads up to "
-        f"{FORMAT}): update rankzero to go on from it"
+    if not _is_sound(manifest) or seal != (_seal(found) if seal or manifest.format > 1 else None):
+        raise BrokenCheckpoint(f"{folder} has an altered manifest: what it says of the checkpoint is not believed")
+    return manifest
+
+
+def text(manifest: Manifest) -> str:
+    """Return the manifest as its file has it, with a checksum of its own: what it says decides what is deleted."""
+    fields = dataclasses.asdict(manifest)
+    return json.dumps({**fields, SEAL: _seal(fields)}, indent=2)
+
+
+def _seal(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _is_sound(manifest: Manifest) -> bool:
+    """Tell whether the values are of their fields' types; those of `files` are looked at where they are needed."""
+    world_size = 1 if manifest.world_size is None else manifest.world_size
+    return (
+        all(type(number) is int for number in (manifest.step, world_size, manifest.format))
+        and manifest.step >= 0
+        and world_size >= 1
+        and isinstance(manifest.metrics, dict)
+        and all(isinstance(value, (int, float)) for value in manifest.metrics.values())
+        and isinstance(manifest.best, bool)
     )
 
 
