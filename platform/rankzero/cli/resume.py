@@ -123,7 +123,7 @@ def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> 
 
 def _require_checkpoint(folder: RunFolder) -> Path:
     """Return the newest intact checkpoint, fetched from MLflow where there is none here. Raises UserError."""
-    from rankzero.train import checkpoint
+    from rankzero.train import checkpoint, manifest
 
     path, problems = checkpoint.newest_intact(folder.checkpoints)
     for problem in problems:
@@ -134,8 +134,11 @@ def _require_checkpoint(folder: RunFolder) -> Path:
         from rankzero.tracking import fetch
 
         print("no intact checkpoint on this disk: looking in MLflow")
-        fetch.newest_checkpoint(folder)
+        more = fetch.newest_checkpoint(folder, manifest.problem_with)
+        for problem in more:
+            print(f"note: {problem}")
         path, problems = checkpoint.newest_intact(folder.checkpoints)
+        problems = [*more, *problems]
     if path is None:
         found = "".join(f"\n  {problem}" for problem in problems) or " start it anew"
         raise UserError(f"{folder.path.name} has no checkpoint to go on from, here or in MLflow:{found}")

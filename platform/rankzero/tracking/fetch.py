@@ -62,24 +62,42 @@ def require_plain_files(folder: Path) -> None:
             raise TrackingError(f"{path.name!r} that MLflow has of the run is no plain file: it is not used")
 
 
-def newest_checkpoint(folder: RunFolder) -> None:
-    """Download the newest whole checkpoint of the run, where MLflow has one. The caller verifies its checksums."""
+def newest_checkpoint(folder: RunFolder, problem_with: Callable[[Path], str | None]) -> list[str]:
+    """Download the newest intact checkpoint of the run, where MLflow has one; return what is wrong with newer ones.
+
+    `problem_with` says what is wrong with a checkpoint's folder, None for an intact one: only that takes the place of
+    one that is there. What cannot be reached raises, since an older one would cost the user steps.
+    """
     from rankzero.tracking.mlflow import OpenRun, Tracker
 
     tracker = Tracker(folder.identity.tracking_uri)
     run_id = mlflow_id(folder)
     if run_id is None:
-        return
+        return []
     run = OpenRun(run_id, tracker.find_run(run_id).experiment_id, {})
     ready = [one for one in tracker.models.list_checkpoints(run) if one.status == "READY"]
-    for newest in ready[-1:]:
-        target = folder.checkpoints / f"step_{newest.step:08d}"
+    problems: list[str] = []
+    for one in reversed(ready):
+        target = folder.checkpoints / f"step_{one.step:08d}"
         aside = folder.checkpoints / f".tmp-{target.name}"
         shutil.rmtree(aside, ignore_errors=True)
-        tracker.models.download_checkpoint(newest.model_id, aside)
-        require_plain_files(aside)
-        shutil.rmtree(target, ignore_errors=True)
-        aside.replace(target)
+        tracker.models.download_checkpoint(one.model_id, aside)
+        problem = _link_in(aside) or problem_with(aside)
+        if problem is None:
+            shutil.rmtree(target, ignore_errors=True)
+            aside.replace(target)
+            break
+        shutil.rmtree(aside, ignore_errors=True)
+        problems.append(f"the checkpoint of step {one.step} that MLflow has is not used: {problem}")
+    return problems
+
+
+def _link_in(folder: Path) -> str | None:
+    try:
+        require_plain_files(folder)
+    except TrackingError as error:
+        return str(error)
+    return None
 
 
 def _here(recorded: str | None, store: Path) -> str | None:

@@ -33,6 +33,7 @@ from rankzero.train.manifest import (
     fingerprint,
     is_judged,
     known,
+    problem_with,
     text,
     verify,
 )
@@ -172,14 +173,12 @@ def load(folder: Path) -> dict[str, Any]:
 def newest_intact(checkpoints: Path) -> tuple[Path | None, list[str]]:
     """Return the newest checkpoint whose checksums hold, and what is wrong with newer ones. Before an attempt only."""
     _put_back(checkpoints)
-    problems = []
+    problems: list[str] = []
     for path in reversed(complete(checkpoints)):
-        try:
-            verify(path)
-        except BrokenCheckpoint as error:
-            problems.append(str(error))
-        else:
+        problem = problem_with(path)
+        if problem is None:
             return path, problems
+        problems.append(problem)
     return None, problems
 
 

@@ -47,6 +47,15 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
+def problem_with(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint's folder; None where it is intact."""
+    try:
+        verify(folder)
+    except BrokenCheckpoint as error:
+        return str(error)
+    return None
+
+
 def read(folder: Path) -> Manifest:
     """Return the manifest. Raises BrokenCheckpoint."""
     try:
