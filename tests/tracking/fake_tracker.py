@@ -65,6 +65,10 @@ class FakeTracker:
         self._call("set_tags", tags)
         self.tags.update(tags)
 
+    def description(self, run_id: str) -> str:
+        self._call("description", run_id)
+        return self.tags.get("mlflow.note.content", "")
+
     def close_run(self, run_id: str, event: RunEnded) -> None:
         self._call("close_run", event)
         self.status = event.status

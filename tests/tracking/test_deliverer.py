@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rankzero.events import SystemSampled
+from rankzero.events import Noticed, SystemSampled
 from rankzero.tracking import deliverer as module
 from rankzero.tracking import progress as state
 from rankzero.tracking import sync
@@ -239,6 +239,46 @@ def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(folder: RunFolder,
     run(deliverer)
     assert list(tracker.checkpoints) == [10]
     assert sync.status(folder).done
+
+
+NOTE = "mlflow.note.content"
+
+
+def _delivered_with_late_trouble(folder: RunFolder, tracker: FakeTracker, edited: str | None = None) -> dict[str, str]:
+    """Deliver a run whose uploads fail some more times after its page has been written; return the tags."""
+    append(folder, started(), saved(folder, 10), steps(1, 20), ended())
+    tracker.fail = failing(9, "save_checkpoint", lambda: OSError("no space left on device"))
+    deliverer = deliverer_to(tracker, folder)
+    while tracker.status != "FINISHED":
+        deliverer.work()
+    deliverer.work()
+    deliverer.work()
+    assert "9 tries to deliver failed" not in tracker.tags[NOTE]
+    tracker.tags[NOTE] = edited or tracker.tags[NOTE]
+    run(deliverer)
+    return tracker.tags
+
+
+def test_trouble_after_the_end_is_told_on_the_page_once_more(folder: RunFolder, tracker: FakeTracker) -> None:
+    tags = _delivered_with_late_trouble(folder, tracker)
+    assert "9 tries to deliver failed" in tags[NOTE] and "all was delivered later" in tags[NOTE]
+    assert tags["rankzero.retries"] == "9"
+    written = [call for call in tracker.calls if call == "set_tags"]
+    run(deliverer_to(tracker, folder))
+    assert [call for call in tracker.calls if call == "set_tags"] == written, "again: nothing more to tell"
+
+
+def test_a_page_that_a_user_has_rewritten_stays_theirs(folder: RunFolder, tracker: FakeTracker) -> None:
+    tags = _delivered_with_late_trouble(folder, tracker, edited="Our best so far.")
+    assert (tags[NOTE], tags["rankzero.retries"]) == ("Our best so far.", "9")
+
+
+def test_the_page_of_a_study_tells_its_troubles_too(folder: RunFolder, tracker: FakeTracker) -> None:
+    folder.description.write_text("# The sweet spot\n")
+    append(folder, Noticed(T0, "a trial's folder was lost"))
+    tags = _delivered_with_late_trouble(folder, tracker)
+    assert tags[NOTE].startswith("# The sweet spot\n")
+    assert "a trial's folder was lost" in tags[NOTE] and "9 tries to deliver failed" in tags[NOTE]
 
 
 def test_a_checkpoint_that_is_gone_is_no_trouble(folder: RunFolder, tracker: FakeTracker) -> None:

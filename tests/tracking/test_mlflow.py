@@ -121,6 +121,13 @@ def test_the_end(tracker: Tracker, run: OpenRun) -> None:
     assert record.samples_per_second == 123.0
 
 
+def test_the_page_is_read_as_it_was_written(tracker: Tracker, run: OpenRun) -> None:
+    assert tracker.description(run.run_id) == ""
+    page = "# A run\n\n- lines, ünïcode and trailing space \n\n"
+    tracker.set_tags(run.run_id, {"mlflow.note.content": page})
+    assert tracker.description(run.run_id) == page
+
+
 def test_artifacts(tracker: Tracker, run: OpenRun, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("lr: 1")
     tracker.log_artifact(run.run_id, tmp_path / "config.yaml")

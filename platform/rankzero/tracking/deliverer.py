@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero.events import DataDescribed, Event, RunEnded, RunStarted, decode
-from rankzero.tracking import incumbent, opening
+from rankzero.tracking import afterword, incumbent, opening
 from rankzero.tracking import progress as state
 from rankzero.tracking.delivery import RETRIES, End, Item, Points, Tags, ending, name_of, translate, trouble_of
 from rankzero.tracking.folder import EVENTS, FolderGone, RunFolder
 from rankzero.tracking.journal import READ_BYTES, take
-from rankzero.tracking.page import written
 from rankzero.tracking.retry import Backoff, refusal
 from rankzero.tracking.secrecy import line_without_secrets, text_without_secrets
 from rankzero.tracking.store import RunGone
@@ -201,7 +200,7 @@ class Deliverer:
                 self.progress.reject(f"{name} before byte {taken.offset:,}", f"{taken.foreign} lines are no events")
             self._taken[name] = taken.offset
         self._items.extend(translate(events, self.progress))
-        self.progress.put_figures_last()
+        self.progress.put_last_things_last()
         self.progress.offsets = dict(self._taken)
         if not self._items:
             self.commit()
@@ -221,7 +220,7 @@ class Deliverer:
             case End():
                 tracker.close_run(run_id, item.event)
                 self.progress.ending, self.progress.ended = None, True
-                self.progress.waiting = [*self.progress.uploads, state.FIGURES]  # last: nobody waits for them
+                self.progress.waiting = [*self.progress.uploads, *state.LAST]
         self._sent()
         return True
 
@@ -250,7 +249,11 @@ class Deliverer:
         self._items.extendleft(reversed(items))
 
     def _upload(self) -> bool:
-        upload(self._known_tracker(), self._open_run(), self._folder, self.progress)
+        tracker, run = self._known_tracker(), self._open_run()
+        if self.progress.waiting[0] == state.AFTERWORD:
+            self._items.extend(afterword.retold(tracker, run, self._folder, self.progress))
+        else:
+            upload(tracker, run, self._folder, self.progress)
         self.progress.waiting.pop(0)
         self.commit()
         return True
@@ -264,12 +267,7 @@ class Deliverer:
     def _ending(self, line: str) -> list[Item]:
         event = decode(line)
         assert isinstance(event, RunEnded)
-        try:
-            description = written(self._folder, self.progress, event)
-        except Exception as error:  # whatever a user's values do to the report, the run gets its end
-            log.exception("no report")
-            description = f"The report could not be written: {error!r}"
-        return ending(event, description, self.progress)
+        return ending(event, afterword.description(self._folder, self.progress, event), self.progress)
 
     def _abandon(self, reason: str) -> None:
         """Stop: someone deleted the run in MLflow. The journal keeps everything."""

@@ -23,6 +23,7 @@ from rankzero.tracking import legal
 from rankzero.tracking.progress import ARTIFACTS, Progress
 
 RETRIES = "rankzero.retries"
+DESCRIPTION = "mlflow.note.content"
 WHOLE_RUN = "whole_run"  # sorts behind throughput, train and val
 
 
@@ -123,7 +124,7 @@ def linked(event: CheckpointSaved, progress: Progress, model_id: str) -> list[Po
 
 def ending(event: RunEnded, description: str, progress: Progress) -> list[Item]:
     """Return what closes the run: its final numbers, then why it ended and its description, then its status."""
-    tags = {"rankzero.reason": event.reason, "mlflow.note.content": description}
+    tags = {"rankzero.reason": event.reason, DESCRIPTION: description}
     if event.error:
         tags["rankzero.error"] = legal.tail(event.error, legal.TAG_LENGTH)
     tags |= trouble_of(progress)

@@ -18,9 +18,9 @@ def page(folder: RunFolder) -> str:
 
 def written(folder: RunFolder, progress: Progress, end: RunEnded | None = None) -> str:
     """Return the page with this delivery's troubles on it, and this end; None: the last that the journal tells."""
-    if folder.description.exists():
-        return folder.description.read_text()
     facts = fold(folder.all_events())
+    if folder.description.exists():
+        return report.with_notes(folder.description.read_text(encoding="utf-8"), facts.notices, trouble(progress))
     end = end or facts.end or report.so_far(facts, status(folder))
     return report.markdown(folder.identity.name, facts, end, trouble(progress))
 

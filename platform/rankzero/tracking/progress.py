@@ -21,6 +21,11 @@ ARTIFACTS = "artifacts"
 """The upload of a run's artifacts, among what waits."""
 FIGURES = "figures"
 """The drawing and upload of pictures of the whole run, likewise."""
+AFTERWORD = "afterword"
+"""The page once more, should it have more to tell, likewise."""
+LAST = (FIGURES, AFTERWORD)
+"""What nobody waits for."""
+WORDS = (ARTIFACTS, *LAST)
 STEPS_REMEMBERED = 1000
 
 
@@ -81,6 +86,10 @@ class Progress:
     """MLflow knows how the latest attempt ended."""
     updated: float = 0.0
     """When this was written, for people: clocks jump."""
+    page: str = ""
+    """A checksum of the run's page as it was sent."""
+    told: str = ""
+    """One of the troubles that it tells."""
     claim: str = ""
     """The attempt, by its claim's token, that was the run's latest when this was written."""
 
@@ -92,7 +101,7 @@ class Progress:
     @property
     def undrawn(self) -> bool:
         """Tell whether pictures of the whole run are still to be drawn."""
-        return FIGURES in self.waiting
+        return not set(LAST).isdisjoint(self.waiting)
 
     @property
     def pending(self) -> int:
@@ -104,9 +113,9 @@ class Progress:
         """Tell whether MLflow had everything but pictures of the whole run, when this was written; the end, too."""
         return self.ended and not self.pending
 
-    def put_figures_last(self) -> None:
+    def put_last_things_last(self) -> None:
         """Let nothing wait for pictures of the whole run: they are of use once all else is there."""
-        self.waiting.sort(key=lambda word: word == FIGURES)
+        self.waiting.sort(key=lambda word: (word in LAST, word == AFTERWORD))
 
     def reject(self, what: str, reason: str) -> None:
         """Count something that is set aside, and remember why."""
@@ -170,12 +179,14 @@ def glance(path: Path) -> Glance:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return Glance(None, {}, False, False)
     waiting = found.get("waiting", [])
-    return Glance(found.get("run_id"), found.get("offsets", {}), bool(awaited(waiting)), FIGURES in waiting)
+    return Glance(
+        found.get("run_id"), found.get("offsets", {}), bool(awaited(waiting)), not set(LAST).isdisjoint(waiting)
+    )
 
 
 def awaited(waiting: Sequence[str]) -> list[str]:
     """Return those of the words in `waiting` that a run's delivery is not done without."""
-    return [word for word in waiting if word != FIGURES]
+    return [word for word in waiting if word not in LAST]
 
 
 @functools.cache
@@ -190,9 +201,9 @@ def _short(text: str) -> str:
 def _without_foreign_words(found: Progress) -> Progress:
     """Set aside what waits and is nothing that a journal told."""
     for word in (*found.waiting, *filter(None, [found.ending])):
-        if word not in (ARTIFACTS, FIGURES) and _event(word) is None:
+        if word not in WORDS and _event(word) is None:
             found.reject(f"upload {word[:100]}", "it is no event")
-    found.waiting = [word for word in found.waiting if word in (ARTIFACTS, FIGURES) or _event(word) is not None]
+    found.waiting = [word for word in found.waiting if word in WORDS or _event(word) is not None]
     if found.ending is not None and not isinstance(_event(found.ending), RunEnded):
         found.ending = None
     return found

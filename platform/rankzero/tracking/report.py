@@ -36,6 +36,12 @@ def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def with_notes(page: str, notices: Sequence[str], trouble: Sequence[str]) -> str:
+    """Return a page that was written otherwise, as a study's is, with what went wrong at its end."""
+    notes = [_notes("What went wrong on the way", notices), _notes("Delivery to MLflow", trouble)]
+    return "\n\n".join([page.rstrip(), *filter(None, notes)]) + "\n"
+
+
 def so_far(facts: Facts, status: Any) -> RunEnded:
     """Return how a run stands that has not ended, or not said so: what `markdown` takes for its end."""
     total = f" of {facts.total_steps:,}" if facts.total_steps else ""

@@ -15,7 +15,7 @@ from rankzero.tracking import legal
 from rankzero.tracking.delivery import linked
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.journal import read_all
-from rankzero.tracking.progress import ARTIFACTS, FIGURES, Progress
+from rankzero.tracking.progress import ARTIFACTS, FIGURES, WORDS, Progress
 from rankzero.tracking.retry import is_want, refusal
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _upload_pictures(tracker: Tracker, run: OpenRun, path: Path, event: Pictures
 
 
 def _deleted_later(event: CheckpointSaved, progress: Progress) -> bool:
-    later = (decode(word) for word in progress.waiting[1:] if word not in (ARTIFACTS, FIGURES))
+    later = (decode(word) for word in progress.waiting[1:] if word not in WORDS)
     return any(isinstance(other, CheckpointDeleted) and other.path == event.path for other in later)
 
 

@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 
 from rankzero.events import DataDescribed, RunEnded, RunStarted
 from rankzero.tracking import legal
-from rankzero.tracking.delivery import Point
+from rankzero.tracking.delivery import DESCRIPTION, Point
 from rankzero.tracking.folder import Identity
 from rankzero.tracking.mlflow import experiments
 from rankzero.tracking.mlflow.client import chunks, connect, log_points, patience
@@ -96,6 +96,10 @@ class Tracker:
         legal_tags = [RunTag(legal.name(key), legal.head(value, legal.TAG_LENGTH)) for key, value in tags.items()]
         for chunk in chunks(legal_tags, legal.ITEMS_PER_BATCH):
             self._client.log_batch(run_id, tags=chunk, synchronous=True)
+
+    def description(self, run_id: str) -> str:
+        """Return what the run's page says now: users may write there, too."""
+        return str(self._run(run_id).data.tags.get(DESCRIPTION, ""))
 
     def close_run(self, run_id: str, event: RunEnded) -> None:
         """Set the run's status and when it ended. Raises TrackingError where it has another status after that."""
