@@ -18,6 +18,7 @@ from rankzero.cli.main import main
 from rankzero.events import Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.tracking import catalog, incumbent, stale, story, sync
 from rankzero.tracking import progress as delivery
+from rankzero.tracking.attempt import is_written
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.progress import Progress
@@ -37,6 +38,28 @@ def dead_writer(folder: RunFolder) -> None:
         f"incumbent.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
     )
     subprocess.run([os.sys.executable, "-c", program], check=True)  # type: ignore[attr-defined]
+
+
+def test_a_run_that_is_training_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(tmp_path)
+    incumbent.claim(folder, 0)
+    append(folder, started(), steps(1, 2))
+    assert is_written(folder)
+    assert main(["resume", folder.path.name, "--dir", str(tmp_path)]) != 0
+    assert f"{folder.path.name} is training still: stop it first" in capsys.readouterr().err
+    append(folder, ended("KILLED"))
+    assert not is_written(folder), "a process that has said its end may live on, as a notebook's does"
+    on_another_machine(folder)
+    assert not is_written(folder)
+    append(folder, started(2))
+    incumbent.claim(folder, 0)
+    on_another_machine(folder)
+    assert is_written(folder), "of that nothing is known but that it wrote of late"
+
+
+def on_another_machine(folder: RunFolder) -> None:
+    path = folder.path / "recorder.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere"}))
 
 
 @pytest.mark.timeout(200)
