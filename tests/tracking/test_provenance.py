@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -180,11 +181,31 @@ places = st.sampled_from(
         'api_key = (\n+    "{}"\n+)', "secret: |\n  {}", 'token == "{}"', "MYSQL_PWD={}", "AccountKey={};x=1",
         "authKey: {}", 'PASSWORD = """\n{}\n"""', "https://store/blob?sv=1&sig={}", 'key = {{"accessToken" : "{}"}}',
         "Cookie: session={}", "postgresql+psycopg2://me:{}@host:5432/db", r'"password": "a\"{}"', "oauth2_token={}",
+        r'"os.environ[\"WANDB_API_KEY\"] = \"{}\"\n",', r'{{\"password\": \"{}\", \"x\": 1}}',
+        r'{{\\\"password\\\":\\\"{}\\\"}}',
+        r'login(\"me\", \"password\", \"{}\")', "&quot;password&quot;: &quot;{}&quot;", "PASSWORD ?= {}",
+        "PASSWORD += {}",
+        "password:\n  {}", "passwords:\n  - a\n  - {}", "passwords:\n- a\n- {}", "credentials:\n  prod: x\n\n  dev: {}",
+        '"password":\n "{}"', "+password:\n+  {}", " credentials:\n-  prod: {}", "- password:\n    {}",
+        "password: |\n  a\n  {}",
+        "password:  # ours\n  {}", "password: !vault |\n  a\n  {}", 'password: "begins\n  {}"',
+        "<password>\n  {}\n</password>",
+        'password = ("begins"\n "{}")', 'password = "a)" \\\n "{}"', "PASSWORD=begins\\\n{}",
+        'f(password="begins"\n  "{}")',
+        'api_key = get("x",\n    "{}",\n)', 'token = get(\n    "{}",\n)',
+        'credentials = {{\n "a": {{\n  1: 2\n }},\n "b": "{}"\n}}',
+        'const accessToken =\n    "{}";', 'password = f"""begins\n{}"""', "password = [\n    '(', {!r}\n]",
+        "https://hooks.slack.com/services/T0/B0/{}", "pass: {}", '{{"pass": "{}"}}', "REDIS_PASS={}", "&pass={}",
+        "wifi-pass={}",
+        "machine h login u password {}", "machine h\n  login u\n  password {}", "default login u password {}",
+        "+login u\n+password {}",
+        "ENV DB_PASSWORD {}", "+ENV X_API_KEY correct {}", "setenv MY_TOKEN {}",
     ]
 )  # fmt: skip
 secrets = st.text(
     "".join(chr(code) for code in range(33, 127) if chr(code) not in "\"'\\<>&"), min_size=12, max_size=40
 )
+plain = st.text("abcXYZ0189", min_size=12, max_size=40)
 harmless = st.text("éü =:([,\n", max_size=20)
 
 
@@ -194,14 +215,73 @@ def test_a_planted_secret_does_not_survive(place: str, secret: str, before: str,
     assert secret not in text_without_secrets(f"{before}\n{place.format(secret)}\n{after}")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "password = 123456", "{'password': 123456}", "REDIS_PASS=123456", "db.password=1234", "my_secret: -1,",
+        "-----BEGIN PGP PRIVATE KEY BLOCK-----\n123456\n-----END PGP PRIVATE KEY BLOCK-----", "pass: 123456",
+    ],
+)  # fmt: skip
+def test_a_number_is_a_secret_where_the_name_is_a_passwords(text: str) -> None:
+    assert not re.search(r"\d", text_without_secrets(text))
+
+
+@given(st.sampled_from(["://", "%3A%2F%2F", "%3a%2f%2f", ":%2F%2F", "%253A%252F%252F"]), plain)
+def test_an_encoded_url_loses_its_credentials(scheme: str, secret: str) -> None:
+    percent = "%25" if "25" in scheme else "%"
+    for userinfo in (f"me{percent}3A{secret}{percent}40", f"{secret}{percent}40"):
+        kept = url_without_secrets(f"x?uri=postgresql{scheme.replace('://', ':%2F%2F')}{userinfo}host&y=1")
+        assert secret not in kept and kept.endswith("host&y=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (r"{\"password\": \"x\", \"user\": \"me\"}", r"{\"password\": [secret], \"user\": \"me\"}"),
+        ("password:\n  x\nuser: me\n", "password:[secret]\nuser: me\n"),
+        ("+password:\n+  x\n user: me\n", "+password:[secret]\n user: me\n"),
+        ("-passwords:\n-  - x\n@@ -1 +1 @@\n", "-passwords:[secret]\n@@ -1 +1 @@\n"),
+        ("password = f(\n    x,\n)\ny = 1\n", "password = [secret]\n)\ny = 1\n"),
+        ("password = (\n@@ -1 +1 @@\n", "password = [secret]\n@@ -1 +1 @@\n"),
+        ("token_embedding = Embedding(\n    size,\n)\n", "token_embedding = [secret]\n    size,\n)\n"),
+        ("onPassword = (e) => {\n  body()\n}\n", "onPassword = [secret]\n  body()\n}\n"),
+        ("docker run -e PASSWORD=x \\\n  -e A=y image\n", "docker run -e PASSWORD=[secret]\n  -e A=y image\n"),
+        ("password:\n" + "  x\n" * 30, "password:[secret]\n" + "  x\n" * 10),
+    ],
+)
+def test_what_is_around_a_secret_is_kept(text: str, kept: str) -> None:
+    assert text_without_secrets(text) == kept
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bypass=x", "passes=3", "pass_through=1", "pass: 12, fail: 3", "PASS: test_x", '{"result": "pass", "n": 3}',
+        "forward_pass = model(x)", "first pass: loss 0.3", "key=3", "sort_key=name", "password_length=8",
+        "secrets.py:12 x",
+        "if token:\n    x = 1", 'if name == "password":\n    x = 1', "class Token:\n    x = 1",
+        "usage: <token>\n    more",
+        "with self.auth:\n    x = 1", "password required", "login with password failed", 'f("password",\n    "email")',
+        "https%3A%2F%2Fhost%2Fpath%3Femail%3Da%40b", "token:\nx = 1",
+    ],
+)  # fmt: skip
+def test_what_reads_as_a_secret_and_is_none_is_left_alone(text: str) -> None:
+    assert text_without_secrets(text) == text
+
+
 @given(st.text(st.characters(categories=("Lu", "Ll", "Nd")), max_size=9).map(lambda word: f"the {word} is\n\tx = 1,"))
 def test_what_holds_no_secret_is_left_alone(text: str) -> None:
     assert text_without_secrets(text) == text
 
 
 @pytest.mark.parametrize(
-    "piece", ["a", "a.", "a-", "token", "token ", "-eyJ", "://", "--", "secret='", "auth(", "://a:"]
-)
+    "piece", ["a", "a.", "a-", "token", "token ", "-eyJ", "://", "--", "secret='", "auth(", "://a:",
+              "auth:\n", "auth=(\n", "auth:\n ", "password=\\\n", "password='\n", 'auth=\\"', "auth\\", "pass", "pass ",
+              "\\\\\"",
+              'password=("', "password=(\n" + "([" * 500, 'password=x"' + '\\"' * 900 + "\n", "password=\"a\"\n\"b\"\n",
+              "%3A%2F%2F", "%3A%2F%2Fa%3A", "machine a ",
+              "login a\n", "password ", "ENV ", "\nENV password", "SG." + "a" * 30, "hooks.slack.com/services/"]
+)  # fmt: skip
 def test_a_line_of_a_megabyte_takes_a_moment(piece: str) -> None:
     start = time.process_time()
     text_without_secrets(piece * (1_000_000 // len(piece)))
@@ -209,6 +289,8 @@ def test_a_line_of_a_megabyte_takes_a_moment(piece: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [TOKEN, "AKIA" + "A1B2C3D4" * 2, "hf_" + "a" * 30, "sk-" + "b" * 30,
+                                   "SG." + "a" * 22 + "." + "b" * 43,
+                                   "-----BEGIN PGP PRIVATE KEY BLOCK-----\nabc\n-----END PGP PRIVATE KEY BLOCK-----",
                                    "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----"])  # fmt: skip
 def test_what_is_shaped_like_a_secret_does_not_survive(shape: str) -> None:
     assert shape not in text_without_secrets(f"x = f({shape!r}) {shape}")
@@ -219,6 +301,12 @@ def test_what_is_shaped_like_a_secret_does_not_survive(shape: str) -> None:
 def test_an_options_value_does_not_survive(option: str, secret: str) -> None:
     assert secret not in command_without_secrets(["train", option, secret, "lr=1"])
     assert secret not in command_without_secrets(["train", f"{option}={secret}"])
+
+
+def test_a_settings_value_does_not_survive_in_the_command() -> None:
+    argv = ["train", "e.py", "db.password=abc\nhunter2", "+x.password=123456", "pad_token_id=0", "max_tokens=512"]
+    kept = "train e.py 'db.password=[secret]' '+x.password=[secret]' pad_token_id=0 max_tokens=512"
+    assert command_without_secrets(argv) == kept
 
 
 def test_a_secret_does_not_survive_wherever_it_is_planted(repository: Path, tmp_path: Path) -> None:
