@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -91,6 +92,33 @@ def test_a_scheduler_that_signals_every_process_gets_a_checkpoint(rankzero: Comm
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert tracked(folder).status == "KILLED" and any(folder.checkpoints.glob("step_*"))
+
+
+def test_under_nohup_a_hangup_stops_nothing(rankzero: Command) -> None:
+    """As when a terminal is closed: every process of the session gets it."""
+    command = [
+        sys.executable,
+        "-m",
+        "rankzero",
+        "train",
+        str(TINY),
+        "--nproc",
+        "2",
+        "step_seconds=0.02",
+        "train.steps=150",
+    ]
+    process = subprocess.Popen(
+        ["nohup", *command, "train.log_every=2"], cwd=rankzero.folder, env=rankzero.environ, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    rankzero.started.append(process)
+    folder = rankzero.wait_for_step(4)
+    assert len(forkservers(rankzero)) == 3
+    for one in processes_of(rankzero.folder):
+        one.send_signal(signal.SIGHUP)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert tracked(folder).status == "FINISHED" and len(losses(folder)) == 150
 
 
 def test_a_second_signal_ends_the_training_and_is_no_reason_to_begin_again(rankzero: Command) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -83,6 +84,10 @@ def _part(words: Sequence[str], board: Path) -> subprocess.Popen[bytes]:
 def take_part(arguments: Sequence[str]) -> None:
     """Try the scenarios that nobody has taken, until there are so many faults, or the time is over."""
     options = _parse(arguments)
+    if (
+        signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    ):  # as under nohup: commands would take it for their users' wish
+        signal.signal(signal.SIGHUP, lambda *_: None)
     if not room.is_mine():
         print(room.UNCHECKED, flush=True)
     with prepared(options.crowd) as field:

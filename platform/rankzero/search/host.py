@@ -18,13 +18,14 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.search import mirror
 from rankzero.search.share import EVERYTHING, VISIBLE, Share
-from rankzero.train import launch
+from rankzero.train import launch, relay
 from rankzero.train.relay import Relay
 
 ORPHAN_SECONDS = 20.0  # what the ranks get to stop by themselves once the search is gone
@@ -96,8 +97,10 @@ class Host:
 def main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
     """Do what comes through the pipe until it is closed, on a share of the machine."""
     _keep_to(share)
-    for number in (*STEERING, signal.SIGINT, signal.SIGHUP):  # between trials there is nothing to steer
+    for number in (*STEERING, signal.SIGINT):  # between trials there is nothing to steer
         signal.signal(number, signal.SIG_IGN)
+    for number in relay.heard([signal.SIGHUP]):  # were it ignored, so would a trial's launch
+        signal.signal(number, _do_nothing)
     launch.warm_up([*libraries, "rankzero.search.probe_worker"])
     threading.Thread(target=_follow_the_search, daemon=True).start()
     import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401, TID251 - now, not in the first trial
@@ -106,6 +109,10 @@ def main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
         while True:
             kind, *words = pipe.recv()
             pipe.send(_described(*words) if kind == "describe" else _ran(*words))
+
+
+def _do_nothing(_signal: int, _frame: FrameType | None) -> None:
+    pass
 
 
 def _keep_to(share: Share) -> None:

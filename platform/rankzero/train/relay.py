@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from types import FrameType
 from typing import Any, Self, TypeVar
@@ -25,8 +25,14 @@ PASSED_ON = {
 }  # fmt: skip
 TRANSLATED = {signal.SIGUSR2: signal.SIGUSR2, signal.SIGQUIT: signal.SIGKILL}
 HELD = frozenset({*PASSED_ON, *TRANSLATED})
+IGNORABLE = frozenset({signal.SIGHUP})
 LISTENS = "listens_to_signals"
 Entry = TypeVar("Entry", bound=Callable[..., Any])
+
+
+def heard(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return those to listen to: not SIGHUP where the command was begun with that ignored, as ``nohup`` begins it."""
+    return [one for one in numbers if one not in IGNORABLE or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 class Stopped(Exception):
@@ -45,7 +51,7 @@ class Relay:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._hear) for number in HELD}
+        self._before = {number: signal.signal(number, self._hear) for number in heard(HELD)}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -76,7 +76,7 @@ def listen(stop: Stop) -> None:
 
     What came before, while signals were held, is heard now.
     """
-    for number in _CODES:
+    for number in relay.heard(_CODES):
         signal.signal(number, lambda received, _frame: stop(_CODES[signal.Signals(received)]))
     signal.signal(signal.SIGQUIT, _interrupt)
     relay.release()
