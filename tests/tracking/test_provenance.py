@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankzero.tracking.progress import Progress
-from rankzero.tracking.provenance import Provenance, allowed, collect, environment, write_artifacts, write_packages
+from rankzero.tracking.provenance import (
+    Provenance,
+    allowed,
+    changed_between,
+    collect,
+    environment,
+    write_artifacts,
+    write_packages,
+)
 from rankzero.tracking.secrecy import (
     command_without_secrets,
     line_without_secrets,
@@ -134,6 +142,54 @@ def test_a_repositorys_settings_run_nothing(repository: Path) -> None:
     (repository / "b.md").write_text("changed\n")
     (repository / "executed").unlink(missing_ok=True)
     assert "+x = 3" in str(found_in(repository).diff)
+    assert not (repository / "executed").exists()
+
+
+@pytest.mark.parametrize("how", ["diff", "log"])
+def test_a_submodules_settings_run_nothing(repository: Path, how: str) -> None:
+    inner = repository / "inner"
+    inner.mkdir()
+    git(inner, "init", "-q", "-b", "trunk")
+    (inner / ".gitattributes").write_text("*.py diff=x filter=y\n")
+    (inner / "c.py").write_text("z = 1\n")
+    git(inner, "add", "--all")
+    git(inner, "commit", "-q", "-m", "first")
+    (repository / ".gitmodules").write_text('[submodule "inner"]\n\tpath = inner\n\turl = ./inner\n')
+    git(repository, "add", "--all")
+    git(repository, "commit", "-q", "-m", "second")
+    first = git(repository, "rev-parse", "HEAD")
+    (inner / "c.py").write_text("z = 2\n")
+    git(inner, "commit", "-q", "-a", "-m", "moved")
+    for key in ("diff.external", "core.fsmonitor", "diff.x.textconv", "diff.x.command", "filter.y.clean"):
+        git(inner, "config", key, f"touch {repository}/executed; cat")
+    (inner / "c.py").write_text("z = 3\n")
+    git(repository, "config", "diff.submodule", how)
+    git(repository, "config", "diff.ignoreSubmodules", "none")
+    git(repository, "config", "submodule.inner.ignore", "none")
+    moved = str(found_in(repository).diff)
+    assert "+Subproject commit" in moved and "z = 2" not in moved and not (repository / "executed").exists()
+    git(repository, "-c", "core.fsmonitor=false", "commit", "-q", "-m", "third", "inner")
+    (repository / "executed").unlink(missing_ok=True)
+    assert "inner" in changed_between(repository, first, "HEAD")
+    found_in(repository)
+    assert not (repository / "executed").exists()
+
+
+def test_objects_that_are_missing_are_not_fetched(repository: Path) -> None:
+    """Of a partial clone, git would fetch them in the middle of a diff, by a program that the repository names."""
+    blob = git(repository, "rev-parse", "HEAD:a.py")
+    (repository / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    for key, value in {
+        "core.repositoryFormatVersion": "1",
+        "extensions.partialClone": "origin",
+        "remote.origin.url": f"{repository}/nowhere",
+        "remote.origin.promisor": "true",
+        "remote.origin.partialCloneFilter": "blob:none",
+        "remote.origin.uploadPack": f"touch {repository}/executed; cat",
+    }.items():
+        git(repository, "config", key, value)
+    (repository / "a.py").write_text("x = 3\n")
+    assert "could not say" in str(found_in(repository).diff)
     assert not (repository / "executed").exists()
 
 

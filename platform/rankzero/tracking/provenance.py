@@ -25,8 +25,8 @@ MOST_DIFF_BYTES = 1_000_000
 MOST_UNTRACKED = 200
 UNKNOWN = f"# git could not say within {GIT_SECONDS:.0f} seconds what has changed\n"
 # A repository's own settings must not run programs of their choosing: no external diff, no text conversion, no
-# filters, and no looking into submodules, which have settings of their own.
-DIFF_OPTIONS = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty")
+# filters, and no looking into submodules, which have settings of their own: diff.submodule=diff begins a git in each.
+DIFF_OPTIONS = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty", "--submodule=short")
 FILTERS = r"^filter\..*\.(clean|process|required)$"
 PACKAGES = ("torch", "torchvision", "mlflow", "optuna", "numpy", "nvidia-ml-py", "rankzero")
 VARIABLES = {

@@ -6,16 +6,15 @@ import contextlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelOutput
 from mlflow.exceptions import MlflowException
-from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from rankzero.events import CheckpointSaved
 from rankzero.tracking.delivery import Point
 from rankzero.tracking.mlflow.client import as_everybodys, log_points, patience
+from rankzero.tracking.mlflow.places import Places, names
 from rankzero.tracking.mlflow.records import Checkpoint, OpenRun, checkpoint
 from rankzero.tracking.store import TrackingError
 
@@ -23,8 +22,8 @@ from rankzero.tracking.store import TrackingError
 class Models:
     """The logged models of one tracking store: those of kind checkpoint, and those that can be served."""
 
-    def __init__(self, client: MlflowClient, tracking_uri: str) -> None:
-        self._client, self._uri = client, tracking_uri
+    def __init__(self, client: MlflowClient, tracking_uri: str, places: Places) -> None:
+        self._client, self._uri, self._places = client, tracking_uri, places
 
     def save_checkpoint(
         self, run: OpenRun, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]
@@ -56,10 +55,13 @@ class Models:
             self.delete_checkpoint(model.model_id)
 
     def delete_checkpoint(self, model_id: str) -> None:
-        """Delete the logged model, bytes included. MLflow alone would only hide it and keep the bytes."""
-        location = self._client.get_logged_model(model_id).artifact_location
+        """Delete the logged model, bytes included. MLflow alone would only hide it and keep the bytes.
+
+        Raises Impossible, and deletes nothing, where MLflow answers that they lie where a model's do not.
+        """
+        place = self._places.of_model(self._client.get_logged_model(model_id))
         with patience():
-            self._repository(location).delete_artifacts()
+            place.delete()
         self._client.delete_logged_model(model_id)
 
     def download_checkpoint(self, model_id: str, destination: Path) -> Path:
@@ -67,7 +69,7 @@ class Models:
         destination.mkdir(parents=True, exist_ok=True)
         location = self._client.get_logged_model(model_id).artifact_location
         with patience():
-            self._repository(location).download_artifacts("", str(destination))
+            self._places.repository(location).download_artifacts("", str(destination))
         return destination
 
     def log_model(self, run: OpenRun, folder: Path, name: str, step: int, tags: Mapping[str, str]) -> str:
@@ -110,9 +112,6 @@ class Models:
             made = same or self._client.create_model_version(name, f"models:/{model_id}", run.run_id, model_id=model_id)
         return int(made.version)
 
-    def _repository(self, location: str) -> Any:
-        return get_artifact_repository(location, tracking_uri=self._uri)
-
     def _checkpoint_models(self, run: OpenRun, step: int | None = None) -> list[LoggedModel]:
         return self._models(run, "checkpoint", "" if step is None else f" AND tags.`rankzero.step` = '{step}'")
 
@@ -130,8 +129,8 @@ class Models:
     def _upload_checkpoint(
         self, run: OpenRun, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]
     ) -> str:
-        names = _names(folder)
-        if not names:
+        files = names(folder)
+        if not files:
             raise FileNotFoundError(folder)
         model = self._client.create_logged_model(
             run.experiment_id,
@@ -146,7 +145,7 @@ class Models:
             },
         )
         self._upload(model, folder)
-        if _names(folder) != names:  # retention was faster than the upload
+        if names(folder) != files:  # retention was faster than the upload
             self.delete_checkpoint(model.model_id)
             raise FileNotFoundError(folder)
         log_points(self._client, run.run_id, points(model.model_id))
@@ -154,12 +153,13 @@ class Models:
         return str(model.model_id)
 
     def _upload(self, model: LoggedModel, folder: Path) -> None:
-        target = model.artifact_location.removeprefix("file://")
-        if target.startswith("/"):
-            shutil.copytree(folder, target, copy_function=_link_or_copy, dirs_exist_ok=True)
+        place = self._places.of_model(model)
+        if place.folder is not None:
+            place.refuse_links(names(folder))
+            shutil.copytree(folder, place.folder, copy_function=_link_or_copy, dirs_exist_ok=True)
         else:
             with patience(folder):
-                self._client.log_model_artifacts(model.model_id, str(folder))
+                place.upload_folder(folder)
 
     def _link_output(self, run: OpenRun, model_id: str, step: int) -> None:
         outputs = self._client.get_run(run.run_id).outputs
@@ -170,10 +170,6 @@ class Models:
         for model in self._checkpoint_models(run):
             if model.model_id != but and model.tags.get("rankzero.best") == "true":
                 self._client.set_logged_model_tags(model.model_id, {"rankzero.best": "false"})
-
-
-def _names(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 def _link_or_copy(source: str, target: str) -> None:

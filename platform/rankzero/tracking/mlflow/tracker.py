@@ -20,6 +20,7 @@ from rankzero.tracking.mlflow.client import chunks, connect, log_points, patienc
 from rankzero.tracking.mlflow.datasets import dataset_input
 from rankzero.tracking.mlflow.images import write_images
 from rankzero.tracking.mlflow.models import Models
+from rankzero.tracking.mlflow.places import Places
 from rankzero.tracking.mlflow.records import OpenRun, RunRecord, known, opened, record
 from rankzero.tracking.secrecy import url_without_secrets
 from rankzero.tracking.store import RunGone, TrackingError
@@ -33,7 +34,8 @@ class Tracker:
     def __init__(self, tracking_uri: str) -> None:
         self._uri = tracking_uri
         self._client = connect(tracking_uri)
-        self.models = Models(self._client, tracking_uri)
+        self._places = Places(self._client, tracking_uri)
+        self.models = Models(self._client, tracking_uri, self._places)
 
     def open_run(self, identity: Identity, start_seconds: float) -> OpenRun:
         """Return the identity's run, made if it is not there; the same run however often it is called."""
@@ -122,12 +124,12 @@ class Tracker:
     def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
         """Upload a file into the run's artifacts, into `folder` there."""
         with patience(path):
-            self._client.log_artifact(run_id, str(path), folder)
+            self._places.of_run(run_id).upload_file(path, folder)
 
     def log_artifacts(self, run_id: str, path: Path, folder: str | None = None) -> None:
         """Upload what is in the folder `path`."""
         with patience(path):
-            self._client.log_artifacts(run_id, str(path), folder)
+            self._places.of_run(run_id).upload_folder(path, folder)
 
     def log_pictures(self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int) -> None:
         """Upload PNGs by key, so that MLflow's page shows each key's pictures by step; again: the same files.
@@ -137,7 +139,7 @@ class Tracker:
         with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
             write_images(pictures, Path(folder), run_id, step, milliseconds)
             with patience(Path(folder)):
-                self._client.log_artifacts(run_id, folder)
+                self._places.of_run(run_id).upload_folder(Path(folder))
         self.set_tags(run_id, {LOGGED_IMAGES: "True"})
 
     def list_runs(self, experiment: str | None = None, limit: int = 50) -> list[RunRecord]:
