@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.conftest import TINY, Command
 from cli.test_attempt import finish
 from rankzero.cli.console import Console
 from rankzero.cli.terminal import plain_or_fitting
@@ -60,3 +61,14 @@ def test_a_finished_run_that_was_not_seen_to_end_gets_its_best_model(
     monkeypatch.setattr(export, "in_new_process", lambda folder, *_: logged.append(folder))
     finish(folder, seen=False)
     assert logged == [folder]
+
+
+def test_an_output_that_lacks_characters_ends_nothing(rankzero: Command) -> None:
+    rankzero.environ["PYTHONIOENCODING"] = "ascii"
+    code, output = rankzero(
+        "train", TINY, "train.steps=10", "--run-name", "l\u00e4uft", "--experiment-name", "\u00dcbersicht \u2713"
+    )
+    assert code == 0 and "Traceback" not in output, output
+    assert r"l\xe4uft: FINISHED" in output and r"\xdcbersicht \u2713" in output, output
+    code, output = rankzero("runs")
+    assert code == 0 and r"l\xe4uft" in output and "FINISHED" in output, output

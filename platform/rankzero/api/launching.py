@@ -146,10 +146,12 @@ def _call(words: Sequence[str], *, showing: bool) -> str:
 
     Ctrl-C, or a notebook's interrupt, reaches it once, so that it stops with a checkpoint; then it is raised here.
     """
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
         command = [sys.executable, "-P", "-m", "rankzero", *words]
         pipe = None if showing else subprocess.PIPE
-        process = subprocess.Popen(command, text=True, stdout=pipe, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(
+            command, text=True, errors="backslashreplace", stdout=pipe, stderr=errors, start_new_session=True
+        )
         printed = _to_its_end(process)
         errors.seek(0)
         _judge(process.returncode, errors)
