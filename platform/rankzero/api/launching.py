@@ -84,7 +84,7 @@ class Study:
         """The trials, a row each, by number."""
         import pandas
 
-        table = json.loads((self.run.folder / "artifacts" / "trials.json").read_text())
+        table = json.loads((self.run.folder / "artifacts" / "trials.json").read_text(encoding="utf-8"))
         return pandas.DataFrame(table["data"], columns=table["columns"])
 
     @property
@@ -93,7 +93,7 @@ class Study:
         path = self.run.folder / "artifacts" / "sweet_spot.yaml"
         if not path.exists():
             raise UserError(f"study {self.name} has found no sweet spot yet: search on")
-        told = with_secrets(config.read_yaml(path.read_text()), config.rendered(self._experiment))
+        told = with_secrets(config.read_file(path), config.rendered(self._experiment))
         return config.override(type(self._experiment)(), told)
 
     def __repr__(self) -> str:

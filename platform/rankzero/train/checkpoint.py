@@ -153,7 +153,7 @@ def write(
     save_state(temporary / STATE)
     _sync(temporary / STATE)
     manifest = Manifest(step, metrics, best, {STATE: fingerprint(temporary / STATE)}, world_size)
-    (temporary / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2))
+    (temporary / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2), encoding="utf-8")
     _sync(temporary / MANIFEST)
     _sync(temporary)
     _replace(temporary, target)
