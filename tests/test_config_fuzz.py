@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz import patient, thorough
-from rankzero.config import ConfigError, flatten, from_yaml, override, parse_assignments, read_yaml, to_yaml
+from rankzero.config import ConfigError, flatten, from_yaml, override, parse_assignments, read_file, read_yaml, to_yaml
 from rankzero.experiment import Experiment, Train
 from rankzero.setting import render
 from test_config import Outer
@@ -37,7 +37,7 @@ documents = st.lists(line | words, max_size=8).map("\n".join)
 
 
 @st.composite
-def damaged(draw: st.DrawFn) -> str:
+def damaged(draw: st.DrawFn) -> bytes:
     """Return what a config's file may become: cut, overwritten, doubled, its bytes flipped."""
     text = bytearray(to_yaml(draw(st.sampled_from([Outer(), Experiment(), Train()]))).encode())
     dice = random.Random(draw(st.integers(0, 2**32)))
@@ -52,11 +52,11 @@ def damaged(draw: st.DrawFn) -> str:
                 text[at : at + 1] = bytes([dice.randrange(256)])
             case _:
                 text[at:at] = text[dice.randrange(len(text) + 1) :][:50]
-    return text.decode("utf-8", "replace")
+    return bytes(text)
 
 
 @thorough
-@given(documents | damaged())
+@given(documents | damaged().map(lambda content: content.decode("utf-8", "replace")))
 def test_any_file_is_a_config_or_a_config_error(text: str) -> None:
     for cls in (Outer, Train):
         try:
@@ -65,6 +65,32 @@ def test_any_file_is_a_config_or_a_config_error(text: str) -> None:
             assert len(str(error)) < 3000
         else:
             assert from_yaml(cls, to_yaml(config)) == config
+
+
+@thorough
+@given(damaged() | st.binary(max_size=40))
+def test_any_bytes_are_settings_or_a_config_error_that_names_the_file(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(content)
+    try:
+        found = read_file(path)
+    except ConfigError as error:
+        assert str(path) in str(error) and len(str(error)) < 3000
+    else:
+        assert repr(found) == repr(read_yaml(content.decode("utf-8-sig")))
+
+
+def test_a_byte_order_mark_is_none_of_the_settings(tmp_path: Path) -> None:
+    path = tmp_path / "marked.yaml"
+    path.write_bytes(b"\xef\xbb\xbfwidth: 8\r\nname: \xc3\xa9\r\n")
+    assert read_file(path) == {"width": 8, "name": "é"}
+
+
+def test_a_folder_is_no_file_of_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_file(tmp_path)
 
 
 @thorough

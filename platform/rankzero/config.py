@@ -1,4 +1,4 @@
-"""Frozen configs: flatten them, override them, write them to YAML and back. Pure.
+"""Frozen configs: flatten them, override them, write them to YAML and back. Pure, but for `read_file`.
 
 A config is a frozen dataclass whose fields all have defaults. A field that is itself a
 config is a *group*; its fields get dotted keys, ``train.batch_size``. Those keys are the
@@ -9,10 +9,12 @@ may share its name with a method.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import difflib
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from rankzero import yaml_text
@@ -85,6 +87,20 @@ def read_yaml(text: str) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"expected a mapping of settings, got {type(loaded).__name__}")
     return dict(_flat_mapping(loaded))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return {dotted key: value} of a file of settings, in UTF-8. Raises ConfigError, which names the file."""
+    try:
+        return read_yaml(path.read_bytes().removeprefix(codecs.BOM_UTF8).decode())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name a file of settings") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
+        raise ConfigError(f"{path} is not UTF-8 text (byte 0x{byte:02x} in line {line}): save it as UTF-8") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def check_types(cls: Any, prefix: str = "") -> None:

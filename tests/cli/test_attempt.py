@@ -43,9 +43,9 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         yield made
 
 
-def finish(folder: RunFolder, hurried: Callable[[], bool] = lambda: False) -> list[str]:
-    """Let the command wait for the delivery; return what it says."""
-    console = Told(ended())
+def finish(folder: RunFolder, hurried: Callable[[], bool] = lambda: False, *, seen: bool = True) -> list[str]:
+    """Let the command wait for the delivery; return what it says. `seen`: whether it has followed the run so far."""
+    console = Told(ended() if seen else None)
     experiment = config.override(experiment_file.load(str(TINY))(), {"train.log_model": True})
     tried = attempt.Attempt(folder, experiment, launch.Nodes(1), folder.path.parent, [])
     attempt._finish_tracking(tried, console, hurried)  # type: ignore[arg-type]

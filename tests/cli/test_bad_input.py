@@ -13,7 +13,8 @@ import pytest
 from cli.conftest import TINY
 from rankzero.cli.main import main
 from rankzero.config import ConfigError
-from rankzero.train import launch
+from rankzero.train import export, launch
+from tracking.runs import make_folder
 
 Here = Callable[..., tuple[int, str]]
 LIGHT = {"torch", "mlflow", "optuna", "pynvml", "numpy", "yaml", "rich", "multiprocessing"}
@@ -60,6 +61,28 @@ def test_a_mistake_is_told_in_one_message(here: Here, words: list[object], code:
     assert says in output
     assert output.startswith("error:") and "Traceback" not in output
     assert not list(Path.cwd().glob("mlruns/runs/*"))
+
+
+@pytest.mark.parametrize(("content", "says"), [
+    ("name: é\n".encode("latin-1"), "byte 0xe9 in line 1): save it as UTF-8"),
+    ("lr: 0.1\nwidth: 8\n".encode("utf-16"), "byte 0xff in line 1): save it as UTF-8"),
+    (b"lr: [1\n", "not valid YAML"),
+    (b"- lr\n", "expected a mapping of settings"),
+])  # fmt: skip
+def test_a_file_of_settings_that_is_none_is_named(here: Here, content: bytes, says: str) -> None:
+    Path("start.yaml").write_bytes(content)
+    code, output = here("train", TINY, "--from", "start.yaml")
+    assert code == 2 and output.startswith("error: start.yaml") and says in output, output
+
+
+def test_the_settings_of_a_run_that_are_none_any_more_are_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, experiment_file=str(TINY))
+    folder.config.write_bytes(b"lr: \xff\n")
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        export.experiment_of(folder)
+    folder.config.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        export.experiment_of(folder)
 
 
 def test_debug_shows_the_traceback(here: Here) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +14,17 @@ from typing import Any
 
 import pytest
 
+from rankzero.events import RunEnded
+from rankzero.tracking import attempt as attempts
 from rankzero.tracking import courier as module
-from rankzero.tracking import incumbent, progress
+from rankzero.tracking import incumbent, progress, recorder
 from rankzero.tracking.attempt import Attempt
 from rankzero.tracking.courier import FAIR, MODEST, UNWANTED, Courier
 from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.tracking.progress import Progress
-from tracking.runs import make_folder
+from tracking.runs import append, make_folder
+from tracking.runs import started as begun
 
 IDLE_SECONDS = 0.3
 ASLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -158,3 +165,117 @@ def test_none_is_started_for_an_attempt_that_waited_for_the_right_until_it_was_o
         incumbent.claim(folder, 0)
     waiting.finish()
     assert not waiting.tend() and not started.processes
+
+
+class TestFailingCalls:
+    """One failed system call ends nothing: it is made again."""
+
+    @pytest.fixture(autouse=True)
+    def hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "PAUSE_SECONDS", 0.02)
+        monkeypatch.setattr(module, "IDLE_SECONDS", 60.0)
+        monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.3")
+
+    def test_where_no_process_can_be_made_it_is_tried_again(
+        self, courier: Courier, started: Couriers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        started.processes[0].kill()
+        started.processes[0].wait()
+        monkeypatch.setattr(module.subprocess, "Popen", failing(BlockingIOError(errno.EAGAIN, "no process")))
+        tended(courier, 0.3)
+        assert caplog.text.count("cannot be tended") == 1
+        monkeypatch.setattr(module.subprocess, "Popen", started.start)
+        tended(courier, 0.1)
+        assert len(started.processes) == 2 and started.processes[1].poll() is None
+        assert caplog.text.count("the courier ended with") == 1
+
+    def test_a_lock_that_cannot_be_made_is_waited_for_until_the_grace_is_over(
+        self, folder: RunFolder, started: Couriers
+    ) -> None:
+        (folder.path / "recorder.lock").symlink_to("nowhere")
+        waiting = Courier(Attempt(folder, 0, incumbent.claim(folder, 0).token))
+        tended(waiting, 0.5)
+        waiting.finish()
+        tended(waiting, 0.1)
+        time.sleep(0.3)
+        assert not waiting.tend() and not started.processes
+
+    def test_what_is_to_end_the_process_does(self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module.subprocess, "Popen", failing(SystemExit()))
+        with pytest.raises(SystemExit):
+            Courier(Attempt(folder, 0, incumbent.claim(folder, 0).token)).tend()
+
+    def test_a_dead_rank_0_is_seen_and_its_end_said_once_the_disk_is_back(
+        self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reader, writer = os.pipe()
+        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, reader)
+        append(folder, begun())
+        real, stale = attempts.read, [OSError(errno.ESTALE, "stale")] * 4
+
+        def read(*arguments: Any) -> Any:
+            if stale:
+                raise stale.pop()
+            return real(*arguments)
+
+        monkeypatch.setattr(attempts, "read", read)
+        os.close(writer)
+        recorder._follow(attempt, None)
+        assert attempt.over and len(stale) == 3
+        recorder._finish(attempt, None)
+        [end] = [event for event in read_all(folder.events) if isinstance(event, RunEnded)]
+        assert end.status == "FAILED" and not stale
+        os.close(reader)
+
+    def test_a_journal_that_cannot_be_read_is_read_again_without_haste(
+        self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        reader, writer = os.pipe()
+        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, reader)
+        monkeypatch.setattr(attempts, "read", failing(OSError(errno.EIO, "input/output")))
+        monkeypatch.setattr(module, "TICK_SECONDS", 0.0)
+        monkeypatch.setattr(module, "PAUSE_SECONDS", 0.1)
+        threading.Timer(0.5, os.close, [writer]).start()
+        recorder._follow(attempt, None)
+        assert 2 <= caplog.text.count("unexpected; trying again") <= 7
+        os.close(reader)
+
+    def test_the_courier_says_the_end_once_that_can_be_done(
+        self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reader, writer = os.pipe()
+        os.close(writer)
+        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, reader)
+        tries: list[int] = []
+
+        def say() -> None:
+            tries.append(1)
+            if len(tries) < 3:
+                raise OSError(errno.ENOSPC, "no space")
+
+        monkeypatch.setattr(attempt, "say_end_if_unsaid", say)
+        monkeypatch.setattr(module, "_come_forward", lambda: None)
+        monkeypatch.setattr(module, "TICK_SECONDS", 0.01)
+        module.deliver_attempt(attempt, Delivered(), reader)  # type: ignore[arg-type]
+        assert len(tries) == 3
+        os.close(reader)
+
+
+def failing(error: BaseException) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+class Delivered:
+    """A deliverer with nothing left to do."""
+
+    complete = True
+
+    def work(self) -> bool:
+        return False
+
+    def hasten(self) -> None: ...
+
+    def commit(self) -> None: ...

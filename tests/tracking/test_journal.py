@@ -282,6 +282,28 @@ def test_a_notice_on_the_disk_that_is_full_is_in_the_journal_and_ends_nothing(
     assert isinstance(noticed, Noticed) and noticed.text == "a checkpoint could not be written"
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "closed"])
+def test_a_notice_that_the_output_cannot_hold_is_in_the_journal_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    folder, text = make_folder(tmp_path), "no label called ‘é’"
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    with (tmp_path / "output").open("w", encoding="ascii" if encoding == "closed" else encoding) as output:
+        if encoding == "closed":
+            output.close()
+        monkeypatch.setattr("sys.stdout", output)
+        log.notice(text)
+        log.close()
+        monkeypatch.undo()
+    (noticed,) = read_all(folder.events)
+    assert isinstance(noticed, Noticed) and noticed.text == text
+    shown = {
+        "ascii": b"note: no label called \\u2018\\xe9\\u2019\n",
+        "latin-1": b"note: no label called \\u2018\xe9\\u2019\n",
+    }
+    assert (tmp_path / "output").read_bytes() == shown.get(encoding, b"")
+
+
 def test_a_helping_machine_takes_over_the_name_that_rank_zero_gave_the_run(tmp_path: Path) -> None:
     mine = make_folder(tmp_path)  # made by this machine's launcher, for a --run-name
     told = dataclasses.replace(mine.identity, uuid="0" * 32)

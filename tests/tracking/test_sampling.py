@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -66,3 +67,14 @@ def test_no_driver_is_news_to_a_job_that_names_its_gpus_alone(folder: RunFolder,
     without = {"LD_LIBRARY_PATH": str(tmp_path)}
     assert notices(folder, without, "null") == []
     assert notices(folder, without, f'["{uuid(0)}"]') == ["no GPU metrics: NVML Shared Library Not Found"]
+
+
+def test_where_no_thread_can_be_made_there_are_no_metrics_and_it_is_said(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    sampling.Sampling(folder, [], 0, 1, 1).stop()
+    assert "no more system metrics of this machine" in folder.system(0).read_text()

@@ -84,7 +84,7 @@ class Study:
         """The trials, a row each, by number."""
         import pandas
 
-        table = json.loads((self.run.folder / "artifacts" / "trials.json").read_text())
+        table = json.loads((self.run.folder / "artifacts" / "trials.json").read_text(encoding="utf-8"))
         return pandas.DataFrame(table["data"], columns=table["columns"])
 
     @property
@@ -93,7 +93,7 @@ class Study:
         path = self.run.folder / "artifacts" / "sweet_spot.yaml"
         if not path.exists():
             raise UserError(f"study {self.name} has found no sweet spot yet: search on")
-        told = with_secrets(config.read_yaml(path.read_text()), config.rendered(self._experiment))
+        told = with_secrets(config.read_file(path), config.rendered(self._experiment))
         return config.override(type(self._experiment)(), told)
 
     def __repr__(self) -> str:
@@ -146,10 +146,12 @@ def _call(words: Sequence[str], *, showing: bool) -> str:
 
     Ctrl-C, or a notebook's interrupt, reaches it once, so that it stops with a checkpoint; then it is raised here.
     """
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
         command = [sys.executable, "-P", "-m", "rankzero", *words]
         pipe = None if showing else subprocess.PIPE
-        process = subprocess.Popen(command, text=True, stdout=pipe, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(
+            command, text=True, errors="backslashreplace", stdout=pipe, stderr=errors, start_new_session=True
+        )
         printed = _to_its_end(process)
         errors.seek(0)
         _judge(process.returncode, errors)

@@ -181,7 +181,8 @@ def _finish_tracking(attempt: Attempt, console: Console, hurried: Callable[[], b
     until = time.monotonic() + grace_seconds()
     with console.status("delivering to MLflow"):
         delivery = sync.wait(attempt.folder, enough=lambda delivery: sync.told(delivery) or hurried())
-    finished = console.ended is not None and console.ended.status == "FINISHED"
+    ended = catalog.last_end(attempt.folder)  # not what was shown: showing may fail, as where the output's reader goes
+    finished = ended is not None and ended.status == "FINISHED"
     logs_model = finished and attempt.experiment.train.log_model and not attempt.joined
     why = "nobody waited" if hurried() else "it takes long"
     also = ["the best model"] if logs_model else []

@@ -109,9 +109,9 @@ def _source(reference: str, root: Path) -> str:
     try:
         identity = root / "runs" / reference / "run.json"
         if identity.is_file():
-            reference = str(json.loads(identity.read_text())["experiment_file"] or "")
+            reference = str(json.loads(identity.read_text(encoding="utf-8"))["experiment_file"] or "")
         file = reference if reference.endswith(".py") else reference.rpartition(":")[0]
-        return Path(file).read_text()
+        return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # a file that is none of ours
         return ""
 

@@ -9,12 +9,12 @@ import secrets
 import sys
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from rankzero import config
 from rankzero.cli import search
 from rankzero.cli.console import program
+from rankzero.cli.terminal import as_it_is
 from rankzero.errors import UserError
 from rankzero.search import mirror
 from rankzero.search.host import Host
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_column(name, no_wrap=True)
     for line in body:
         table.add_row(*line)
-    terminal = Console(highlight=False)
+    terminal = as_it_is()
     terminal.print(table)
     for text in [*(f"not run: {reason}" for reason in words.reasons(rows)), *(f"not fair: {note}" for note in notes)]:
         terminal.print(text, soft_wrap=True)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console as Terminal
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from rankzero.cli.terminal import is_interactive
+from rankzero.cli.terminal import as_it_is, is_interactive
 from rankzero.cli.view import View, progress_line, progress_panel
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
@@ -41,7 +41,7 @@ class Console:
         advise: Callable[[Event], str | None] = lambda event: None,
     ) -> None:  # fmt: skip
         self._folder, self._root = folder, root
-        self._terminal = Terminal(highlight=False, soft_wrap=True)
+        self._terminal = as_it_is(soft_wrap=True)  # metrics, reasons and paths may hold brackets
         self._view, self._rank, self._advise = View(goal), rank, advise
         self._logs_before = {path: path.stat().st_size for path in self._logs()}
         self._offsets = {path: path.stat().st_size for path in (folder.events, folder.system(0)) if path.exists()}
@@ -54,7 +54,8 @@ class Console:
 
     def __enter__(self) -> Console:
         identity = self._folder.identity
-        self._terminal.print(f"run    [bold]{identity.name}[/]  (MLflow experiment {identity.experiment})")
+        name = (identity.name, "bold")
+        self._terminal.print(Text.assemble("run    ", name, f"  (MLflow experiment {identity.experiment})"))
         self._terminal.print(f"store  {url_without_secrets(identity.tracking_uri)}   look: {self._ui_command()}")
         self._thread.start()
         return self
@@ -80,13 +81,13 @@ class Console:
 
     def notice(self, text: str) -> None:
         """Say something once."""
-        self._terminal.print(f"[yellow]note:[/] {text}")
+        self._terminal.print(Text.assemble(("note:", "yellow"), " ", text))
 
     @contextlib.contextmanager
     def status(self, text: str) -> Iterator[None]:
         """Show that something goes on for the duration of the block."""
         if is_interactive():
-            with self._terminal.status(text):
+            with self._terminal.status(Text(text)):
                 yield
         else:
             yield
@@ -158,7 +159,7 @@ class Console:
             whole = text[: text.rfind(b"\n") + 1]
             self._logs_before[path] = start + len(whole)
             if whole:
-                self._terminal.print(whole.decode(errors="replace"), end="", markup=False)
+                self._terminal.print(whole.decode(errors="replace"), end="")
 
     def _logs(self) -> list[Path]:
         return log_files(self._folder.path / "logs", self._rank)

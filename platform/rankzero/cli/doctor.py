@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         from rankzero.cli import story
 
         return story.run(arguments.dir / "runs", arguments.run)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
     checks = list(_shown(console, checks_of(arguments.dir, arguments.tracking_uri)))
     wrong = [check.name for check in checks if check.fix is not None]
     console.print(f"{len(wrong)} to fix: {', '.join(wrong)}" if wrong else "all well")

@@ -56,9 +56,9 @@ def written(folder: RunFolder, target: Path, kind: str) -> list[Path]:
     metrics, facts = history.metrics(folder), fold(folder.all_events())
     files = [_write(metrics, target / f"metrics.{kind}"), _write(history.system(folder), target / f"system.{kind}")]
     files.append(target / "run.json")
-    files[-1].write_text(json.dumps(described(folder), indent=2) + "\n")
+    files[-1].write_text(json.dumps(described(folder), indent=2) + "\n", encoding="utf-8")
     files.append(target / "report.md")
-    files[-1].write_text(for_terminal(page(folder)))
+    files[-1].write_text(for_terminal(page(folder)), encoding="utf-8")
     picture = target / "figures" / "learning_curves.png"
     if curves.write(picture, metrics, facts.goal.metric):
         files.append(picture)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rankzero import __version__
+from rankzero import __version__, output
 from rankzero.cli.verbs import VERBS
 from rankzero.exit_codes import FAILED, USAGE
 from rankzero.tracking.root import root_of
@@ -33,6 +33,7 @@ def command() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code: 0 finished, 1 failed, 2 usage, 75 stopped but resumable."""
     words = list(sys.argv[1:] if argv is None else argv)
+    output.take_anything()
     try:
         arguments = parse(words)  # imports the verb's module: Ctrl-C may come amid that
         return int(importlib.import_module(f"rankzero.cli.{arguments.verb}").run(arguments))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rankzero.cli import search
+from rankzero.cli.terminal import as_it_is
 from rankzero.search import hunt
 from rankzero.search.host import Host
 from rankzero.search.ladder import Measured
@@ -44,7 +44,7 @@ def show(measured: list[Measured]) -> None:
     for batch_size in sorted({one.batch_size for one in measured}):
         row = [_cell(cells.get((batch_size, precision)), peak) for precision in precisions]
         table.add_row(str(batch_size), *row)
-    Console(highlight=False).print(table)
+    as_it_is().print(table)
 
 
 def _cell(one: Measured | None, peak: float) -> Text:

@@ -6,12 +6,12 @@ import argparse
 import contextlib
 import sys
 
-from rich.console import Console
 from rich.table import Table
 
 from rankzero import config
 from rankzero.cli import compare, search
 from rankzero.cli.console import program
+from rankzero.cli.terminal import as_it_is
 from rankzero.search.host import Host
 from rankzero.tracking import sync
 
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     table = Table("operator", "ms a step", "share", "calls a step", title="top costs", title_justify="left")
     for cost in profile.costs:
         table.add_row(cost.name, f"{cost.milliseconds:.3g}", f"{cost.share:.0%}", f"{cost.calls:.3g}")
-    terminal = Console(highlight=False)
+    terminal = as_it_is()
     terminal.print(table)
     terminal.print(words.verdict(profile), soft_wrap=True)
     search.say_what_is_left(sync.wait(folder), folder)

@@ -92,7 +92,7 @@ def _told(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
 def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     cls = _class(folder, arguments.dir)
     changes = config.parse_assignments(arguments.settings)
-    saved = config.override(cls(), with_secrets(config.read_yaml(folder.config.read_text()), changes))
+    saved = config.override(cls(), with_secrets(config.read_file(folder.config), changes))
     ended = catalog.last_end(folder)
     if ended is not None and ended.status == "FINISHED" and not arguments.settings:
         raise UserError(

@@ -26,7 +26,7 @@ GRAVE = ("WARNING", "ERROR", "CRITICAL")
 def run(runs: Path, name_or_id: str) -> int:
     """Print the story of a run; return 0. Raises UserError where there is no such run."""
     folder = catalog.require(runs, name_or_id)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
     for heading, lines in told(folder):
         if lines:
             console.print(f"[bold]{heading}[/]")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
+from rankzero.cli.terminal import as_it_is
 from rankzero.search import record
 
 SHOWN = ("trial", "state", "value", "best", "samples_per_second", "batch_size", "precision", "lr", "reason")
@@ -17,7 +17,7 @@ def show(storage: str, name: str) -> None:
     from rankzero.search.study import find_study
 
     study = find_study(storage, name)
-    terminal = Console(highlight=False)
+    terminal = as_it_is()
     table = Table(title=f"{study.name}: {len(study.trials())} trials", title_justify="left")
     for name in SHOWN:
         table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1 if name == "reason" else None)

@@ -84,7 +84,7 @@ def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experi
     folder = RunFolder(arguments.dir / "runs" / arguments.start)
     for path in (Path(arguments.start), folder.artifacts / "sweet_spot.yaml", folder.config):
         if path.is_file():
-            return config.override(cls(), with_secrets(config.read_yaml(path.read_text()), settings))
+            return config.override(cls(), with_secrets(config.read_file(path), settings))
     raise UserError(
         f"--from {arguments.start}: neither a file, nor a run in {arguments.dir}, nor a study there that has found "
         "a sweet spot"

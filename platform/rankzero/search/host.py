@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rankzero import output
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.search import mirror
@@ -133,6 +134,7 @@ def _described(reference: str, settings: dict[str, str], processes: int | None, 
 def _ran(entry: str, nodes: launch.Nodes, request: Any, logs: str) -> str:
     module, _, function = entry.partition(":")
     with _output_to(Path(logs) / "launcher.log"):
+        output.take_anything()
         try:
             # Ctrl-C in a terminal comes from it and from the search: one wish. To end a trial the search says SIGQUIT.
             with Relay(second_ends=False) as signals:

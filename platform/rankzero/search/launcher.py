@@ -119,7 +119,7 @@ class RunningTrial:
         return self._over
 
     def prune(self, reason: str) -> None:
-        self._folder.pruned.write_text(reason)
+        self._folder.pruned.write_text(reason, encoding="utf-8")
         self._host.signal(signal.SIGUSR2)
 
     def stop(self) -> None:

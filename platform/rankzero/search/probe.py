@@ -159,7 +159,7 @@ def failure_text(failures: Path) -> str:
 
 
 def _append(path: Path, one: Measured) -> None:
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(dataclasses.asdict(one)) + "\n")
 
 
@@ -167,7 +167,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = []
-    for text in path.read_text().splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             fields = json.loads(text)
         except ValueError:

@@ -199,5 +199,5 @@ def _limit(world: World) -> int | None:
 
 
 def _note(request: Request, fact: dict[str, Any]) -> None:
-    with Path(request.results).open("a") as file:
+    with Path(request.results).open("a", encoding="utf-8") as file:
         file.write(json.dumps(fact) + "\n")

@@ -116,7 +116,7 @@ def say_end(folder: RunFolder, since: float, unsaid: str = UNSAID, at: float | N
     found = []
     for path in folder.failures.glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            failure = json.loads(path.read_text())
+            failure = json.loads(path.read_text(encoding="utf-8"))
             reason, error = (text_without_secrets(str(failure[name] or "")) for name in ("reason", "error"))
             found.append((float(failure["time"]), reason, error))
     _, reason, error = min((failure for failure in found if failure[0] >= since), default=(0.0, unsaid, ""))

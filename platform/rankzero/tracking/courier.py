@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -49,6 +50,8 @@ class Courier:
         self._finished: float | None = None
         self._heard = 0.0  # when it was last seen to have written down how far it is
         self._written = (0, 0)
+        self._failing = math.inf  # since when it cannot be tended
+        self._rests_until = 0.0
 
     def finish(self) -> None:
         """Tell the courier that the journals are complete."""
@@ -57,7 +60,29 @@ class Courier:
             os.close(self._writer)
 
     def tend(self) -> bool:
-        """Start the courier when it is due; return whether there is still one to tend."""
+        """Start the courier when it is due; return whether there is still one to tend.
+
+        What fails, as where there is no memory for a process or a lock cannot be made, is tried again after a pause;
+        once rank 0 has ended, for `grace_seconds`.
+        """
+        if time.monotonic() < self._rests_until:
+            return True
+        try:
+            left = self._tend()
+        except Exception:
+            return self._is_tried_again()
+        self._failing = math.inf
+        return left
+
+    def _is_tried_again(self) -> bool:
+        now = time.monotonic()
+        if self._failing == math.inf:  # said once: it may go on for as long as the training does
+            self._failing = now
+            log.exception("the courier cannot be tended; trying again")
+        self._rests_until = now + PAUSE_SECONDS
+        return self._finished is None or now - max(self._failing, self._finished) < grace_seconds()
+
+    def _tend(self) -> bool:
         if self._process is None:
             return self._start() or self._finished is None
         code = self._process.poll()
@@ -124,6 +149,7 @@ class Courier:
             *("--token", self._attempt.token, "--node", str(node), "--pipe", str(self._reader)),
             *("--nice", str(self._nice)),
         ]
+        self._process = None  # where none can be made: that is no death of one
         self._process = subprocess.Popen(command, pass_fds=(self._reader, self._right), start_new_session=True)
         return True
 
@@ -145,20 +171,21 @@ def deliver_attempt(attempt: Attempt, deliverer: Deliverer | Family, recorder: i
 
     `recorder`: a pipe that the recorder closes when it has written its last; it may die before rank 0 does.
     """
-    ended, moved = False, time.monotonic()
+    ended, said, moved = False, False, time.monotonic()
     while attempt.is_latest:
-        attempt.wait(0.0)
+        guarded(lambda: attempt.wait(0.0))
         if not ended and attempt.over and closed(recorder):
             ended, moved = True, time.monotonic()
             _come_forward()
-            guarded(attempt.say_end_if_unsaid)
+            said = succeeds(attempt.say_end_if_unsaid)
             deliverer.hasten()
         if guarded(deliverer.work):
             moved = time.monotonic()
-        elif ended and (deliverer.complete or time.monotonic() - moved > grace_seconds()):
+        elif ended and ((said and guarded(lambda: deliverer.complete)) or time.monotonic() - moved > grace_seconds()):
             break
         else:
-            attempt.wait(TICK_SECONDS)
+            said = said or (ended and succeeds(attempt.say_end_if_unsaid))
+            guarded(lambda: attempt.wait(TICK_SECONDS))
     guarded(deliverer.commit)
 
 
@@ -170,6 +197,16 @@ def guarded(action: Callable[[], object]) -> bool:
         log.exception("unexpected; trying again")
         time.sleep(PAUSE_SECONDS)
         return False
+
+
+def succeeds(action: Callable[[], object]) -> bool:
+    """Do it as `guarded` does, and return whether it did not fail."""
+
+    def done() -> bool:
+        action()
+        return True
+
+    return guarded(done)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

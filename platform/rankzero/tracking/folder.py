@@ -152,14 +152,14 @@ class RunFolder:
     def children(self) -> list[RunFolder]:
         """The runs that belong to this one (a study's trials), in the order in which they were begun."""
         try:
-            found = (self.path / CHILDREN).read_text(errors="replace").split()
+            found = (self.path / CHILDREN).read_text(encoding="utf-8", errors="replace").split()
         except OSError:
             return []
         return [RunFolder(self.path.parent / name) for name in found if names.is_plain(name)]
 
     def add_child(self, name: str) -> None:
         """Note that the run `name`, in a folder beside this one, belongs to it."""
-        with open(self.path / CHILDREN, "a", opener=links.no_follow) as file:
+        with open(self.path / CHILDREN, "a", encoding="utf-8", opener=links.no_follow) as file:
             file.write(name + "\n")
 
     def all_events(self) -> Iterator[Event]:

@@ -53,7 +53,7 @@ def _claim(folder: RunFolder, node: int) -> Claim:
     events = folder.events.stat().st_size if folder.events.exists() else 0
     mine = Claim(secrets.token_hex(8), socket.gethostname(), os.getpid(), started(os.getpid()), time.time(), events)
     temporary = folder.path / f".recorder-{mine.token}"
-    temporary.write_text(json.dumps(dataclasses.asdict(mine)))
+    temporary.write_text(json.dumps(dataclasses.asdict(mine)), encoding="utf-8")
     temporary.replace(_claim_path(folder, node))  # not synced to the disk: after a crash of it nobody asks
     return mine
 
@@ -61,7 +61,7 @@ def _claim(folder: RunFolder, node: int) -> Claim:
 def latest(folder: RunFolder, node: int) -> Claim | None:
     """Return the latest attempt's claim; None where there never was one."""
     try:
-        return Claim(**json.loads(_claim_path(folder, node).read_text()))
+        return Claim(**json.loads(_claim_path(folder, node).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -108,7 +108,7 @@ def directory(folder: RunFolder) -> tuple[int, int] | None:
 def started(pid: int) -> str:
     """Return when the process began, in the kernel's ticks; an empty text when it is dead."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]

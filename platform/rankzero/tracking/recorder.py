@@ -20,9 +20,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rankzero.tracking import incumbent, links, ranks
 from rankzero.tracking.folder import RunFolder
+
+if TYPE_CHECKING:
+    from rankzero.tracking.attempt import Attempt
+    from rankzero.tracking.courier import Courier
 
 SOURCE_ROOT = str(Path(__file__).parents[2])
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -71,7 +76,7 @@ def start(folder: RunFolder, gpu_uuids: Sequence[str] | None, node: int, node_co
 def main(arguments: Sequence[str] | None = None) -> None:
     """Record one attempt on one node."""
     from rankzero.tracking.attempt import Attempt
-    from rankzero.tracking.courier import TICK_SECONDS, Courier, guarded
+    from rankzero.tracking.courier import Courier, guarded
     from rankzero.tracking.logs import log_without_secrets
     from rankzero.tracking.sampling import Sampling
 
@@ -83,19 +88,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     attempt = Attempt(folder, options.node, options.token)
     sampling = Sampling(folder, options.gpus, options.node, options.nodes, options.job)
     courier = None if _delivered_by_parent(folder) else Courier(attempt)
+    _follow(attempt, courier)
+    guarded(sampling.stop)  # on a full disk it cannot be done, and the courier is still to be tended
+    _finish(attempt, courier)
+
+
+def _follow(attempt: Attempt, courier: Courier | None) -> None:
+    """Tend the courier until rank 0 has ended, or a newer attempt begins. A turn that fails is made again."""
+    from rankzero.tracking.courier import TICK_SECONDS, guarded
+
     standing = None
     while attempt.is_latest and not attempt.over:
         if standing is None:
-            standing = incumbent.stand_by(folder, options.node, options.token)
+            standing = incumbent.stand_by(attempt.folder, attempt.node, attempt.token)
         if courier is not None:
             courier.tend()
-        attempt.wait(TICK_SECONDS)
-    guarded(sampling.stop)  # on a full disk neither can be done, and the courier is still to be tended
-    guarded(attempt.say_end_if_unsaid)
+        guarded(lambda: attempt.wait(TICK_SECONDS))
+
+
+def _finish(attempt: Attempt, courier: Courier | None) -> None:
+    """Say the end that rank 0 could not, and tend the courier to its end; the former is tried for `grace_seconds`."""
+    from rankzero.tracking.courier import grace_seconds, succeeds
+
+    until = time.monotonic() + grace_seconds()
+    said = succeeds(attempt.say_end_if_unsaid)
     if courier is not None:
         courier.finish()
-        while courier.tend():
-            time.sleep(0.1)
+    while (courier is not None and courier.tend()) or (not said and time.monotonic() < until):
+        said = said or succeeds(attempt.say_end_if_unsaid)
+        time.sleep(0.1)
 
 
 def _delivered_by_parent(folder: RunFolder) -> bool:

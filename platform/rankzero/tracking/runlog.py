@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,10 +64,10 @@ class RunLog:
         if self._journal is None:
             return
         text = text_without_secrets(text)
-        _print(text)
         if text not in self._told and len(self._told) < MOST_NOTICES:
             self._told.append(text)
             self._emit(Noticed(time.time(), text))
+        _print(text)  # last: whatever becomes of the output, the journal has it
 
     def _tell_problems(self) -> None:
         for problems in (self._emit.problems, [] if self._journal is None else self._journal.problems):
@@ -88,5 +89,8 @@ class RunLog:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(OSError):  # a rank's output is a file in the run's folder: its disk may be the full one
-        print(f"note: {text}", flush=True)
+    """Print a notice; what the output's encoding lacks, as its escape. A notice that cannot be printed ends nothing."""
+    # A rank's output is a file in the run's folder, whose disk may be the full one; or the program has closed it.
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(f"note: {text}".encode(encoding, "backslashreplace").decode(encoding), flush=True)

@@ -28,19 +28,26 @@ class Sampling:
         self._arguments = (gpus, node, node_count, process)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except (RuntimeError, MemoryError) as error:  # the system has no thread to give
+            self._give_up(error)
 
     def stop(self) -> None:
         """Publish what there is of the current interval, and end; may be called twice."""
         self._stop.set()
-        self._thread.join(timeout=10)  # a driver that hangs must not keep the recorder from its delivery
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)  # a driver that hangs must not keep the recorder from its delivery
 
     def _run(self) -> None:
         try:
             self._sample()
         except Exception as error:  # without system metrics a run is still a run
-            log.exception("sampling ended")
-            self._say(f"no more system metrics of this machine: {type(error).__name__}: {error}")
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        log.error("sampling ended", exc_info=error)
+        self._say(f"no more system metrics of this machine: {type(error).__name__}: {error}")
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the disk is what failed, and may be full

@@ -121,7 +121,7 @@ def experiment_of(folder: RunFolder) -> Experiment:
         raise UserError(f"{folder.path.name} was not started by `rankzero train`: its own program has its model")
     if Path(reference).resolve().is_relative_to(folder.path.parent.parent.resolve()):
         raise UserError(f"{reference} lies among the runs: what came with a run is not executed")
-    return config.from_yaml(experiment_file.load(reference), folder.config.read_text())
+    return config.override(experiment_file.load(reference)(), config.read_file(folder.config))
 
 
 def load_best(folder: RunFolder) -> nn.Module:
@@ -181,7 +181,7 @@ def example_of(experiment: Experiment, model: nn.Module) -> tuple[Tensor, ...]:
 
 def _logged(folder: RunFolder) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads((folder.path / MARK).read_text())
+        found: dict[str, Any] = json.loads((folder.path / MARK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found
@@ -197,7 +197,8 @@ def _child(folder: str, problems: Any) -> None:
     try:
         best(RunFolder(Path(folder)))
     except Exception as error:
-        (Path(folder) / "export.log").write_text(text_without_secrets(traceback.format_exc()))
+        told = text_without_secrets(traceback.format_exc())
+        (Path(folder) / "export.log").write_text(told, encoding="utf-8", errors="backslashreplace")
         problems.put(line_without_secrets(f"{type(error).__name__}: {error}"))  # what a pipe holds, whoever reads it
 
 

@@ -69,7 +69,7 @@ def first(folder: Path) -> Failure | None:
     found = []
     for path in folder.glob("rank_*.json"):
         try:
-            found.append(Failure(**json.loads(path.read_text())))
+            found.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError):
             continue
     return min(found, key=lambda failure: failure.time, default=None)

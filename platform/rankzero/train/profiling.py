@@ -71,7 +71,9 @@ def main(request: Request) -> str:
         with join(ranks, device.choose(ranks)) as world:
             found = _profile(request, world)
             if ranks.first:
-                (Path(request.folder) / "profile.json").write_text(json.dumps(dataclasses.asdict(found), indent=1))
+                (Path(request.folder) / "profile.json").write_text(
+                    json.dumps(dataclasses.asdict(found), indent=1), encoding="utf-8"
+                )
     except BaseException as error:
         failure.write(failure.describe(error, ranks.rank), Path(request.failures))
         raise
@@ -80,7 +82,7 @@ def main(request: Request) -> str:
 
 def read(folder: Path) -> Profile:
     """Return what rank 0 left."""
-    found = json.loads((folder / "profile.json").read_text())
+    found = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
     costs = [Cost(**cost) for cost in found["costs"]]
     return Profile(**{**found, "breakdown": Breakdown(**found["breakdown"]), "costs": costs})
 

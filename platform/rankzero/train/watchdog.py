@@ -156,7 +156,7 @@ def stopped_beside(proc: Path = Path("/proc")) -> list[int]:
     found = []
     for path in proc.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
             if state in "Tt" and int(parent) == os.getppid():
                 found.append(int((path.parent / "fd" / "1").readlink().parent.name))
     return sorted(found)

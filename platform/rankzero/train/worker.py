@@ -178,7 +178,8 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally, watchd
     if reason is not None:
         # Without checkpoints nothing can go on: there, the end of the time is the end of the run.
         over = reason == REASONS[TIME_LIMIT] and train.save_every == 0
-        why = log.folder.pruned.read_text() if reason == REASONS[PRUNED] and log.folder.pruned.exists() else ""
+        pruned = log.folder.pruned
+        why = pruned.read_text(encoding="utf-8") if reason == REASONS[PRUNED] and pruned.exists() else ""
         amid = ", amid its evaluation" if state.owed else ""
         told = f"{reason} at step {state.step}{amid}" + (f": {why}" if why else "")
         return Outcome("FINISHED" if over else "KILLED", told)
