@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankzero.events import CheckpointSaved
 from rankzero.tracking import progress as state
 from rankzero.tracking import sync
 from rankzero.tracking.delivery import Point
@@ -28,7 +29,7 @@ from torture.ground import DELIVERERS, Ground
 from torture.planted import REFERENCE, STEPS, refused, run_of
 from torture.scenarios import signals, training
 from torture.servers import free_port
-from tracking.runs import append, ended, evaluated, make_folder, started, steps
+from tracking.runs import T0, append, deleted, ended, evaluated, make_folder, started, steps
 
 
 @pytest.fixture
@@ -103,6 +104,37 @@ def test_a_torn_checkpoint_is_found_older_ones_too(saved: RunFolder, name: str) 
 def test_a_checkpoint_of_another_step_is_found(saved: RunFolder) -> None:
     checkpoint.folder_of(saved.checkpoints, 2).rename(checkpoint.folder_of(saved.checkpoints, 3))
     refused("corrupt: step_00000003 holds step 2", promises.checkpoints_are_intact, saved)
+
+
+def test_a_checkpoint_that_is_gone_is_found_and_one_that_was_superseded_is_not_missed(saved: RunFolder) -> None:
+    _tell(saved, 2, best=True)
+    _tell(saved, STEPS, best=False)
+    assert promises.checkpoints_are_intact(saved) == STEPS
+    _moved(saved, STEPS, ".tmp-replaced-")
+    assert promises.checkpoints_are_intact(saved) == STEPS, "an interrupted replacement is put back"
+    aside = _moved(saved, STEPS, "gone-")
+    refused(r"lost: the newest checkpoint, of step 4, is gone: there are \[2\]", promises.checkpoints_are_intact, saved)
+    append(saved, deleted(STEPS))
+    assert promises.checkpoints_are_intact(saved) == 2
+    aside.rename(checkpoint.folder_of(saved.checkpoints, STEPS))
+    best = _moved(saved, 2, "gone-")
+    refused(r"lost: the best checkpoint, of step 2, is gone: there are \[4\]", promises.checkpoints_are_intact, saved)
+    checkpoint.write(checkpoint.folder_of(saved.checkpoints, 3), _save(3), 3, {}, best=True)
+    assert promises.checkpoints_are_intact(saved) == STEPS, "a better one was saved, and its word got lost"
+    shutil.rmtree(checkpoint.folder_of(saved.checkpoints, 3))
+    append(saved, deleted(2))
+    assert promises.checkpoints_are_intact(saved) == STEPS
+    shutil.rmtree(best)
+
+
+def _tell(run: RunFolder, step: int, *, best: bool) -> None:
+    path = checkpoint.folder_of(run.checkpoints, step)
+    append(run, CheckpointSaved(T0 + step, step, str(path.relative_to(run.path)), best, {}))
+
+
+def _moved(run: RunFolder, step: int, prefix: str) -> Path:
+    path = checkpoint.folder_of(run.checkpoints, step)
+    return path.rename(path.with_name(prefix + path.name))
 
 
 def _points(*values: tuple[int, float]) -> list[Point]:
