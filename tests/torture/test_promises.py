@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankzero.events import CheckpointSaved
+from rankzero.events import CheckpointSaved, StepsLogged
 from rankzero.tracking import progress as state
 from rankzero.tracking import sync
 from rankzero.tracking.delivery import Point
@@ -153,6 +153,23 @@ def _points(*values: tuple[int, float]) -> list[Point]:
 )
 def test_what_is_wrong_in_mlflow_is_found(points: Sequence[Point], begin: str) -> None:
     refused(begin, curves.have_arrived, {"train/loss": {1: 1.0, 2: 0.5}}, {"train/loss": points})
+
+
+@pytest.mark.parametrize("name", ["lr", "throughput/step_seconds", "grad_norm"])
+def test_a_window_that_did_not_arrive_is_found_and_what_is_cut_anew_is_not_missed(place: Ground, name: str) -> None:
+    run = run_of(place, started(), steps(1, STEPS), _window(2, name), _window(4, name))
+    append(run, started(attempt=2, step=2), _window(3, name, 8.0), _window(5, name, 8.0))
+    assert curves.first(run)[name] == {2: 1.0, 4: 1.0, 5: 8.0}
+    record = promises.delivered(run)
+    points = curves.in_mlflow(run, record.run_id, [name])
+    curves.have_arrived({name: curves.first(run)[name]}, points)
+    refused(f"lost: 1 points of {name}", curves.have_arrived, {name: curves.first(run)[name]}, {name: points[name][1:]})
+    append(run, _window(7, name))
+    refused(f"lost: 1 points of {name} are not in MLflow, the first of step 7", promises.arrived_by_itself, run)
+
+
+def _window(step: int, name: str, value: float = 1.0) -> StepsLogged:
+    return StepsLogged([step], [T0 + step], {name: [value]})
 
 
 def test_what_is_wrong_in_a_journal_is_found() -> None:
