@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import secrets
@@ -23,6 +24,7 @@ from rankzero.tracking.folder import RunFolder
 from torture.room import shared_memory
 
 T = TypeVar("T")
+U = TypeVar("U")
 MARK = "RANKZERO_TORTURE"
 """An environment variable that every process of a scenario inherits."""
 DEADLINE_SECONDS = 240.0
@@ -93,6 +95,14 @@ class Turn:
         order = random.Random(self.seed).sample(choices, len(choices))
         return itertools.islice(itertools.cycle(order), self.number * each % len(order), None)
 
+    def pair(self, choices: Sequence[T], others: Sequence[U]) -> tuple[T, U]:
+        """Return one of each: both go round, and once all of both was had, the others are one ahead of before.
+
+        With the same number for both, six moments would always meet the same of two processes.
+        """
+        behind = dataclasses.replace(self, number=self.number + self.number // math.lcm(len(choices), len(others)))
+        return next(self.of(choices)), next(behind.of(others))
+
 
 FIRST = Turn()
 
@@ -150,6 +160,10 @@ class Ground:
     def next_of(self, choices: Sequence[T]) -> T:
         """Return the choice whose turn it is in the campaign."""
         return next(self.turn.of(choices))
+
+    def next_pair(self, choices: Sequence[T], others: Sequence[U]) -> tuple[T, U]:
+        """Return the two whose turn it is together: in the end, each of these met each of those."""
+        return self.turn.pair(choices, others)
 
     def hurt(self, what: str) -> None:
         """Note a fault that was injected."""

@@ -58,11 +58,16 @@ def kill_one_of(ground: Ground, role: str) -> bool:
 def at_a_random_moment(ground: Ground, command: Command, moments: Sequence[str] = MOMENTS) -> str:
     """Wait for the moment of the training whose turn it is, and a while longer where it lasts; return which."""
     moment = ground.next_of(moments)
+    at(ground, command, moment)
+    return moment
+
+
+def at(ground: Ground, command: Command, moment: str) -> None:
+    """Wait for a moment of the training, and a while longer where it lasts."""
     if moment != "start":
         wait_for(lambda: not command.running or _reached(ground, moment))
     if moment not in SHORT:
         time.sleep(ground.random.uniform(0, 4.0 if moment == "start" else 1.5))
-    return moment
 
 
 def _reached(ground: Ground, moment: str) -> bool:
