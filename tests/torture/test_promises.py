@@ -27,7 +27,8 @@ from rankzero.train import checkpoint
 from torture import curves, promises, room
 from torture.ground import DELIVERERS, Ground
 from torture.planted import REFERENCE, STEPS, refused, run_of
-from torture.scenarios import signals, training
+from torture.scenarios import checkpoints, signals, training
+from torture.scenarios.checkpoints import _one_before_is_offered as _offered
 from torture.servers import free_port
 from tracking.runs import T0, append, deleted, ended, evaluated, make_folder, started, steps
 
@@ -135,6 +136,25 @@ def _tell(run: RunFolder, step: int, *, best: bool) -> None:
 def _moved(run: RunFolder, step: int, prefix: str) -> Path:
     path = checkpoint.folder_of(run.checkpoints, step)
     return path.rename(path.with_name(prefix + path.name))
+
+
+def test_a_damaged_checkpoint_that_is_used_is_found(saved: RunFolder, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    shutil.copytree(saved.checkpoints, whole)
+    newest, before = (checkpoint.folder_of(saved.checkpoints, step) for step in (STEPS, 2))
+    wanted = "wanted step_00000002"
+    refused(f"corrupt: after nothing, step_00000004 is offered, {wanted}", _offered, saved, whole, "nothing")
+    refused("corrupt: step_00000004 is loaded, though damaged", checkpoints._is_not_loaded, newest, "damaged")
+    (newest / "state.pt").write_bytes(b"")
+    _offered(saved, whole, "emptied")
+    checkpoints._is_not_loaded(newest, "emptied")
+    checkpoint.write(before, _save(1), 2, {}, best=False)
+    refused("corrupt: after emptied, step_00000002 is another", _offered, saved, whole, "emptied")
+    shutil.rmtree(before)
+    refused(f"corrupt: after emptied, None is offered, {wanted}", _offered, saved, whole, "emptied")
+    refused(f"corrupt: the run went on from step 0, {wanted}", checkpoints._went_on_from, saved, whole / before.name)
+    append(saved, started(attempt=2, step=2))
+    checkpoints._went_on_from(saved, whole / before.name)
 
 
 def _points(*values: tuple[int, float]) -> list[Point]:
