@@ -196,7 +196,10 @@ class Ground:
         return [process for process in self.processes() if not _delivers(process)]
 
     def roles(self) -> dict[str, psutil.Process]:
-        """Return a training's processes by what they are: launcher, server, rank 0, other rank, recorder, courier."""
+        """Return a training's processes by what they are.
+
+        These are launcher, server, rank 0, other rank, data worker, recorder, courier.
+        """
         found: dict[str, psutil.Process] = {}
         first = self._first_rank()
         for process in self.processes():
@@ -248,10 +251,17 @@ def _role(process: psutil.Process, first_rank: int | None) -> str | None:
             return role
     if "forkserver" not in words:
         return None
-    parent = process.parent()
-    if parent is None or "forkserver" not in " ".join(parent.cmdline()):
+    generations = len(list(itertools.takewhile(_is_forked, process.parents())))
+    if generations == 0:
         return "server"
+    if generations > 1:
+        return "data worker"  # a rank's own fork
     return "rank 0" if process.pid == first_rank else "other rank"
+
+
+def _is_forked(process: psutil.Process) -> bool:
+    """Tell whether this is the server that ranks are forked from, or one of its forks, which look like it."""
+    return "forkserver" in " ".join(process.cmdline())
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:

@@ -15,7 +15,9 @@ from torture.promises import Curves
 from torture.scenarios.training import (
     BEFORE_THE_END,
     CLOCK,
+    GATHERED,
     IMAGED,
+    LOADED,
     MOMENTS,
     SETTINGS,
     SLOW,
@@ -40,9 +42,13 @@ AGENT_SECONDS = 60.0
 
 
 def killed_ranks(ground: Ground, reference: Curves) -> None:
-    """SIGKILL of ranks, of the recorder, of the courier, again and again: the training restarts and gets to its end."""
-    command = ground.start("train", IMAGED, *SETTINGS, "--max-restarts", 50)
-    roles = ground.turn.of(ROLES, MOST_KILLS)
+    """SIGKILL of ranks, of the recorder, of the courier, again and again: the training restarts and gets to its end.
+
+    Every other time processes load the data: they go with their ranks, their shared memory, too, and are killed.
+    """
+    data = ground.next_of((GATHERED, LOADED))
+    command = ground.start("train", IMAGED, *SETTINGS, *data, "--max-restarts", 50)
+    roles = ground.turn.of((*ROLES, "data worker") if data else ROLES, MOST_KILLS)
     while command.busy() and len(ground.faults) < MOST_KILLS:
         time.sleep(ground.random.uniform(0.2, 3.0))
         kill(ground, next(roles))
@@ -53,7 +59,7 @@ def killed_ranks(ground: Ground, reference: Curves) -> None:
 
 def killed_launcher(ground: Ground, reference: Curves) -> None:
     """SIGKILL of the command, or of the server that ranks are forked from: the ranks end, the run goes on later."""
-    command = ground.start("train", CLOCK, *SLOW)
+    command = ground.start("train", CLOCK, *SLOW, *ground.random.choice((GATHERED, LOADED)))
     moment, role = ground.next_pair(MOMENTS, LAUNCHING)
     at(ground, command, moment)
     kill(ground, role, f" at {moment}")

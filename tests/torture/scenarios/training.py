@@ -34,6 +34,8 @@ SETTINGS = (
 )  # fmt: skip
 SLOW = (*SETTINGS, f"evaluation_seconds={EVALUATION_SECONDS}")
 """For `CLOCK`."""
+GATHERED, LOADED = (), ("listed=true", "train.workers=2")
+"""Data in the rank's own memory, or from loading processes, two a rank and as many for evaluations."""
 Scenario = Callable[[Ground, Curves], None]
 
 
