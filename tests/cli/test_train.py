@@ -42,6 +42,16 @@ def final_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
     return weights
 
 
+def resumed_at(folder: RunFolder) -> int:
+    """Return the step that the second and last attempt says it goes on from, once it trained only what comes after."""
+    told = events(folder)
+    begun, again = (event for event in told if isinstance(event, RunStarted))
+    assert begun.step == 0
+    trained = [step for event in told[told.index(again) :] if isinstance(event, StepsLogged) for step in event.steps]
+    assert trained and min(trained) == again.step + 1
+    return again.step
+
+
 def test_two_processes_train_as_one_does(rankzero: Command) -> None:
     settings = ("train.steps=12", "train.log_every=4", "train.eval_every=6")
     assert rankzero("train", TINY, "--nproc", 1, "--run-name", "one", *settings)[0] == 0
@@ -74,9 +84,14 @@ def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command
     ended = [event for event in events(stopped) if isinstance(event, RunEnded)][-1]
     assert ended.reason.startswith("stopped by SIGTERM")
     first_id = mlflow_id(stopped)
+    saved, _ = checkpoint.newest_intact(stopped.checkpoints)
+    assert saved is not None
+    step = checkpoint.load(saved)["step"]
+    assert 7 <= step == max(losses(stopped)) < 60
 
     code, output = rankzero("resume", "stopped", "step_seconds=0")  # with as many processes as before
     assert code == 0, output
+    assert resumed_at(stopped) == step
     straight = RunFolder(rankzero.folder / "mlruns/runs/straight")
     assert losses(stopped) == losses(straight)
     for name, weight in final_weights(straight).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from rankzero.events import Evaluated, StepsLogged
+from rankzero.events import Evaluated, Event, RunStarted, StepsLogged
 from rankzero.tracking.delivery import Point
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.journal import read_all
@@ -15,7 +15,8 @@ from torture.ground import Broken
 Curves = Mapping[str, Mapping[int, float]]
 """Values by metric and step."""
 WHOLE = ("train/", "val/")
-"""Metrics whose every point must arrive: the others are of windows, which an attempt that goes on may cut anew."""
+"""Metrics of each step: the others are of windows, which an attempt that goes on may cut anew, and those behind the
+last one that was told before are told then."""
 EXACT = (*WHOLE, "lr")
 """Metrics that are the same, bit for bit, in every training with the same seed."""
 ORIGIN = "train/loss"
@@ -32,8 +33,13 @@ def latest(run: RunFolder) -> Curves:
 def first(run: RunFolder) -> Curves:
     """Return what the journal says, the first attempt's that came so far: what MLflow keeps."""
     found: dict[str, dict[int, float]] = {}
-    for name, step, value in _journaled(run):
-        found.setdefault(name, {}).setdefault(step, value)
+    told: dict[str, int] = {}
+    for event in read_all(run.events):
+        if isinstance(event, RunStarted):
+            told = {name: max(values) for name, values in found.items() if not name.startswith(WHOLE)}
+        for name, step, value in _points_of(event):
+            if step > told.get(name, step - 1):
+                found.setdefault(name, {}).setdefault(step, value)
     return found
 
 
@@ -49,8 +55,7 @@ def have_arrived(journaled: Curves, points: Mapping[str, Sequence[Point]]) -> No
         told = {point.step: point.value for point in points[name]}
         if len(told) != len(points[name]):
             raise Broken(f"wrong: MLflow has {len(points[name])} points of {name} for {len(told)} steps")
-        missing = sorted(set(wanted) - set(told)) if name.startswith(WHOLE) else []
-        if missing:
+        if missing := sorted(set(wanted) - set(told)):
             raise Broken(f"lost: {len(missing)} points of {name} are not in MLflow, the first of step {missing[0]}")
         _require_same("MLflow", name, told, wanted)
 
@@ -87,11 +92,15 @@ def have_all(journaled: Curves, reference: Curves) -> None:
 
 def _journaled(run: RunFolder) -> Iterator[tuple[str, int, float]]:
     for event in read_all(run.events):
-        if isinstance(event, StepsLogged):
-            for name, values in event.metrics.items():
-                yield from ((name, step, value) for step, value in zip(event.steps, values, strict=True))
-        elif isinstance(event, Evaluated):
-            yield from ((name, event.step, value) for name, value in event.metrics.items())
+        yield from _points_of(event)
+
+
+def _points_of(event: Event) -> Iterator[tuple[str, int, float]]:
+    if isinstance(event, StepsLogged):
+        for name, values in event.metrics.items():
+            yield from ((name, step, value) for step, value in zip(event.steps, values, strict=True))
+    elif isinstance(event, Evaluated):
+        yield from ((name, event.step, value) for name, value in event.metrics.items())
 
 
 def _before(told: Mapping[int, float], spoiled: int | None) -> Mapping[int, float]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import secrets
@@ -23,6 +24,7 @@ from rankzero.tracking.folder import RunFolder
 from torture.room import shared_memory
 
 T = TypeVar("T")
+U = TypeVar("U")
 MARK = "RANKZERO_TORTURE"
 """An environment variable that every process of a scenario inherits."""
 DEADLINE_SECONDS = 240.0
@@ -93,6 +95,14 @@ class Turn:
         order = random.Random(self.seed).sample(choices, len(choices))
         return itertools.islice(itertools.cycle(order), self.number * each % len(order), None)
 
+    def pair(self, choices: Sequence[T], others: Sequence[U]) -> tuple[T, U]:
+        """Return one of each: both go round, and once all of both was had, the others are one ahead of before.
+
+        With the same number for both, six moments would always meet the same of two processes.
+        """
+        behind = dataclasses.replace(self, number=self.number + self.number // math.lcm(len(choices), len(others)))
+        return next(self.of(choices)), next(behind.of(others))
+
 
 FIRST = Turn()
 
@@ -151,6 +161,10 @@ class Ground:
         """Return the choice whose turn it is in the campaign."""
         return next(self.turn.of(choices))
 
+    def next_pair(self, choices: Sequence[T], others: Sequence[U]) -> tuple[T, U]:
+        """Return the two whose turn it is together: in the end, each of these met each of those."""
+        return self.turn.pair(choices, others)
+
     def hurt(self, what: str) -> None:
         """Note a fault that was injected."""
         self.faults.append(what)
@@ -182,7 +196,10 @@ class Ground:
         return [process for process in self.processes() if not _delivers(process)]
 
     def roles(self) -> dict[str, psutil.Process]:
-        """Return a training's processes by what they are: launcher, server, rank 0, other rank, recorder, courier."""
+        """Return a training's processes by what they are.
+
+        These are launcher, server, rank 0, other rank, data worker, recorder, courier.
+        """
         found: dict[str, psutil.Process] = {}
         first = self._first_rank()
         for process in self.processes():
@@ -234,10 +251,17 @@ def _role(process: psutil.Process, first_rank: int | None) -> str | None:
             return role
     if "forkserver" not in words:
         return None
-    parent = process.parent()
-    if parent is None or "forkserver" not in " ".join(parent.cmdline()):
+    generations = len(list(itertools.takewhile(_is_forked, process.parents())))
+    if generations == 0:
         return "server"
+    if generations > 1:
+        return "data worker"  # a rank's own fork
     return "rank 0" if process.pid == first_rank else "other rank"
+
+
+def _is_forked(process: psutil.Process) -> bool:
+    """Tell whether this is the server that ranks are forked from, or one of its forks, which look like it."""
+    return "forkserver" in " ".join(process.cmdline())
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:

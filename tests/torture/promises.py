@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 
 from cli.conftest import losses as journaled
-from rankzero.events import PicturesTaken, RunEnded
+from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, RunEnded
 from rankzero.tracking import sync
 from rankzero.tracking.catalog import mlflow_id
 from rankzero.tracking.folder import RunFolder
@@ -115,7 +115,11 @@ def status_is(run: RunFolder, *allowed: str) -> str:
 
 
 def checkpoints_are_intact(run: RunFolder) -> int:
-    """Every checkpoint under its final name is whole, whatever was killed; return the newest's step, 0 without one."""
+    """Every checkpoint under its final name is whole, whatever was killed; return the newest's step, 0 without one.
+
+    And those are there that the journal tells of and that nothing may have deleted: the newest, and the best.
+    """
+    offered = _offered(run)  # first: it puts back what was being replaced
     for path in sorted(run.checkpoints.glob("step_*")):
         try:
             step, told = checkpoint.load(path)["step"], manifest.read(path).step
@@ -123,7 +127,8 @@ def checkpoints_are_intact(run: RunFolder) -> int:
             raise Broken(f"corrupt: {error}") from None
         if step != told or path != checkpoint.folder_of(run.checkpoints, step):
             raise Broken(f"corrupt: {path.name} holds step {step}, its manifest says {told}")
-    return _offered(run)
+    _newest_and_best_are_there(run)
+    return offered
 
 
 def _offered(run: RunFolder) -> int:
@@ -132,6 +137,32 @@ def _offered(run: RunFolder) -> int:
     if problems:
         raise Broken(f"corrupt: {'; '.join(problems)}")
     return 0 if path is None else manifest.read(path).step
+
+
+def _newest_and_best_are_there(run: RunFolder) -> None:
+    """The newest checkpoint that was saved, and the best one, are there, or one that has superseded them.
+
+    A later one may be there that the journal does not know, and another not that it does: rank 0 was killed before it
+    could tell of either.
+    """
+    there = {told.step: told.best for told in map(manifest.read, run.checkpoints.glob("step_*"))}
+    saved = _saved(run)
+    newest, best = max(saved, default=0), max((step for step, best in saved.items() if best), default=0)
+    if newest > max(there, default=0):
+        raise Broken(f"lost: the newest checkpoint, of step {newest}, is gone: there are {sorted(there)}")
+    if best and best not in there and not any(better for step, better in there.items() if step > best):
+        raise Broken(f"lost: the best checkpoint, of step {best}, is gone: there are {sorted(there)}")
+
+
+def _saved(run: RunFolder) -> dict[int, bool]:
+    """Return the steps whose checkpoints were saved and not deleted, and whether each was the best by then."""
+    found: dict[int, bool] = {}
+    for event in read_all(run.events):
+        if isinstance(event, CheckpointSaved):
+            found[event.step] = event.best
+        elif isinstance(event, CheckpointDeleted):
+            found.pop(event.step, None)
+    return found
 
 
 def no_run_is_running(ground: Ground) -> None:

@@ -104,6 +104,10 @@ def test_variants_are_gone_round_and_each_campaign_has_its_order() -> None:
     assert sorted(drawn) == list("abcd")
     pairs = [value for turn in turns[:2] for value, _ in zip(turn.of("abcd", 2), range(2), strict=False)]
     assert sorted(pairs) == list("abcd")
+    for many, others in ((6, 2), (6, 4), (4, 2), (5, 4), (3, 3)):
+        met = [Turn(3, number).pair(range(many), range(others)) for number in range(many * others)]
+        assert len(set(met)) == many * others, "each met each"
+        assert {one for one, _ in met[:many]} == set(range(many))
     assert len({"".join(next(Turn(seed, number).of("abcd")) for number in range(4)) for seed in range(9)}) > 1
     assert {blow.number for blow in signals.ONCE} == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from rankzero.events import CheckpointSaved, StepsLogged
 from rankzero.tracking import progress as state
 from rankzero.tracking import sync
 from rankzero.tracking.delivery import Point
@@ -26,9 +27,10 @@ from rankzero.train import checkpoint
 from torture import curves, promises, room
 from torture.ground import DELIVERERS, Ground
 from torture.planted import REFERENCE, STEPS, refused, run_of
-from torture.scenarios import signals, training
+from torture.scenarios import checkpoints, signals, training
+from torture.scenarios.checkpoints import _one_before_is_offered as _offered
 from torture.servers import free_port
-from tracking.runs import append, ended, evaluated, make_folder, started, steps
+from tracking.runs import T0, append, deleted, ended, evaluated, make_folder, started, steps
 
 
 @pytest.fixture
@@ -105,6 +107,56 @@ def test_a_checkpoint_of_another_step_is_found(saved: RunFolder) -> None:
     refused("corrupt: step_00000003 holds step 2", promises.checkpoints_are_intact, saved)
 
 
+def test_a_checkpoint_that_is_gone_is_found_and_one_that_was_superseded_is_not_missed(saved: RunFolder) -> None:
+    _tell(saved, 2, best=True)
+    _tell(saved, STEPS, best=False)
+    assert promises.checkpoints_are_intact(saved) == STEPS
+    _moved(saved, STEPS, ".tmp-replaced-")
+    assert promises.checkpoints_are_intact(saved) == STEPS, "an interrupted replacement is put back"
+    aside = _moved(saved, STEPS, "gone-")
+    refused(r"lost: the newest checkpoint, of step 4, is gone: there are \[2\]", promises.checkpoints_are_intact, saved)
+    append(saved, deleted(STEPS))
+    assert promises.checkpoints_are_intact(saved) == 2
+    aside.rename(checkpoint.folder_of(saved.checkpoints, STEPS))
+    best = _moved(saved, 2, "gone-")
+    refused(r"lost: the best checkpoint, of step 2, is gone: there are \[4\]", promises.checkpoints_are_intact, saved)
+    checkpoint.write(checkpoint.folder_of(saved.checkpoints, 3), _save(3), 3, {}, best=True)
+    assert promises.checkpoints_are_intact(saved) == STEPS, "a better one was saved, and its word got lost"
+    shutil.rmtree(checkpoint.folder_of(saved.checkpoints, 3))
+    append(saved, deleted(2))
+    assert promises.checkpoints_are_intact(saved) == STEPS
+    shutil.rmtree(best)
+
+
+def _tell(run: RunFolder, step: int, *, best: bool) -> None:
+    path = checkpoint.folder_of(run.checkpoints, step)
+    append(run, CheckpointSaved(T0 + step, step, str(path.relative_to(run.path)), best, {}))
+
+
+def _moved(run: RunFolder, step: int, prefix: str) -> Path:
+    path = checkpoint.folder_of(run.checkpoints, step)
+    return path.rename(path.with_name(prefix + path.name))
+
+
+def test_a_damaged_checkpoint_that_is_used_is_found(saved: RunFolder, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    shutil.copytree(saved.checkpoints, whole)
+    newest, before = (checkpoint.folder_of(saved.checkpoints, step) for step in (STEPS, 2))
+    wanted = "wanted step_00000002"
+    refused(f"corrupt: after nothing, step_00000004 is offered, {wanted}", _offered, saved, whole, "nothing")
+    refused("corrupt: step_00000004 is loaded, though damaged", checkpoints._is_not_loaded, newest, "damaged")
+    (newest / "state.pt").write_bytes(b"")
+    _offered(saved, whole, "emptied")
+    checkpoints._is_not_loaded(newest, "emptied")
+    checkpoint.write(before, _save(1), 2, {}, best=False)
+    refused("corrupt: after emptied, step_00000002 is another", _offered, saved, whole, "emptied")
+    shutil.rmtree(before)
+    refused(f"corrupt: after emptied, None is offered, {wanted}", _offered, saved, whole, "emptied")
+    refused(f"corrupt: the run went on from step 0, {wanted}", checkpoints._went_on_from, saved, whole / before.name)
+    append(saved, started(attempt=2, step=2))
+    checkpoints._went_on_from(saved, whole / before.name)
+
+
 def _points(*values: tuple[int, float]) -> list[Point]:
     return [Point("train/loss", value, 0, step) for step, value in values]
 
@@ -121,6 +173,23 @@ def _points(*values: tuple[int, float]) -> list[Point]:
 )
 def test_what_is_wrong_in_mlflow_is_found(points: Sequence[Point], begin: str) -> None:
     refused(begin, curves.have_arrived, {"train/loss": {1: 1.0, 2: 0.5}}, {"train/loss": points})
+
+
+@pytest.mark.parametrize("name", ["lr", "throughput/step_seconds", "grad_norm"])
+def test_a_window_that_did_not_arrive_is_found_and_what_is_cut_anew_is_not_missed(place: Ground, name: str) -> None:
+    run = run_of(place, started(), steps(1, STEPS), _window(2, name), _window(4, name))
+    append(run, started(attempt=2, step=2), _window(3, name, 8.0), _window(5, name, 8.0))
+    assert curves.first(run)[name] == {2: 1.0, 4: 1.0, 5: 8.0}
+    record = promises.delivered(run)
+    points = curves.in_mlflow(run, record.run_id, [name])
+    curves.have_arrived({name: curves.first(run)[name]}, points)
+    refused(f"lost: 1 points of {name}", curves.have_arrived, {name: curves.first(run)[name]}, {name: points[name][1:]})
+    append(run, _window(7, name))
+    refused(f"lost: 1 points of {name} are not in MLflow, the first of step 7", promises.arrived_by_itself, run)
+
+
+def _window(step: int, name: str, value: float = 1.0) -> StepsLogged:
+    return StepsLogged([step], [T0 + step], {name: [value]})
 
 
 def test_what_is_wrong_in_a_journal_is_found() -> None:

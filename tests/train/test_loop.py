@@ -48,6 +48,7 @@ def test_ten_and_ten_more_is_twenty_bit_for_bit(train: Trainer, tmp_path: Path, 
     second = train(experiment, tmp_path / "parts")
     assert first.state.step == 10 and first.reason == "stopped by SIGTERM"
     assert second.state.step == 20
+    assert list(second.series("train/loss")) == list(range(11, 21)), "what the first had trained was trained again"
     for one, other in zip(weights(straight), weights(second), strict=True):
         assert torch.equal(one, other)
     assert {**first.series("train/loss"), **second.series("train/loss")} == straight.series("train/loss")

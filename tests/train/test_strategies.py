@@ -185,6 +185,8 @@ def test_evaluation_computes_as_training_does_in_its_own_mode(folder: Path, name
 def test_stopped_and_gone_on_is_as_if_never_stopped(folder: Path, name: str) -> None:
     again = seen(folder, f"{name}-again")
     assert again["losses"] == seen(folder, name)["losses"], "not bit for bit"
+    assert again["begun"] == [0, again["ends"][0][1]] and again["begun"][1] >= 3, "not from where it was stopped"
+    assert again["trained"] == list(range(1, 9)), "a step was trained twice"
     assert again["evaluated"] == seen(folder, name)["evaluated"]
 
 

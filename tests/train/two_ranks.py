@@ -77,7 +77,7 @@ def waits(request: Request) -> str:
 def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
     """Return what training the case showed: losses and evaluations by step, or why it could not be."""
     folder.mkdir(exist_ok=True)
-    seen: dict[str, Any] = {"losses": {}, "evaluated": {}, "ends": []}
+    seen: dict[str, Any] = {"losses": {}, "trained": [], "evaluated": {}, "begun": [], "ends": []}
     try:
         if case.stop_at is not None:
             stopped = layered(**case.changes | case.before)
@@ -100,11 +100,13 @@ def train(
     """Train from the newest checkpoint there is; keep what happens in `seen`."""
     job, state = build(experiment, world)
     restore.newest(folder / "checkpoints", job, state, print)
+    seen["begun"].append(state.step)
     checkpoints = Checkpoints(folder, experiment.train.keep, experiment.goal) if world.ranks.first else None
     stop = Stop()
 
     def emit(event: Event) -> None:
         if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
+            seen["trained"] += event.steps
             seen["losses"] |= dict(zip(map(str, event.steps), event.metrics["train/loss"], strict=True))
             if stop_at is not None and event.steps[-1] >= stop_at and told in (None, world.ranks.rank):
                 stop(1)

@@ -8,7 +8,9 @@ import shutil
 import time
 from pathlib import Path
 
+from rankzero.events import RunStarted
 from rankzero.tracking.folder import RunFolder
+from rankzero.tracking.journal import read_all
 from rankzero.train import checkpoint, manifest
 from torture import promises
 from torture.damage import DAMAGES, REFUSED
@@ -44,18 +46,11 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
         ground.hurt(f"checkpoint {damage}")
         proof = ground.folder / "executed"
         DAMAGES[damage](newest, ground.random, proof)
-        path, _ = checkpoint.newest_intact(run.checkpoints)
-        if path is None:
-            raise Broken(f"corrupt: after {damage}, no checkpoint is left")
-        with contextlib.suppress(manifest.BrokenCheckpoint):
-            checkpoint.load(newest)
+        _is_not_loaded(newest, damage)
         if proof.exists():
             raise Broken(f"executed: loading a checkpoint that is {damage} ran its code")
-        if damage == "malicious":
-            path = sorted(run.checkpoints.glob("step_*"))[-2]
-        saved = checkpoint.load(path)
-        if saved["step"] != checkpoint.load(whole / path.name)["step"]:
-            raise Broken(f"corrupt: after {damage}, {path.name} is another")
+        if damage not in REFUSED:
+            _one_before_is_offered(run, whole, damage)
         _put_back(run, whole)
     for damage in REFUSED:
         _is_refused(ground, run, damage)
@@ -63,7 +58,35 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
     newest = _newest(run)
     DAMAGES[ground.next_of(("truncated", "bit-flipped", "emptied", "zeroed"))](newest, ground.random, proof)
     ground.run("resume", "run", f"train.steps={STEPS}")
+    _went_on_from(run, sorted(whole.glob("step_*"))[-2])
     finished(ground, reference)
+
+
+def _is_not_loaded(damaged: Path, damage: str) -> None:
+    with contextlib.suppress(manifest.BrokenCheckpoint):
+        checkpoint.load(damaged)
+        raise Broken(f"corrupt: {damaged.name} is loaded, though {damage}")
+
+
+def _one_before_is_offered(run: RunFolder, whole: Path, damage: str) -> None:
+    """Of the checkpoints, the newest of which is damaged, the one before is used, and it is as it was saved."""
+    path, _ = checkpoint.newest_intact(run.checkpoints)
+    wanted = sorted(whole.glob("step_*"))[-2]
+    if path is None or path.name != wanted.name:
+        raise Broken(f"corrupt: after {damage}, {path and path.name} is offered, wanted {wanted.name}")
+    if _content(path) != _content(wanted):
+        raise Broken(f"corrupt: after {damage}, {path.name} is another")
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _went_on_from(run: RunFolder, wanted: Path) -> None:
+    """The last attempt began at the step of the checkpoint that was wanted."""
+    begun = [event.step for event in read_all(run.events) if isinstance(event, RunStarted)]
+    if begun[-1] != manifest.read(wanted).step:
+        raise Broken(f"corrupt: the run went on from step {begun[-1]}, wanted {wanted.name}")
 
 
 def _newest(run: RunFolder) -> Path:

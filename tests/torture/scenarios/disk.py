@@ -9,9 +9,16 @@ from torture.disks import failing_disk as failing
 from torture.disks import small_disk
 from torture.ground import Ground
 from torture.promises import Curves
-from torture.scenarios.training import CLOCK, LATER, SLOW, at_a_random_moment, goes_on, kill, the_run, unbegun
+from torture.scenarios.training import CLOCK, LATER, SLOW, at, at_a_random_moment, goes_on, kill, the_run, unbegun
 
 MOST_FULL = 8
+TAILS = {
+    "torn": b'{"torn": ',
+    "with garbage": b"\xff\xfe\x00garbage\n",
+    "with a foreign line": b'["foreign", 1]\n',
+    "with empty lines": b"\n\n",
+}
+"""What a dead machine's journal ends with."""
 
 
 def full_disk(ground: Ground, reference: Curves) -> None:
@@ -21,7 +28,7 @@ def full_disk(ground: Ground, reference: Curves) -> None:
         moment, room = at_a_random_moment(ground, command), True
         while command.busy() and len(ground.faults) < MOST_FULL:
             disk.fill()
-            ground.hurt("disk full")
+            ground.hurt(f"disk full, from {moment} on")
             time.sleep(ground.random.uniform(0.5, 2.0))
             room = ground.random.random() < 0.7
             if room:
@@ -54,13 +61,14 @@ def failing_disk(ground: Ground, reference: Curves) -> None:
 def torn_journal(ground: Ground, reference: Curves) -> None:
     """A machine dies, its journal has torn or foreign lines; what is whole is delivered, and the run goes on."""
     command = ground.start("train", CLOCK, *SLOW)
-    at_a_random_moment(ground, command, LATER)
+    moment, tail = ground.next_pair(LATER, tuple(TAILS))
+    at(ground, command, moment)
     for role in ("courier", "recorder", "launcher", "rank 0", "other rank", "server"):
         kill(ground, role)
     command.wait()
     promises.nobody_is_left(ground)
     run = the_run(ground)
     with run.events.open("ab") as file:
-        file.write(ground.next_of((b'{"torn": ', b"\xff\xfe\x00garbage\n", b'["foreign", 1]\n', b"\n\n")))
-    ground.hurt("journal torn")
+        file.write(TAILS[tail])
+    ground.hurt(f"journal {tail}, all killed at {moment}")
     goes_on(ground, reference, ("FAILED", "FINISHED"))

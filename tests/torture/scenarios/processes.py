@@ -15,10 +15,14 @@ from torture.promises import Curves
 from torture.scenarios.training import (
     BEFORE_THE_END,
     CLOCK,
+    GATHERED,
     IMAGED,
+    LOADED,
+    MOMENTS,
     SETTINGS,
     SLOW,
     TINY,
+    at,
     at_a_random_moment,
     ends,
     finished,
@@ -38,9 +42,13 @@ AGENT_SECONDS = 60.0
 
 
 def killed_ranks(ground: Ground, reference: Curves) -> None:
-    """SIGKILL of ranks, of the recorder, of the courier, again and again: the training restarts and gets to its end."""
-    command = ground.start("train", IMAGED, *SETTINGS, "--max-restarts", 50)
-    roles = ground.turn.of(ROLES, MOST_KILLS)
+    """SIGKILL of ranks, of the recorder, of the courier, again and again: the training restarts and gets to its end.
+
+    Every other time processes load the data: they go with their ranks, their shared memory, too, and are killed.
+    """
+    data = ground.next_of((GATHERED, LOADED))
+    command = ground.start("train", IMAGED, *SETTINGS, *data, "--max-restarts", 50)
+    roles = ground.turn.of((*ROLES, "data worker") if data else ROLES, MOST_KILLS)
     while command.busy() and len(ground.faults) < MOST_KILLS:
         time.sleep(ground.random.uniform(0.2, 3.0))
         kill(ground, next(roles))
@@ -51,9 +59,10 @@ def killed_ranks(ground: Ground, reference: Curves) -> None:
 
 def killed_launcher(ground: Ground, reference: Curves) -> None:
     """SIGKILL of the command, or of the server that ranks are forked from: the ranks end, the run goes on later."""
-    command = ground.start("train", CLOCK, *SLOW)
-    moment = at_a_random_moment(ground, command)
-    kill(ground, ground.next_of(LAUNCHING))
+    command = ground.start("train", CLOCK, *SLOW, *ground.random.choice((GATHERED, LOADED)))
+    moment, role = ground.next_pair(MOMENTS, LAUNCHING)
+    at(ground, command, moment)
+    kill(ground, role, f" at {moment}")
     command.wait()
     promises.nobody_is_left(ground)
     if moment == "start":
@@ -100,14 +109,14 @@ def _pause(ground: Ground, role: str) -> None:
 def stopped_for_ever(ground: Ground, reference: Curves) -> None:
     """A rank is stopped and never continued: the run fails in bounded time, says which rank, and goes on without it."""
     command = ground.start("train", CLOCK, *SLOW, f"train.hang_minutes={HANG_SECONDS / 60}")
-    at_a_random_moment(ground, command, BEFORE_THE_END)
-    role = ground.next_of(("rank 0", "other rank"))
+    moment, role = ground.next_pair(BEFORE_THE_END, ("rank 0", "other rank"))
+    at(ground, command, moment)
     victim = ground.roles().get(role)
     if victim is None:
         ends(command, 0)  # it was over before the blow: no fault, none counted
         return
     victim.suspend()
-    ground.hurt(f"SIGSTOP of {role} for ever")
+    ground.hurt(f"SIGSTOP of {role} for ever at {moment}")
     began = time.monotonic()
     ends(command, 1)
     if time.monotonic() - began > HANG_SECONDS * OTHERS + AGENT_SECONDS:

@@ -17,7 +17,19 @@ from torture.disks import Disk, small_disk
 from torture.ground import GRACE_SECONDS, ORPHAN_SECONDS, Broken, Command, Ground, wait_for
 from torture.promises import Curves
 from torture.proxy import EVERYTHING, MODES, UPLOADS, Proxy
-from torture.scenarios.training import CLOCK, SETTINGS, SLOW, TINY, at_a_random_moment, ends, finished, named, the_run
+from torture.scenarios.training import (
+    CLOCK,
+    MOMENTS,
+    SETTINGS,
+    SLOW,
+    TINY,
+    at,
+    at_a_random_moment,
+    ends,
+    finished,
+    named,
+    the_run,
+)
 from torture.servers import Server
 
 SLACK_SECONDS = 15.0
@@ -66,10 +78,11 @@ def killed_server(ground: Ground, reference: Curves) -> None:
     """SIGKILL of MLflow's server, again and again; it comes back on the same store during the run, or only later."""
     with Server(ground.folder / "server", ground.empty) as server:
         command = ground.start("train", CLOCK, *SLOW, "--tracking-uri", server.uri)
-        at_a_random_moment(ground, command)
-        for back in ground.next_of((("soon",), ("later",), ("soon", "soon"), ("soon", "later"))):
+        moment, ways = ground.next_pair(MOMENTS, (("soon",), ("later",), ("soon", "soon"), ("soon", "later")))
+        at(ground, command, moment)
+        for back, when in zip(ways, (f"at {moment}", "once more"), strict=False):
             server.kill()
-            ground.hurt(f"SIGKILL of the server, back {back}")
+            ground.hurt(f"SIGKILL of the server {when}, back {back}")
             if back == "soon":
                 time.sleep(ground.random.uniform(0.0, 3.0))
                 server.start()
@@ -127,10 +140,10 @@ def _fill_now_and_then(ground: Ground, command: Command, disk: Disk, what: str) 
     Not before there is a run: a store that cannot be written then is told in a message, and nothing is begun.
     """
     wait_for(lambda: ground.the_run() is not None or not command.running)
-    at_a_random_moment(ground, command)
+    moment = at_a_random_moment(ground, command)
     while command.busy() and len(ground.faults) < MOST_FULL:
         disk.fill()
-        ground.hurt(what)
+        ground.hurt(f"{what}, from {moment} on")
         time.sleep(ground.random.uniform(0.5, 3.0))
         if ground.random.random() < 0.7:
             disk.empty()

@@ -34,6 +34,8 @@ SETTINGS = (
 )  # fmt: skip
 SLOW = (*SETTINGS, f"evaluation_seconds={EVALUATION_SECONDS}")
 """For `CLOCK`."""
+GATHERED, LOADED = (), ("listed=true", "train.workers=2")
+"""Data in the rank's own memory, or from loading processes, two a rank and as many for evaluations."""
 Scenario = Callable[[Ground, Curves], None]
 
 
@@ -58,11 +60,16 @@ def kill_one_of(ground: Ground, role: str) -> bool:
 def at_a_random_moment(ground: Ground, command: Command, moments: Sequence[str] = MOMENTS) -> str:
     """Wait for the moment of the training whose turn it is, and a while longer where it lasts; return which."""
     moment = ground.next_of(moments)
+    at(ground, command, moment)
+    return moment
+
+
+def at(ground: Ground, command: Command, moment: str) -> None:
+    """Wait for a moment of the training, and a while longer where it lasts."""
     if moment != "start":
         wait_for(lambda: not command.running or _reached(ground, moment))
     if moment not in SHORT:
         time.sleep(ground.random.uniform(0, 4.0 if moment == "start" else 1.5))
-    return moment
 
 
 def _reached(ground: Ground, moment: str) -> bool:
