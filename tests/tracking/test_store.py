@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sqlite3
 import subprocess
 import sys
@@ -9,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from rankzero.cli import search
+from rankzero.search import study
 from rankzero.tracking import store
+from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.store import TrackingError, resolve_tracking_uri
+from tracking.runs import T0, make_folder, saved
 
 
 def test_the_flag_beats_the_environment_beats_the_default(tmp_path: Path) -> None:
@@ -69,6 +74,40 @@ def test_a_database_that_is_none_says_so(tmp_path: Path) -> None:
         store.prepare_store(f"sqlite:///{tmp_path}/mlflow.db")
 
 
+@pytest.mark.parametrize("name", ["a%20b", "feature%2Fx", "what?", "a?timeout=3"])
+def test_a_folder_that_mlflow_would_take_for_another_is_refused(name: str, tmp_path: Path) -> None:
+    root = tmp_path / name / "mlruns"
+    uri = f"sqlite:///{root}/mlflow.db"
+    for refused in (
+        lambda: resolve_tracking_uri(None, {}, root),
+        lambda: resolve_tracking_uri(uri, {}, tmp_path),
+        lambda: store.prepare_store(uri),
+        lambda: study.default_storage(root),
+        lambda: search._check(search_in(root)),
+    ):
+        with pytest.raises(TrackingError, match="name another with --dir"):
+            refused()
+    with pytest.raises(TrackingError, match="no options"):
+        resolve_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db?timeout=3", {}, tmp_path)
+    assert resolve_tracking_uri("http://server?x=%20", {}, root) == "http://server?x=%20"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a b", "größer", "a#b", "100%", "a+b&c=d;e:f@g", "it's [x] {}"])
+def test_mlflow_keeps_everything_in_a_folder_of_any_other_name(name: str, tmp_path: Path) -> None:
+    root = tmp_path / name
+    uri = resolve_tracking_uri(None, {}, root)
+    folder, tracker = make_folder(root, uri), Tracker(uri)
+    run = tracker.open_run(folder.identity, T0)
+    tracker.log_artifact(run.run_id, folder.path / "run.json")
+    event = saved(folder, 4)
+    model_id = tracker.models.save_checkpoint(run, event, folder.path / event.path, lambda _: [])
+    assert (tracker.models.download_checkpoint(model_id, tmp_path / "back") / "state.pt").exists()
+    assert not store.is_empty(root / store.DATABASE)
+    assert list(root.glob("artifacts/*/*/artifacts/run.json")) and list(root.glob("artifacts/*/models/*/artifacts/*"))
+    assert {path.name for path in tmp_path.iterdir()} == {name, "back"}
+
+
 def test_servers_are_left_alone() -> None:
     store.prepare_store("http://nowhere:1")
     assert store.artifact_root("http://nowhere:1") is None
@@ -80,6 +119,14 @@ def test_resolving_and_recording_import_no_mlflow() -> None:
         "sys.exit(bool({'mlflow', 'torch', 'numpy', 'psutil'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def search_in(root: Path) -> argparse.Namespace:
+    """The arguments of a search whose runs a server has, and whose study is below `root`."""
+    numbers = dict.fromkeys(("minutes", "trials", "trial_minutes", "silence_seconds", "parallel"))
+    return argparse.Namespace(
+        **numbers, seeds=3, objective="time", tolerance=0.1, tracking_uri="http://server", storage=None, dir=root
+    )
 
 
 def _mode(path: Path) -> str:

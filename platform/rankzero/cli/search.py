@@ -149,6 +149,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.tolerance < 0:
         raise UserError(f"--tolerance must be at least 0, got {arguments.tolerance:g}")
     tracking = store.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
+    if not arguments.storage:
+        store.require_plain((arguments.dir / "studies.db").absolute())
     if arguments.storage and _same_database(arguments.storage, tracking):
         raise UserError("--storage is MLflow's own database: their tables would clash; name another")
 

@@ -23,6 +23,7 @@ from rankzero.experiment import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.search import members
 from rankzero.search.trial import State, Trial
 from rankzero.tracking.secrecy import text_without_secrets, url_without_secrets
+from rankzero.tracking.store import require_plain
 
 SAMPLERS = ("tpe", "gp", "random", "grid")
 PRUNERS = ("asha", "hyperband", "median", "none")
@@ -157,8 +158,10 @@ class Study:
 
 
 def default_storage(root: Path) -> str:
-    """Return the URL of the embedded database of studies."""
-    return f"sqlite:///{root.absolute() / 'studies.db'}"
+    """Return the URL of the embedded database of studies. Raises TrackingError where a URL would mean another."""
+    path = root.absolute() / "studies.db"
+    require_plain(path)
+    return f"sqlite:///{path}"
 
 
 def open_study(storage: str, name: str, *, sampler: str, pruner: str, seed: int) -> Study:

@@ -201,6 +201,7 @@ def _git(project_dir: Path, *words: str, settings: Mapping[str, str] | None = No
     command = ["git", "-c", "core.fsmonitor=false", "--no-pager", *words]
     environ = {**os.environ, **_as_variables(settings or {}), "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
     environ["GIT_NO_LAZY_FETCH"] = "1"
+    environ["GIT_ALLOW_PROTOCOL"] = ""  # the same, for a git that does not know that variable yet
     try:
         done = subprocess.run(
             command,

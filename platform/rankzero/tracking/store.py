@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import sqlite3
 import sys
@@ -21,6 +22,8 @@ from rankzero.errors import UserError
 DATABASE = "mlflow.db"
 ARTIFACTS = "artifacts"
 SETUP = ".setup-"
+
+_READ_AS_A_URIS = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 
 # Write-ahead logging needs memory shared between processes, which file systems of other machines cannot give.
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse")
@@ -42,11 +45,13 @@ def default_tracking_uri(root: Path) -> str:
 def resolve_tracking_uri(flag: str | None, environ: Mapping[str, str], root: Path) -> str:
     """Return the one absolute URI that every process of a job uses: the flag's, else the environment's, else ours.
 
-    Raises TrackingError for MLflow's old store of files, which MLflow itself now refuses.
+    Raises TrackingError for MLflow's old store of files, which MLflow itself now refuses, and for a database in a
+    folder whose name MLflow would take for another's.
     """
     given = flag or environ.get("MLFLOW_TRACKING_URI")
     if not given:
         _refuse_file_store(root)
+        require_plain(root.absolute() / DATABASE)
         return default_tracking_uri(root)
     scheme = urllib.parse.urlsplit(given).scheme
     if scheme == "sqlite":
@@ -68,6 +73,7 @@ def prepare_store(tracking_uri: str) -> None:
     path = sqlite_path(tracking_uri)
     if path is None:
         return
+    require_plain(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _create_database(path)
@@ -101,6 +107,17 @@ def sqlite_path(tracking_uri: str) -> Path | None:
     """Return the file of a sqlite URI; None for any other store."""
     prefix = "sqlite:///"
     return Path(tracking_uri.removeprefix(prefix)) if tracking_uri.startswith(prefix) else None
+
+
+def require_plain(path: Path) -> None:
+    """Raise TrackingError for a database whose path means another one in a URI, or that has a URI's options."""
+    found = _READ_AS_A_URIS.search(str(path))
+    if found:
+        raise TrackingError(
+            f"the database {str(path)!r} would be kept elsewhere: what opens it reads the {found[0]!r} in there as a "
+            "part of a URI; move or rename the folder, name another with --dir or sqlite:////absolute/path/mlflow.db "
+            "(spaces as they are, no options), or a server's http:// address"
+        )
 
 
 def artifact_root(tracking_uri: str) -> str | None:
@@ -148,6 +165,7 @@ def _absolute_sqlite(uri: str) -> str:
             f"the tracking URI {uri!r} names no file: processes could not share it; "
             "use sqlite:////absolute/path/mlflow.db"
         )
+    require_plain(path.absolute())
     return f"sqlite:///{path.absolute()}"
 
 
