@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -161,3 +165,18 @@ def test_loaders_get_the_cores_that_training_leaves(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("rankzero.train.feed.usable_cores", lambda: list(range(16)))
     assert [loader_workers(None, ranks) for ranks in (1, 2, 4, 16)] == [8, 7, 3, 0]
     assert loader_workers(5, 16) == 5
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
+def test_loading_processes_do_not_outlive_a_rank_that_is_killed(method: str) -> None:
+    """A fork server is their parent, as in a rank of ours, and lives on as long as they do."""
+    program = Path(__file__).with_name("loading.py")
+    with subprocess.Popen([sys.executable, program, method], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        loading = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
+        assert len(loading) == 2
+        rank.kill()
+    _, alive = psutil.wait_procs(loading, timeout=20)
+    for one in alive:
+        one.kill()
+    assert not alive

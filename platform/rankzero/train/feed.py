@@ -7,7 +7,10 @@ same on one rank or many, with or without loader processes, before and after a r
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -91,12 +94,28 @@ class Feed:
             pin_memory=self.device.type == "cuda",
             prefetch_factor=4 if workers else None,
             persistent_workers=persistent and workers > 0,
+            worker_init_fn=_end_with_rank,
             generator=torch.Generator(),  # its own: starting an iterator would draw from the model's
         )
 
     def _load(self, loader: DataLoader[Any]) -> Iterator[Any]:
         for batch in loader:
             yield to_device(batch, self.device)
+
+
+def _end_with_rank(_worker: int) -> None:
+    """See to it that a loading process does not outlive its rank, however that dies.
+
+    PyTorch watches the parent: of a process from a fork server that is the server, which lives on with it.
+    """
+    rank = multiprocessing.parent_process()
+    if rank is not None:
+        threading.Thread(target=_follow, args=(rank,), name="rank", daemon=True).start()
+
+
+def _follow(rank: Any) -> None:
+    rank.join()
+    os._exit(1)
 
 
 class Augmented(Dataset[Any]):
