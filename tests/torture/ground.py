@@ -21,6 +21,7 @@ import psutil
 
 from rankzero.tracking.catalog import folders
 from rankzero.tracking.folder import RunFolder
+from rankzero.train.launch import PRELOAD
 from torture.room import shared_memory
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ GRACE_SECONDS = 5.0
 """What the end of a command waits for MLflow, in all."""
 CROWD = 20
 """How many runs a crowd is."""
+FORKED = PRELOAD[-1]
+"""What the server has loaded that ranks are forked from, as its command and theirs say."""
 
 
 class Broken(Exception):
@@ -252,10 +255,10 @@ def _role(process: psutil.Process, first_rank: int | None) -> str | None:
     if "forkserver" not in words:
         return None
     generations = len(list(itertools.takewhile(_is_forked, process.parents())))
-    if generations == 0:
-        return "server"
-    if generations > 1:
-        return "data worker"  # a rank's own fork
+    if FORKED not in words:  # a server that a rank has of its own, and the data workers that are its forks
+        return "data worker" if generations else None
+    if generations != 1:
+        return "data worker" if generations else "server"
     return "rank 0" if process.pid == first_rank else "other rank"
 
 

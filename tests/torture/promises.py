@@ -174,8 +174,9 @@ def no_run_is_running(ground: Ground) -> None:
 
 
 def nobody_saw_a_traceback(ground: Ground) -> None:
-    """Whatever went wrong was told in words."""
-    for output in sorted(ground.folder.glob("output-*.txt")):
+    """Whatever went wrong was told in words: to users, and in the logs of what works beside the training."""
+    logs = ground.runs_folder.glob("*/recorder*.log")
+    for output in sorted([*ground.folder.glob("output-*.txt"), *logs]):
         _, found, rest = output.read_text(errors="replace").partition("Traceback (most recent call last)")
         if found:
             raise Broken(f"wrong: a traceback in {output.name}: …{rest[-400:]}")

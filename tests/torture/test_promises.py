@@ -289,3 +289,9 @@ def test_a_traceback_that_a_user_would_see_is_found(place: Ground) -> None:
     promises.nobody_saw_a_traceback(place)
     (place.folder / "output-1.txt").write_text('Traceback (most recent call last):\n  File "x.py"\nBrokenPipeError\n')
     refused(r"wrong: a traceback in output-1.txt: (?s:.*)BrokenPipeError", promises.nobody_saw_a_traceback, place)
+    (place.folder / "output-1.txt").unlink()
+    log = run_of(place).path / "recorder-node_1.log"
+    log.write_text("ERROR unexpected; trying again\nTraceback (most recent call last):\nKeyError: 'run'\n")
+    refused(
+        r"wrong: a traceback in recorder-node_1.log: (?s:.*)KeyError: 'run'", promises.nobody_saw_a_traceback, place
+    )

@@ -119,6 +119,7 @@ def finished(ground: Ground, reference: Curves) -> None:
     promises.nothing_is_lost(run, reference, steps=STEPS)
     promises.status_is(run, "FINISHED")
     promises.checkpoints_are_intact(run)
+    promises.nobody_saw_a_traceback(ground)  # here, too: some disks are there only as long as the scenario
 
 
 def finished_by_itself(ground: Ground, reference: Curves) -> None:
@@ -146,6 +147,7 @@ def stands(ground: Ground, reference: Curves, allowed: tuple[str, ...], spoiled:
         raise Broken("lost: the run has no journal")
     promises.nothing_is_lost(run, reference, spoiled=spoiled)
     promises.checkpoints_are_intact(run)
+    promises.nobody_saw_a_traceback(ground)
     status = promises.status_is(run, *allowed)
     if status == "FINISHED" and len(promises.journaled(run)) < STEPS:
         raise Broken(f"wrong status: FINISHED after {len(promises.journaled(run))} of {STEPS} steps")
