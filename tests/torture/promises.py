@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
 
@@ -22,6 +23,10 @@ from torture.ground import LEAVE_SECONDS, ORPHAN_SECONDS, Broken, Ground, wait_f
 from torture.room import shared_memory
 
 __all__ = ["Curves", "journaled"]
+
+TRACEBACK = "Traceback (most recent call last)"
+LOGGED = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z]+ ", re.MULTILINE)
+"""How a line begins that a recorder or courier logs."""
 
 
 def nobody_is_left(ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS) -> None:
@@ -174,12 +179,15 @@ def no_run_is_running(ground: Ground) -> None:
 
 
 def nobody_saw_a_traceback(ground: Ground) -> None:
-    """Whatever went wrong was told in words: to users, and in the logs of what works beside the training."""
-    logs = ground.runs_folder.glob("*/recorder*.log")
-    for output in sorted([*ground.folder.glob("output-*.txt"), *logs]):
-        _, found, rest = output.read_text(errors="replace").partition("Traceback (most recent call last)")
+    """Whatever went wrong was told in words, to users; and what works beside the training did not die of it."""
+    for output in sorted(ground.folder.glob("output-*.txt")):
+        _, found, rest = output.read_text(errors="replace").partition(TRACEBACK)
         if found:
             raise Broken(f"wrong: a traceback in {output.name}: …{rest[-400:]}")
+    for log in sorted(ground.runs_folder.glob("*/recorder*.log")):
+        _, found, rest = log.read_text(errors="replace").rpartition(TRACEBACK)
+        if found and not LOGGED.search(rest):  # MLflow logs some of its own, and things go on
+            raise Broken(f"wrong: {log.name} ends with a traceback: …{rest[-400:]}")
 
 
 def nothing_is_left(ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS) -> None:

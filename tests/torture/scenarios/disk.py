@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+
+import psutil
 
 from torture import promises
 from torture.disks import failing_disk as failing
 from torture.disks import small_disk
 from torture.ground import Ground
 from torture.promises import Curves
-from torture.scenarios.training import CLOCK, LATER, SLOW, at, at_a_random_moment, goes_on, kill, the_run, unbegun
+from torture.scenarios.training import CLOCK, LATER, SLOW, at, at_a_random_moment, goes_on, the_run, unbegun
 
 MOST_FULL = 8
 TAILS = {
@@ -63,8 +66,7 @@ def torn_journal(ground: Ground, reference: Curves) -> None:
     command = ground.start("train", CLOCK, *SLOW)
     moment, tail = ground.next_pair(LATER, tuple(TAILS))
     at(ground, command, moment)
-    for role in ("courier", "recorder", "launcher", "rank 0", "other rank", "server"):
-        kill(ground, role)
+    _kill_all(ground)
     command.wait()
     promises.nobody_is_left(ground)
     run = the_run(ground)
@@ -72,3 +74,11 @@ def torn_journal(ground: Ground, reference: Curves) -> None:
         file.write(TAILS[tail])
     ground.hurt(f"journal {tail}, all killed at {moment}")
     goes_on(ground, reference, ("FAILED", "FINISHED"))
+
+
+def _kill_all(ground: Ground) -> None:
+    """Kill everybody at once, as a machine that dies: whoever outlives the launcher hears of its end, and says so."""
+    for role, victim in ground.roles().items():
+        with contextlib.suppress(psutil.Error):
+            victim.kill()
+            ground.hurt(f"SIGKILL of {role}")
