@@ -16,9 +16,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rankzero.tracking.assigned import is_secret_name
 from rankzero.tracking.folder import write_atomically
 from rankzero.tracking.names import BrokenRun
-from rankzero.tracking.secrecy import command_without_secrets, is_secret_name, text_without_secrets
+from rankzero.tracking.secrecy import command_without_secrets, text_without_secrets
 
 GIT_SECONDS = 5.0
 MOST_DIFF_BYTES = 1_000_000

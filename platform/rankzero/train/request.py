@@ -12,8 +12,9 @@ from rankzero import config
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import incumbent
+from rankzero.tracking.assigned import BLOT
 from rankzero.tracking.folder import Identity, RunFolder, write_atomically
-from rankzero.tracking.secrecy import BLOT, blotted
+from rankzero.tracking.secrecy import blotted
 
 MAKING_SECONDS = 5.0
 OUT_OF_MEMORY = "rankzero.out_of_memory"
