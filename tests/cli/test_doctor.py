@@ -73,13 +73,15 @@ def test_a_sound_database(tmp_path: Path) -> None:
     assert doctor.tracking_store(tmp_path).fix is None
 
 
-def test_a_database_in_a_folder_of_any_name(tmp_path: Path) -> None:
-    folder = tmp_path / "a b?c#d%20"
+@pytest.mark.parametrize(("name", "is_told"), [("a b#c ünï 5%", False), ("what?", True), ("a%20b", True)])
+def test_a_database_in_a_folder_of_any_name(tmp_path: Path, name: str, is_told: bool) -> None:
+    """Where a URI of it would be read otherwise, as by MLflow's client, it is told; else it is read."""
+    folder = tmp_path / name
     folder.mkdir()
     database = sqlite3.connect(folder / "mlflow.db")
     database.execute("CREATE TABLE runs (id INTEGER)")
     database.close()
-    assert doctor.tracking_store(folder).fix is None
+    assert ("another with --dir" in str(doctor.tracking_store(folder).fix)) == is_told
 
 
 def test_a_store_that_is_not_there_yet(tmp_path: Path) -> None:
