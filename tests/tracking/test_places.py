@@ -38,14 +38,14 @@ ELSEWHERE: dict[str, Lie] = {
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that no run may touch; the current one."""
     folder = tmp_path / "mine"
-    (folder / "work").mkdir(parents=True)
-    (folder / "work" / "thesis.tex").write_text("mine")
+    (folder / "study").mkdir(parents=True)
+    (folder / "study" / "thesis.tex").write_text("mine")
     monkeypatch.chdir(folder)
     return folder
 
 
 def untouched(mine: Path) -> bool:
-    return [path.name for path in sorted(mine.rglob("*"))] == ["work", "thesis.tex"]
+    return [path.name for path in sorted(mine.rglob("*"))] == ["study", "thesis.tex"]
 
 
 def plant(uri: str, statement: str, *values: str) -> None:
@@ -118,11 +118,11 @@ def test_no_artifact_is_written_where_a_run_has_none(lie: str, sqlite: str, mine
 def test_a_run_that_has_another_id_than_mlflow_gives_has_no_place_here(sqlite: str, mine: Path, tmp_path: Path) -> None:
     _, tracker, run, _ = begun(tmp_path, sqlite)
     plant(sqlite, "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?", "/", run.experiment_id)
-    (mine / "work" / "artifacts").mkdir()
-    row = ("work", f"{mine}/work/artifacts", run.run_id)
+    (mine / "study" / "artifacts").mkdir()
+    row = ("study", f"{mine}/study/artifacts", run.run_id)
     plant(sqlite, "UPDATE runs SET run_uuid = ?, artifact_uri = ? WHERE run_uuid = ?", *row)
     with pytest.raises(Impossible, match="nothing is written or deleted there"):
-        tracker.log_artifact("work", mine / "work" / "thesis.tex")
+        tracker.log_artifact("study", mine / "study" / "thesis.tex")
 
 
 @pytest.mark.parametrize("depth", range(3))
@@ -146,13 +146,13 @@ def test_no_link_leads_an_artifact_elsewhere(sqlite: str, mine: Path, tmp_path: 
     [place] = tmp_path.glob(f"artifacts/*/{run.run_id}/artifacts")
     shutil.rmtree(place / "sub")
     (place / "sub").symlink_to(mine)
-    (place / "run.json").symlink_to(mine / "work" / "thesis.tex")
+    (place / "run.json").symlink_to(mine / "study" / "thesis.tex")
     for below in ("sub", None):
         with pytest.raises(Impossible, match="by a link"):
             tracker.log_artifact(run.run_id, folder.path / "run.json", below)
     with pytest.raises(Impossible, match="by a link"):
         tracker.log_artifacts(run.run_id, folder.path)
-    assert untouched(mine) and (mine / "work" / "thesis.tex").read_text() == "mine"
+    assert untouched(mine) and (mine / "study" / "thesis.tex").read_text() == "mine"
 
 
 @pytest.mark.parametrize("where", ["{}", "file://{}", "file:{}", "."])
