@@ -7,13 +7,12 @@ import json
 import os
 import select
 import time
-from collections.abc import Iterator
 
 from rankzero.errors import UserError
-from rankzero.events import Event, RunEnded
+from rankzero.events import RunEnded
 from rankzero.tracking import incumbent
 from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.journal import Journal, read
+from rankzero.tracking.journal import Journal, read, read_all
 from rankzero.tracking.secrecy import text_without_secrets
 
 UNSAID = "rank 0 died without a word (killed by a signal such as SIGKILL or the out-of-memory killer)"
@@ -91,15 +90,7 @@ def _writes_beside(folder: RunFolder, claim: incumbent.Claim) -> bool:
 
 
 def _said_since(folder: RunFolder, offset: int) -> bool:
-    return any(isinstance(event, RunEnded) for event in _since(folder, offset))
-
-
-def _since(folder: RunFolder, offset: int) -> Iterator[Event]:
-    behind = -1
-    while behind != offset:
-        behind = offset
-        events, offset = read(folder.events, behind)
-        yield from events
+    return any(isinstance(event, RunEnded) for event in read_all(folder.events, offset))
 
 
 def closed(pipe: int, seconds: float = 0.0) -> bool:

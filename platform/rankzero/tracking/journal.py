@@ -126,9 +126,8 @@ def read(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> tuple[li
     return taken.events, taken.offset
 
 
-def read_all(path: Path) -> Iterator[Event]:
-    """Yield every event that the file holds now."""
-    offset = 0
+def read_all(path: Path, offset: int = 0) -> Iterator[Event]:
+    """Yield every event that the file holds now, after `offset`."""
     while True:
         events, behind = read(path, offset)
         yield from events

@@ -100,7 +100,7 @@ class Progress:
 
     @property
     def undrawn(self) -> bool:
-        """Tell whether pictures of the whole run are still to be drawn."""
+        """Tell whether what nobody waits for is still to be done: pictures of the whole run, its page once more."""
         return not set(LAST).isdisjoint(self.waiting)
 
     @property

@@ -82,7 +82,7 @@ class TrackedRun:
     def __init__(self, log: RunLog | None, goal: Goal, keep: int, params: Mapping[str, str] | None = None) -> None:
         self._log, self._goal, self._keep, self._params = log, goal, keep, dict(params or {})
         self._rows: list[Row] = []
-        self._told: set[str] = set()
+        self._told: set[str | None] = set()
         self._step = 0
         self._flushed = time.monotonic()
         self._best = None if log is None else catalog.best_so_far(log.folder, goal)
@@ -208,9 +208,9 @@ class TrackedRun:
         found = whole(step)
         if found is not None:
             self._step = found
-        elif "step" not in self._told:
+        elif None not in self._told:  # a metric may be called anything
             assert self._log is not None
-            self._told.add("step")
+            self._told.add(None)
             self._log.notice(f"a step must be a whole number, not {step!r:.80}: it counts as step {self._step}")
         return self._step
 

@@ -25,14 +25,13 @@ PASSED_ON = {
 }  # fmt: skip
 TRANSLATED = {signal.SIGUSR2: signal.SIGUSR2, signal.SIGQUIT: signal.SIGKILL}
 HELD = frozenset({*PASSED_ON, *TRANSLATED})
-IGNORABLE = frozenset({signal.SIGHUP})
 LISTENS = "listens_to_signals"
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 
 
 def heard(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
     """Return those to listen to: not SIGHUP where the command was begun with that ignored, as ``nohup`` begins it."""
-    return [one for one in numbers if one not in IGNORABLE or signal.getsignal(one) is not signal.SIG_IGN]
+    return [one for one in numbers if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 class Stopped(Exception):
