@@ -71,6 +71,32 @@ def test_a_signal_while_the_ranks_start_is_heard(rankzero: Command, moment: Call
     assert not forkservers(rankzero)
 
 
+def test_a_resume_that_does_not_come_to_train_is_not_taken_for_the_attempt_before(rankzero: Command) -> None:
+    code, output = rankzero("train", TINY, "--nproc", 1, "--run-name", "r", "train.steps=4")
+    assert code == 0, output
+    folder = rankzero.runs[0]
+    broken = rankzero.folder / "broken.py"
+    broken.write_text(f"import os\nif 'RANK' in os.environ:\n    raise ImportError('not here')\n{TINY.read_text()}")
+    began = time.monotonic()
+    code, output = rankzero("resume", "r", "train.steps=8", "--experiment", broken)
+    assert code == 1 and "ImportError: not here" in output and "FINISHED" not in output, output
+    assert "in MLflow yet" not in output and time.monotonic() - began < 60, (
+        "there is nothing to deliver, and none waits for it"
+    )
+    assert tracked(folder).status == "FINISHED" and starts(folder) == 1
+
+    launched = len(list((folder.path / "logs").iterdir()))
+    process = rankzero.start("resume", "r", "--experiment", TINY, *ENDLESS)
+    wait_until(lambda: len(list((folder.path / "logs").iterdir())) > launched)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 75, output
+    if "before it began" in output:
+        assert "r is as it was" in output and tracked(folder).status == "FINISHED" and starts(folder) == 1
+    else:
+        assert tracked(folder).status == "KILLED" and starts(folder) == 2
+
+
 def test_machines_that_wait_for_one_that_was_stopped_end_with_a_message(rankzero: Command) -> None:
     words = ("train", TINY, "--nproc", 1, "--nnodes", 4, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     first, second = (rankzero.start(*words, "--dir", f"node_{number}") for number in (0, 1))

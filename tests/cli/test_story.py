@@ -15,10 +15,11 @@ import pytest
 from cli.conftest import TINY, Command
 from rankzero.cli import story as command
 from rankzero.cli.main import main
+from rankzero.errors import UserError
 from rankzero.events import Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.tracking import catalog, incumbent, stale, story, sync
 from rankzero.tracking import progress as delivery
-from rankzero.tracking.attempt import is_written
+from rankzero.tracking.attempt import is_written, sole_launcher
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.progress import Progress
@@ -55,6 +56,19 @@ def test_a_run_that_is_training_is_not_resumed(tmp_path: Path, capsys: pytest.Ca
     incumbent.claim(folder, 0)
     on_another_machine(folder)
     assert is_written(folder), "of that nothing is known but that it wrote of late"
+
+
+def test_between_two_attempts_of_a_command_the_run_is_that_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), steps(1, 2), ended("FAILED"))
+    with sole_launcher(folder, 1):
+        assert main(["resume", folder.path.name, "--dir", str(tmp_path)]) != 0
+        assert f"{folder.path.name} is training still: stop it first" in capsys.readouterr().err
+    two_machines = sole_launcher(folder, 2), sole_launcher(folder, 2)  # they may share the folder
+    with two_machines[0], two_machines[1], pytest.raises(UserError, match="is training still"):
+        sole_launcher(folder, 1).__enter__()
 
 
 def on_another_machine(folder: RunFolder) -> None:

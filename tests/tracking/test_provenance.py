@@ -233,7 +233,8 @@ places = st.sampled_from(
         "password={}", "--api-key={}", "HF_TOKEN: '{}'", '"secret": "{}"', "https://user:{}@host/x", "db_passwd = {}",
         "aws_secret_access_key={}", "auth={}", "client_secret:{}", "+password: str = '{}'", "Authorization: Basic {}",
         'os.environ["HF_TOKEN"] = "{}"', 'login("me", "password", "{}")', "password: correct horse {} staple",
-        "curl --auth-token {} https://host", "<password>{}</password>", 'password = "begins" "{}"', "DB_PASS={}",
+        "curl --auth-token {} https://host", 'mysql --password "correct {}" -h x', "x --token 'correct {}'",
+        "<password>{}</password>", 'password = "begins" "{}"', "DB_PASS={}",
         'api_key = (\n+    "{}"\n+)', "secret: |\n  {}", 'token == "{}"', "MYSQL_PWD={}", "AccountKey={};x=1",
         "authKey: {}", 'PASSWORD = """\n{}\n"""', "https://store/blob?sv=1&sig={}", 'key = {{"accessToken" : "{}"}}',
         "Cookie: session={}", "postgresql+psycopg2://me:{}@host:5432/db", r'"password": "a\"{}"', "oauth2_token={}",
@@ -319,6 +320,7 @@ def test_what_is_around_a_secret_is_kept(text: str, kept: str) -> None:
         "usage: <token>\n    more",
         "with self.auth:\n    x = 1", "password required", "login with password failed", 'f("password",\n    "email")',
         "https%3A%2F%2Fhost%2Fpath%3Femail%3Da%40b", "token:\nx = 1",
+        "size mismatch for embed.token_embedding.weight: copying a param", "cls_token.bias: shape [3]",
     ],
 )  # fmt: skip
 def test_what_reads_as_a_secret_and_is_none_is_left_alone(text: str) -> None:
@@ -357,6 +359,18 @@ def test_what_is_shaped_like_a_secret_does_not_survive(shape: str) -> None:
 def test_an_options_value_does_not_survive(option: str, secret: str) -> None:
     assert secret not in command_without_secrets(["train", option, secret, "lr=1"])
     assert secret not in command_without_secrets(["train", f"{option}={secret}"])
+
+
+def test_a_settings_number_is_kept_where_its_name_is_no_passwords() -> None:
+    harmless = {
+        "model.pad_token_id": "0",
+        "model.token_dropout": "0.1",
+        "mask_token_prob": "0.15",
+        "token_lr": "1.5e-4",
+    }
+    assert settings_without_secrets(harmless) == harmless
+    hidden = settings_without_secrets({"db.password": "12345", "hf_token": "abc1", "auth": "1234567", "token": "0.1x"})
+    assert set(hidden.values()) == {"[secret]"}
 
 
 def test_a_settings_value_does_not_survive_in_the_command() -> None:

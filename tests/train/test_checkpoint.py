@@ -74,14 +74,14 @@ def test_retention_keeps_the_last_and_the_best(values: list[float | None], keep:
         Path(str(step)): Manifest(step, {} if value is None else {"val/loss": value}, False, {})
         for step, value in enumerate(values)
     }
-    doomed = checkpoint.superseded(manifests, keep, goal)
+    doomed = checkpoint.superseded(manifests, keep, goal, Path("0"))  # as a loop that has begun anew
     kept = [path for path in manifests if path not in doomed]
     numbers = [value for value in values if value is not None and value == value]
     best = sorted(numbers, reverse=mode == "max")[:keep]
     kept_values = [manifests[path].metrics.get("val/loss") for path in kept]
-    assert Path(str(len(values) - 1)) in kept
+    assert {Path("0"), Path(str(len(values) - 1))} <= set(kept)
     assert all(value in kept_values for value in best)
-    assert len(kept) <= keep + 1
+    assert len(kept) <= keep + 2
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "no state", "no manifest", "torn manifest"])
@@ -104,6 +104,27 @@ def test_a_broken_checkpoint_is_left_and_stops_no_later_one(tmp_path: Path) -> N
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [2, 3, 4]
     assert steps_in(tmp_path) == [1, 2, 4]
     assert checkpoint.best(tmp_path / "checkpoints", GOAL) == tmp_path / "checkpoints/step_00000002"
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "no state", "torn manifest"])
+def test_a_broken_checkpoint_decides_on_no_deletion(tmp_path: Path, damage: str) -> None:
+    """It was the newest and the best; a resume passed over it, and what that saves is neither as far nor as good."""
+    saved(tmp_path, {50: 0.5, 100: 0.1}, keep=2)
+    _damage(tmp_path / "checkpoints/step_00000100", damage)
+    saved(tmp_path, {60: 0.4})
+    assert steps_in(tmp_path) == [60, 100]
+    assert checkpoint.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000060"
+    assert checkpoint.best(tmp_path / "checkpoints", GOAL) == tmp_path / "checkpoints/step_00000060"
+    saved(tmp_path, {70: 0.9})
+    assert steps_in(tmp_path) == [60, 70, 100], "the best one that is intact, the last, and the broken one, to look at"
+    saved(tmp_path, {100: 0.2, 110: 0.3})
+    assert steps_in(tmp_path) == [100, 110], "written again, it counts"
+
+
+def test_a_loop_that_begins_anew_keeps_what_it_saves_and_what_was_there(tmp_path: Path) -> None:
+    saved(tmp_path, {10: 0.1, 100: 0.5})
+    saved(tmp_path, {1: 0.9, 2: 0.8})
+    assert steps_in(tmp_path) == [2, 10, 100]
 
 
 def _damage(folder: Path, how: str) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import rankzero
 from rankzero import Goal
@@ -105,15 +106,17 @@ def test_what_is_no_number_is_told_and_does_not_stop_the_loop(
     monkeypatch.setattr("rankzero.tracking.recorder.start", lambda *words, **options: Closed())
     with rankzero.track("mine") as run:
         for step in (1, 2):
-            run.log({"text": "x", "many": torch.ones(3), "none": None, "good": np.float32(1)}, step=step)
+            odd = {"text": "x", "many": torch.ones(3), "array": np.ones(2), "none": None}
+            run.log({**odd, "good": np.float32(1)}, step=step)
     assert run.folder is not None
     logged = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)]
     assert len(logged) == 2
     for event in logged:
         assert event.metrics["good"] == [1.0]
-        assert all(math.isnan(event.metrics[name][0]) for name in ("text", "many", "none"))
+        assert all(math.isnan(event.metrics[name][0]) for name in ("text", "many", "array", "none"))
     told = capsys.readouterr().out
-    assert told.count("a tensor of shape (3,)") == told.count("'x'") == told.count("'None'") == 1
+    for words in ("an array of shape (2,)", "a tensor of shape (3,)", "'x'", "'None'"):
+        assert told.count(words) == 1
 
 
 @pytest.fixture
@@ -184,7 +187,39 @@ def test_tensors_that_cannot_be_read_leave_the_users_own_error(capsys: pytest.Ca
     steps = logged if isinstance(logged, StepsLogged) else noticed
     assert isinstance(steps, StepsLogged) and steps.metrics["kept"] == [3.0] and math.isnan(steps.metrics["lost"][0])
     assert isinstance(end, RunEnded) and (end.status, end.reason) == ("FAILED", "ValueError: mine")
-    assert "what was logged on meta cannot be read, and is NaN" in capsys.readouterr().out
+    assert "what cannot be read of what was logged on meta is NaN" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("untracked")
+def test_an_odd_tensor_costs_only_itself_on_its_device() -> None:
+    complex_one = torch.tensor(1j)
+    with rankzero.track("mine") as run:
+        run.log({"odd": complex_one, "kept": torch.tensor(3.0)}, step=1)
+    assert run.folder is not None
+    logged = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)]
+    assert logged[0].metrics["kept"] == [3.0] and math.isnan(logged[0].metrics["odd"][0])
+
+
+class Spread:
+    """As a DTensor: whoever reads it waits for all ranks."""
+
+    def full_tensor(self) -> torch.Tensor:
+        raise AssertionError("a collective that rank 0 alone would enter")
+
+    detach = double = tolist = __float__ = full_tensor
+
+
+@pytest.mark.usefixtures("untracked")
+def test_of_a_tensor_that_is_spread_over_ranks_nothing_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hasattr(DTensor, "full_tensor"), "that is how they are told apart"
+    with rankzero.track("mine") as run:
+        run.log({"grad_norm": Spread(), "kept": 3.0}, step=1)
+        run.checkpoint({"x": torch.zeros(1)}, step=1, metrics={"val/norm": Spread()})
+    assert run.folder is not None
+    events = list(read_all(run.folder / "events.jsonl"))
+    logged = next(event for event in events if isinstance(event, StepsLogged))
+    assert logged.metrics["kept"] == [3.0] and math.isnan(logged.metrics["grad_norm"][0])
+    assert capsys.readouterr().out.count("log its full_tensor()") == 1
 
 
 class Point(NamedTuple):

@@ -66,9 +66,10 @@ def run(attempt: Attempt) -> int:
     Where a device runs out of memory, all ranks begin again from the newest checkpoint with half the micro-batch.
     """
     with Relay() as signals:
+        before = catalog.journal_bytes(attempt.folder)
         attempt, console, status = _trained(attempt, signals)
-        if not attempt.folder.events.exists():
-            return _without_rank_zero(attempt, status, console.failed)
+        if not catalog.is_heard_of(attempt.folder, before):
+            return _without_rank_zero(attempt, status, console, stopped=bool(signals.received))
         heard = len(signals.received)  # what comes from now on can only mean the waiting
         _finish_tracking(attempt, console, lambda: len(signals.received) > heard)
         return _report(attempt, console)
@@ -120,15 +121,25 @@ def _with_half_the_micro_batch(attempt: Attempt) -> Attempt | None:
     return dataclasses.replace(attempt, experiment=experiment, tags={OUT_OF_MEMORY: told})
 
 
-def _without_rank_zero(attempt: Attempt, status: str, failed: str) -> int:
-    """Report where rank 0 ran on another machine, or did not come so far as to start a run."""
+def _without_rank_zero(attempt: Attempt, status: str, console: Console, *, stopped: bool) -> int:
+    """Report where rank 0 ran on another machine, or did not come so far as to start an attempt.
+
+    What an earlier attempt has said of its end is not this one's.
+    """
     folder = attempt.folder
-    if not any(folder.path.glob("system-node_*.jsonl")):
+    if not folder.events.exists() and not any(folder.path.glob("system-node_*.jsonl")):
         (folder.path / "run.json").unlink()  # what is left here are logs: no run
+    if status == "FAILED" and stopped and _may_go_on(folder):
+        console.notice(f"{console.failed}: {folder.path.name} is as it was")
+        return RESUMABLE
     first = failure.first(folder.failures)
     if status == "FAILED":
-        raise RunFailed(f"{first.reason if first else failed}; see {folder.path / 'logs'}")
+        raise RunFailed(f"{first.reason if first else console.failed}; see {folder.path / 'logs'}")
     return FINISHED if status == "FINISHED" else RESUMABLE
+
+
+def _may_go_on(folder: RunFolder) -> bool:
+    return any(folder.checkpoints.glob("step_*"))
 
 
 def nodes_of(arguments: argparse.Namespace, train: Train) -> launch.Nodes:
@@ -204,5 +215,5 @@ def _report(attempt: Attempt, console: Console) -> int:
         killed = f" ({console.failed})" if "was killed by" in console.failed else ""
         raise RunFailed(ended.reason + killed)
     if ended.status == "KILLED":
-        return RESUMABLE if any(attempt.folder.checkpoints.glob("step_*")) else FAILED
+        return RESUMABLE if _may_go_on(attempt.folder) else FAILED
     return FINISHED

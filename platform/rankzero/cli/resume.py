@@ -14,7 +14,7 @@ from rankzero.cli.train import add_launch_arguments
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import catalog, store
-from rankzero.tracking.attempt import is_written, take_over
+from rankzero.tracking.attempt import is_written, sole_launcher
 from rankzero.tracking.folder import RunFolder
 from rankzero.train import launch
 from rankzero.train.request import with_secrets, write_config
@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     launch.warm_up()
     folder = _folder(arguments)
+    with sole_launcher(folder, arguments.nnodes):
+        return _resumed(folder, arguments)
+
+
+def _resumed(folder: RunFolder, arguments: argparse.Namespace) -> int:
     if is_written(folder):
         raise UserError(f"{folder.path.name} is training still: stop it first, or wait for its end")
     joins = arguments.nnodes > 1 and not folder.events.exists() and not catalog.mlflow_id(folder)
@@ -40,8 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = attempt.nodes_of(arguments, experiment.train)
     if not joins:
         store.prepare_store(folder.identity.tracking_uri)
-        if arguments.nnodes == 1:  # of several machines, node 0's ranks do: others come later, and are welcome
-            take_over(folder)
         write_config(folder, experiment)
     return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv, resumes=True))
 

@@ -14,6 +14,7 @@ from rankzero.cli import attempt
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.tracking import names, store
+from rankzero.tracking.attempt import sole_launcher
 from rankzero.tracking.folder import Identity, RunFolder, new_name
 from rankzero.train import launch
 from rankzero.train.request import make_folder, with_secrets, write_config
@@ -71,9 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     store.prepare_store(identity.tracking_uri)
     folder = make_folder(arguments.dir / "runs", identity, machines=nodes.nodes)
     joined = folder.identity.uuid != identity.uuid
-    if not joined:
-        write_config(folder, experiment)
-    return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv, joined=joined))
+    with sole_launcher(folder, nodes.nodes):
+        if not joined:
+            write_config(folder, experiment)
+        return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv, joined=joined))
 
 
 def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experiment:

@@ -34,8 +34,9 @@ _ORDINARY = re.compile(  # whose number is no secret: password_length=8, secrets
 )
 _BARE_PASS = re.compile(r"(?<![_\-])pass", re.I)  # pass: 12, fail: 3
 _ENDED = r"[,;)\]}]{0,3}(?:\s|\Z)"
+_PARAMETER = re.compile(r"[._](?:weight|bias|embeddings?)\W*\Z")  # size mismatch for token_embedding.weight: copying
 _SWITCH = re.compile(rf"(?:[Tt]rue|[Ff]alse|[Nn]one|null){_ENDED}")
-_NUMBER = re.compile(rf"[+\-]?\d{{1,6}}{_ENDED}")  # pad_token_id=0 tells nothing
+_NUMBER = re.compile(rf"[+\-]?\d{{1,6}}(?:\.\d{{0,6}})?(?:e[+\-]?\d{{1,3}})?{_ENDED}")  # pad_token_id=0 tells nothing
 _COUNT = re.compile(rf"\d{{1,3}}{_ENDED}")
 
 _SPACE = r"[^\S\n]{0,32}"
@@ -82,12 +83,12 @@ def without_assigned(text: str) -> str:
 
 
 def tells_nothing(text: str, start: int, named: int) -> bool:
-    """Tell whether the value of the name at `start:named` is a switch, or a number that no secret would be."""
-    if _SWITCH.match(text, named):
+    """Tell whether the name at `start:named` is a parameter's, or the value a switch, or a number no secret is."""
+    name = text[start:named]
+    if _SWITCH.match(text, named) or (_PARAMETER.search(name) and _is_weak(name)):
         return True
     if not _NUMBER.match(text, named):
         return False
-    name = text[start:named]
     if _ORDINARY.search(name) or (_BARE_PASS.match(text, start) and _COUNT.match(text, named)):
         return True
     return _is_weak(name)

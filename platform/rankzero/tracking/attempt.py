@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
 import time
+from collections.abc import Iterator
 
 from rankzero.errors import UserError
 from rankzero.events import RunEnded
@@ -76,6 +78,19 @@ def take_over(folder: RunFolder) -> None:
     other = incumbent.claim_unless(folder, lambda claim: _writes_beside(folder, claim))
     if other is not None:
         raise UserError(f"process {other.pid} is writing {folder.path.name}: stop it first, or choose another name")
+
+
+@contextlib.contextmanager
+def sole_launcher(folder: RunFolder, machines: int) -> Iterator[None]:
+    """Keep other commands from launching this run as well, from before its first process to after its last.
+
+    Between two attempts of one command nobody writes the run, and still it is that command's. Those of several
+    machines, which may share the folder, keep away only those of one. Raises UserError.
+    """
+    with incumbent.launching(folder, fcntl.LOCK_EX if machines == 1 else fcntl.LOCK_SH) as mine:
+        if not mine:
+            raise UserError(f"{folder.path.name} is training still: stop it first, or wait for its end")
+        yield
 
 
 def is_written(folder: RunFolder) -> bool:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.errors import UserError
-from rankzero.events import Evaluated, RunEnded
+from rankzero.events import Evaluated, RunEnded, RunStarted
 from rankzero.experiment import Goal
 from rankzero.tracking import links, names, summary
 from rankzero.tracking import progress as delivery
 from rankzero.tracking.folder import EVENTS, RunFolder
-from rankzero.tracking.journal import read_all
+from rankzero.tracking.journal import read, read_all
 from rankzero.tracking.summary import Summary
 
 CACHE = ".summaries.jsonl"
@@ -73,6 +73,20 @@ def mlflow_id(folder: RunFolder) -> str | None:
 def last_end(folder: RunFolder) -> RunEnded | None:
     """Return how the newest attempt ended; None where it runs, or did not say."""
     return summary.last_end(summary.tail(folder.events))
+
+
+def journal_bytes(folder: RunFolder) -> int | None:
+    """Return how much the run's journal holds; None where there is none."""
+    with contextlib.suppress(OSError):
+        return folder.events.stat().st_size
+    return None
+
+
+def is_heard_of(folder: RunFolder, since: int | None) -> bool:
+    """Tell whether an attempt has begun, or was said to have ended, since `journal_bytes` were so many."""
+    if since is None:
+        return folder.events.exists()
+    return any(isinstance(event, (RunStarted, RunEnded)) for event in read(folder.events, since)[0])
 
 
 def listed(runs: Path, told: Callable[[str], object] = log.debug) -> list[Summary]:

@@ -1,4 +1,4 @@
-"""Who records a run: one recorder a node at a time, the newest attempt's, or `rankzero sync`."""
+"""Who launches a run, and who records it: one recorder a node at a time, the newest attempt's, or `rankzero sync`."""
 
 from __future__ import annotations
 
@@ -169,6 +169,19 @@ def is_stood_by(folder: RunFolder, node: int = 0) -> bool:
         finally:
             os.close(descriptor)
     return False
+
+
+@contextlib.contextmanager
+def launching(folder: RunFolder, kind: int) -> Iterator[bool]:
+    """Hold the right to launch the run's processes, a flock of that `kind`; yield whether it is held.
+
+    However this process dies, the right ends with it.
+    """
+    descriptor = os.open(folder.path / "launcher.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
+    try:
+        yield _try_lock(descriptor, kind)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

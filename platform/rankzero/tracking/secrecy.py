@@ -10,7 +10,10 @@ from rankzero.tracking.assigned import BLOT, WORD, is_secret_name, tells_nothing
 
 NO_SECRETS = ("", "none", "true", "false")  # values of a setting that is not used
 _KEY = re.compile(r"[\w.\-+~@/\[\]]{1,256}")
-_OPTION = re.compile(rf"(?P<name>(?<![\w\-])--[\w\-]{{0,40}}?(?:{WORD})[\w.\-]{{0,64}}[ \t]{{1,32}})[^\s=:]\S*")
+_OPTION = re.compile(
+    rf"(?P<name>(?<![\w\-])--[\w\-]{{0,40}}?(?:{WORD})[\w.\-]{{0,64}}[ \t]{{1,32}})"
+    r"(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s=:]\S*)"
+)
 _USERINFO = re.compile(r"(?P<scheme>://)(?:[^/\s:@]{0,256}:[^\s\"'<>]{0,512}@|[^/\s]{1,4096}@)")
 _ENCODED = re.compile(
     r"(?P<scheme>(?::|%(?:25)?3A)%(?:25)?2F%(?:25)?2F)(?:(?!%(?:25)?(?:2F|3A|40))[^\s\"'<>&]){0,128}"
@@ -65,7 +68,9 @@ def settings_without_secrets(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_secret(key: str, value: str) -> str:
-    return BLOT if is_secret_name(key) and value not in NO_SECRETS else text_without_secrets(value)
+    if not is_secret_name(key) or value in NO_SECRETS:
+        return text_without_secrets(value)
+    return value if tells_nothing(f"{key}={value}", 0, len(key) + 1) else BLOT
 
 
 def blotted(settings: Mapping[str, str]) -> dict[str, str]:

@@ -49,6 +49,7 @@ class Checkpoints:
 
     `save` returns as soon as the state is copied; one thread writes. At most one checkpoint is
     in flight: a second `save` waits for it, and what it waited counts into `blocked_seconds`.
+    What earlier attempts left is read once, by that thread: only what is intact decides on deletions, and is deleted.
     `notice` is told what went wrong as soon as `save`, `poll`, `finish` or `close` know it, each problem once.
     """
 
@@ -69,6 +70,7 @@ class Checkpoints:
         self.blocked_seconds = 0.0
         self._problems: list[str] = []
         self._cannot_delete = False
+        self._intact: dict[Path, bool] = {}
         _remove_leftovers(self._folder)
 
     def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], best: bool) -> list[Event]:
@@ -108,17 +110,24 @@ class Checkpoints:
         target = folder_of(self._folder, step)
         write(target, lambda path: torch.save(staged.wait(), path), step, metrics, best, self._world_size)
         saved = CheckpointSaved(time.time(), step, str(target.relative_to(self._root)), best, metrics)
-        return [saved, *self._prune()]
+        self._intact[target] = True
+        return [saved, *self._prune(target)]
 
-    def _prune(self) -> Iterator[Event]:
-        manifests = known(self._folder)
-        for path in superseded(manifests, self._keep, self._goal):
+    def _prune(self, written: Path) -> Iterator[Event]:
+        manifests = {path: manifest for path, manifest in known(self._folder).items() if self._holds(path)}
+        for path in superseded(manifests, self._keep, self._goal, written):
             try:
                 _delete(path)
             except OSError as error:  # what has been saved is no less good for it
                 self._complain_of_deleting(error)
             if not path.exists():
                 yield CheckpointDeleted(time.time(), manifests[path].step, str(path.relative_to(self._root)))
+
+    def _holds(self, path: Path) -> bool:
+        """Tell whether a checkpoint is intact, as far as this attempt has looked: once."""
+        if path not in self._intact:
+            self._intact[path] = problem_with(path) is None
+        return self._intact[path]
 
     def _complain_of_deleting(self, error: OSError) -> None:
         """Say once that retention fails: the next checkpoint will have it fail again, and the one after that."""
@@ -127,14 +136,21 @@ class Checkpoints:
             self._problems.append(f"an older checkpoint could not be deleted, and others may stay, too: {error}")
 
 
-def superseded(manifests: Mapping[Path, Manifest], keep: int, goal: Goal) -> list[Path]:
-    """Return the checkpoints that are neither the last nor among the best `keep` by the goal metric. Pure."""
-    last = max(manifests, key=lambda path: manifests[path].step, default=None)
+def superseded(manifests: Mapping[Path, Manifest], keep: int, goal: Goal, written: Path) -> list[Path]:
+    """Return the checkpoints that are neither the last nor among the best `keep` by the goal metric. Pure.
+
+    The last is the one just `written`, and that of the highest step: a loop of one's own may have begun anew.
+    """
+    last = max(manifests, key=lambda path: manifests[path].step, default=written)
+    kept = {written, last, *_best_first(manifests, goal)[:keep]}
+    return [path for path in manifests if path not in kept]
+
+
+def _best_first(manifests: Mapping[Path, Manifest], goal: Goal) -> list[Path]:
+    """Return the checkpoints at which the goal's metric was measured, the older first where two are as good."""
     judged = [path for path in manifests if is_judged(manifests[path], goal)]
     sign = -1 if goal.mode == "max" else 1
-    judged.sort(key=lambda path: (sign * manifests[path].metrics[goal.metric], manifests[path].step))
-    kept = {last, *judged[:keep]}
-    return [path for path in manifests if path not in kept]
+    return sorted(judged, key=lambda path: (sign * manifests[path].metrics[goal.metric], manifests[path].step))
 
 
 def write(
@@ -183,13 +199,11 @@ def newest_intact(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 
 def best(checkpoints: Path, goal: Goal) -> Path | None:
-    """Return the checkpoint with the best goal metric; the last one where none was evaluated."""
+    """Return the intact checkpoint with the best goal metric; the last one where none was evaluated."""
     manifests = known(checkpoints)
-    judged = [path for path in manifests if is_judged(manifests[path], goal)]
-    if not judged:
-        return max(manifests, key=lambda path: manifests[path].step, default=None)
-    choose = max if goal.mode == "max" else min
-    return choose(judged, key=lambda path: manifests[path].metrics[goal.metric])
+    judged = _best_first(manifests, goal)
+    others = sorted(manifests.keys() - set(judged), key=lambda path: -manifests[path].step)
+    return next((path for path in (*judged, *others) if problem_with(path) is None), None)
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
