@@ -34,7 +34,7 @@ _ORDINARY = re.compile(  # whose number is no secret: password_length=8, secrets
 )
 _BARE_PASS = re.compile(r"(?<![_\-])pass", re.I)  # pass: 12, fail: 3
 _ENDED = r"[,;)\]}]{0,3}(?:\s|\Z)"
-_PARAMETER = re.compile(r"[._](?:weight|bias|embeddings?)\W*\Z")  # size mismatch for token_embedding.weight: copying
+_PARAMETER = re.compile(r"[._](?:weight|bias)\W*\Z")  # size mismatch for token_embedding.weight: copying
 _SWITCH = re.compile(rf"(?:[Tt]rue|[Ff]alse|[Nn]one|null){_ENDED}")
 _NUMBER = re.compile(rf"[+\-]?\d{{1,6}}(?:\.\d{{0,6}})?(?:e[+\-]?\d{{1,3}})?{_ENDED}")  # pad_token_id=0 tells nothing
 _COUNT = re.compile(rf"\d{{1,3}}{_ENDED}")
