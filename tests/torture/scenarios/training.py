@@ -30,7 +30,7 @@ EVALUATION_SECONDS = 0.3
 """What an evaluation takes where it is to be hit: on both ranks, for each batch."""
 SETTINGS = (
     "--run-name", "run", "--nproc", 2, "step_seconds=0.01", "dropout=0.2", f"train.steps={STEPS}", "train.log_every=4",
-    f"train.eval_every={EVERY}", "train.keep=2",
+    f"train.eval_every={EVERY}", "train.keep=2", "train.pictures=true",
 )  # fmt: skip
 SLOW = (*SETTINGS, f"evaluation_seconds={EVALUATION_SECONDS}")
 """For `CLOCK`."""
