@@ -140,7 +140,8 @@ def test_eight_processes_share_a_study_and_the_others_end_it_where_one_is_killed
     names = [name for _, name in starts if "confirm" not in name]
     assert _most(names) == 1 and {f"s-{number:03d}" for number in counted(study)} <= set(names)
     assert _most(ledger.told()) == 1 and set(counted(study)) <= set(ledger.told())
-    assert [int(name[2:]) for pid, name in starts if pid == killed][-1] in study.abandoned
+    last = [name for pid, name in starts if pid == killed][-1]
+    assert "confirm" in last or int(last[2:]) in study.abandoned
 
 
 def _work_together(folder: Path, victim: int) -> int:

@@ -11,7 +11,8 @@ from torture.scenarios.training import TINY, ends, kill_one_of
 
 STEPS = 20
 SMALL = (
-    "--nproc", 1, f"train.steps={STEPS}", "train.log_every=4", "train.eval_every=10", "train.keep=1", "train.pictures=true",
+    "--nproc", 1, f"train.steps={STEPS}", "train.log_every=4", "train.eval_every=10", "train.keep=1",
+    "train.pictures=true",
 )  # fmt: skip
 SECONDS_EACH = 30.0
 
