@@ -19,7 +19,7 @@ from rankzero.errors import UserError
 from rankzero.events import Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.tracking import catalog, incumbent, stale, story, sync
 from rankzero.tracking import progress as delivery
-from rankzero.tracking.attempt import is_written, sole_launcher
+from rankzero.tracking.attempt import is_written, sole_launcher, take_over
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.mlflow import Tracker
 from rankzero.tracking.progress import Progress
@@ -65,9 +65,12 @@ def test_between_two_attempts_of_a_command_the_run_is_that_commands(
     append(folder, started(), steps(1, 2), ended("FAILED"))
     with sole_launcher(folder, 1):
         assert main(["resume", folder.path.name, "--dir", str(tmp_path)]) != 0
-        assert f"{folder.path.name} is training still: stop it first" in capsys.readouterr().err
+        assert f"{folder.path.name}: another command trains it still" in capsys.readouterr().err
+        with pytest.raises(UserError, match="another command trains it still"):
+            take_over(folder)
+    take_over(folder)
     two_machines = sole_launcher(folder, 2), sole_launcher(folder, 2)  # they may share the folder
-    with two_machines[0], two_machines[1], pytest.raises(UserError, match="is training still"):
+    with two_machines[0], two_machines[1], pytest.raises(UserError, match="another command trains it still"):
         sole_launcher(folder, 1).__enter__()
 
 

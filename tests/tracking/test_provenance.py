@@ -355,6 +355,11 @@ def test_what_is_shaped_like_a_secret_does_not_survive(shape: str) -> None:
     assert "[secret]" in text_without_secrets(shape)
 
 
+@pytest.mark.parametrize("value", ["'x'\"'\"'hunter2'", '""hunter2', '"abc"hunter2', "'hunter2", '"a hunter2" b'])
+def test_an_options_quoted_value_does_not_survive(value: str) -> None:
+    assert "hunter2" not in text_without_secrets(f"mysql --password {value} -h x")
+
+
 @given(st.sampled_from(["--token", "--api-key", "--wandb-password"]), secrets)
 def test_an_options_value_does_not_survive(option: str, secret: str) -> None:
     assert secret not in command_without_secrets(["train", option, secret, "lr=1"])
@@ -371,6 +376,13 @@ def test_a_settings_number_is_kept_where_its_name_is_no_passwords() -> None:
     assert settings_without_secrets(harmless) == harmless
     hidden = settings_without_secrets({"db.password": "12345", "hf_token": "abc1", "auth": "1234567", "token": "0.1x"})
     assert set(hidden.values()) == {"[secret]"}
+
+
+@pytest.mark.parametrize("value", ["True love never dies", "none of your business", "0 hunter2", "1\nhunter2", "12 x"])
+@pytest.mark.parametrize("name", ["password", "token", "auth", "pass", "db.password"])
+def test_a_settings_value_is_secret_as_a_whole(name: str, value: str) -> None:
+    assert settings_without_secrets({name: value}) == {name: "[secret]"}
+    assert command_without_secrets([f"{name}={value}"]) == f"'{name}=[secret]'"
 
 
 def test_a_settings_value_does_not_survive_in_the_command() -> None:

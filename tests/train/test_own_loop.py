@@ -21,7 +21,7 @@ from rankzero.tracking import sync
 from rankzero.tracking.folder import RunFolder
 from rankzero.tracking.journal import read_all
 from rankzero.tracking.mlflow import Tracker
-from rankzero.train import checkpoint
+from rankzero.train import checkpoint, readings
 from rankzero.train.own_loop import params_of
 
 
@@ -191,19 +191,36 @@ def test_tensors_that_cannot_be_read_leave_the_users_own_error(capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("untracked")
-def test_an_odd_tensor_costs_only_itself_on_its_device() -> None:
-    complex_one = torch.tensor(1j)
+def test_an_odd_tensor_costs_only_itself_on_its_device(capsys: pytest.CaptureFixture[str]) -> None:
     with rankzero.track("mine") as run:
-        run.log({"odd": complex_one, "kept": torch.tensor(3.0)}, step=1)
+        run.log({"odd": torch.tensor(1j), "kept": torch.tensor(3.0)}, step=1)
     assert run.folder is not None
     logged = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)]
     assert logged[0].metrics["kept"] == [3.0] and math.isnan(logged[0].metrics["odd"][0])
+    assert capsys.readouterr().out.count("a complex number") == 1
+    told: list[str] = []
+    (odd, kept) = readings.numbers([torch.zeros(()).as_subclass(Unread), torch.tensor(3.0)], told.append)
+    assert math.isnan(odd) and kept == 3.0 and len(told) == 1 and "there is no such device" in told[0]
+
+
+class Unread(torch.Tensor):
+    """A tensor that cannot be read."""
+
+    def reshape(self, *_: object) -> torch.Tensor:  # type: ignore[override]
+        raise RuntimeError("there is no such device")
+
+    def __float__(self) -> float:
+        raise RuntimeError("there is no such device")
 
 
 class Spread:
     """As a DTensor: whoever reads it waits for all ranks."""
 
+    def __init__(self) -> None:
+        self.read = False
+
     def full_tensor(self) -> torch.Tensor:
+        self.read = True
         raise AssertionError("a collective that rank 0 alone would enter")
 
     detach = double = tolist = __float__ = full_tensor
@@ -212,9 +229,11 @@ class Spread:
 @pytest.mark.usefixtures("untracked")
 def test_of_a_tensor_that_is_spread_over_ranks_nothing_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert hasattr(DTensor, "full_tensor"), "that is how they are told apart"
+    spread = Spread()
     with rankzero.track("mine") as run:
-        run.log({"grad_norm": Spread(), "kept": 3.0}, step=1)
-        run.checkpoint({"x": torch.zeros(1)}, step=1, metrics={"val/norm": Spread()})
+        run.log({"grad_norm": spread, "kept": 3.0}, step=1)
+        run.checkpoint({"x": torch.zeros(1)}, step=1, metrics={"val/norm": spread})
+    assert not spread.read
     assert run.folder is not None
     events = list(read_all(run.folder / "events.jsonl"))
     logged = next(event for event in events if isinstance(event, StepsLogged))

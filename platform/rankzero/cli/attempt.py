@@ -66,31 +66,40 @@ def run(attempt: Attempt) -> int:
     Where a device runs out of memory, all ranks begin again from the newest checkpoint with half the micro-batch.
     """
     with Relay() as signals:
-        before = catalog.journal_bytes(attempt.folder)
-        attempt, console, status = _trained(attempt, signals)
-        if not catalog.is_heard_of(attempt.folder, before):
-            return _without_rank_zero(attempt, status, console, stopped=bool(signals.received))
+        attempt, launched = _trained(attempt, signals)
+        if not launched.is_heard_of:
+            return _without_rank_zero(attempt, launched, stopped=bool(signals.received))
         heard = len(signals.received)  # what comes from now on can only mean the waiting
-        _finish_tracking(attempt, console, lambda: len(signals.received) > heard)
-        return _report(attempt, console)
+        _finish_tracking(attempt, launched.console, lambda: len(signals.received) > heard)
+        return _report(attempt, launched.console)
 
 
-def _trained(attempt: Attempt, signals: Relay) -> tuple[Attempt, Console, str]:
-    """Launch until memory suffices; return the attempt that it sufficed, what was shown, and the status."""
-    console, status = _launched(attempt, signals)
-    while status == "FAILED" and (smaller := _with_half_the_micro_batch(attempt)) is not None:
+@dataclasses.dataclass(frozen=True)
+class _Launched:
+    """How a launch went: what was shown, the status, and whether rank 0 came so far as to start an attempt."""
+
+    console: Console
+    status: str
+    is_heard_of: bool
+
+
+def _trained(attempt: Attempt, signals: Relay) -> tuple[Attempt, _Launched]:
+    """Launch until memory suffices; return the attempt that it sufficed, and how its launch went."""
+    launched = _launched(attempt, signals)
+    while launched.status == "FAILED" and (smaller := _with_half_the_micro_batch(attempt)) is not None:
         attempt = smaller
-        console.notice(f"out of memory: {attempt.tags[OUT_OF_MEMORY]}, and on from the newest checkpoint")
+        launched.console.notice(f"out of memory: {attempt.tags[OUT_OF_MEMORY]}, and on from the newest checkpoint")
         write_config(attempt.folder, attempt.experiment)
-        console, status = _launched(attempt, signals)
-    return attempt, console, status
+        launched = _launched(attempt, signals)
+    return attempt, launched
 
 
-def _launched(attempt: Attempt, signals: Relay) -> tuple[Console, str]:
-    """Launch and show until all processes have ended; return what was shown, and the status."""
+def _launched(attempt: Attempt, signals: Relay) -> _Launched:
+    """Launch and show until all processes have ended."""
     from rankzero.train import worker
 
     folder, status = attempt.folder, "FAILED"
+    before = catalog.journal_bytes(folder)
     request = request_for(folder, attempt.experiment, {**_provenance(attempt), **attempt.tags}, resumes=attempt.resumes)
     advice = DataWait(attempt.experiment.train.workers, attempt.nodes.processes, len(usable_cores()))
     console = Console(folder, attempt.experiment.goal, attempt.root, advise=advice)
@@ -99,7 +108,7 @@ def _launched(attempt: Attempt, signals: Relay) -> tuple[Console, str]:
             status = launch.run(attempt.nodes, worker.main, request, folder.path / "logs", signals)
         except launch.WorkersFailed as error:
             console.failed = str(error)
-    return console, status
+    return _Launched(console, status, catalog.is_heard_of(folder, before))
 
 
 def _with_half_the_micro_batch(attempt: Attempt) -> Attempt | None:
@@ -121,21 +130,21 @@ def _with_half_the_micro_batch(attempt: Attempt) -> Attempt | None:
     return dataclasses.replace(attempt, experiment=experiment, tags={OUT_OF_MEMORY: told})
 
 
-def _without_rank_zero(attempt: Attempt, status: str, console: Console, *, stopped: bool) -> int:
+def _without_rank_zero(attempt: Attempt, launched: _Launched, *, stopped: bool) -> int:
     """Report where rank 0 ran on another machine, or did not come so far as to start an attempt.
 
     What an earlier attempt has said of its end is not this one's.
     """
-    folder = attempt.folder
-    if not folder.events.exists() and not any(folder.path.glob("system-node_*.jsonl")):
-        (folder.path / "run.json").unlink()  # what is left here are logs: no run
-    if status == "FAILED" and stopped and _may_go_on(folder):
-        console.notice(f"{console.failed}: {folder.path.name} is as it was")
-        return RESUMABLE
+    folder, resumable = attempt.folder, _may_go_on(attempt.folder)
+    if not (folder.events.exists() or resumable or any(folder.path.glob("system-node_*.jsonl"))):
+        (folder.path / "run.json").unlink(missing_ok=True)  # what is left here are logs: no run
     first = failure.first(folder.failures)
-    if status == "FAILED":
-        raise RunFailed(f"{first.reason if first else console.failed}; see {folder.path / 'logs'}")
-    return FINISHED if status == "FINISHED" else RESUMABLE
+    reason = first.reason if first else launched.console.failed
+    if launched.status == "FAILED" and not (stopped and resumable):
+        raise RunFailed(f"{reason}; see {folder.path / 'logs'}")
+    if launched.status == "FAILED":
+        launched.console.notice(f"{reason}: {folder.path.name} is as it was")
+    return FINISHED if launched.status == "FINISHED" else RESUMABLE
 
 
 def _may_go_on(folder: RunFolder) -> bool:

@@ -13,11 +13,13 @@ from rankzero.cli import attempt
 from rankzero.cli.train import add_launch_arguments
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.tracking import catalog, store
+from rankzero.tracking import catalog, store, sync
 from rankzero.tracking.attempt import is_written, sole_launcher
 from rankzero.tracking.folder import RunFolder
 from rankzero.train import launch
 from rankzero.train.request import with_secrets, write_config
+
+CLOSE_SECONDS = 10.0  # for a recorder that lives to say how the attempt before ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +47,8 @@ def _resumed(folder: RunFolder, arguments: argparse.Namespace) -> int:
     nodes = attempt.nodes_of(arguments, experiment.train)
     if not joins:
         store.prepare_store(folder.identity.tracking_uri)
+        if folder.events.exists():  # now: not by who looks at the run while its ranks start
+            sync.close_if_dead(folder, CLOSE_SECONDS)
         write_config(folder, experiment)
     return attempt.run(attempt.Attempt(folder, experiment, nodes, arguments.dir, sys.argv, resumes=True))
 

@@ -19,6 +19,8 @@ from rankzero.tracking.secrecy import text_without_secrets
 
 UNSAID = "rank 0 died without a word (killed by a signal such as SIGKILL or the out-of-memory killer)"
 
+AT_WORK = "another command trains it still, or delivers it: stop that first, or wait for its end"
+
 
 class Attempt:
     """The attempt that `token` claims; rank 0 holds the other end of the pipe `stdin`."""
@@ -75,7 +77,8 @@ def take_over(folder: RunFolder) -> None:
 
     Two that write one run would spoil each other's checkpoints, and the end of one would be taken for the other's.
     """
-    other = incumbent.claim_unless(folder, lambda claim: _writes_beside(folder, claim))
+    with sole_launcher(folder, machines=2):  # none of one machine is about to start its ranks
+        other = incumbent.claim_unless(folder, lambda claim: _writes_beside(folder, claim))
     if other is not None:
         raise UserError(f"process {other.pid} is writing {folder.path.name}: stop it first, or choose another name")
 
@@ -89,7 +92,7 @@ def sole_launcher(folder: RunFolder, machines: int) -> Iterator[None]:
     """
     with incumbent.launching(folder, fcntl.LOCK_EX if machines == 1 else fcntl.LOCK_SH) as mine:
         if not mine:
-            raise UserError(f"{folder.path.name} is training still: stop it first, or wait for its end")
+            raise UserError(f"{folder.path.name}: {AT_WORK}")
         yield
 
 

@@ -12,7 +12,7 @@ NO_SECRETS = ("", "none", "true", "false")  # values of a setting that is not us
 _KEY = re.compile(r"[\w.\-+~@/\[\]]{1,256}")
 _OPTION = re.compile(
     rf"(?P<name>(?<![\w\-])--[\w\-]{{0,40}}?(?:{WORD})[\w.\-]{{0,64}}[ \t]{{1,32}})"
-    r"(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s=:]\S*)"
+    r"(?![=:])(?:\"[^\"\n]*\"|'[^'\n]*'|\S)+"
 )
 _USERINFO = re.compile(r"(?P<scheme>://)(?:[^/\s:@]{0,256}:[^\s\"'<>]{0,512}@|[^/\s]{1,4096}@)")
 _ENCODED = re.compile(
@@ -70,7 +70,12 @@ def settings_without_secrets(settings: Mapping[str, str]) -> dict[str, str]:
 def _without_secret(key: str, value: str) -> str:
     if not is_secret_name(key) or value in NO_SECRETS:
         return text_without_secrets(value)
-    return value if tells_nothing(f"{key}={value}", 0, len(key) + 1) else BLOT
+    return value if _is_harmless(key, "=", value) else BLOT
+
+
+def _is_harmless(key: str, sign: str, value: str) -> bool:
+    """Tell whether a whole value, one word, is none that a secret of this name would be."""
+    return value.split() == [value] and tells_nothing(key + sign + value, 0, len(key + sign))
 
 
 def blotted(settings: Mapping[str, str]) -> dict[str, str]:
@@ -98,5 +103,5 @@ def _word_without_secrets(word: str) -> str:
     """Return a word of a command line without secrets: all of `password=…` is the password, its further lines, too."""
     key, sign, value = word.partition("=")
     if _KEY.fullmatch(key) and is_secret_name(key) and value not in NO_SECRETS:
-        return word if tells_nothing(word, 0, len(key + sign)) else key + sign + BLOT
+        return word if _is_harmless(key, sign, value) else key + sign + BLOT
     return text_without_secrets(word)

@@ -183,7 +183,7 @@ def _deliver_node(
     folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None, patience: float
 ) -> None:
     if node == 0:
-        _close_if_dead(folder, patience)
+        close_if_dead(folder, patience)
     if not incumbent.writer_lives(folder):
         for journal in (folder.system(node), *([folder.events] if node == 0 else [])):
             _close_off(journal)
@@ -199,7 +199,7 @@ def _deliver_node(
     deliverer.commit()
 
 
-def _close_if_dead(folder: RunFolder, patience: float) -> None:
+def close_if_dead(folder: RunFolder, patience: float) -> None:
     """Write the end that nobody is left to write.
 
     A recorder that lives writes it itself, within seconds, and is waited for; where it has not in time, as when it is

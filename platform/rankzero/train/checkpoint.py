@@ -49,7 +49,7 @@ class Checkpoints:
 
     `save` returns as soon as the state is copied; one thread writes. At most one checkpoint is
     in flight: a second `save` waits for it, and what it waited counts into `blocked_seconds`.
-    What earlier attempts left is read once, by that thread: only what is intact decides on deletions, and is deleted.
+    What earlier attempts left is read once, by that thread: only for what is intact another one is deleted.
     `notice` is told what went wrong as soon as `save`, `poll`, `finish` or `close` know it, each problem once.
     """
 
@@ -114,14 +114,23 @@ class Checkpoints:
         return [saved, *self._prune(target)]
 
     def _prune(self, written: Path) -> Iterator[Event]:
-        manifests = {path: manifest for path, manifest in known(self._folder).items() if self._holds(path)}
-        for path in superseded(manifests, self._keep, self._goal, written):
+        manifests = known(self._folder)
+        for path in self._doomed(manifests, written):
             try:
                 _delete(path)
             except OSError as error:  # what has been saved is no less good for it
                 self._complain_of_deleting(error)
             if not path.exists():
                 yield CheckpointDeleted(time.time(), manifests[path].step, str(path.relative_to(self._root)))
+
+    def _doomed(self, manifests: Mapping[Path, Manifest], written: Path) -> list[Path]:
+        """Return what intact checkpoints have superseded. Reads those that are to be kept, where any is to go."""
+        while doomed := superseded(manifests, self._keep, self._goal, written):
+            intact = {path: told for path, told in manifests.items() if path in doomed or self._holds(path)}
+            if len(intact) == len(manifests):
+                break
+            manifests = intact
+        return doomed
 
     def _holds(self, path: Path) -> bool:
         """Tell whether a checkpoint is intact, as far as this attempt has looked: once."""

@@ -15,6 +15,8 @@ def kept(value: Any) -> Any:
     try:
         if hasattr(value, "full_tensor"):
             return SPREAD
+        if hasattr(value, "is_complex") and value.is_complex():
+            return "a complex number"
         if hasattr(value, "detach"):
             return value.detach().clone() if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
         if hasattr(value, "__array__") and hasattr(value, "copy"):
