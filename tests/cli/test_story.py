@@ -145,6 +145,8 @@ class TestStale:
         incumbent.claim(folder, 0)
         aged(folder, 10_000)
         assert not stale.is_stale(folder) and catalog.listed(tmp_path / "runs")[0].status == "RUNNING"
+        stale.close(folder)  # as by who looked before it began
+        assert "RunEnded" not in folder.events.read_text()
 
     def test_another_machines_run_lives_by_its_samples(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)

@@ -46,9 +46,8 @@ def close(folder: RunFolder) -> str:
         else f"never began: its processes were gone by {moment}"
     )
     with incumbent.turn(folder):
-        if last_end(folder) is None and not incumbent.writer_lives(
-            folder
-        ):  # an attempt may have begun since one looked
+        # Since one looked, an attempt may have begun.
+        if last_end(folder) is None and not incumbent.writer_lives(folder):
             say_end(folder, claim.time if claim else 0.0, reason, at)
     return reason
 
