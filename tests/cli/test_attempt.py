@@ -13,12 +13,13 @@ import pytest
 from cli.conftest import TINY, Command
 from rankzero import config, experiment_file
 from rankzero.cli import attempt
+from rankzero.errors import RunFailed
 from rankzero.events import RunEnded
 from rankzero.tracking import progress as state
 from rankzero.tracking import sync
 from rankzero.tracking.folder import RunFolder
 from rankzero.train import export, launch
-from tracking.runs import ended, stuck
+from tracking.runs import ended, make_folder, stuck
 
 
 @dataclasses.dataclass
@@ -27,6 +28,7 @@ class Told:
 
     ended: RunEnded | None
     notices: list[str] = dataclasses.field(default_factory=list)
+    failed: str = ""
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
@@ -50,6 +52,33 @@ def finish(folder: RunFolder, hurried: Callable[[], bool] = lambda: False, *, se
     tried = attempt.Attempt(folder, experiment, launch.Nodes(1), folder.path.parent, [])
     attempt._finish_tracking(tried, console, hurried)  # type: ignore[arg-type]
     return console.notices
+
+
+def without_rank_zero(folder: RunFolder, *, stopped: bool) -> tuple[int, list[str]]:
+    """Report a launch whose ranks did not come up; return the exit code and what is said."""
+    console = Told(None)
+    console.failed = "stopped by SIGTERM before it began"
+    tried = attempt.Attempt(folder, experiment_file.load(str(TINY))(), launch.Nodes(1), folder.path.parent, [])
+    launched = attempt._Launched(console, "FAILED", is_heard_of=False)  # type: ignore[arg-type]
+    return attempt._without_rank_zero(tried, launched, stopped=stopped), console.notices
+
+
+def test_a_run_from_mlflow_that_is_stopped_before_it_goes_on_is_as_it_was(tmp_path: Path) -> None:
+    run = make_folder(tmp_path)
+    (run.checkpoints / "step_00000004").mkdir(parents=True)
+    code, said = without_rank_zero(run, stopped=True)
+    assert code == 75 and said == [f"stopped by SIGTERM before it began: {run.path.name} is as it was"]
+    with pytest.raises(RunFailed, match="before it began; see"):
+        without_rank_zero(run, stopped=False)
+    assert (run.path / "run.json").exists()
+
+
+def test_what_never_began_is_no_run(tmp_path: Path) -> None:
+    run = make_folder(tmp_path)
+    for _ in range(2):  # of two machines that share the folder, the second as well
+        with pytest.raises(RunFailed, match="before it began; see"):
+            without_rank_zero(run, stopped=True)
+    assert not (run.path / "run.json").exists()
 
 
 def test_what_went_wrong_is_told_where_not_all_is_delivered(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
