@@ -23,7 +23,7 @@ demo: setup
 
 # Three at a time: most tests wait for processes. The frameworks have a command of their own, below.
 test: setup
-	$(BIN)/pytest --numprocesses 3 --dist worksteal --ignore tests/integrations
+	$(BIN)/pytest --numprocesses 3 --dist worksteal --ignore tests/frameworks
 
 # The adapters against the real frameworks, which are extras. TensorFlow and DeepSpeed have environments of their own:
 # whoever finds them imports them, too. What needs Debian's openmpi-bin or a C++ compiler says so where it is skipped.
@@ -39,7 +39,7 @@ $(FRAMEWORKS:%=test-with-%): test-with-%: setup
 	$(BIN)/uv --quiet venv --clear --python $(BIN)/python .venv-$*
 	$(BIN)/uv --quiet pip install --compile-bytecode --python .venv-$*/bin/python --constraint .venv/constraints-$*.txt \
 	    --editable ".[$(EXTRAS_$*)]" hypothesis pytest pytest-randomly pytest-timeout
-	.venv-$*/bin/python -m pytest tests/integrations
+	.venv-$*/bin/python -m pytest tests/frameworks
 
 # The documentation's site, into site/.
 docs: setup
@@ -53,8 +53,8 @@ torture: setup
 # Bad input in quantity: config files, key=value, journals, names and values; minutes (FUZZ=1000000: hours).
 FUZZ ?= 100000
 fuzz: setup
-	RANKZERO_FUZZ_CASES=$(FUZZ) $(BIN)/pytest tests/test_config_fuzz.py tests/tracking/test_hostile_journals.py \
-	    tests/tracking/test_hostile_values.py tests/tracking/test_planted.py
+	RANKZERO_FUZZ_CASES=$(FUZZ) $(BIN)/pytest tests/config/test_config_fuzz.py tests/run_store/test_hostile_journals.py \
+	    tests/tracking/test_hostile_values.py tests/run_store/test_planted.py
 
 check: lint test
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def permutation(epoch: int, samples: int) -> torch.Tensor:
     """The same order as the tracked run's, so that both do the same arithmetic."""
-    from rankzero.train.data import mix
+    from rankzero.training.data.order import mix
 
     return torch.randperm(samples, generator=torch.Generator().manual_seed(mix(0, epoch)))
 
@@ -24,7 +24,7 @@ def loop(name: str, steps: int) -> tuple[list[float], float]:
     """Train; return when each step ended, and the last loss over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
-    from rankzero.train.randomness import seed_all
+    from rankzero.training.rng import seed_all
 
     experiment = getattr(workloads, name)()
     data, _ = experiment.data()

@@ -31,7 +31,7 @@ import many_runs
 from harness import HERE, environment, rankzero, run, save
 from playwright.sync_api import Page, sync_playwright
 
-from rankzero.tracking import catalog
+from rankzero.catalog import lookup
 
 TABLE, RUN_PAGE, LIST = 2.0, 3.0, 1.0  # seconds, wanted
 NAME = "bench"
@@ -188,7 +188,7 @@ def listed(root: Path, rounds: int) -> dict[str, list[float]]:
     """Return the readings of `rankzero runs`, its cache gone and there."""
     found: dict[str, list[float]] = {"first time": [], "again": []}
     for _ in range(rounds):
-        (root / "runs" / catalog.CACHE).unlink(missing_ok=True)
+        (root / "runs" / lookup.CACHE).unlink(missing_ok=True)
         for what in found:
             found[what].append(many_runs.seconds(root, []))
     return found

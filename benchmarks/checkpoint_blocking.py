@@ -18,7 +18,7 @@ from harness import line, ratios, save
 from torch import Tensor, nn, optim
 
 from rankzero.experiment import Goal
-from rankzero.train.checkpoint import Checkpoints
+from rankzero.training.checkpoints.writer import Checkpoints
 
 WANTED = 0.2
 WIDTH = 2044  # three such layers and their momenta: 100 MB

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankzero.intervals import half_width
+from rankzero.confidence import half_width
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -18,11 +18,11 @@ from pathlib import Path
 from harness import save
 
 from rankzero import config
+from rankzero.catalog import lookup
 from rankzero.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepsLogged
 from rankzero.experiment import Experiment
-from rankzero.tracking import catalog
-from rankzero.tracking.folder import Identity
-from rankzero.tracking.journal import Journal
+from rankzero.run_store.folder import Identity
+from rankzero.run_store.journal import Journal
 
 WANTED = 1.0
 WINDOWS, STEPS = 12, 10
@@ -83,7 +83,7 @@ def main() -> None:
         make(root / "runs", options.runs)
         readings: dict[str, list[float]] = {"runs, the first time": []}
         for _ in range(options.rounds):
-            (root / "runs" / catalog.CACHE).unlink(missing_ok=True)
+            (root / "runs" / lookup.CACHE).unlink(missing_ok=True)
             readings["runs, the first time"].append(seconds(root, []))
             for name, words in COMMANDS.items():
                 readings.setdefault(name, []).append(seconds(root, words))

@@ -27,15 +27,15 @@ from harness import HERE, RESULTS, save
 
 from rankzero.config import override
 from rankzero.experiment import Experiment
-from rankzero.search import controller, mirror
-from rankzero.search.controller import Followed, Terms
-from rankzero.search.crew import Crew, Job, in_turn
-from rankzero.search.host import Host
-from rankzero.search.launcher import TrainLauncher
-from rankzero.search.objective import Objective
-from rankzero.search.space import BATCH_INDEX, FACTOR, PRECISION, Space, make_space
-from rankzero.tracking.folder import Identity, RunFolder
-from rankzero.train.launch import Nodes
+from rankzero.launch.agent import Nodes
+from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.tuning.objective import Objective
+from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, Space, make_space
+from rankzero.tuning.trials import describe, follower
+from rankzero.tuning.trials.follower import Followed, Terms
+from rankzero.tuning.trials.host_process import Host
+from rankzero.tuning.trials.launcher import TrainLauncher
+from rankzero.tuning.trials.pool import Crew, Job, in_turn
 
 EXPERIMENT = str(HERE / "noisy_digits.py")
 BATCH_SIZES, PRECISIONS, FACTORS, SEEDS = (32, 64, 128, 256, 512), ("fp32", "bf16"), (0.5, 1.0, 2.0, 4.0), range(10)
@@ -46,7 +46,7 @@ def record(space: Space, launcher: TrainLauncher, batch_size: int, precision: st
     """Train one configuration to its end; return its curve."""
     drawn = {BATCH_INDEX: space.batch_sizes.index(batch_size), PRECISION: precision, FACTOR: factor}
     kept = {name: value for name, value in drawn.items() if name in space.parameters()}
-    experiment: Experiment = override(space.experiment(kept), {"train.seed": seed, **controller.OF_A_TRIAL})
+    experiment: Experiment = override(space.experiment(kept), {"train.seed": seed, **follower.OF_A_TRIAL})
     began = time.perf_counter()
     objective, ends = Objective("throughput", experiment.goal, None), list[Followed]()
     job = Job(experiment, f"{batch_size}-{precision}-{factor}-{seed}", objective, Terms(), ends.append)
@@ -82,7 +82,7 @@ def main() -> None:
         )
         host = Host(())
         described = host.describe(EXPERIMENT, {}, 2)
-        space = make_space(mirror.mirrored(described), 2, described.lr_exponent, PRECISIONS, described.samples)
+        space = make_space(describe.mirrored(described), 2, described.lr_exponent, PRECISIONS, described.samples)
         launcher = TrainLauncher(host, study, Nodes(2), {})
         rows = recorded()
         done = {(row["batch_size"], row["precision"], row["factor"], row["seed"]) for row in rows}

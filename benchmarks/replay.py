@@ -27,14 +27,15 @@ from harness import RESULTS, save
 from rankzero import Experiment, Goal, Train
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import LogUniform
-from rankzero.search import ladder, probe
-from rankzero.search.budget import Options
-from rankzero.search.confirm import NEW_SEED
-from rankzero.search.curve import Curve
-from rankzero.search.ladder import Measured
-from rankzero.search.session import Session
-from rankzero.search.space import Space, narrowed
-from rankzero.search.study import open_study
+from rankzero.tuning.budget import Options
+from rankzero.tuning.learning_curve import Curve
+from rankzero.tuning.probe import grid as ladder
+from rankzero.tuning.probe import probe_map as probe
+from rankzero.tuning.probe.grid import Measured
+from rankzero.tuning.session import Session
+from rankzero.tuning.space import Space, narrowed
+from rankzero.tuning.study import open_study
+from rankzero.tuning.verdict.confirm import NEW_SEED
 
 SEARCH_SEEDS, CONFIRM_SEEDS = (0, 1), (2, 3, 4, 5, 6, 7)  # the others are held out
 GRID_SEEDS = 3  # the grid's evidence for a cell: what a confirmation asks for

@@ -17,8 +17,8 @@ from pathlib import Path
 from harness import HERE, environment, line, rankzero, ratios, run, save
 
 from rankzero.events import StepsLogged
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.journal import read_all
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
 
 WANTED, STEPS, WORKLOAD = 1.8, 120, "Wide"
 

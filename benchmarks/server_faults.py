@@ -32,7 +32,7 @@ from harness import HERE, interval, line, ratios, save
 from side_by_side import ORDERS, TRAINING
 from tracking_overhead import mean_rates, server, side_by_side
 
-from rankzero.tracking.store import DATABASE
+from rankzero.mlflow_store.uris import DATABASE
 
 sys.path.insert(0, str(HERE.parent / "tests"))
 

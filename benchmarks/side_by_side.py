@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 import workloads
 
-from rankzero import config
+from rankzero import config, ranks
+from rankzero.catalog.lookup import mlflow_id
 from rankzero.events import StepsLogged
-from rankzero.tracking import ranks, sync
-from rankzero.tracking.catalog import mlflow_id
-from rankzero.tracking.folder import Identity, RunFolder
-from rankzero.tracking.journal import read_all
-from rankzero.tracking.mlflow import Tracker
-from rankzero.train import worker
-from rankzero.train.request import Request
-from rankzero.train.stop import Stop
-from rankzero.train.world import World
+from rankzero.launch.request import Request
+from rankzero.mlflow_store.client import Tracker
+from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.journal import read_all
+from rankzero.tracking import delivery_status
+from rankzero.training import worker
+from rankzero.training.distributed.world import World
+from rankzero.training.stop import Stop
 
 ORDERS = {2: (0, 1, 1, 0), 3: (0, 1, 2, 1, 0)}  # of so many; a drift of the machine's speed cancels out
 TRAINING = "training"  # a file beside the result: the contestant that trains now
@@ -82,7 +82,7 @@ def tracked(name: str, steps: int, runs: Path, uri: str, world: World, who: str)
 def found(runs: Path, steps: int) -> tuple[list[float], float]:
     """Return the newest run's times and last loss. Raises AssertionError where MLflow lacks a step."""
     folder = RunFolder(max(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime).parent)
-    assert sync.wait(folder, DELIVERY_SECONDS).done, "not delivered"
+    assert delivery_status.wait(folder, DELIVERY_SECONDS).done, "not delivered"
     assert steps_in_mlflow(folder) == list(range(1, steps + 1)), "MLflow does not have every step"
     events = [event for event in read_all(folder.events) if isinstance(event, StepsLogged)
               and "train/loss" in event.metrics]  # fmt: skip

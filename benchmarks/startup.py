@@ -16,8 +16,8 @@ from pathlib import Path
 from harness import HERE, environment, line, rankzero, ratios, run, save, torchrun
 
 from rankzero.events import StepsLogged
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.journal import read_all
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
 
 WANTED = 0.8
 

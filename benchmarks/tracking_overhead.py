@@ -25,7 +25,7 @@ from typing import Any
 
 from harness import HERE, environment, line, ratios, run, save, torchrun
 
-from rankzero.tracking.store import default_tracking_uri, server_command, server_environment
+from rankzero.mlflow_store.uris import default_tracking_uri, server_command, server_environment
 
 STEPS = {"Mlp": 11_000, "Convnet": 1600}
 WANTED = {"Mlp": 0.95, "Convnet": 0.99}

@@ -18,9 +18,9 @@ from pathlib import Path
 from harness import HERE, environment, line, rankzero, ratios, run, save
 from startup import bare
 
+from rankzero.catalog.lookup import folders
 from rankzero.events import Event, RunEnded, StepsLogged
-from rankzero.tracking.catalog import folders
-from rankzero.tracking.journal import read_all
+from rankzero.run_store.journal import read_all
 
 WANTED = 0.35
 TRIALS = 5

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from rankzero import Goal, Train
 from rankzero.cli import main
 from rankzero.config import leaves
-from rankzero.setting import describe_type, render
+from rankzero.config.values import describe_type, render
 
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?!\w+\.md|decisions|reference)[^)]*\)")
 

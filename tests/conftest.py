@@ -4,6 +4,8 @@ import signal
 
 from hypothesis import settings
 
+pytest_plugins = ["support.commands", "support.stores", "support.training"]
+
 settings.register_profile("patient", deadline=None)  # a busy machine is no failure
 settings.load_profile("patient")
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero import Choice, Experiment, Goal, Train, flatten, from_yaml, override, to_yaml
-from rankzero.setting import render
+from rankzero.config.values import render
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rankzero.api.launching import search as search
-    from rankzero.api.launching import train as train
+    from rankzero.api.commands import search as search
+    from rankzero.api.commands import train as train
     from rankzero.api.results import run as run
     from rankzero.api.results import runs as runs
     from rankzero.config import ConfigError as ConfigError
@@ -26,28 +26,26 @@ if TYPE_CHECKING:
     from rankzero.experiment import LogUniform as LogUniform
     from rankzero.experiment import Train as Train
     from rankzero.experiment import Uniform as Uniform
-    from rankzero.train.own_loop import track as track
+    from rankzero.integrations.tracked_run import track as track
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "rankzero.api.commands": ("search", "train"),
     "rankzero.api.results": ("run", "runs"),
     "rankzero.config": ("ConfigError", "flatten", "from_yaml", "override", "to_yaml"),
     "rankzero.errors": ("UserError",),
     "rankzero.experiment": ("Choice", "Experiment", "Goal", "Integer", "LogUniform", "Train", "Uniform"),
-    "rankzero.train.own_loop": ("track",),
+    "rankzero.integrations.tracked_run": ("track",),
 }
-_PACKAGES = ("search", "train")  # which are functions, too
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: PLE0604 - the names above, kept in one place
     "__version__",
-    *sorted((*_HOME_OF, *_PACKAGES)),
+    *sorted(_HOME_OF),
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'rankzero' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -9,3 +9,6 @@ class UserError(Exception):
 
 class RunFailed(Exception):
     """A run that was started and failed: the message says why, and is shown without a traceback."""
+
+
+FINISHED, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75  # 75 is sysexits' EX_TEMPFAIL: stopped, try again

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, dataclass_transform
 
 from rankzero.config import check_types
-from rankzero.schedule import factor
+from rankzero.lr_schedules import factor
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine", "one_cycle"]

@@ -8,9 +8,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 
-from rankzero.adopted import experiments_in
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
+from rankzero.lightning_module import experiments_in
 
 _loading: ContextVar[bool] = ContextVar("loading", default=False)
 

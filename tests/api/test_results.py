@@ -12,11 +12,12 @@ import torch
 import rankzero
 from rankzero import config, experiment_file
 from rankzero.events import StepsLogged
-from rankzero.train import checkpoint
-from rankzero.train.request import write_config
-from tracking.runs import T0, append, ended, evaluated, make_folder, started, steps
+from rankzero.launch.request import write_config
+from rankzero.training.checkpoints import files
+from support.paths import FIXTURES
+from support.runs import T0, append, ended, evaluated, make_folder, started, steps
 
-TINY = Path(__file__).parents[1] / "fixtures" / "tiny.py"
+TINY = FIXTURES / "tiny.py"
 
 
 def test_runs_are_a_table(tmp_path: Path) -> None:
@@ -59,8 +60,8 @@ def test_a_run_gives_its_best_model(tmp_path: Path) -> None:
         model = experiment.model()
         torch.nn.init.constant_(model[0].weight, step)
         save = functools.partial(torch.save, {"model": model.state_dict()})
-        target = checkpoint.folder_of(folder.checkpoints, step)
-        checkpoint.write(target, save, step, {"val/accuracy": accuracy}, False)
+        target = files.folder_of(folder.checkpoints, step)
+        files.write(target, save, step, {"val/accuracy": accuracy}, False)
     best = run.model()
     assert best[0].weight.shape == (8, 8) and best[0].weight.unique().tolist() == [1.0] and not best.training
     assert run.experiment() == experiment

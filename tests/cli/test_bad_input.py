@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from cli.conftest import TINY
 from rankzero.cli.main import main
 from rankzero.config import ConfigError
-from rankzero.train import export, launch
-from tracking.runs import make_folder
+from rankzero.launch import agent
+from rankzero.training.checkpoints import best_model
+from support.commands import TINY
+from support.runs import make_folder
 
 Here = Callable[..., tuple[int, str]]
 LIGHT = {"torch", "mlflow", "optuna", "pynvml", "numpy", "yaml", "rich", "multiprocessing"}
@@ -24,7 +25,7 @@ LIGHT = {"torch", "mlflow", "optuna", "pynvml", "numpy", "yaml", "rich", "multip
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
     """Run a command in this process, which has PyTorch loaded already; return its exit code and what it printed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "warm_up", lambda modules=(): None)
+    monkeypatch.setattr(agent, "warm_up", lambda modules=(): None)
 
     def run(*words: object) -> tuple[int, str]:
         code = main([str(word) for word in words])
@@ -79,10 +80,10 @@ def test_the_settings_of_a_run_that_are_none_any_more_are_named(tmp_path: Path) 
     folder = make_folder(tmp_path, experiment_file=str(TINY))
     folder.config.write_bytes(b"lr: \xff\n")
     with pytest.raises(ConfigError, match="is not UTF-8"):
-        export.experiment_of(folder)
+        best_model.experiment_of(folder)
     folder.config.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
-        export.experiment_of(folder)
+        best_model.experiment_of(folder)
 
 
 def test_debug_shows_the_traceback(here: Here) -> None:

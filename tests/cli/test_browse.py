@@ -19,12 +19,12 @@ from typing import Any
 import pandas
 import pytest
 
-from cli.conftest import TINY, Command, command_in, free_port
-from rankzero.cli.console import Console
+from rankzero.catalog.lookup import mlflow_id
+from rankzero.cli.display.live import Console
 from rankzero.cli.main import main
-from rankzero.tracking.catalog import mlflow_id
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.mlflow import Tracker
+from rankzero.mlflow_store.client import Tracker
+from rankzero.run_store.folder import RunFolder
+from support.commands import TINY, Command, command_in, free_port
 
 CHATTY = """
 from tiny import Tiny

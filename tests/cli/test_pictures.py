@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cli.conftest import Command, events
 from rankzero.events import DataDescribed, PicturesTaken
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.mlflow import Tracker
+from rankzero.mlflow_store.client import Tracker
+from rankzero.run_store.folder import RunFolder
+from support.commands import Command, events
+from support.paths import EXPERIMENTS, FIXTURES
 
-DIGITS = Path(__file__).parents[2] / "experiments" / "digits.py"
-PICTURED = Path(__file__).parents[1] / "fixtures" / "pictured.py"
+DIGITS = EXPERIMENTS / "digits.py"
+PICTURED = FIXTURES / "pictured.py"
 FEW = ("train.epochs=2", "train.log_model=false", "train.save_every=0")
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cli.conftest import TINY, Command, tracked
+from support.commands import TINY, Command, tracked
 
 UNSETTLED = TINY.with_name("unsettled.py")
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from cli.conftest import TINY, Command
-from rankzero.search.record import sweet_spot_yaml
-from rankzero.tracking import catalog
+from rankzero.catalog import lookup
+from rankzero.launch import failures
+from rankzero.launch.request import write_config
+from rankzero.run_store.delivery_state import load, path_of
+from rankzero.run_store.journal import read_all
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.journal import read_all
-from rankzero.tracking.progress import load, path_of
 from rankzero.tracking.retry import Backoff
-from rankzero.tracking.runlog import RunLog
-from rankzero.train import failure
-from rankzero.train.request import write_config
-from tracking.runs import append, ended, make_folder, started
+from rankzero.tracking.run_log import RunLog
+from rankzero.tuning.reports.study_run import sweet_spot_yaml
+from support.commands import TINY, Command
+from support.runs import append, ended, make_folder, started
 
 SETTING, ARGUMENT, VARIABLE, DIFF, ERROR, AWS, URI, FILE = (f"planted{number}staple" for number in range(8))
 EXPERIMENT = f"""
@@ -70,7 +70,7 @@ def test_planted_secrets_reach_neither_mlflow_nor_the_runs(rankzero: Command) ->
     assert stat.S_IMODE(folder.config.stat().st_mode) == 0o600
     assert (mlruns / "artifacts").exists() and list(mlruns.rglob("artifacts/**/config.yaml"))
     assert not any(word in output for word in (ERROR, AWS, ARGUMENT))
-    assert catalog.last_end(folder) is not None and list(folder.failures.glob("rank_*.json"))
+    assert lookup.last_end(folder) is not None and list(folder.failures.glob("rank_*.json"))
 
 
 class Refusing:
@@ -97,7 +97,7 @@ def test_an_uri_with_a_password_is_kept_for_its_owner_and_told_to_nobody(
 
 def test_what_a_recorder_logs_has_no_secrets(tmp_path: Path) -> None:
     program = (
-        "import logging; from rankzero.tracking.logs import log_without_secrets\nlog_without_secrets()\n"
+        "import logging; from rankzero.redaction.log_format import log_without_secrets\nlog_without_secrets()\n"
         f"try: raise OSError('https://me:{URI}@host/x password={URI}')\n"
         "except OSError: logging.getLogger('rankzero.recorder').exception('unexpected')"
     )
@@ -106,7 +106,7 @@ def test_what_a_recorder_logs_has_no_secrets(tmp_path: Path) -> None:
 
 
 def test_every_way_into_the_journal_blots_errors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from rankzero.tracking.journal import Journal
+    from rankzero.run_store.journal import Journal
 
     folder = make_folder(tmp_path)
     log = RunLog(folder, Journal(folder.events), 1, None)
@@ -118,7 +118,7 @@ def test_every_way_into_the_journal_blots_errors(tmp_path: Path, capfd: pytest.C
     try:
         raise ValueError(f"token={ERROR}")
     except ValueError as error:
-        failure.write(failure.describe(error, 0), folder.failures)
+        failures.write(failures.describe(error, 0), folder.failures)
     assert not planted_in(tmp_path)
 
 
@@ -126,7 +126,7 @@ def test_a_sweet_spot_has_no_secrets_and_asks_for_them() -> None:
     from rankzero import config
     from rankzero.errors import UserError
     from rankzero.experiment_file import load as load_experiment
-    from rankzero.train.request import with_secrets
+    from rankzero.launch.request import with_secrets
 
     tiny = load_experiment(str(TINY))
     text = sweet_spot_yaml(config.override(tiny(), {"api_key": SETTING}), "says", "use")

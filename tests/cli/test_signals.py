@@ -13,9 +13,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from cli.conftest import TINY, Command, events, free_port, losses, processes_of, tracked
 from rankzero.events import Evaluated, RunEnded, RunStarted
-from rankzero.tracking.folder import RunFolder
+from rankzero.run_store.folder import RunFolder
+from support.commands import TINY, Command, events, free_port, losses, processes_of, tracked
 
 CLOCKED = TINY.with_name("clocked.py")
 ENDLESS = ("step_seconds=0.02", "train.epochs=1000", "train.log_every=2")

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cli.conftest import TINY, Command, command_in, events, losses, tracked
 from rankzero.events import RunEnded
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.mlflow import Tracker
+from rankzero.mlflow_store.client import Tracker
+from rankzero.run_store.folder import RunFolder
+from support.commands import TINY, Command, command_in, events, losses, tracked
 
 LAYERED = TINY.with_name("layered.py")
 STEPS = 40

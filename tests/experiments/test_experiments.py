@@ -14,10 +14,11 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from rankzero import Experiment, UserError, flatten, from_yaml, override, to_yaml
+from rankzero.config.values import render
 from rankzero.experiment_file import load
-from rankzero.setting import render
+from support.paths import EXPERIMENTS
 
-FOLDER = Path(__file__).parents[2] / "experiments"
+FOLDER = EXPERIMENTS
 FILES = ["digits.py", "mnist.py", "cifar10.py"]
 SMALL = {"mnist.py": {"data": "fake", "fake_samples": "64"}, "cifar10.py": {"data": "fake", "fake_samples": "64"}}
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from rankzero.tracking.mlflow import Tracker
+from rankzero.mlflow_store.client import Tracker
 from torture import curves, promises, room
 from torture.board import Board
 from torture.curves import Curves

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.tracking.mlflow import Tracker
+from rankzero.mlflow_store.client import Tracker
 from torture.ground import Ground
 
 

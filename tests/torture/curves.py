@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rankzero.events import Evaluated, Event, RunStarted, StepsLogged
-from rankzero.tracking.delivery import Point
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.journal import read_all
-from rankzero.tracking.mlflow import Tracker
+from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.items import Point
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
 from torture.ground import Broken
 
 Curves = Mapping[str, Mapping[int, float]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rankzero.train import checkpoint, manifest
+from rankzero.training.checkpoints import files, manifest
 
 Damage = Callable[[Path, random.Random, Path], None]
 
@@ -75,9 +75,9 @@ def malicious(step: Path, _choose: random.Random, proof: Path) -> None:
 
 def another_models(step: Path, choose: random.Random, _: Path) -> None:
     """A whole checkpoint, right in every checksum, of a training of another model."""
-    told, saved = manifest.read(step), checkpoint.load(step)
+    told, saved = manifest.read(step), files.load(step)
     saved["model"] = {"weight": torch.zeros(choose.randrange(1, 9))}
-    checkpoint.write(step, lambda path: torch.save(saved, path), told.step, told.metrics, told.best, told.world_size)
+    files.write(step, lambda path: torch.save(saved, path), told.step, told.metrics, told.best, told.world_size)
 
 
 def a_file(step: Path, _choose: random.Random, _: Path) -> None:

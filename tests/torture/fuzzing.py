@@ -10,8 +10,12 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-FUZZ = ("test_config_fuzz.py", "tracking/test_hostile_journals.py", "tracking/test_hostile_values.py",
-        "tracking/test_planted.py")  # fmt: skip
+FUZZ = (
+    "config/test_config_fuzz.py",
+    "run_store/test_hostile_journals.py",
+    "run_store/test_planted.py",
+    "tracking/test_hostile_values.py",
+)
 
 
 @dataclasses.dataclass(frozen=True)

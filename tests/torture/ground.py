@@ -19,9 +19,9 @@ from typing import TypeVar
 
 import psutil
 
-from rankzero.tracking.catalog import folders
-from rankzero.tracking.folder import RunFolder
-from rankzero.train.launch import PRELOAD
+from rankzero.catalog.lookup import folders
+from rankzero.launch.agent import PRELOAD
+from rankzero.run_store.folder import RunFolder
 from torture.room import shared_memory
 
 T = TypeVar("T")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rankzero.events import Event
-from rankzero.tracking.folder import RunFolder
+from rankzero.run_store.folder import RunFolder
+from support.runs import append, make_folder
 from torture.ground import Broken, Ground
-from tracking.runs import append, make_folder
 
 STEPS = 4
 REFERENCE = {"train/loss": {step: 1.0 / step for step in range(1, STEPS + 1)}, "val/accuracy": {4: 0.5}}

@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import psutil
 
-from cli.conftest import losses as journaled
+from rankzero.catalog.lookup import mlflow_id
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, RunEnded
-from rankzero.tracking import sync
-from rankzero.tracking.catalog import mlflow_id
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.journal import read_all
-from rankzero.tracking.mlflow import RunRecord, Tracker
-from rankzero.train import checkpoint, manifest
+from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+from rankzero.tracking import delivery_status, sync
+from rankzero.training.checkpoints import files, manifest
+from support.commands import losses as journaled
 from torture import curves
 from torture.curves import Curves
 from torture.ground import LEAVE_SECONDS, ORPHAN_SECONDS, Broken, Ground, wait_for
@@ -87,7 +87,7 @@ def arrived_by_itself(run: RunFolder) -> None:
     run_id = mlflow_id(run)
     if run_id is None:
         raise Broken(f"lost: {run.path.name} is not in MLflow without `sync`: it has no id")
-    found, journaled = sync.status(run), curves.first(run)
+    found, journaled = delivery_status.status(run), curves.first(run)
     curves.have_arrived(journaled, curves.in_mlflow(run, run_id, journaled))
     if found.pending:
         raise Broken(f"lost: {found.pending} of {run.path.name} are not in MLflow without `sync`: {found.error}")
@@ -127,10 +127,10 @@ def checkpoints_are_intact(run: RunFolder) -> int:
     offered = _offered(run)  # first: it puts back what was being replaced
     for path in sorted(run.checkpoints.glob("step_*")):
         try:
-            step, told = checkpoint.load(path)["step"], manifest.read(path).step
+            step, told = files.load(path)["step"], manifest.read(path).step
         except manifest.BrokenCheckpoint as error:
             raise Broken(f"corrupt: {error}") from None
-        if step != told or path != checkpoint.folder_of(run.checkpoints, step):
+        if step != told or path != files.folder_of(run.checkpoints, step):
             raise Broken(f"corrupt: {path.name} holds step {step}, its manifest says {told}")
     _newest_and_best_are_there(run)
     return offered
@@ -138,7 +138,7 @@ def checkpoints_are_intact(run: RunFolder) -> int:
 
 def _offered(run: RunFolder) -> int:
     """Return the step that a resume goes on from: the newest there is."""
-    path, problems = checkpoint.newest_intact(run.checkpoints)
+    path, problems = files.newest_intact(run.checkpoints)
     if problems:
         raise Broken(f"corrupt: {'; '.join(problems)}")
     return 0 if path is None else manifest.read(path).step

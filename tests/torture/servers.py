@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-from rankzero.tracking.store import DATABASE, server_command, server_environment
+from rankzero.mlflow_store.uris import DATABASE, server_command, server_environment
 from torture.ground import MARK, Broken, wait_for
 
 START_SECONDS = 120.0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from support.runs import started, steps
 from torture import ground, results
 from torture.board import Board
 from torture.ground import Command, Ground, Turn
@@ -21,7 +22,6 @@ from torture.planted import STEPS, refused, run_of
 from torture.proxy import EVERYTHING, UPLOADS, Proxy
 from torture.results import Result
 from torture.scenarios import server, signals
-from tracking.runs import started, steps
 
 
 @contextlib.contextmanager

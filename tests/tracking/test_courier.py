@@ -15,16 +15,19 @@ from typing import Any
 import pytest
 
 from rankzero.events import RunEnded
-from rankzero.tracking import attempt as attempts
+from rankzero.run_store import attempt as attempts
+from rankzero.run_store import claims, delivery_state
+from rankzero.run_store.attempt import Attempt
+from rankzero.run_store.delivery_state import Progress
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
 from rankzero.tracking import courier as module
-from rankzero.tracking import incumbent, progress, recorder
-from rankzero.tracking.attempt import Attempt
-from rankzero.tracking.courier import FAIR, MODEST, UNWANTED, Courier
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.journal import read_all
-from rankzero.tracking.progress import Progress
-from tracking.runs import append, make_folder
-from tracking.runs import started as begun
+from rankzero.tracking import courier_supervisor as supervisor
+from rankzero.tracking import recorder, retry
+from rankzero.tracking.courier import MODEST
+from rankzero.tracking.courier_supervisor import FAIR, UNWANTED, Courier
+from support.runs import append, make_folder
+from support.runs import started as begun
 
 IDLE_SECONDS = 0.3
 ASLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -49,8 +52,8 @@ _real_popen = subprocess.Popen
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Couriers]:
     made = Couriers()
-    monkeypatch.setattr(module, "IDLE_SECONDS", IDLE_SECONDS)
-    monkeypatch.setattr(module.subprocess, "Popen", made.start)
+    monkeypatch.setattr(supervisor, "IDLE_SECONDS", IDLE_SECONDS)
+    monkeypatch.setattr(supervisor.subprocess, "Popen", made.start)
     yield made
     for process in made.processes:
         process.kill()
@@ -64,7 +67,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def courier(folder: RunFolder, started: Couriers) -> Courier:
-    made = Courier(Attempt(folder, 0, incumbent.claim(folder, 0).token))
+    made = Courier(Attempt(folder, 0, claims.claim(folder, 0).token))
     made.tend()
     return made
 
@@ -77,7 +80,7 @@ def tended(courier: Courier, seconds: float) -> None:
 
 
 def says(folder: RunFolder, error: str | None = None) -> None:
-    progress.save(progress.path_of(folder, 0), Progress(error=error))
+    delivery_state.save(delivery_state.path_of(folder, 0), Progress(error=error))
 
 
 def test_one_that_never_gets_to_begin_is_started_anew_with_a_little(courier: Courier, started: Couriers) -> None:
@@ -126,7 +129,7 @@ def test_one_whose_run_is_gone_is_not_started_anew(courier: Courier, started: Co
 def test_one_that_has_done_nothing_yet_makes_way_for_a_newer_attempts(
     courier: Courier, started: Couriers, folder: RunFolder
 ) -> None:
-    incumbent.claim(folder, 0)
+    claims.claim(folder, 0)
     tended(courier, 0.1)
     assert started.processes[0].poll() is None, "whether it is in vain, its recorder says"
     courier.finish()
@@ -139,7 +142,7 @@ def test_one_that_has_begun_may_end_by_itself_when_a_newer_attempt_begins(
 ) -> None:
     time.sleep(0.01)
     says(folder)
-    incumbent.claim(folder, 0)
+    claims.claim(folder, 0)
     courier.finish()
     assert courier.tend() and started.processes[0].poll() is None
 
@@ -148,8 +151,8 @@ def test_one_whose_right_is_held_for_long_is_waited_for_from_the_end_on(
     started: Couriers, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.5")
-    with incumbent.lock(folder, 0):
-        waiting = Courier(Attempt(folder, 0, incumbent.claim(folder, 0).token))
+    with claims.lock(folder, 0):
+        waiting = Courier(Attempt(folder, 0, claims.claim(folder, 0).token))
         time.sleep(0.6)  # a training that is longer than the grace
         waiting.finish()
         assert waiting.tend()
@@ -159,10 +162,10 @@ def test_one_whose_right_is_held_for_long_is_waited_for_from_the_end_on(
 def test_none_is_started_for_an_attempt_that_waited_for_the_right_until_it_was_over(
     started: Couriers, folder: RunFolder
 ) -> None:
-    with incumbent.lock(folder, 0):
-        waiting = Courier(Attempt(folder, 0, incumbent.claim(folder, 0).token))
+    with claims.lock(folder, 0):
+        waiting = Courier(Attempt(folder, 0, claims.claim(folder, 0).token))
         assert waiting.tend()
-        incumbent.claim(folder, 0)
+        claims.claim(folder, 0)
     waiting.finish()
     assert not waiting.tend() and not started.processes
 
@@ -172,8 +175,9 @@ class TestFailingCalls:
 
     @pytest.fixture(autouse=True)
     def hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "PAUSE_SECONDS", 0.02)
-        monkeypatch.setattr(module, "IDLE_SECONDS", 60.0)
+        monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.02)
+        monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.02)
+        monkeypatch.setattr(supervisor, "IDLE_SECONDS", 60.0)
         monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.3")
 
     def test_where_no_process_can_be_made_it_is_tried_again(
@@ -181,10 +185,10 @@ class TestFailingCalls:
     ) -> None:
         started.processes[0].kill()
         started.processes[0].wait()
-        monkeypatch.setattr(module.subprocess, "Popen", failing(BlockingIOError(errno.EAGAIN, "no process")))
+        monkeypatch.setattr(supervisor.subprocess, "Popen", failing(BlockingIOError(errno.EAGAIN, "no process")))
         tended(courier, 0.3)
         assert caplog.text.count("cannot be tended") == 1
-        monkeypatch.setattr(module.subprocess, "Popen", started.start)
+        monkeypatch.setattr(supervisor.subprocess, "Popen", started.start)
         tended(courier, 0.1)
         assert len(started.processes) == 2 and started.processes[1].poll() is None
         assert caplog.text.count("the courier ended with") == 1
@@ -193,7 +197,7 @@ class TestFailingCalls:
         self, folder: RunFolder, started: Couriers
     ) -> None:
         (folder.path / "recorder.lock").symlink_to("nowhere")
-        waiting = Courier(Attempt(folder, 0, incumbent.claim(folder, 0).token))
+        waiting = Courier(Attempt(folder, 0, claims.claim(folder, 0).token))
         tended(waiting, 0.5)
         waiting.finish()
         tended(waiting, 0.1)
@@ -201,15 +205,15 @@ class TestFailingCalls:
         assert not waiting.tend() and not started.processes
 
     def test_what_is_to_end_the_process_does(self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module.subprocess, "Popen", failing(SystemExit()))
+        monkeypatch.setattr(supervisor.subprocess, "Popen", failing(SystemExit()))
         with pytest.raises(SystemExit):
-            Courier(Attempt(folder, 0, incumbent.claim(folder, 0).token)).tend()
+            Courier(Attempt(folder, 0, claims.claim(folder, 0).token)).tend()
 
     def test_a_dead_rank_0_is_seen_and_its_end_said_once_the_disk_is_back(
         self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         reader, writer = os.pipe()
-        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, reader)
+        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, reader)
         append(folder, begun())
         real, stale = attempts.read, [OSError(errno.ESTALE, "stale")] * 4
 
@@ -231,10 +235,10 @@ class TestFailingCalls:
         self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         reader, writer = os.pipe()
-        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, reader)
+        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, reader)
         monkeypatch.setattr(attempts, "read", failing(OSError(errno.EIO, "input/output")))
         monkeypatch.setattr(module, "TICK_SECONDS", 0.0)
-        monkeypatch.setattr(module, "PAUSE_SECONDS", 0.1)
+        monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.1)
         threading.Timer(0.5, os.close, [writer]).start()
         recorder._follow(attempt, None)
         assert 2 <= caplog.text.count("unexpected; trying again") <= 7
@@ -245,7 +249,7 @@ class TestFailingCalls:
     ) -> None:
         reader, writer = os.pipe()
         os.close(writer)
-        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, reader)
+        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, reader)
         tries: list[int] = []
 
         def say() -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from rankzero.events import Noticed, SystemSampled
+from rankzero.run_store import delivery_state as state
+from rankzero.run_store.folder import FolderGone, RunFolder
+from rankzero.run_store.journal import Journal
 from rankzero.tracking import deliverer as module
-from rankzero.tracking import progress as state
-from rankzero.tracking import sync
+from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.folder import FolderGone, RunFolder
-from rankzero.tracking.journal import Journal
-from tracking.fake_tracker import FakeTracker, Refused, deliverer_to
-from tracking.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
+from support.fake_tracker import FakeTracker, Refused, deliverer_to
+from support.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -67,7 +67,7 @@ def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
     assert "### FINISHED" in tracker.tags["mlflow.note.content"]
     assert tracker.calls.index("save_checkpoint") < tracker.calls.index("close_run")
     assert done.snapshot().done
-    assert sync.status(folder)[:4] == (53, 0, 0, True)
+    assert delivery_status.status(folder)[:4] == (53, 0, 0, True)
 
 
 def test_what_is_delivered_late_is_not_written_into_another_run_of_that_name(
@@ -113,11 +113,11 @@ def test_trouble_is_on_the_disk_and_goes_away(folder: RunFolder, tracker: FakeTr
     deliverer = deliverer_to(tracker, folder)
     for _ in range(4):
         deliverer.work()
-    assert "server down" in str(sync.status(folder).error)
-    assert sync.status(folder).pending > 0
-    assert any("to deliver failed" in line for line in sync.status(folder).trouble)
+    assert "server down" in str(delivery_status.status(folder).error)
+    assert delivery_status.status(folder).pending > 0
+    assert any("to deliver failed" in line for line in delivery_status.status(folder).trouble)
     run(deliverer)
-    assert sync.status(folder).error is None
+    assert delivery_status.status(folder).error is None
 
 
 def test_a_crash_anywhere_replays_and_loses_nothing(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_crash_anywhere_replays_and_loses_nothing(tmp_path: Path) -> None:
         assert all(value < 2 for step, value in curve.items() if step <= 2500), crash
         assert list(tracker.checkpoints) == [60], crash
         assert tracker.status == "FINISHED", crash
-        assert sync.status(folder).done, crash
+        assert delivery_status.status(folder).done, crash
 
 
 def test_one_bad_point_does_not_take_its_batch_along(folder: RunFolder, tracker: FakeTracker) -> None:
@@ -235,10 +235,10 @@ def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(folder: RunFolder,
         deliverer.work()
     assert len(tracker.curve("train/loss")) == 20
     assert tracker.status == "FINISHED"
-    assert not sync.status(folder).done
+    assert not delivery_status.status(folder).done
     run(deliverer)
     assert list(tracker.checkpoints) == [10]
-    assert sync.status(folder).done
+    assert delivery_status.status(folder).done
 
 
 NOTE = "mlflow.note.content"
@@ -324,7 +324,7 @@ def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: F
     tracker.gone, tracker.fail = True, refuse
     done = run(deliverer, 10)
     assert done.progress.reasons == ["run: the MLflow run run-1 was deleted"]
-    assert sync.status(folder).done
+    assert delivery_status.status(folder).done
 
 
 def test_lost_progress_goes_on_from_what_mlflow_has(folder: RunFolder, tracker: FakeTracker) -> None:
@@ -370,7 +370,7 @@ def test_a_store_that_cannot_even_be_opened_is_no_end(folder: RunFolder) -> None
     deliverer = Deliverer(folder, 0, broken)
     for _ in range(20):
         assert not deliverer.work()
-    assert "no module named mlflow" in str(sync.status(folder).error)
+    assert "no module named mlflow" in str(delivery_status.status(folder).error)
 
 
 def test_little_batches_wait_for_company(

@@ -10,15 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuzz import patient, seldom, thorough
+from rankzero import scalars
 from rankzero.events import Evaluated, RunStarted, StepsLogged
-from rankzero.tracking import legal, sync
+from rankzero.mlflow_store import limits
+from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.mlflow_store.items import Points
+from rankzero.run_store.delivery_state import Progress
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.delivery import Points, named, translate
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.mlflow import RunRecord, Tracker
-from rankzero.tracking.progress import Progress
-from tracking.runs import T0, append, ended, make_folder
+from rankzero.tracking.translate import named, translate
+from support.fuzz import patient, seldom, thorough
+from support.runs import T0, append, ended, make_folder
 
 pytestmark = patient
 KEYS = 10_000
@@ -56,10 +59,10 @@ def test_no_two_metrics_become_one(keys: list[str]) -> None:
 @thorough
 @given(st.lists(names, max_size=12))
 def test_no_two_params_become_one(keys: list[str]) -> None:
-    stored = legal.names(keys)
+    stored = limits.names(keys)
     assert len(set(stored.values())) == len(set(keys))
-    assert all(stored[key] == key for key in keys if legal.name(key) == key)
-    assert all(legal.name(name) == name and len(name) <= legal.KEY_LENGTH for name in stored.values())
+    assert all(stored[key] == key for key in keys if limits.name(key) == key)
+    assert all(limits.name(name) == name and len(name) <= limits.KEY_LENGTH for name in stored.values())
 
 
 @thorough
@@ -76,12 +79,12 @@ def test_every_value_is_sent_or_told(rows: list[tuple[str, Any]]) -> None:
     assert len(sent) + progress.rejected == len(metrics)
     for key, value in metrics.items():
         found = [point.value for point in sent if point.key == named(key, progress)]
-        number = legal.number(value)
+        number = scalars.number(value)
         assert [repr(one) for one in found] == ([] if number is None else [repr(number)])
-        if legal.is_infinite(value):
+        if scalars.is_infinite(value):
             assert named(key, progress) in progress.infinite
     told = progress.altered + progress.rejected
-    assert told >= sum(legal.is_infinite(value) or legal.number(value) is None for value in metrics.values())
+    assert told >= sum(scalars.is_infinite(value) or scalars.number(value) is None for value in metrics.values())
 
 
 @seldom
@@ -92,11 +95,11 @@ def test_mlflow_has_what_it_is_said_to_have(
     folder = make_folder(tmp_path_factory.mktemp("run"), sqlite_of_all)
     append(folder, RunStarted(T0, params, {}, 1), Evaluated(T0, 3, metrics, False), ended(metrics={}))
     progress, run = delivered(folder)
-    stored = legal.names(params)
-    assert run.params == {stored[key]: legal.head(value, legal.PARAM_LENGTH) for key, value in params.items()}
+    stored = limits.names(params)
+    assert run.params == {stored[key]: limits.head(value, limits.PARAM_LENGTH) for key, value in params.items()}
     assert len(run.metrics) == len(metrics) and run.status == "FINISHED"
     for key, value in metrics.items():
-        stored_value, number = run.metrics[named(key, progress)], legal.number(value)
+        stored_value, number = run.metrics[named(key, progress)], scalars.number(value)
         assert stored_value == number or (math.isnan(stored_value) and math.isnan(number))
 
 
@@ -121,7 +124,7 @@ def test_ten_thousand_keys_and_what_cannot_be_stored(sqlite: str, tmp_path: Path
     for words in ("param 'long': 7,000 characters, of which MLflow keeps 6,000", "metric huge: infinite from step 1",
                   "metric minus: infinite from step 1", "metric text: not a number", "tag 'tag': 9,000 characters",
                   "metric 'tps(GPU)'", "characters that a database refuses"):  # fmt: skip
-        assert any(words in line for line in sync.status(folder).trouble), words
+        assert any(words in line for line in delivery_status.status(folder).trouble), words
         assert words.replace("'", "") in page.replace("'", ""), words
     assert progress.rejected == 1 and run.tags["rankzero.rejected"].startswith("1 things set aside")
-    assert len(sync.status(folder).trouble) < 30
+    assert len(delivery_status.status(folder).trouble) < 30

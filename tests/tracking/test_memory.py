@@ -17,12 +17,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rankzero.tracking import progress, sync
-from rankzero.tracking.folder import RunFolder
+from rankzero.run_store import delivery_state
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import delivery_status
+from support.fake_emitter import METRICS, windows
+from support.paths import SUPPORT
+from support.runs import append, make_folder, started
+from support.stores import Server
 from torture.proxy import Proxy
-from tracking.conftest import Server
-from tracking.fake_emitter import METRICS, windows
-from tracking.runs import append, make_folder, started
 
 PART, REST = 20_000, 180_000  # steps: about 2 MB of journal, and 20
 JOURNAL_BYTES = 18 << 20  # at least
@@ -81,7 +83,7 @@ class Emitting:
 
     @property
     def progress(self) -> progress.Progress:
-        return progress.load(progress.path_of(self.folder, 0))
+        return delivery_state.load(delivery_state.path_of(self.folder, 0))
 
 
 @contextlib.contextmanager
@@ -89,7 +91,7 @@ def emitting(root: Path, uri: str) -> Iterator[Emitting]:
     """Start a training process; it has written its first part. It and those beside it are killed in the end."""
     name = f"run-{uuid.uuid4().hex[:6]}"
     process = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("fake_emitter.py"), root, name, uri, str(PART), str(REST)],
+        [sys.executable, SUPPORT / "fake_emitter.py", root, name, uri, str(PART), str(REST)],
         text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **QUICK},
     )  # fmt: skip
     try:
@@ -135,7 +137,7 @@ def test_memory_stays_while_the_server_is_away_and_the_journal_grows(
     """Rank 0, the recorder and the courier, from two tries at a tenth of the journal to one at all of it."""
     with away(request) as (uri, go), emitting(tmp_path / "runs", uri) as run:
         if away is goes_away:
-            run.until(lambda: sync.status(run.folder).run_id, "the run in MLflow")
+            run.until(lambda: delivery_status.status(run.folder).run_id, "the run in MLflow")
             go()
         run.fail_again()
         run.fail_again()
@@ -154,7 +156,7 @@ def test_memory_stays_while_all_that_has_waited_is_delivered(tmp_path: Path) -> 
     append(folder, started(), *windows(1, PART + REST))
     assert folder.events.stat().st_size > JOURNAL_BYTES
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("fake_delivery.py"), folder.path],
+        [sys.executable, SUPPORT / "fake_delivery.py", folder.path],
         check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
     begin, most, count = map(int, done.stdout.split())

@@ -16,18 +16,20 @@ import psutil
 import pytest
 
 from rankzero.events import RunEnded
-from rankzero.tracking import incumbent, recorder, sync
-from rankzero.tracking.attempt import UNSAID, Attempt
-from rankzero.tracking.courier import grace_seconds
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.journal import read_all
-from rankzero.tracking.mlflow import Tracker
+from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.uris import default_tracking_uri
+from rankzero.run_store import claims
+from rankzero.run_store.attempt import UNSAID, Attempt
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+from rankzero.tracking import delivery_status, recorder, sync
 from rankzero.tracking.recorder import Recording
-from rankzero.tracking.store import default_tracking_uri
-from tracking.conftest import Server
-from tracking.runs import append, ended, make_folder, started, steps
+from rankzero.tracking.retry import grace_seconds
+from support.paths import SUPPORT
+from support.runs import append, ended, make_folder, started, steps
+from support.stores import Server
 
-FAKE = Path(__file__).with_name("fake_rank0.py")
+FAKE = SUPPORT / "fake_rank0.py"
 
 
 @pytest.fixture
@@ -65,13 +67,13 @@ def log_of(folder: RunFolder) -> str:
 def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
     """All that reached the journal is in MLflow, the status is true, a forked child that lives on is no obstacle."""
     process = rank0(folder, 40, 0.05, "die")
-    until(lambda: incumbent.is_recording(folder))
+    until(lambda: claims.is_recording(folder))
     [beside] = [child for child in psutil.Process(process.pid).children() if "recorder" in " ".join(child.cmdline())]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         beside.send_signal(number)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    delivery = sync.wait(folder, 60)
+    delivery = delivery_status.wait(folder, 60)
     assert delivery.done, log_of(folder)
     assert (last(folder).status, last(folder).reason) == ("FAILED", UNSAID)
     record = Tracker(sqlite).find_run(str(delivery.run_id))
@@ -86,16 +88,16 @@ def test_a_server_is_killed_and_comes_back(tmp_path: Path, server: Server) -> No
     folder = make_folder(tmp_path, server.uri)
     process = rank0(folder, 450, 0.04, "finish")
     try:
-        until(lambda: sync.status(folder).delivered > 0)
+        until(lambda: delivery_status.status(folder).delivered > 0)
         server.kill()
-        until(lambda: sync.status(folder).error)
+        until(lambda: delivery_status.status(folder).error)
         assert process.poll() is None
         server.start()
         for courier in psutil.Process(process.pid).children(recursive=True):
             if "courier" in " ".join(courier.cmdline()):
                 courier.kill()
         slowest, _ = process.communicate()
-        delivery = sync.wait(folder, 60)
+        delivery = delivery_status.wait(folder, 60)
         assert delivery.done, log_of(folder)
         assert curve(server.uri, delivery.run_id) == list(range(1, 451))
         assert Tracker(server.uri).find_run(str(delivery.run_id)).status == "FINISHED"
@@ -114,7 +116,7 @@ def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     made = recorder.start(folder, [], 0)
     yield folder, made
     made.close()
-    until(lambda: not incumbent.is_recording(folder))
+    until(lambda: not claims.is_recording(folder))
 
 
 def test_starting_costs_milliseconds(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_a_newer_attempt_ends_the_older_recorder_at_once(recording: tuple[RunFol
     """The older one neither delivers nor closes; the newer gives up on the dead server; `sync` delivers both."""
     folder, older = recording
     append(folder, started(), steps(1, 10))
-    until(lambda: incumbent.is_recording(folder))
+    until(lambda: claims.is_recording(folder))
     newer = recorder.start(folder, [], 0)
     begin = time.monotonic()
     until(lambda: not psutil.pid_exists(older.pid) or psutil.Process(older.pid).status() == psutil.STATUS_ZOMBIE)
@@ -144,9 +146,9 @@ def test_a_newer_attempt_ends_the_older_recorder_at_once(recording: tuple[RunFol
     assert not any(isinstance(event, RunEnded) for event in read_all(folder.events))
     append(folder, started(2, step=5), steps(6, 20, offset=3.0), ended())
     newer.close()
-    until(lambda: sync.status(folder).error and not incumbent.is_recording(folder))
-    assert not sync.status(folder).done
-    assert sync.status(folder).pending > 0
+    until(lambda: delivery_status.status(folder).error and not claims.is_recording(folder))
+    assert not delivery_status.status(folder).done
+    assert delivery_status.status(folder).pending > 0
     identity = json.loads((folder.path / "run.json").read_text())
     (folder.path / "run.json").write_text(json.dumps({**identity, "tracking_uri": sqlite}))
     delivery = sync.deliver(folder, patience=20)
@@ -159,30 +161,30 @@ def test_a_recorder_that_waits_for_the_right_is_seen_to_live(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older attempt's may hold it for long on a busy machine; between the two nobody does."""
-    monkeypatch.setattr(sync, "STARTUP_SECONDS", 0.0)
-    older = incumbent.acquire(folder, 0)
+    monkeypatch.setattr(delivery_status, "STARTUP_SECONDS", 0.0)
+    older = claims.acquire(folder, 0)
     assert older is not None
     newer = recorder.start(folder, [], 0)
-    until(lambda: incumbent.is_stood_by(folder))
+    until(lambda: claims.is_stood_by(folder))
     process = psutil.Process(newer.pid)
     process.suspend()
     os.close(older)
-    assert not incumbent.is_recording(folder)
+    assert not claims.is_recording(folder)
     begin = time.monotonic()
-    sync.wait(folder, timeout=1.0)
+    delivery_status.wait(folder, timeout=1.0)
     assert time.monotonic() - begin >= 1.0
     process.kill()
     newer.close()
-    until(lambda: not incumbent.is_stood_by(folder))
+    until(lambda: not claims.is_stood_by(folder))
     begin = time.monotonic()
-    sync.wait(folder, timeout=60.0)
+    delivery_status.wait(folder, timeout=60.0)
     assert time.monotonic() - begin < 10
 
 
 def test_sync_closes_what_nobody_is_left_to_close(folder: RunFolder, sqlite: str) -> None:
     process = rank0(folder, 20, 0.02, "massacre")
     process.communicate()
-    until(lambda: not incumbent.is_recording(folder))
+    until(lambda: not claims.is_recording(folder))
     told = []
     delivery = sync.deliver(folder, on_progress=told.append, patience=20)
     assert delivery.done
@@ -194,7 +196,7 @@ def test_sync_closes_what_nobody_is_left_to_close(folder: RunFolder, sqlite: str
 
 
 def test_sync_leaves_a_run_open_whose_writer_lives(folder: RunFolder, sqlite: str) -> None:
-    incumbent.claim(folder, 0)
+    claims.claim(folder, 0)
     append(folder, started(), steps(1, 5))
     delivery = sync.deliver(folder, patience=20)
     assert Tracker(sqlite).find_run(str(delivery.run_id)).status == "RUNNING"
@@ -216,7 +218,7 @@ class TestAttempt:
         os.close(reader)
 
     def test_the_first_failure_of_any_rank_is_the_reason(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, pipe[0])
+        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
         folder.failures.mkdir()
         for rank, (after, why) in enumerate([(2, "second"), (1, "first"), (-999, "an earlier attempt's")]):
             word = {"time": time.time() + after, "reason": why, "error": "trace"}
@@ -233,7 +235,7 @@ class TestAttempt:
 
     def test_what_rank_0_said_stands(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
         append(folder, started(), ended("FAILED", "of an earlier attempt"))
-        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, pipe[0])
+        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
         attempt.wait(0)
         assert not attempt.over
         append(folder, started(2), ended("KILLED", "time limit"))
@@ -244,7 +246,7 @@ class TestAttempt:
         os.close(pipe[1])
 
     def test_a_torn_last_line_is_closed_off(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, pipe[0])
+        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
         append(folder, started())
         with folder.events.open("a") as file:
             file.write('{"event":"StepsLogged","steps":[1')
@@ -254,9 +256,9 @@ class TestAttempt:
         assert last(folder).status == "FAILED"
 
     def test_an_older_attempt_says_nothing(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, pipe[0])
+        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
         assert attempt.is_latest
-        incumbent.claim(folder, 0)
+        claims.claim(folder, 0)
         os.close(pipe[1])
         attempt.wait(1)
         attempt.say_end_if_unsaid()
@@ -264,7 +266,7 @@ class TestAttempt:
         assert not folder.events.exists()
 
     def test_another_run_of_the_same_name_is_not_given_an_end(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = Attempt(folder, 0, incumbent.claim(folder, 0).token, pipe[0])
+        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
         identity = folder.identity
         folder.path.rename(folder.path.with_name("elsewhere"))
         assert attempt.is_latest
@@ -278,23 +280,23 @@ class TestAttempt:
 
 def test_a_writer_that_lives_is_told_from_a_dead_one(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    assert not incumbent.writer_lives(folder)
+    assert not claims.writer_lives(folder)
     code = (
         f"from rankzero.tracking import folder, incumbent; from pathlib import Path; "
         f"incumbent.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert not incumbent.writer_lives(folder)
-    incumbent.claim(folder, 0)
-    assert incumbent.writer_lives(folder)
+    assert not claims.writer_lives(folder)
+    claims.claim(folder, 0)
+    assert claims.writer_lives(folder)
 
 
 def test_one_holds_the_right_to_deliver(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    with incumbent.lock(folder, 0) as first, incumbent.lock(folder, 0) as second, incumbent.lock(folder, 1) as other:
+    with claims.lock(folder, 0) as first, claims.lock(folder, 0) as second, claims.lock(folder, 1) as other:
         assert (first, second, other) == (True, False, True)
-        assert incumbent.is_recording(folder)
-    assert not incumbent.is_recording(folder)
+        assert claims.is_recording(folder)
+    assert not claims.is_recording(folder)
 
 
 def test_a_forked_child_lets_go_of_the_pipe() -> None:

@@ -15,14 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.cli import sync as sync_command
+from rankzero.catalog import lookup
+from rankzero.cli.commands import sync as sync_command
 from rankzero.events import encode
-from rankzero.tracking import catalog, incumbent, sync
-from rankzero.tracking import progress as state
+from rankzero.run_store import claims
+from rankzero.run_store import delivery_state as state
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import delivery_status, sync
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.folder import RunFolder
-from tracking.fake_tracker import FakeTracker
-from tracking.runs import append, ended, make_folder, started, stuck
+from support.fake_tracker import FakeTracker
+from support.runs import append, ended, make_folder, started, stuck
 
 LONG = 60.0  # seconds: nobody waits so long in these tests
 
@@ -36,7 +38,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 
 def waited(folder: RunFolder) -> float:
     began = time.monotonic()
-    assert not sync.wait(folder).done
+    assert not delivery_status.wait(folder).done
     return time.monotonic() - began
 
 
@@ -49,14 +51,14 @@ def test_a_server_that_refuses_is_not_waited_for_as_one_that_may_answer(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
-    monkeypatch.setattr(sync, "TROUBLED_SECONDS", 0.3)
+    monkeypatch.setattr(delivery_status, "TROUBLED_SECONDS", 0.3)
     state.save(state.path_of(folder, 0), state.Progress(error="ConnectionError: refused"))
     assert 0.3 <= waited(folder) < LONG
 
 
 def test_another_failed_try_is_no_reason_to_wait_longer(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
-    monkeypatch.setattr(sync, "TROUBLED_SECONDS", 0.5)
+    monkeypatch.setattr(delivery_status, "TROUBLED_SECONDS", 0.5)
     with progress_of(folder, lambda number: state.Progress(error=f"try {number}: refused", failures=number)):
         assert 0.5 <= waited(folder) < 5.0
 
@@ -73,7 +75,7 @@ def test_who_asked_for_the_delivery_waits_while_it_goes_on(folder: RunFolder, mo
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.5")
     with progress_of(folder, slowly, tries=20):
         began = time.monotonic()
-        sync.wait(folder, timeout=0.8)
+        delivery_status.wait(folder, timeout=0.8)
         assert time.monotonic() - began > 2.0
 
 
@@ -103,16 +105,16 @@ def progress_of(folder: RunFolder, reached: Callable[[int], state.Progress], tri
 
 
 def test_what_is_missing_is_said(folder: RunFolder) -> None:
-    assert sync.status(folder).lacks == ("the whole run",)
+    assert delivery_status.status(folder).lacks == ("the whole run",)
     read = {folder.events.name: folder.events.stat().st_size}
     state.save(state.path_of(folder, 0), state.Progress(run_id="abc", waiting=["artifacts", "figures"], offsets=read))
-    assert sync.status(folder).lacks == ("an upload",), "nobody waits for pictures of the whole run"
+    assert delivery_status.status(folder).lacks == ("an upload",), "nobody waits for pictures of the whole run"
     state.save(state.path_of(folder, 0), state.Progress(run_id="abc", ending=encode(ended())))
-    assert sync.status(folder).lacks == ("the latest values", "its end")
+    assert delivery_status.status(folder).lacks == ("the latest values", "its end")
     trial = make_folder(folder.path.parent.parent, parent=folder.path.name)
     append(trial, started())
     folder.add_child(trial.path.name)
-    assert sync.of_family(folder).lacks == ("the latest values", "its end", "1 of its 1 trials")
+    assert delivery_status.of_family(folder).lacks == ("the latest values", "its end", "1 of its 1 trials")
 
 
 def test_a_run_that_has_not_begun_is_not_ended_by_who_would_deliver_it(tmp_path: Path) -> None:
@@ -123,15 +125,15 @@ def test_a_run_that_has_not_begun_is_not_ended_by_who_would_deliver_it(tmp_path:
 
 def test_a_run_whose_launcher_died_before_it_began_is_ended_at_once(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    claim = incumbent.claim(folder, 0)
+    claim = claims.claim(folder, 0)
     sync.deliver(folder, patience=0.0)
     assert not folder.events.exists(), "it lives"
-    assert catalog.listed(tmp_path / "runs")[0].status == "STARTING"
+    assert lookup.listed(tmp_path / "runs")[0].status == "STARTING"
     dead = dataclasses.replace(claim, pid_started="0")
     (folder.path / "recorder.json").write_text(json.dumps(dataclasses.asdict(dead)))
-    assert catalog.listed(tmp_path / "runs")[0].status == "DIED"
+    assert lookup.listed(tmp_path / "runs")[0].status == "DIED"
     sync.deliver(folder, patience=0.0)
-    end = catalog.last_end(folder)
+    end = lookup.last_end(folder)
     assert end is not None and end.status == "FAILED" and "never began" in end.reason
 
 
@@ -140,13 +142,13 @@ def test_a_recorder_that_lives_says_the_end_itself(tmp_path: Path) -> None:
     append(folder, started())
     with recorder_of_a_dead_rank_0(folder):
         sync.deliver(folder, patience=0.3)
-        assert catalog.last_end(folder) is None, "closed while the recorder lived"
+        assert lookup.last_end(folder) is None, "closed while the recorder lived"
         says_it = threading.Timer(1.0, append, [folder, ended("FAILED", "what the recorder knows")])
         says_it.start()
         sync.deliver(folder, patience=20.0)
         says_it.join()
-        end = catalog.last_end(folder)
-        assert end is not None and end.reason == "what the recorder knows" and sync.status(folder).done
+        end = lookup.last_end(folder)
+        assert end is not None and end.reason == "what the recorder knows" and delivery_status.status(folder).done
     assert folder.events.read_text().count("RunEnded") == 1
 
 
@@ -169,16 +171,16 @@ def test_a_recorder_that_goes_without_a_word_keeps_no_run_open(tmp_path: Path) -
         goes.start()
         sync.deliver(folder, patience=20.0)
         goes.join()
-    end = catalog.last_end(folder)
+    end = lookup.last_end(folder)
     assert end is not None and end.status == "FAILED" and "no sign of life since" in end.reason
 
 
 @contextlib.contextmanager
 def recorder_of_a_dead_rank_0(folder: RunFolder) -> Iterator[int]:
     """A recorder that lives and does not deliver, as beside a search's trial; yield what says so."""
-    claim = dataclasses.replace(incumbent.claim(folder, 0), pid_started="0")
+    claim = dataclasses.replace(claims.claim(folder, 0), pid_started="0")
     (folder.path / "recorder.json").write_text(json.dumps(dataclasses.asdict(claim)))
-    recorder = incumbent.stand_by(folder, 0, claim.token)
+    recorder = claims.stand_by(folder, 0, claim.token)
     assert recorder is not None
     try:
         yield recorder
@@ -190,16 +192,16 @@ def recorder_of_a_dead_rank_0(folder: RunFolder) -> Iterator[int]:
 def test_a_clock_that_goes_back_leaves_a_delivery_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, tracker = make_folder(tmp_path), FakeTracker()
     append(folder, started(), ended())
-    incumbent.claim(folder, 0)
+    claims.claim(folder, 0)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
     deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
     deliverer.hasten()
     while not deliverer.complete:
         deliverer.work()
-    assert sync.status(folder).done
-    incumbent.claim(folder, 0)
-    assert not sync.status(folder).done, "a newer attempt has only just begun"
+    assert delivery_status.status(folder).done
+    claims.claim(folder, 0)
+    assert not delivery_status.status(folder).done, "a newer attempt has only just begun"
 
 
 def test_a_line_that_a_full_disk_has_cut_does_not_wait_for_ever(tmp_path: Path) -> None:
@@ -207,8 +209,8 @@ def test_a_line_that_a_full_disk_has_cut_does_not_wait_for_ever(tmp_path: Path) 
     append(folder, started(), ended())
     folder.system(0).write_text('{"event": "SystemSam')
     sync.deliver(folder, patience=20.0)
-    assert sync.status(folder).done
-    assert any("no events" in line for line in sync.status(folder).trouble)
+    assert delivery_status.status(folder).done
+    assert any("no events" in line for line in delivery_status.status(folder).trouble)
 
 
 def test_a_line_that_a_machine_cut_when_it_went_down_does_not_wait_for_ever(tmp_path: Path) -> None:
@@ -217,17 +219,17 @@ def test_a_line_that_a_machine_cut_when_it_went_down_does_not_wait_for_ever(tmp_
     with folder.events.open("a") as journal:
         journal.write('{"event": "RunSta')
     sync.deliver(folder, patience=20.0)
-    assert sync.status(folder).done
-    assert any("no events" in line for line in sync.status(folder).trouble)
+    assert delivery_status.status(folder).done
+    assert any("no events" in line for line in delivery_status.status(folder).trouble)
 
 
 def test_what_a_recorder_leaves_that_gives_up_is_delivered_by_who_waited(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
     append(folder, started(), ended())
-    right = incumbent.acquire(folder, 0)
+    right = claims.acquire(folder, 0)
     assert right is not None
     gives_up = threading.Timer(0.5, os.close, [right])
     gives_up.start()
     sync.deliver(folder, patience=20.0)
     gives_up.join()
-    assert sync.status(folder).done
+    assert delivery_status.status(folder).done

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankzero.tracking import catalog, facts, history, report, selection
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.page import page, status
-from rankzero.tracking.root import root_of
-from rankzero.tracking.summary import Summary
+from rankzero.catalog import filters as selection
+from rankzero.catalog import lookup
+from rankzero.catalog.summary import Summary
+from rankzero.reporting import metric_table, run_facts, run_report
+from rankzero.reporting.run_page import page, status
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.location import root_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -27,7 +29,7 @@ def runs(*filters: str, sort: str | None = None, all: bool = False, dir: str | P
     """
     import pandas
 
-    listed = catalog.listed(root_of(dir) / "runs")
+    listed = lookup.listed(root_of(dir) / "runs")
     top = [one for one in listed if all or one.parent is None]
     found = selection.select(top, map(selection.parse, filters), sort)
     table = pandas.DataFrame.from_records([_row(one) for one in found], columns=None if found else list(_COLUMNS))
@@ -40,7 +42,7 @@ def runs(*filters: str, sort: str | None = None, all: bool = False, dir: str | P
 
 def run(name: str, *, dir: str | Path | None = None) -> Run:
     """Return the run of this name or MLflow run id. Raises UserError, naming the newest runs, where there is none."""
-    return Run(catalog.require(root_of(dir) / "runs", name))
+    return Run(lookup.require(root_of(dir) / "runs", name))
 
 
 class Checkpoint(NamedTuple):
@@ -56,7 +58,7 @@ class Run:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder.path
-        self._folder, self._facts = folder, facts.fold(folder.all_events())
+        self._folder, self._facts = folder, run_facts.fold(folder.all_events())
 
     @property
     def name(self) -> str:
@@ -96,19 +98,19 @@ class Run:
     @property
     def report(self) -> str:
         """What became of it, in Markdown."""
-        return report.for_terminal(page(self._folder))
+        return run_report.for_terminal(page(self._folder))
 
     def history(self, *names: str) -> DataFrame:
         """Return the metrics by step, or only these, rows in which none of them was measured left out."""
-        return history.metrics(self._folder, names)
+        return metric_table.metrics(self._folder, names)
 
     def system(self) -> DataFrame:
         """Return what GPUs and host did, by sample."""
-        return history.system(self._folder)
+        return metric_table.system(self._folder)
 
     def experiment(self) -> Experiment:
         """Return the experiment with the run's settings, from its file as it is now."""
-        from rankzero.train.export import experiment_of
+        from rankzero.training.checkpoints.best_model import experiment_of
 
         return experiment_of(self._folder)
 
@@ -117,7 +119,7 @@ class Run:
 
         Raises UserError where there is no checkpoint, or none that fits the model any more.
         """
-        from rankzero.train.export import load_best
+        from rankzero.training.checkpoints.best_model import load_best
 
         return load_best(self._folder)
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rankzero import __version__, output
+from rankzero import __version__
 from rankzero.cli.verbs import VERBS
-from rankzero.exit_codes import FAILED, USAGE
-from rankzero.tracking.root import root_of
+from rankzero.errors import FAILED, USAGE
+from rankzero.launch import output
+from rankzero.run_store.location import root_of
 
 AFTER_MINUS = ("--sort",)  # options whose value may begin with a minus
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.take_anything()
     try:
         arguments = parse(words)  # imports the verb's module: Ctrl-C may come amid that
-        return int(importlib.import_module(f"rankzero.cli.{arguments.verb}").run(arguments))
+        return int(importlib.import_module(f"rankzero.cli.commands.{arguments.verb}").run(arguments))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return FAILED
@@ -67,7 +68,7 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
         formatter_class=_Help,
         epilog=f"example:\n  {VERBS[verb].example}",
     )
-    importlib.import_module(f"rankzero.cli.{verb}").add_arguments(parser)
+    importlib.import_module(f"rankzero.cli.commands.{verb}").add_arguments(parser)
     _add_common(parser)
     return parser
 
@@ -120,12 +121,12 @@ def _report(error: Exception) -> int:
     """Say what went wrong in one message; return the exit code."""
     from rankzero.config import ConfigError
     from rankzero.errors import RunFailed, UserError
-    from rankzero.tracking.secrecy import url_without_secrets
+    from rankzero.redaction.text import url_without_secrets
 
     if isinstance(error, (UserError, ConfigError, RunFailed)):
         print(f"error: {url_without_secrets(str(error))}", file=sys.stderr)
         return FAILED if isinstance(error, RunFailed) else USAGE
-    from rankzero.train.failure import reason
+    from rankzero.launch.failures import reason
 
     print(f"error: {url_without_secrets(reason(error))}\n(--debug shows the traceback)", file=sys.stderr)
     return FAILED

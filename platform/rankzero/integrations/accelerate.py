@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero.integrations.late import LateRun
-from rankzero.train.own_loop import TrackedRun
+from rankzero.integrations.deferred_run import LateRun
+from rankzero.integrations.tracked_run import TrackedRun
 
 try:
     from accelerate.tracking import GeneralTracker

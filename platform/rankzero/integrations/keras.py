@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rankzero.integrations.late import LateRun
+from rankzero.integrations.deferred_run import LateRun
 
 try:
     import keras
@@ -93,7 +93,7 @@ def restore(model: keras.Model, checkpoint: str | Path) -> None:
 
     Raises BrokenCheckpoint where the folder is not intact, ValueError where it is not of such a model.
     """
-    from rankzero.train.checkpoint import load
+    from rankzero.training.checkpoints.files import load
 
     state = load(Path(checkpoint))
     if model.optimizer is not None and not model.optimizer.built:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero.integrations.late import LateRun
+from rankzero.integrations.deferred_run import LateRun
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero.integrations.late import LateRun
+from rankzero.integrations.deferred_run import LateRun
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

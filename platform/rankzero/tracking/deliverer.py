@@ -20,19 +20,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero.events import DataDescribed, Event, RunEnded, RunStarted, decode
-from rankzero.tracking import afterword, incumbent, opening
-from rankzero.tracking import progress as state
-from rankzero.tracking.delivery import RETRIES, End, Item, Points, Tags, ending, name_of, translate, trouble_of
-from rankzero.tracking.folder import EVENTS, FolderGone, RunFolder
-from rankzero.tracking.journal import READ_BYTES, take
-from rankzero.tracking.retry import Backoff, refusal
-from rankzero.tracking.secrecy import line_without_secrets, text_without_secrets
-from rankzero.tracking.store import RunGone
-from rankzero.tracking.suspicion import Suspicion
+from rankzero.faults import refusal
+from rankzero.mlflow_store.items import RETRIES, End, Item, Points, Tags, name_of
+from rankzero.mlflow_store.uris import RunGone
+from rankzero.redaction.text import line_without_secrets, text_without_secrets
+from rankzero.run_store import claims
+from rankzero.run_store import delivery_state as state
+from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
+from rankzero.run_store.journal import READ_BYTES, take
+from rankzero.tracking import description, open_run
+from rankzero.tracking.retry import Backoff, Suspicion
+from rankzero.tracking.translate import ending, translate, trouble_of
 from rankzero.tracking.uploads import upload
 
 if TYPE_CHECKING:
-    from rankzero.tracking.mlflow import OpenRun, Tracker
+    from rankzero.mlflow_store.client import OpenRun, Tracker
 
 TAKE_SECONDS = 5.0  # few large batches: each costs the server as much as a thousand points do
 MOST_WITHOUT_MEMORY = 4  # tries of one upload that ran out of memory: it may ask for more than there is
@@ -47,9 +49,9 @@ class Deliverer:
     wait a little, and again.
     """
 
-    def __init__(self, folder: RunFolder, node: int = 0, connect: Callable[[str], Tracker] = opening.connect) -> None:
+    def __init__(self, folder: RunFolder, node: int = 0, connect: Callable[[str], Tracker] = open_run.connect) -> None:
         self._folder, self._node, self._connect = folder, node, functools.cache(connect)
-        self._path, self._directory = state.path_of(folder, node), incumbent.directory(folder)
+        self._path, self._directory = state.path_of(folder, node), claims.directory(folder)
         self.progress = state.load(self._path)
         for name in self._journals():
             self.progress.offsets.setdefault(name, 0)
@@ -98,13 +100,13 @@ class Deliverer:
         Raises FolderGone where the folder was moved or deleted: another run of its name knows nothing of this. Its
         number tells, which no other folder gets while the lock, a file in it, is open.
         """
-        if incumbent.directory(self._folder) != self._directory:
+        if claims.directory(self._folder) != self._directory:
             raise FolderGone(f"{self._folder.path} was moved or deleted while it was delivered")
         if not self._items:
             self._committed = copy.deepcopy(self.progress)
         for name in ("error", "failures", "outages", "away_seconds"):  # true at once, whatever is sent
             setattr(self._committed, name, getattr(self.progress, name))
-        claim = incumbent.latest(self._folder, self._node)
+        claim = claims.latest(self._folder, self._node)
         self._committed.claim = claim.token if claim else ""
         self._committed.pending_bytes = state.unread_bytes(self._folder, self._committed.offsets)
         state.save(self._path, self._committed)
@@ -176,13 +178,13 @@ class Deliverer:
 
     def _open(self) -> bool:
         """Find or make the MLflow run, or wait for whoever makes it."""
-        opened = opening.open_run(self._folder, self._node, self._connect)
+        opened = open_run.open_run(self._folder, self._node, self._connect)
         if opened is None:
             self._sending.fail()
             return False
         self._tracker, self._run = opened
         if self.progress.run_id is None:
-            opening.adopt(self.progress, self._run, self._folder.identity.mlflow_run_id is not None)
+            open_run.adopt(self.progress, self._run, self._folder.identity.mlflow_run_id is not None)
         self.commit()
         return True
 
@@ -251,7 +253,7 @@ class Deliverer:
     def _upload(self) -> bool:
         tracker, run = self._known_tracker(), self._open_run()
         if self.progress.waiting[0] == state.AFTERWORD:
-            self._items.extend(afterword.retold(tracker, run, self._folder, self.progress))
+            self._items.extend(description.retold(tracker, run, self._folder, self.progress))
         else:
             upload(tracker, run, self._folder, self.progress)
         self.progress.waiting.pop(0)
@@ -267,7 +269,7 @@ class Deliverer:
     def _ending(self, line: str) -> list[Item]:
         event = decode(line)
         assert isinstance(event, RunEnded)
-        return ending(event, afterword.description(self._folder, self.progress, event), self.progress)
+        return ending(event, description.description(self._folder, self.progress, event), self.progress)
 
     def _abandon(self, reason: str) -> None:
         """Stop: someone deleted the run in MLflow. The journal keeps everything."""

@@ -22,12 +22,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankzero.tracking import incumbent, links, ranks
-from rankzero.tracking.folder import RunFolder
+from rankzero import ranks
+from rankzero.run_store import claims, symlinks
+from rankzero.run_store.folder import RunFolder
 
 if TYPE_CHECKING:
-    from rankzero.tracking.attempt import Attempt
-    from rankzero.tracking.courier import Courier
+    from rankzero.run_store.attempt import Attempt
+    from rankzero.tracking.courier_supervisor import Courier
 
 SOURCE_ROOT = str(Path(__file__).parents[2])
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -55,14 +56,14 @@ def start(folder: RunFolder, gpu_uuids: Sequence[str] | None, node: int, node_co
 
     `gpu_uuids`: of the GPUs to watch; None: all that CUDA_VISIBLE_DEVICES leaves.
     """
-    claim = incumbent.claim(folder, node)
+    claim = claims.claim(folder, node)
     reader, writer = os.pipe()
     command = [
         *(sys.executable, "-P", "-m", "rankzero.tracking.recorder", str(folder.path)),
         *("--token", claim.token, "--node", str(node), "--nodes", str(node_count)),
         *("--job", str(_job_root(os.environ)), *(() if gpu_uuids is None else ("--gpus", *gpu_uuids))),
     ]
-    with open(folder.path / _suffixed("recorder.log", node), "ab", opener=links.no_follow) as output:
+    with open(folder.path / _suffixed("recorder.log", node), "ab", opener=symlinks.no_follow) as output:
         process = subprocess.Popen(
             command, stdin=reader, stdout=output, stderr=output, env=_environment(os.environ), start_new_session=True
         )  # so that a Ctrl-C at the terminal passes it by
@@ -75,10 +76,11 @@ def start(folder: RunFolder, gpu_uuids: Sequence[str] | None, node: int, node_co
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Record one attempt on one node."""
-    from rankzero.tracking.attempt import Attempt
-    from rankzero.tracking.courier import Courier, guarded
-    from rankzero.tracking.logs import log_without_secrets
-    from rankzero.tracking.sampling import Sampling
+    from rankzero.redaction.log_format import log_without_secrets
+    from rankzero.run_store.attempt import Attempt
+    from rankzero.telemetry.sampling_thread import Sampling
+    from rankzero.tracking.courier_supervisor import Courier
+    from rankzero.tracking.retry import guarded
 
     options = _parse(arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -95,12 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _follow(attempt: Attempt, courier: Courier | None) -> None:
     """Tend the courier until rank 0 has ended, or a newer attempt begins. A turn that fails is made again."""
-    from rankzero.tracking.courier import TICK_SECONDS, guarded
+    from rankzero.tracking.courier import TICK_SECONDS
+    from rankzero.tracking.retry import guarded
 
     standing = None
     while attempt.is_latest and not attempt.over:
         if standing is None:
-            standing = incumbent.stand_by(attempt.folder, attempt.node, attempt.token)
+            standing = claims.stand_by(attempt.folder, attempt.node, attempt.token)
         if courier is not None:
             courier.tend()
         guarded(lambda: attempt.wait(TICK_SECONDS))
@@ -108,7 +111,7 @@ def _follow(attempt: Attempt, courier: Courier | None) -> None:
 
 def _finish(attempt: Attempt, courier: Courier | None) -> None:
     """Say the end that rank 0 could not, and tend the courier to its end; the former is tried for `grace_seconds`."""
-    from rankzero.tracking.courier import grace_seconds, succeeds
+    from rankzero.tracking.retry import grace_seconds, succeeds
 
     until = time.monotonic() + grace_seconds()
     said = succeeds(attempt.say_end_if_unsaid)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import errno
+import logging
+import os
 import random
 import time
+from collections.abc import Callable
+
+log = logging.getLogger("rankzero.recorder")
 
 LONGEST_WAIT_SECONDS = 30.0
 HURRIED_WAIT_SECONDS = 5.0  # where somebody waits, and who tries gives up before long
-
-_REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
-_MAY_CHANGE = {401, 403, 404, 408, 409, 425, 429}  # the rights, the proxy, the load; not the thing itself
-_NEVER = {errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ELOOP, errno.EILSEQ}  # of a file
-
-
-class Impossible(Exception):
-    """What is asked for cannot be made, however often it is tried; the message says why."""
 
 
 class Backoff:
@@ -45,24 +41,57 @@ class Backoff:
         self._longest = HURRIED_WAIT_SECONDS
 
 
-def refusal(error: Exception) -> str | None:
-    """Return why MLflow, or a file system, will never take what it was given; None where another try may help.
-
-    Looks at what MLflow's and requests' exceptions carry, so that neither needs to be imported.
-    """
-    if isinstance(error, Impossible) or getattr(error, "error_code", None) in _REFUSALS:
-        return str(error)
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(status, int) and 400 <= status < 500 and status not in _MAY_CHANGE:
-        return str(error)
-    return str(error) if isinstance(error, OSError) and error.errno in _NEVER else None
+PAUSE_SECONDS = 5.0  # after what should not happen
+GRACE_SECONDS = 60.0
 
 
-def is_want(error: Exception) -> bool:
-    """Tell whether the machine lacks something (space, memory, files, a disk that answers), and the data have no fault.
+def grace_seconds() -> float:
+    """Return how long to go on without progress after the end of rank 0, and how long a command waits then, in all."""
+    return float(os.environ.get("RANKZERO_DELIVERY_GRACE_SECONDS") or GRACE_SECONDS)
 
-    An OSError without a number is none of the system's: libraries raise it for data that they do not take.
-    """
-    if isinstance(error, OSError):
-        return error.errno is not None and error.errno not in _NEVER
-    return isinstance(error, MemoryError)
+
+def guarded(action: Callable[[], object]) -> bool:
+    """Do it and return whether anything was done: not where it fails, as on a full disk, which may have an end."""
+    try:
+        return bool(action())
+    except Exception:
+        log.exception("unexpected; trying again")
+        time.sleep(PAUSE_SECONDS)
+        return False
+
+
+def succeeds(action: Callable[[], object]) -> bool:
+    """Do it as `guarded` does, and return whether it did not fail."""
+
+    def done() -> bool:
+        action()
+        return True
+
+    return guarded(done)
+
+
+SUSPICIOUS_FAILURES = 8  # of one item in a row: the server is asked for something else
+CERTAIN_ANSWERS = 3  # with a failure between each and the next: a server that works now and then is no proof
+
+
+class Suspicion:
+    """Falls on an item that keeps failing while MLflow does all else; a server that is away casts none."""
+
+    def __init__(self) -> None:
+        self._answers = 0  # times in a row that MLflow answered, each just after the item had failed
+
+    @property
+    def stands(self) -> bool:
+        """Tell whether MLflow answered when it was last asked, so that waiting would help nobody."""
+        return self._answers > 0
+
+    def confirmed(self, failures: int, answers: Callable[[], bool]) -> bool:
+        """Tell whether an item that failed so often is at fault; `answers` asks MLflow for something else."""
+        if failures < SUSPICIOUS_FAILURES:
+            return False
+        self._answers = self._answers + 1 if answers() else 0
+        return self._answers > CERTAIN_ANSWERS
+
+    def clear(self) -> None:
+        """Begin anew: something was sent, or is known to be refused."""
+        self._answers = 0

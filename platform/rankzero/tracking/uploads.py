@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankzero import scalars
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, RunStarted, decode
-from rankzero.tracking import legal
-from rankzero.tracking.delivery import linked
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.journal import read_all
-from rankzero.tracking.progress import ARTIFACTS, FIGURES, WORDS, Progress
-from rankzero.tracking.retry import is_want, refusal
+from rankzero.faults import is_want, refusal
+from rankzero.run_store.delivery_state import ARTIFACTS, FIGURES, WORDS, Progress
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+from rankzero.tracking.translate import linked
 
 if TYPE_CHECKING:
-    from rankzero.tracking.mlflow import OpenRun, Tracker
+    from rankzero.mlflow_store.client import OpenRun, Tracker
 
 log = logging.getLogger("rankzero.recorder")
 
@@ -73,13 +73,13 @@ def upload_artifacts(tracker: Tracker, run: OpenRun, folder: RunFolder, progress
 
 def upload_figures(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress) -> None:
     """Draw and upload pictures of the whole run; not of a search's trial, nor where the run is to have no pictures."""
-    from rankzero.tracking import figures
+    from rankzero.reporting import run_figures
 
     if folder.identity.parent is not None or not _wants_pictures(folder):
         return
     with tempfile.TemporaryDirectory(prefix="rankzero-") as place:
         try:
-            drawn, failed = figures.draw(folder, Path(place))
+            drawn, failed = run_figures.draw(folder, Path(place))
         except Exception as error:  # whatever a user's values do to matplotlib
             if is_want(error):
                 raise
@@ -114,20 +114,21 @@ def _upload_pictures(tracker: Tracker, run: OpenRun, path: Path, event: Pictures
 
     It stays where the machine lacks something: there is another try.
     """
-    from rankzero.tracking import drawing, negatives
+    from rankzero.reporting import image_grids
+    from rankzero.run_store import picture_files
 
     if not path.exists():
         return  # uploaded already, by one that died before it could say so
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         try:
-            drawn = drawing.draw(negatives.read(path), event.step, Path(folder))
+            drawn = image_grids.draw(picture_files.read(path), event.step, Path(folder))
         except Exception as error:  # a file that is none of ours, or a picture that cannot be drawn
             if is_want(error):
                 raise
             progress.reject(f"pictures of step {event.step}", f"{type(error).__name__}: {error}")
             drawn = {}
         if drawn:
-            tracker.log_pictures(run.run_id, drawn, event.step, legal.milliseconds(event.time) or 0)
+            tracker.log_pictures(run.run_id, drawn, event.step, scalars.milliseconds(event.time) or 0)
     with contextlib.suppress(OSError):  # a folder, or a disk that is read only: it is in MLflow, or told
         path.unlink(missing_ok=True)
 

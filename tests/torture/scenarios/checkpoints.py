@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from rankzero.events import RunStarted
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.journal import read_all
-from rankzero.train import checkpoint, manifest
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+from rankzero.training.checkpoints import files, manifest
 from torture import promises
 from torture.damage import DAMAGES, REFUSED
 from torture.disks import Disk, small_disk
@@ -64,13 +64,13 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
 
 def _is_not_loaded(damaged: Path, damage: str) -> None:
     with contextlib.suppress(manifest.BrokenCheckpoint):
-        checkpoint.load(damaged)
+        files.load(damaged)
         raise Broken(f"corrupt: {damaged.name} is loaded, though {damage}")
 
 
 def _one_before_is_offered(run: RunFolder, whole: Path, damage: str) -> None:
     """Of the checkpoints, the newest of which is damaged, the one before is used, and it is as it was saved."""
-    path, _ = checkpoint.newest_intact(run.checkpoints)
+    path, _ = files.newest_intact(run.checkpoints)
     wanted = sorted(whole.glob("step_*"))[-2]
     if path is None or path.name != wanted.name:
         raise Broken(f"corrupt: after {damage}, {path and path.name} is offered, wanted {wanted.name}")

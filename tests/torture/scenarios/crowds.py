@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rankzero.tracking.catalog import folders
-from rankzero.tracking.mlflow import Tracker
+from rankzero.catalog.lookup import folders
+from rankzero.mlflow_store.client import Tracker
 from torture import curves, promises
 from torture.ground import DEADLINE_SECONDS, Broken, Command, Ground, wait_for
 from torture.promises import Curves

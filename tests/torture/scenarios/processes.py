@@ -7,8 +7,8 @@ import time
 
 import psutil
 
-from rankzero.tracking.catalog import last_end
-from rankzero.train.watchdog import OTHERS
+from rankzero.catalog.lookup import last_end
+from rankzero.training.distributed.watchdog import OTHERS
 from torture import promises
 from torture.ground import Broken, Ground, wait_for
 from torture.promises import Curves

@@ -8,11 +8,11 @@ import itertools
 import time
 from collections import Counter
 
-from rankzero.search import plan
-from rankzero.search.study import Study, default_storage, find_study
-from rankzero.search.trial import Trial
-from rankzero.tracking.catalog import folders, last_end
-from rankzero.tracking.mlflow import Tracker
+from rankzero.catalog.lookup import folders, last_end
+from rankzero.mlflow_store.client import Tracker
+from rankzero.tuning import next_trial
+from rankzero.tuning.study import Study, default_storage, find_study
+from rankzero.tuning.trial import Trial
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
 from torture.promises import Curves
@@ -106,9 +106,9 @@ def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
     promises.nobody_is_left(ground)
     promises.no_run_is_running(ground)
     trials = study.trials()
-    counted = plan.ended(trials, study.abandoned)
-    if plan.running(trials):
-        raise Broken(f"wrong status: trials {[one.number for one in plan.running(trials)]} are RUNNING")
+    counted = next_trial.ended(trials, study.abandoned)
+    if next_trial.running(trials):
+        raise Broken(f"wrong status: trials {[one.number for one in next_trial.running(trials)]} are RUNNING")
     if len(counted) != wanted:
         raise Broken(f"lost: {wanted} trials were asked for, {len(counted)} count: {[one.state for one in trials]}")
     _each_has_a_run(ground, counted)

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 from rankzero.events import RunEnded
-from rankzero.tracking import sync
+from rankzero.run_store.journal import read_all
+from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import TAKE_SECONDS
-from rankzero.tracking.journal import read_all
-from rankzero.tracking.sync import Delivery
+from rankzero.tracking.delivery_status import Delivery
 from torture import promises
 from torture.disks import Disk, small_disk
 from torture.ground import GRACE_SECONDS, ORPHAN_SECONDS, Broken, Command, Ground, wait_for
@@ -199,9 +199,9 @@ def _holds_up(ground: Ground) -> Callable[[Delivery], bool]:
 
 
 def _delivery(ground: Ground) -> Delivery:
-    return sync.status(the_run(ground))
+    return delivery_status.status(the_run(ground))
 
 
 def _delivered(ground: Ground) -> int:
     run = ground.the_run()
-    return 0 if run is None or not run.events.exists() else sync.status(run).delivered
+    return 0 if run is None or not run.events.exists() else delivery_status.status(run).delivered

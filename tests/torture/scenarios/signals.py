@@ -10,10 +10,10 @@ import time
 
 import psutil
 
+from rankzero.catalog.lookup import last_end
+from rankzero.errors import FAILED, FINISHED, RESUMABLE
 from rankzero.events import RunStarted
-from rankzero.exit_codes import FAILED, FINISHED, RESUMABLE
-from rankzero.tracking.catalog import last_end
-from rankzero.tracking.journal import read_all
+from rankzero.run_store.journal import read_all
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
 from torture.promises import Curves

@@ -6,11 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rankzero.events import Noticed, SystemSampled
-from rankzero.tracking.folder import RunFolder
-from torture.ground import Broken, Ground
-from torture.promises import Curves
-from torture.scenarios.training import CLOCK, SETTINGS, ends, finished_by_itself, the_run
-from tracking.stubbed_nvml import (
+from rankzero.run_store.folder import RunFolder
+from support.stubbed_nvml import (
     DRIVER_NOT_LOADED,
     GPU_IS_LOST,
     RESET_REQUIRED,
@@ -21,6 +18,9 @@ from tracking.stubbed_nvml import (
     mig_uuid,
     uuid,
 )
+from torture.ground import Broken, Ground
+from torture.promises import Curves
+from torture.scenarios.training import CLOCK, SETTINGS, ends, finished_by_itself, the_run
 
 CALLS = ("nvmlDeviceGetTemperature", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage")
 Driver = Callable[[Ground], dict[str, str]]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from rankzero.tracking import progress
-from rankzero.tracking.folder import RunFolder
-from rankzero.tracking.mlflow import Tracker
+from rankzero.mlflow_store.client import Tracker
+from rankzero.run_store import delivery_state
+from rankzero.run_store.folder import RunFolder
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
 from torture.promises import Curves
@@ -80,7 +80,7 @@ def _reached(ground: Ground, moment: str) -> bool:
         case "checkpoint":
             return any(run.checkpoints.glob("*step_*"))
         case "upload":
-            return bool(progress.load(progress.path_of(run, 0)).uploads)
+            return bool(delivery_state.load(delivery_state.path_of(run, 0)).uploads)
         case "evaluation":
             return _is_evaluating(ground)
     return len(promises.journaled(run)) >= (STEPS - 8 if moment == "end" else 4)

@@ -1,0 +1,29 @@
+"""``rankzero config EXP [key=value…]``: the resolved settings as YAML, and every legal key with its type."""
+
+from __future__ import annotations
+
+import argparse
+
+from rankzero import config, experiment_file
+from rankzero.config import values
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class")
+    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    experiment = config.override(
+        experiment_file.load(arguments.experiment)(), config.parse_assignments(arguments.settings)
+    )
+    print(config.to_yaml(experiment), end="")
+    rows = [
+        (leaf.key, values.describe_type(leaf.annotation), values.render(leaf.value))
+        for leaf in config.leaves(experiment)
+    ]
+    width = max(len(key) for key, _, _ in rows)
+    print("\n# every legal key: type (value)")
+    for key, kind, value in rows:
+        print(f"# {key:{width}}  {kind} ({value})")
+    return 0

@@ -1,0 +1,149 @@
+"""``rankzero runs [FILTER…]``: the runs on this disk; those that died without a word get their end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rankzero.catalog import dead_runs, filters, lookup
+from rankzero.catalog.summary import ELSEWHERE, Summary
+from rankzero.cli.display.progress import duration
+from rankzero.cli.display.terminal import plain_or_fitting
+from rankzero.run_store.folder import FolderGone
+from rankzero.run_store.names import BrokenRun
+from rankzero.tracking import sync
+
+COLOURS = {
+    "FINISHED": "green", "FAILED": "red", "DIED": "red", "KILLED": "yellow", "RUNNING": "cyan", "STARTING": "cyan",
+    ELSEWHERE: "dim",
+}  # fmt: skip
+SILENT_SECONDS = 120.0
+PATIENCE_SECONDS = 5.0
+SHOWN, WAITS = 20, "*"
+IN_THE_TABLE = ("run", "status", "goal", "best", "samples/s", "age", "started")  # keys that need no column of their own
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "filters",
+        metavar="FILTER",
+        nargs="*",
+        help="KEY=VALUE, !=, <, <=, > or >=: a column, a param or a metric; all must hold; * and ? stand for anything",
+    )
+    parser.add_argument("--sort", metavar="KEY", help="a column, a param or a metric; -KEY: the largest first")
+    parser.add_argument(
+        "--json", action="store_true", help="all that is known of each, as one JSON array, a run a line"
+    )
+    parser.add_argument("--all", action="store_true", help="the trials of searches, too")
+    parser.add_argument("-n", type=int, dest="limit", help=f"how many (default: {SHOWN}; with --json all)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    conditions = [filters.parse(word) for word in arguments.filters]
+    runs = _closed(arguments.dir / "runs")
+    top = [one for one in runs if arguments.all or one.parent is None]
+    found = filters.select(top, conditions, arguments.sort)
+    if arguments.json:
+        print("[" + ",\n".join(json.dumps(record(one)) for one in found[: arguments.limit]) + "]")
+    elif not runs:
+        print(f"no runs in {arguments.dir}: start one with `rankzero train experiments/digits.py`")
+    else:
+        asked = [condition.key for condition in conditions] + ([arguments.sort.lstrip("-")] if arguments.sort else [])
+        show(found, SHOWN if arguments.limit is None else arguments.limit, asked)
+    return 0
+
+
+def record(one: Summary) -> dict[str, Any]:
+    """Return a run as JSON has it: the same keys for every run; what is no number there is null."""
+    return {key: _finite(value) for key, value in one.fields().items()}
+
+
+def _closed(runs: Path) -> list[Summary]:
+    """Return all runs, after the end, here and in MLflow, of those that say RUNNING and are not."""
+    listed = lookup.listed(runs, told=lambda text: print(f"not listed: {text}", file=sys.stderr))
+    found = [one.folder for one in listed if one.status == "DIED" and dead_runs.is_stale(one.folder)]
+    for folder in found:
+        print(f"{folder.path.name}: FAILED, {dead_runs.close(folder)}", file=sys.stderr, flush=True)
+    for folder in found:
+        try:
+            result = sync.deliver(folder, patience=PATIENCE_SECONDS)
+        except (FolderGone, BrokenRun) as error:
+            print(error, file=sys.stderr)
+            continue
+        if result.pending:
+            why = result.error or "no answer"
+            print(f"{folder.path.name}: MLflow does not know yet ({why}): rankzero sync", file=sys.stderr)
+    return lookup.listed(runs) if found else listed
+
+
+def show(found: Sequence[Summary], limit: int, asked: Sequence[str] = ()) -> None:
+    """Print the first runs as a table, with a column for each key that was asked for."""
+    terminal = plain_or_fitting()
+    goals = {one.goal for one in found[:limit] if one.best is not None}
+    goal = goals.pop() if len(goals) == 1 else "goal"
+    extra = [key for key in dict.fromkeys(asked) if key not in (*IN_THE_TABLE, goal)]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("run", "status", goal, "samples/s", "age", *extra):
+        justify: Literal["left", "right"] = "right" if heading in ("samples/s", "age") else "left"
+        table.add_column(escape(heading), justify=justify, overflow="fold")
+    for one in found[:limit]:
+        table.add_row(*_cells(one, goal), *(_cell(one, key) for key in extra))
+    terminal.print(table)
+    _say_what_is_missing(terminal, found, limit)
+
+
+def _say_what_is_missing(terminal: Console, found: Sequence[Summary], limit: int) -> None:
+    if any(_waits(one) for one in found[:limit]):
+        terminal.print(f"{WAITS} not all of it is in MLflow: rankzero sync", style="dim")
+    if len(found) > limit:
+        terminal.print(f"{limit} of {len(found):,} runs; -n {len(found)} shows all", style="dim")
+    if not found:
+        terminal.print("no run is like that")
+
+
+def _cells(one: Summary, goal: str = "") -> tuple[str, ...]:
+    """Return a row; the goal's name in it, unless the heading has it."""
+    named = "" if one.goal == goal else f"{escape(one.goal)} "
+    best = "" if one.best is None else f"{named}{one.best:.4f}"
+    speed = "" if one.samples_per_second is None else f"{one.samples_per_second:,.0f}"
+    status = f"[{COLOURS[one.status]}]{one.status}{WAITS if _waits(one) else ''}[/]{_silence(one)}"
+    return one.name, status, best, speed, age(time.time() - one.started)
+
+
+def _silence(one: Summary) -> str:
+    quiet = dead_runs.silence(one.folder) if one.status == "RUNNING" else 0.0
+    return f", silent for {age(quiet)}" if quiet > SILENT_SECONDS else ""
+
+
+def age(seconds: float) -> str:
+    """Return a span of time by its largest unit."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _waits(one: Summary) -> bool:
+    return one.undelivered and one.status not in ("RUNNING", "STARTING")
+
+
+def _cell(one: Summary, key: str) -> str:
+    value = filters.value_of(one, key)
+    if key == "duration":
+        return duration(one.seconds)
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value

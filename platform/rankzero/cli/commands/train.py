@@ -1,0 +1,108 @@
+"""``rankzero train EXP [--nproc N] [key=value…]``: run an experiment, tracked."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rankzero import config, experiment_file
+from rankzero.cli import launch_run
+from rankzero.errors import UserError
+from rankzero.experiment import Experiment
+from rankzero.launch import agent
+from rankzero.launch.request import make_folder, with_secrets, write_config
+from rankzero.mlflow_store import uris
+from rankzero.run_store import names
+from rankzero.run_store.attempt import sole_launcher
+from rankzero.run_store.folder import Identity, RunFolder, new_name
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class")
+    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change; see `rankzero config`")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="FILE",
+        help="settings to start from: a file such as sweet_spot.yaml, a study, a run",
+    )
+    add_launch_arguments(parser)
+    parser.add_argument("--run-name", help="what to call the run (default: the file's name and the time)")
+    parser.add_argument(
+        "--experiment-name", help="the MLflow experiment (default: $MLFLOW_EXPERIMENT_NAME or the file's name)"
+    )
+    parser.add_argument(
+        "--tracking-uri", help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or the embedded store)"
+    )
+
+
+def add_launch_arguments(
+    parser: argparse.ArgumentParser, processes: str = "one per GPU; 1 without, or under single and dp"
+) -> None:
+    """Add the options that say where the processes run; `processes`: in words, how many they are by default."""
+    group = parser.add_argument_group("processes (torchrun's options)")
+    group.add_argument(
+        "--nproc",
+        "--nproc-per-node",
+        type=int,
+        dest="nproc",
+        help=f"processes on this machine (default: {processes})",
+    )
+    group.add_argument("--nnodes", type=int, default=1, help="machines; run the same command on each")
+    group.add_argument("--rdzv-endpoint", help="host:port of the first machine, the same on each")
+    group.add_argument("--rdzv-id", default="rankzero", help="what the machines of one job agree to call it")
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="how often failed processes start again, from the newest checkpoint (default: 0)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    path, cls = experiment_file.split(arguments.experiment)
+    agent.warm_up(launch_run.libraries_of(path))
+    settings = config.parse_assignments(arguments.settings)
+    experiment = config.override(_start(arguments, settings), settings)
+    nodes = launch_run.nodes_of(arguments, experiment.train)
+    identity = _identity(arguments, path, cls)
+    uris.prepare_store(identity.tracking_uri)
+    folder = make_folder(arguments.dir / "runs", identity, machines=nodes.nodes)
+    joined = folder.identity.uuid != identity.uuid
+    with sole_launcher(folder, nodes.nodes):
+        if not joined:
+            write_config(folder, experiment)
+        return launch_run.run(launch_run.Attempt(folder, experiment, nodes, arguments.dir, sys.argv, joined=joined))
+
+
+def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experiment:
+    """Return the experiment with its own settings, or with those of ``--from``."""
+    cls = experiment_file.load(arguments.experiment)
+    if arguments.start is None:
+        return cls()
+    folder = RunFolder(arguments.dir / "runs" / arguments.start)
+    for path in (Path(arguments.start), folder.artifacts / "sweet_spot.yaml", folder.config):
+        if path.is_file():
+            return config.override(cls(), with_secrets(config.read_file(path), settings))
+    raise UserError(
+        f"--from {arguments.start}: neither a file, nor a run in {arguments.dir}, nor a study there that has found "
+        "a sweet spot"
+    )
+
+
+def _identity(arguments: argparse.Namespace, path: Path, cls: str | None) -> Identity:
+    uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
+    name = new_name(path.stem) if arguments.run_name is None else names.checked_run(arguments.run_name)
+    return Identity(
+        name=name,
+        uuid=secrets.token_hex(16),
+        experiment=arguments.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or path.stem,
+        tracking_uri=uri,
+        artifact_root=uris.artifact_root(uri),
+        experiment_file=f"{path}:{cls}" if cls else str(path),
+        project_dir=str(Path.cwd()),
+    )

@@ -1,0 +1,134 @@
+"""A run's progress as text: what the console knows of a run, and how it reads. Pure but for the clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rankzero import scalars
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
+from rankzero.experiment import Goal
+from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
+from rankzero.reporting.run_report import straggler
+
+BAR_WIDTH = 32
+
+
+class View:
+    """The newest values of a run. Takes events; a `Hook`."""
+
+    def __init__(self, goal: Goal) -> None:
+        self.goal = goal
+        self.step = 0
+        self.first_step = 0
+        self.total_steps: int | None = None
+        self.started = time.time()
+        self.values: dict[str, float] = {}
+        self.system: dict[str, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self.first_step = self.step = event.step
+                self.total_steps, self.started = event.total_steps, event.time
+            case StepsLogged():
+                self.step = max([self.step, *(scalars.step(number) or 0 for number in event.steps[-1:])])
+                self.values |= _numbers({name: column[-1] for name, column in event.metrics.items() if column})
+            case Evaluated():
+                self.values |= _numbers(event.metrics)
+            case SystemSampled():
+                self.system |= _numbers(event.metrics)
+            case _:
+                pass
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Return the time left at the newest step time; None while it is unknown."""
+        step_seconds = self.values.get(STEP_SECONDS)
+        if step_seconds is None or self.total_steps is None or not math.isfinite(step_seconds):
+            return None
+        return (self.total_steps - self.step) * step_seconds
+
+    def facts(self) -> list[str]:
+        """Return the progress in a few words each."""
+        total = f"/{self.total_steps:,}" if self.total_steps else ""
+        facts = [f"step {self.step:,}{total}"]
+        if "train/loss" in self.values:
+            facts.append(f"loss {self.values['train/loss']:.4g}")
+        if SPEED in self.values:
+            facts.append(f"{self.values[SPEED]:,.0f} samples/s")
+        if DATA_WAIT in self.values:
+            facts.append(f"data wait {self.values[DATA_WAIT]:.0%}")
+        gpus = [
+            value for name, value in self.system.items() if "/gpu_" in name and name.endswith("_utilization_percentage")
+        ]
+        if gpus:
+            facts.append(f"GPU {sum(gpus) / len(gpus):.0f}%")
+        if self.eta_seconds is not None:
+            facts.append(f"ETA {duration(self.eta_seconds)}")
+        return facts
+
+    def evaluation_line(self, event: Evaluated) -> str:
+        """Return an evaluation in a line, the goal's metric first."""
+        values = _numbers(event.metrics)
+        names = sorted(values, key=lambda name: (name != self.goal.metric, name))
+        shown = "  ".join(f"{name} {values[name]:.4f}" for name in names)
+        return f"step {event.step:>7,}  {shown}{'  best' if event.best else ''}"
+
+    def results(self, ended: RunEnded) -> Iterator[tuple[str, str]]:
+        """Yield the rows of the result table."""
+        figures = _numbers(ended.metrics)
+        yield "result", ended.reason
+        if "best" in figures:
+            target = "" if self.goal.target is None else f"  (target {self.goal.target:g})"
+            yield f"best {self.goal.metric}", f"{figures['best']:.4f}{target}"
+        if "samples_per_second" in figures:
+            half = figures.get("samples_per_second_half_width")
+            spread = "" if half is None else f" ± {half:,.0f} (95 %)"
+            yield "samples/s", f"{figures['samples_per_second']:,.0f}{spread}"
+        if "data_wait_fraction" in figures:
+            yield "waiting for data", f"{figures['data_wait_fraction']:.1%}"
+        slowest = straggler(figures)
+        if slowest:
+            yield "slowest rank", slowest
+        yield "steps", f"{figures.get('steps', 0):,.0f}"
+        yield "time", duration(ended.time - self.started)
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+    """Return what of a journal's values is a number: only that can be shown as one."""
+    numbers = {name: scalars.number(value) for name, value in values.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def progress_line(view: View) -> str:
+    """Return one plain line."""
+    return "  ".join(view.facts())
+
+
+def progress_panel(view: View) -> Group | Text:
+    """Return the live block: a bar and the facts."""
+    if not view.step:
+        return Text("starting…", style="dim")
+    row = Table.grid(padding=(0, 1))
+    row.add_row(
+        ProgressBar(total=view.total_steps or view.step, completed=view.step, width=BAR_WIDTH),
+        Text("  ".join(view.facts())),
+    )
+    return Group(row)
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them: 12 s, 3 min 20 s, 2 h 05 min."""
+    whole = max(0, round(seconds)) if math.isfinite(seconds) else 0
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

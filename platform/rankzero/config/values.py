@@ -1,0 +1,184 @@
+"""One setting's value: as text, from text, by its declared type. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import types
+import typing
+from typing import Any, Literal, Union
+
+from rankzero.config import yaml_text
+
+NONE_WORDS = {"none", "null", "~"}
+LARGEST_EXACT = 2.0**53
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def render(value: object) -> str:
+    """Return `value` as the text that `override` reads back to the same value."""
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return json.dumps(value, ensure_ascii=False)
+        case _:
+            return str(value)
+
+
+def describe_type(annotation: Any) -> str:
+    """Return a type as the user would say it: ``int``, ``fp32 | bf16``, ``int | none``."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " | ".join(render(arg) for arg in args)
+    if origin in (Union, types.UnionType):
+        return " | ".join(describe_type(arg) for arg in args)
+    if origin is tuple and args[-1:] == (Ellipsis,):
+        return f"list of {describe_type(args[0])}"
+    if origin is tuple:
+        return f"[{', '.join(describe_type(arg) for arg in args)}]"
+    return "none" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
+
+
+def coerce(value: Any, annotation: Any) -> Any:
+    """Return `value`, or what its text says, as the type `annotation`.
+
+    Raises ValueError when it is not one; never rounds, truncates or guesses.
+    """
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _coerce_union(value, args)
+    if origin is Literal:
+        return _coerce_literal(value, args)
+    if origin is tuple:
+        return _coerce_tuple(value, args)
+    try:
+        return _COERCE_SCALAR[annotation](value)
+    except KeyError:
+        raise TypeError(illegal(annotation)) from None
+
+
+def is_setting(annotation: Any) -> bool:
+    """Tell whether a setting may have this type: one that text can say."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return all(is_setting(arg) for arg in args)
+    if origin is tuple:
+        return all(is_setting(arg) for arg in args if arg is not Ellipsis)
+    return origin is Literal or annotation in _COERCE_SCALAR
+
+
+def illegal(annotation: Any) -> str:
+    """Say that no setting can have this type, and which can."""
+    return (
+        f"a setting cannot have the type {describe_type(annotation)}; use int, float, bool, str, a Literal, "
+        "a tuple of these, any of these | None, or a frozen dataclass of settings"
+    )
+
+
+def _coerce_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    try:
+        return BOOLEANS[value.strip().lower()]
+    except (KeyError, AttributeError):
+        raise ValueError("not a boolean") from None
+
+
+def _coerce_int(value: Any) -> int:
+    if isinstance(value, bool):
+        raise ValueError("not a whole number")
+    if isinstance(value, float) and not (value.is_integer() and abs(value) <= LARGEST_EXACT):
+        raise ValueError("not a whole number, or one that a float only comes close to")
+    try:
+        number = int(value)
+    except ValueError:
+        return _coerce_int(float(value))  # 1e5
+    except (OverflowError, TypeError) as error:
+        raise ValueError("not a whole number") from error
+    str(number)  # raises ValueError where it has more digits than Python writes
+    return number
+
+
+def _coerce_float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError("not a number")
+    try:
+        number = float(value)
+    except (OverflowError, TypeError) as error:
+        raise ValueError("not a number") from error
+    if number != number or (isinstance(value, str) and math.isinf(number) and "inf" not in value.lower()):
+        raise ValueError("not a number, or none that a float holds")
+    return number
+
+
+def _coerce_str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("not text")
+    value.encode()  # raises ValueError for half a surrogate pair, which no file can hold
+    return value
+
+
+def _coerce_none(value: Any) -> None:
+    if value is not None and not (isinstance(value, str) and value.strip().lower() in NONE_WORDS):
+        raise ValueError("not none")
+
+
+_COERCE_SCALAR: dict[Any, Any] = {
+    bool: _coerce_bool,
+    int: _coerce_int,
+    float: _coerce_float,
+    str: _coerce_str,
+    type(None): _coerce_none,
+}
+
+
+def _coerce_union(value: Any, options: tuple[Any, ...]) -> Any:
+    if value is None and type(None) in options:
+        return None
+    exact = [option for option in options if type(value) is option and option is not str]
+    for option in (*exact, *sorted(options, key=_generality)):
+        try:
+            return coerce(value, option)
+        except ValueError:
+            continue
+    raise ValueError("none of the types fits")
+
+
+def _generality(option: Any) -> int:
+    """Rank a type by how much text fits it: none before numbers, anything before str."""
+    order = [type(None), int, float]
+    return order.index(option) if option in order else len(order) + (option is str)
+
+
+def _coerce_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    items = _items(value)
+    if args[-1:] == (Ellipsis,):
+        args = args[:1] * len(items)
+    return tuple(coerce(item, arg) for item, arg in zip(items, args, strict=True))
+
+
+def _coerce_literal(value: Any, options: tuple[Any, ...]) -> Any:
+    for option in options:
+        if (type(option) is type(value) and option == value) or (isinstance(value, str) and render(option) == value):
+            return option
+    raise ValueError("not one of the choices")
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return _items_of_text(value.strip())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    raise ValueError("not a list")
+
+
+def _items_of_text(text: str) -> list[Any]:
+    if not text.startswith("["):
+        return [item.strip() for item in text.split(",")] if text else []
+    with contextlib.suppress(ValueError, RecursionError):
+        return list(json.loads(text))  # what `render` wrote; YAML reads some characters of JSON otherwise
+    return list(yaml_text.load(text))

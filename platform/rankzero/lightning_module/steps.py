@@ -1,0 +1,105 @@
+"""A `LightningModule` inside the loop: one forward is one training or validation step, and gives the step's metrics."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankzero.errors import UserError
+from rankzero.lightning_module.trainer_stub import StandIn
+
+PREFIXES = {True: ("train_", "train/"), False: ("val_", "val/", "valid_", "valid/", "validation_", "validation/")}
+"""What Lightning users put before a metric's name, by whether it is the training's; the journal has groups for it."""
+
+
+class Steps(nn.Module):
+    """Wraps a module so that a wrapper (DDP, FSDP, a compiler) sees its steps as its forward."""
+
+    def __init__(self, module: Any, trainer: StandIn) -> None:
+        if not module.automatic_optimization:
+            raise UserError(
+                "the module optimizes by hand (automatic_optimization=False), which RankZero's loop does not"
+            )
+        super().__init__()
+        self.module = module
+        self.trainer = trainer
+        self._logged: dict[str, Any] = {}
+        module.trainer = trainer
+        for part in module.modules():  # a module inside a module logs, too
+            if hasattr(part, "training_step"):
+                part.log = self._keep
+        self._steps = {True: _caller(module.training_step), False: _caller(module.validation_step)}
+
+    @property
+    def served(self) -> nn.Module:
+        """The user's own module: what is logged as the best model."""
+        module: nn.Module = self.module
+        return module
+
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        """Return {"loss": …, and what the step logs}, named without ``train_`` and ``val_``."""
+        self._logged.clear()
+        trainer = self.trainer
+        trainer.training = self.training
+        index = trainer.global_step % trainer.num_training_batches
+        result = self._steps[self.training](batch, index)
+        return metrics_of(result, self._logged, training=self.training)
+
+    def _keep(self, name: str, value: Any, *_: Any, **__: Any) -> None:
+        """Stand for `LightningModule.log`: every metric is reported, averaged over samples and ranks."""
+        self._logged[name] = value
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Steps:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        first = next(self.module.parameters(), None)
+        if first is not None:
+            self.module.to(first.device)  # Lightning's `self.device` learns of a move from `to` alone
+        return self
+
+
+def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dict[str, Tensor]:
+    """Return a step's metrics, loss first: what it returned and what it logged. Raises UserError without a loss."""
+    named = {_without_prefix(name, PREFIXES[training]): value for name, value in logged.items()}
+    loss = _returned_loss(result)
+    if loss is None and not training:
+        loss = _value("loss", named["loss"], None) if "loss" in named else None
+    if loss is None:
+        wanted = "training_step must return the loss" if training else "validation_step must log val_loss or return it"
+        raise UserError(f"{wanted}, or a dict with the key 'loss'; it returned {type(result).__name__}")
+    others = {name: _value(name, value, loss.device) for name, value in named.items() if name != "loss"}
+    return {"loss": loss, **others}
+
+
+def _returned_loss(result: Any) -> Tensor | None:
+    found = result.get("loss") if isinstance(result, Mapping) else result
+    return found if isinstance(found, Tensor) and not found.dim() else None
+
+
+def _value(name: str, value: Any, device: torch.device | None) -> Tensor:
+    """Return a logged value as a 0-d tensor. Raises UserError where it is none."""
+    batch_value = getattr(value, "_forward_cache", None)  # a torchmetrics object: this batch's value
+    if isinstance(value, nn.Module) and batch_value is None:
+        raise UserError(
+            f"log({name!r}): call the metric for each batch, self.log({name!r}, self.metric(output, target))"
+        )
+    value = value if batch_value is None else batch_value
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()) if value.numel() == 1 else value.detach()
+    return torch.full((), float(value), dtype=torch.float32, device=device)  # a copy would wait for the device
+
+
+def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:
+    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+
+
+def _caller(step: Callable[..., Any]) -> Callable[[Any, int], Any]:
+    """Return a step that takes batch and index, as Lightning lets it leave out the index."""
+    takes = inspect.signature(step).parameters
+    several = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in takes.values())
+    if "batch_idx" in takes or several or len(takes) > 1:
+        return step
+    return lambda batch, _: step(batch)

@@ -1,0 +1,7 @@
+"""Names of the metrics that RankZero itself logs."""
+
+from __future__ import annotations
+
+SPEED = "throughput/samples_per_second"
+STEP_SECONDS, DATA_WAIT = "throughput/step_seconds", "throughput/data_wait_fraction"
+WHOLE_RUN = "whole_run"  # sorts behind throughput, train and val

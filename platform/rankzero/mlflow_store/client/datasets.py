@@ -1,0 +1,28 @@
+"""Data sets as MLflow's inputs of a run."""
+
+from __future__ import annotations
+
+import json
+
+from mlflow.entities import Dataset, DatasetInput, InputTag
+
+from rankzero.events import DataDescribed
+from rankzero.mlflow_store import limits
+
+NAME_LENGTH, DIGEST_LENGTH, TAG_LENGTH = 500, 36, 500
+
+
+def dataset_input(event: DataDescribed) -> DatasetInput:
+    """Return the data set as MLflow shows and filters it."""
+    source = {"uri": event.source} if event.source_type == "local" else {"tags": {"mlflow.source.name": event.source}}
+    columns = [{"name": name, "type": kind, "required": True} for name, kind in event.columns.items()]
+    dataset = Dataset(
+        name=limits.head(event.name, NAME_LENGTH),
+        digest=limits.head(event.digest, DIGEST_LENGTH),
+        source_type=event.source_type,
+        source=json.dumps(source),
+        schema=json.dumps({"mlflow_colspec": columns}) if columns else None,
+        profile=json.dumps({"num_rows": event.samples}),
+    )
+    tags = {"mlflow.data.context": event.context, "rankzero.digest_of": event.how}
+    return DatasetInput(dataset, [InputTag(key, limits.head(value, TAG_LENGTH)) for key, value in tags.items()])

@@ -1,0 +1,89 @@
+"""Runs and checkpoints as MLflow has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from mlflow.entities import LoggedModel, Run
+
+from rankzero import scalars
+from rankzero.metric_names import SPEED, WHOLE_RUN
+from rankzero.mlflow_store.uris import TrackingError
+
+
+class OpenRun(NamedTuple):
+    """A run to write to; `marks`: metric -> highest step that MLflow has."""
+
+    run_id: str
+    experiment_id: str
+    marks: dict[str, int]
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint as MLflow knows it; `status` is READY once it is whole."""
+
+    step: int
+    model_id: str
+    status: str
+    best: bool
+    tags: Mapping[str, str]
+
+
+class RunRecord(NamedTuple):
+    """A run as the command line lists it."""
+
+    name: str
+    run_id: str
+    experiment_id: str
+    status: str
+    start_time: float
+    goal: str | None
+    best: float | None
+    samples_per_second: float | None
+    metrics: Mapping[str, float]
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+
+
+def opened(run: Run) -> OpenRun:
+    """Return a run to write to. Raises TrackingError for an answer that is none of MLflow's."""
+    metrics: Iterable[Any] = run.data._metric_objs  # the public dictionary has the values without their steps
+    run_id, experiment_id = known(run.info.run_id, "run"), known(run.info.experiment_id, "experiment")
+    return OpenRun(run_id, experiment_id, {metric.key: metric.step for metric in metrics})
+
+
+def known(identifier: str, what: str) -> str:
+    """Return the id that an answer gives. Raises TrackingError where there is none: something else than MLflow answers.
+
+    MLflow's client takes ``{}``, or "200 OK", for a run or an experiment whose fields are empty.
+    """
+    if not identifier:
+        raise TrackingError(f"the server answered without the {what}'s id: is it MLflow's, at the right address?")
+    return str(identifier)
+
+
+def record(run: Run) -> RunRecord:
+    """Return a run to look at."""
+    tags, metrics = run.data.tags, run.data.metrics
+    goal = tags.get("rankzero.goal")
+    best = scalars.number(tags.get("rankzero.best"))
+    return RunRecord(
+        name=run.info.run_name,
+        run_id=run.info.run_id,
+        experiment_id=run.info.experiment_id,
+        status=run.info.status,
+        start_time=run.info.start_time / 1000,
+        goal=goal,
+        best=best if best is not None or goal is None else metrics.get(goal),
+        samples_per_second=metrics.get(f"{WHOLE_RUN}/samples_per_second", metrics.get(SPEED)),
+        metrics=metrics,
+        params=run.data.params,
+        tags=tags,
+    )
+
+
+def checkpoint(model: LoggedModel) -> Checkpoint:
+    """Return a logged model that is a checkpoint."""
+    step, best = int(model.tags["rankzero.step"]), model.tags.get("rankzero.best") == "true"
+    return Checkpoint(step, model.model_id, str(model.status), best, model.tags)

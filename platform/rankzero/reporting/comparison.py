@@ -1,0 +1,167 @@
+"""What differs between two runs: results, speed, settings, code, packages, machine, side by side. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Iterator, Mapping
+
+from rankzero.metric_names import SPEED
+from rankzero.reporting import reproduce
+from rankzero.reporting.run_facts import Facts
+from rankzero.scalars import number
+
+PACKAGE, VARIABLE = "rankzero.package.", "rankzero.env."
+CODE = {
+    "commit": "mlflow.source.git.commit",
+    "branch": "mlflow.source.git.branch",
+    "uncommitted changes": "rankzero.dirty",
+    "experiment": "rankzero.experiment_file",
+}
+MACHINE = ("host", "system", "cpu_count", "python", "torch", "gpu", "cuda", "driver", "nccl")
+SPEEDS = {
+    "samples_per_second": "samples/s",
+    "data_wait_fraction": "waiting for data",
+    "train_seconds": "training, s",
+    "checkpoint_blocked_seconds": "checkpoints, s",
+    "peak_memory_megabytes": "peak memory, MB",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One of the two."""
+
+    name: str
+    status: str
+    facts: Facts
+    packages: Mapping[str, str]
+    """All that was installed, by name; empty where that was not written down."""
+    patch: str
+    """The uncommitted changes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One thing in both; empty where a run does not have it."""
+
+    key: str
+    left: str
+    right: str
+    change: str = ""
+
+    @property
+    def differs(self) -> bool:
+        return self.left != self.right
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Things of a kind."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+
+def sections(left: Side, right: Side, *, everything: bool = False) -> list[Section]:
+    """Return what differs, by kind; `everything`: what is alike, too."""
+    kinds = {
+        "Result": _results(left, right),
+        "Speed": _numbers(_speeds(left.facts), _speeds(right.facts)),
+        "Settings": _texts(left.facts.params, right.facts.params),
+        "Code": _texts(_code(left), _code(right)),
+        "Packages": _texts(_packages(left), _packages(right)),
+        "Machine": _texts(_machine(left.facts), _machine(right.facts)),
+    }
+    kept = {title: tuple(row for row in rows if everything or row.differs) for title, rows in kinds.items()}
+    return [Section(title, rows) for title, rows in kept.items() if rows]
+
+
+def patches(left: str, right: str) -> Iterator[str]:
+    """Yield how uncommitted changes differ: a file's name, ``-`` and what only the left has, ``+`` what the right."""
+    one, other = _by_file(left), _by_file(right)
+    for name in dict.fromkeys([*one, *other]):
+        if one.get(name) != other.get(name):
+            yield name + ("" if name in one and name in other else f" ({'first' if name in one else 'second'} only)")
+            lines = difflib.unified_diff(one.get(name, []), other.get(name, []), lineterm="", n=0)
+            yield from (line for line in itertools.islice(lines, 2, None) if line[1:2] in ("+", "-"))
+
+
+def _results(left: Side, right: Side) -> Iterator[Row]:
+    yield Row("status", left.status, right.status)
+    yield from _numbers(_metrics(left.facts), _metrics(right.facts))
+
+
+def _metrics(facts: Facts) -> dict[str, float]:
+    best = {} if facts.best is None else {f"best {facts.goal.metric}": facts.best, "best at step": facts.best_step}
+    others = {key: value for key, value in sorted(facts.metrics.items()) if not key.startswith("throughput/")}
+    return {**best, "steps": facts.steps, **others}
+
+
+def _speeds(facts: Facts) -> dict[str, float]:
+    summary = dict(facts.end.metrics) if facts.end else {}
+    if facts.speed is not None:
+        summary.setdefault("samples_per_second", facts.metrics[SPEED])
+    known = {title: summary[key] for key, title in SPEEDS.items() if number(summary.get(key)) is not None}
+    gpu = {f"GPU {key.replace('_', ' ')}": value for key, value in facts.gpu_means.items()}
+    return {**known, "duration, s": facts.duration, **gpu}
+
+
+def _code(side: Side) -> dict[str, str]:
+    known = {title: side.facts.environment.get(tag, "") for title, tag in CODE.items()}
+    files = len(_by_file(side.patch))
+    changes = f"{files} file{'s' * (files != 1)}" if side.patch else "none"
+    return {**known, "uncommitted changes": changes, "commands": "\n".join(map(reproduce.plain, side.facts.commands))}
+
+
+def _packages(side: Side) -> dict[str, str]:
+    tags = side.facts.environment.items()
+    return dict(side.packages) or {key.removeprefix(PACKAGE): text for key, text in tags if key.startswith(PACKAGE)}
+
+
+def _machine(facts: Facts) -> dict[str, str]:
+    known = {name: facts.environment.get(f"rankzero.{name}", "") for name in MACHINE}
+    variables = {
+        key.removeprefix(VARIABLE): text for key, text in facts.environment.items() if key.startswith(VARIABLE)
+    }
+    return {**{name: text for name, text in known.items() if text}, **variables}
+
+
+def _texts(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[Row]:
+    for key in dict.fromkeys([*left, *right]):
+        yield Row(key, left.get(key, ""), right.get(key, ""))
+
+
+def _numbers(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[Row]:
+    for key in dict.fromkeys([*left, *right]):
+        yield Row(key, _text(left.get(key)), _text(right.get(key)), _change(left.get(key), right.get(key)))
+
+
+def _text(value: float | None) -> str:
+    real = number(value)
+    if real is None:
+        return ""
+    return f"{real:,.0f}" if abs(real) >= 1000 or float(real).is_integer() else f"{real:.4g}"
+
+
+def _change(left: float | None, right: float | None) -> str:
+    before, after = number(left), number(right)
+    if before is None or after is None or not before or not abs(after / before) < 1e6 or after == before:
+        return ""
+    ratio = after / before
+    return f"{ratio:.2f}x" if ratio >= 2 or ratio <= 0.5 else f"{ratio - 1:+.1%}"
+
+
+def _by_file(patch: str) -> dict[str, list[str]]:
+    """Return a patch's lines, by file; of files that git does not know, their names."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in patch.splitlines():
+        if line.startswith("diff --git "):
+            lines = found.setdefault(line.rpartition(" b/")[2], [])
+        elif line.startswith("# untracked: "):
+            found[line.removeprefix("# ")] = []
+        elif line[:1] in "+- " and not line.startswith(("+++ ", "--- ")):
+            lines.append(line)
+    return found

@@ -1,0 +1,30 @@
+"""What a run's page in MLflow says, from its folder."""
+
+from __future__ import annotations
+
+from rankzero.catalog.summary import read_summary
+from rankzero.events import RunEnded
+from rankzero.reporting import run_report
+from rankzero.reporting.delivery_problems import trouble
+from rankzero.reporting.run_facts import fold
+from rankzero.run_store.delivery_state import Progress, load, path_of
+from rankzero.run_store.folder import RunFolder
+
+
+def page(folder: RunFolder) -> str:
+    """Return the Markdown of the run's description in MLflow, or what it would be if the run ended now."""
+    return written(folder, load(path_of(folder, 0)))
+
+
+def written(folder: RunFolder, progress: Progress, end: RunEnded | None = None) -> str:
+    """Return the page with this delivery's troubles on it, and this end; None: the last that the journal tells."""
+    facts = fold(folder.all_events())
+    if folder.description.exists():
+        return run_report.with_notes(folder.description.read_text(encoding="utf-8"), facts.notices, trouble(progress))
+    end = end or facts.end or run_report.so_far(facts, status(folder))
+    return run_report.markdown(folder.identity.name, facts, end, trouble(progress))
+
+
+def status(folder: RunFolder) -> str:
+    """Return the run's status: FINISHED, FAILED, KILLED, STARTING, RUNNING or DIED. Raises BrokenRun."""
+    return read_summary(folder).status

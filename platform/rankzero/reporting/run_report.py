@@ -1,0 +1,242 @@
+"""A run's description for its MLflow page and for the terminal: what happened, in Markdown. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rankzero.events import DataDescribed, RunEnded
+from rankzero.reporting import reproduce
+from rankzero.reporting.run_facts import Facts
+from rankzero.scalars import number
+
+HIGHLIGHTS = ("train.batch_size", "train.micro_batch", "train.precision", "train.epochs", "train.steps", "train.seed")
+ERROR_LINES = 25
+MOST_NOTES = 30
+EM_SPACES = "&emsp;&emsp;"
+GAP = "&nbsp;\n\n"  # MLflow's page puts headings right below what is above
+DATA_BOUND = 0.1  # of the training time: from there on, the data are what to look at
+BUSY_GPU = 70.0  # percent
+
+
+def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()) -> str:
+    """Return the report. `name` is what `rankzero resume` takes, `end` how it ended, `trouble` the delivery's."""
+    parts = [
+        _headline(end),
+        _lead(facts, end),
+        _results(facts, end),
+        _error(end),
+        _checkpoints(name, facts, end),
+        _notes("What went wrong on the way", facts.notices),
+        _notes("Delivery to MLflow", trouble),
+        _origin(facts),
+        _reproduce(name, facts),
+        _setting(facts),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def with_notes(page: str, notices: Sequence[str], trouble: Sequence[str]) -> str:
+    """Return a page that was written otherwise, as a study's is, with what went wrong at its end."""
+    notes = [_notes("What went wrong on the way", notices), _notes("Delivery to MLflow", trouble)]
+    return "\n\n".join([page.rstrip(), *filter(None, notes)]) + "\n"
+
+
+def so_far(facts: Facts, status: Any) -> RunEnded:
+    """Return how a run stands that has not ended, or not said so: what `markdown` takes for its end."""
+    total = f" of {facts.total_steps:,}" if facts.total_steps else ""
+    return RunEnded(facts.last_time, status, f"at step {facts.steps:,}{total}", None, {})
+
+
+def for_terminal(text: str) -> str:
+    """Return the Markdown without the spaces that only MLflow's page needs."""
+    return text.replace(GAP, "").replace(EM_SPACES, "").replace("&emsp;", "")
+
+
+def _headline(end: RunEnded) -> str:
+    return f"### {end.status}: {_inline(end.reason)}"
+
+
+def _lead(facts: Facts, end: RunEnded) -> str:
+    """Return the line that MLflow shows before "Show more"."""
+    parts = []
+    if facts.best is not None:
+        parts.append(f"`{facts.goal.metric}` **{_number(facts.best)}**")
+    parts += [
+        f"{value} steps" if title == "Steps" else value
+        for title, value in (*_speed_rows(facts, end), *_progress_rows(facts))
+        if title not in ("Waiting for data", "Limited by", "Slowest rank")
+    ]
+    return " · ".join(parts)
+
+
+def _results(facts: Facts, end: RunEnded) -> str:
+    rows = [*_goal_rows(facts), *_progress_rows(facts), *_speed_rows(facts, end), *_gpu_rows(facts)]
+    if not rows:
+        return ""
+    return _table(("Result", ""), rows)
+
+
+def _goal_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    goal = facts.goal
+    if facts.best is None:
+        return
+    yield f"Best `{goal.metric}` ({goal.mode})", f"**{_number(facts.best)}** at step {facts.best_step:,}"
+    if goal.target is not None:
+        verdict = "reached" if goal.reached(facts.best) else "not reached"
+        yield f"Target {_number(goal.target)}", f"**{verdict}**"
+    for key, value in facts.best_metrics.items():
+        if key != goal.metric:
+            yield f"`{key}` at that step", _number(value)
+
+
+def _progress_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    total = f" of {facts.total_steps:,}" if facts.total_steps else ""
+    if facts.steps:
+        yield "Steps", f"{facts.steps:,}{total}"
+    if facts.started is not None:
+        again = f" in {facts.attempts} attempts" if facts.attempts > 1 else ""
+        yield "Duration", _duration(facts.duration) + again
+
+
+def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
+    speed = number(end.metrics.get("samples_per_second")) or facts.speed
+    if speed:
+        half = number(end.metrics.get("samples_per_second_half_width"))
+        yield "Throughput", f"**{_number(speed)}**{f' ± {_number(half)}' if half else ''} samples/s"
+    wait = number(end.metrics.get("data_wait_fraction"))
+    if wait is not None:
+        yield "Waiting for data", f"{wait:.1%} of the training time"
+        yield "Limited by", _limit(facts, wait)
+    slowest = straggler(end.metrics)
+    if slowest:
+        yield "Slowest rank", slowest
+
+
+def straggler(metrics: Mapping[str, float]) -> str | None:
+    """Say which rank kept the others waiting, by a run's summary; None where none did."""
+    rank, ratio = number(metrics.get("straggler_rank")), number(metrics.get("straggler_forward_ratio"))
+    wait = number(metrics.get("straggler_data_wait_fraction"))
+    if rank is None:
+        return None
+    did = f"waits for its data {wait:.0%} of the time" if wait else f"computes {ratio or 1:.1f}x as long as the others"
+    return f"rank {rank:.0f} {did}"
+
+
+def _limit(facts: Facts, wait: float) -> str:
+    """Return what limited the speed, as far as what is always measured tells."""
+    busy = facts.gpu_means.get("utilization_percentage")
+    if wait >= DATA_BOUND:
+        return "data: load faster (`train.workers`), or keep the data set in memory"
+    if busy is not None and busy < BUSY_GPU:
+        return "neither data nor arithmetic: `rankzero profile` says whether it is communication or small steps"
+    if facts.params.get("world_size", "1") == "1":
+        return "compute"
+    return "compute or communication: `rankzero profile` says which"
+
+
+def _gpu_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    names = {
+        "utilization_percentage": ("GPU busy, mean", "%"),
+        "memory_usage_percentage": ("GPU memory, mean", "%"),
+        "power_usage_watts": ("GPU power, mean", "W"),
+    }
+    for key, (title, unit) in names.items():
+        if key in facts.gpu_means:
+            yield title, f"{_number(facts.gpu_means[key])} {unit}"
+
+
+def _error(end: RunEnded) -> str:
+    if not end.error:
+        return ""
+    lines = end.error.rstrip().splitlines()
+    cut = ["…"] if len(lines) > ERROR_LINES else []
+    body = "\n".join([*cut, *lines[-ERROR_LINES:]]).replace("```", "'''")
+    return f"{GAP}### Error\n\n```text\n{body}\n```"
+
+
+def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
+    steps = sorted(facts.checkpoints)
+    if not steps:
+        return ""
+    listed = ", ".join(f"{step:,}" + (" (best)" if facts.checkpoints[step] else "") for step in steps)
+    finished, epochs = end.status == "FINISHED", facts.params.get("train.epochs", "")
+    verb = "Go on" if finished else "Resume"
+    further = f" train.epochs={2 * int(epochs)}" if finished and epochs.isdecimal() else ""
+    command = f"```sh\nrankzero resume {name}{further}\n```"
+    return f"{GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n{command}"
+
+
+def _notes(heading: str, lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    shown = [f"- {_inline(line).removeprefix('- ')}" for line in lines[:MOST_NOTES]]
+    more = [f"- and {len(lines) - MOST_NOTES} more"] if len(lines) > MOST_NOTES else []
+    return f"{GAP}### {heading}\n\n" + "\n".join([*shown, *more])
+
+
+def _origin(facts: Facts) -> str:
+    """Return what was run: the file, the code's version, the machine."""
+    known = facts.environment
+    code = (known.get("mlflow.source.git.commit") or "")[:12]
+    changed = ", with uncommitted changes" if known.get("rankzero.dirty") == "true" else ""
+    machine = known.get("rankzero.gpu") or known.get("rankzero.device") or ""
+    torch = known.get("rankzero.torch") or known.get("rankzero.package.torch")
+    rows = [
+        ("Experiment", known.get("rankzero.experiment_file")),
+        *((f"{context.capitalize()} data", _data(one)) for context, one in facts.data.items()),
+        ("Commit", code and f"{code}{changed}"),
+        ("Processes", known.get("rankzero.world_size", "") and f"{known['rankzero.world_size']} on {machine}"),
+        ("Host", known.get("rankzero.host")),
+        ("PyTorch", torch),
+    ]
+    found = [(title, _inline(value)) for title, value in rows if value]
+    return GAP + "### What was run\n\n" + _table(("Origin", ""), found) if found else ""
+
+
+def _data(one: DataDescribed) -> str:
+    return f"{one.name}, {one.samples:,} samples, digest {one.digest}"
+
+
+def _reproduce(name: str, facts: Facts) -> str:
+    lines = [line.replace("```", "'''") for line in reproduce.commands(name, facts)]
+    return "\n".join([f"{GAP}### Reproduce\n", "```sh", *lines, "```"]) if lines else ""
+
+
+def _setting(facts: Facts) -> str:
+    params = facts.params
+    own = [key for key in params if "." not in key]
+    rows = [
+        (f"`{key}`", f"`{_inline(params[key])}`")
+        for key in (*own, *HIGHLIGHTS)
+        if key in params and params[key] != "none"
+    ]
+    return GAP + "### Setting\n\n" + _table(("Setting", "Value"), rows) if rows else ""
+
+
+def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
+    # The em spaces keep the columns apart: MLflow's page gives tables no padding.
+    body = (f"| {left}{EM_SPACES} | {right} |" for left, right in rows)
+    return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *body])
+
+
+def _inline(text: str) -> str:
+    """Return the text on one line, so that no value of the user's breaks the page."""
+    return " ".join(text.split()).replace("|", "\\|").replace("`", "'").replace("<", "‹")
+
+
+def _number(value: float | None) -> str:
+    real = number(value)
+    if real is None or real != real:
+        return "not a number"
+    if abs(real) >= 1000:
+        return f"{real:,.0f}"
+    return f"{real:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

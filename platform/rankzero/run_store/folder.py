@@ -1,0 +1,199 @@
+"""What a run is called, and the folder in which everything of it lies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rankzero.errors import UserError
+from rankzero.events import Event
+from rankzero.redaction.text import url_without_secrets
+from rankzero.run_store import names, symlinks
+from rankzero.run_store.journal import read_all
+
+EVENTS, CHILDREN = "events.jsonl", "children.txt"
+
+
+class FolderGone(UserError):
+    """A run's folder was moved or deleted while something was done with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What a run is called and where it goes; written once, before anything happens."""
+
+    name: str
+    uuid: str
+    experiment: str
+    """The MLflow experiment."""
+    tracking_uri: str
+    artifact_root: str | None = None
+    """Where a new MLflow experiment keeps its artifacts; none: the server decides."""
+    experiment_file: str | None = None
+    """The user's file, ``path.py`` or ``path.py:Class``, absolute."""
+    project_dir: str | None = None
+    """The folder that the run was started in."""
+    parent: str | None = None
+    """The run that this one belongs to (a trial's study), by name: its folder lies beside; its courier serves both."""
+    parent_uuid: str | None = None
+    """The run to show this one below, where another process delivers that: a study that it leads."""
+    parent_run_id: str | None = None
+    mlflow_run_id: str | None = None
+    """The MLflow run to go on with, where it is known from elsewhere (a resume on a new machine)."""
+
+
+def read_identity(path: Path) -> Identity:
+    """Read a ``run.json``. Raises BrokenRun: a name in it becomes a folder's, so it is not believed unseen."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        identity = Identity(**fields)
+        odd = [key for key, value in fields.items() if not isinstance(value, (str, type(None)))]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise names.BrokenRun(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    folders = [name for name in (identity.name, identity.parent or identity.name) if not names.is_plain(name)]
+    if odd or folders:
+        raise names.BrokenRun(f"{path} is none that rankzero wrote: {', '.join([*odd, *map(repr, folders)])[:200]}")
+    return identity
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """One run's folder, ``mlruns/runs/<name>``, and the names of what lies in it."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, runs: Path, identity: Identity) -> RunFolder:
+        """Make the folder and write the identity. Raises UserError, FileExistsError, PermissionError."""
+        folder = cls(_place(runs, identity))
+        folder.path.mkdir(parents=True)
+        folder.write_identity(identity)
+        return folder
+
+    @classmethod
+    def open_or_create(cls, runs: Path, identity: Identity) -> RunFolder:
+        """Open the run's folder, or make it. Raises UserError, BrokenRun, PermissionError.
+
+        On a machine that helps with another's run, the folder may be there under an identity of its own making.
+        """
+        folder = cls(_place(runs, identity))
+        symlinks.refuse(folder.path)
+        known = (folder.path / "run.json").exists()
+        if not known or not (folder.events.exists() or folder.identity.uuid == identity.uuid):
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.write_identity(identity)
+        return folder
+
+    def write_identity(self, identity: Identity) -> None:
+        """Write down what the run is called; for its owner alone where the tracking URI holds a password."""
+        text = json.dumps(dataclasses.asdict(identity), indent=2)
+        write_atomically(self.path / "run.json", text, private=url_without_secrets(text) != text)
+
+    @property
+    def identity(self) -> Identity:
+        """What the run is called. Raises BrokenRun where `run.json` is none that we wrote."""
+        return read_identity(self.path / "run.json")
+
+    @property
+    def events(self) -> Path:
+        return self.path / EVENTS
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Tell whether only a helping machine's part of the run is here: rank 0's is on another's disk."""
+        nodes = self.path.glob("system-node_*.jsonl")
+        return not self.events.exists() and any(path.name != self.system(0).name for path in nodes)
+
+    @property
+    def config(self) -> Path:
+        """The settings, whole; `artifacts` has them under the same name without secrets."""
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def pictures(self) -> Path:
+        """What pictures are drawn from, until MLflow has them."""
+        return self.path / "pictures"
+
+    @property
+    def failures(self) -> Path:
+        """Where a failing rank says why: ``rank_<r>.json`` with time, reason and error."""
+        return self.path / "failures"
+
+    @property
+    def pruned(self) -> Path:
+        """Where a search says why it stops the run."""
+        return self.path / "pruned.txt"
+
+    @property
+    def artifacts(self) -> Path:
+        """Files that the recorder uploads to the run as they are (the dirty diff, logs)."""
+        return self.path / "artifacts"
+
+    @property
+    def late_model(self) -> Path:
+        """Says that the best model was not logged for want of time."""
+        return self.path / "best_model.late"
+
+    @property
+    def description(self) -> Path:
+        """Markdown for the run's page, in the place of the usual report; there need not be one."""
+        return self.path / "description.md"
+
+    @property
+    def children(self) -> list[RunFolder]:
+        """The runs that belong to this one (a study's trials), in the order in which they were begun."""
+        try:
+            found = (self.path / CHILDREN).read_text(encoding="utf-8", errors="replace").split()
+        except OSError:
+            return []
+        return [RunFolder(self.path.parent / name) for name in found if names.is_plain(name)]
+
+    def add_child(self, name: str) -> None:
+        """Note that the run `name`, in a folder beside this one, belongs to it."""
+        with open(self.path / CHILDREN, "a", encoding="utf-8", opener=symlinks.no_follow) as file:
+            file.write(name + "\n")
+
+    def all_events(self) -> Iterator[Event]:
+        """Yield every event of the run, those of the nodes' samples last."""
+        for path in (self.events, *sorted(self.path.glob("system-node_*.jsonl"))):
+            yield from read_all(path)
+
+    def system(self, node: int) -> Path:
+        return self.path / f"system-node_{node}.jsonl"
+
+
+def new_name(stem: str) -> str:
+    """Return a run name that sorts by time: ``digits-20261121-093005-3fa1c8``. A hundred in one second still differ."""
+    return f"{names.made_plain(stem)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def write_atomically(path: Path, text: str, private: bool = False) -> None:
+    """Replace `path` by `text` in one step: readers see the old file or the new one.
+
+    `private`: its owner alone may read it.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8", opener=symlinks.no_follow) as file:
+        if private:
+            os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _place(runs: Path, identity: Identity) -> Path:
+    """Return where the run's folder lies. Raises UserError for names that are no folder's."""
+    if not names.is_plain(identity.name):
+        names.checked_run(identity.name)
+    names.check_experiment(identity.experiment)
+    return (runs / identity.name).absolute()

@@ -1,0 +1,141 @@
+"""How far the delivery of a run is, and waiting for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from rankzero.reporting.delivery_problems import trouble
+from rankzero.run_store import claims
+from rankzero.run_store import delivery_state as state
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking.retry import grace_seconds
+
+TROUBLED_SECONDS = 15.0  # where MLflow refuses or hangs: one request's time, and some; what is left comes later
+STARTUP_SECONDS = 20.0  # until a recorder on a busy machine can be expected to hold its lock
+
+
+class Delivery(NamedTuple):
+    """How a delivery stands: points delivered, bytes and things pending, things that MLflow refused.
+
+    `done`: MLflow has all but pictures of the whole run, which the courier draws when nobody waits any more.
+    """
+
+    delivered: int
+    pending: int
+    rejected: int
+    done: bool
+    error: str | None
+    run_id: str | None
+    experiment_id: str | None
+    reasons: tuple[str, ...]
+    trouble: tuple[str, ...] = ()
+    """What went wrong on the way, in words."""
+    undrawn: bool = False
+    """Whether pictures of the whole run are still to come."""
+    lacks: tuple[str, ...] = ()
+    """What is pending, in words."""
+
+
+def status(folder: RunFolder) -> Delivery:
+    """Return how the delivery of the run stands, from the disk alone."""
+    progress = state.load(state.path_of(folder, 0))
+    claim = claims.latest(folder, 0)
+    heard = claim is None or claim.token == progress.claim  # else a newer attempt has only just begun
+    unread = state.unread_bytes(folder, {folder.events.name: 0, **progress.offsets})
+    return Delivery(
+        progress.delivered,
+        unread + len(progress.uploads) + (progress.ending is not None),
+        progress.rejected,
+        progress.done and heard and not unread,
+        progress.error,
+        progress.run_id,
+        progress.experiment_id,
+        tuple(progress.reasons),
+        tuple(trouble(progress)),
+        progress.undrawn,
+        tuple(_lacking(progress, unread)),
+    )
+
+
+def _lacking(progress: state.Progress, unread: int) -> Iterator[str]:
+    """Yield what MLflow does not have yet, pictures of the whole run aside."""
+    if progress.run_id is None:
+        yield "the whole run"
+        return
+    if unread:
+        yield "the latest values"
+    if progress.uploads:
+        yield f"{len(progress.uploads)} uploads" if len(progress.uploads) > 1 else "an upload"
+    if progress.ending is not None:
+        yield "its end"
+
+
+def told(delivery: Delivery) -> bool:
+    """Tell whether MLflow has what a run's end need not go without."""
+    return delivery.done
+
+
+def drawn(delivery: Delivery) -> bool:
+    """Tell whether MLflow has all there is, pictures of the whole run, too."""
+    return delivery.done and not delivery.undrawn
+
+
+def wait(
+    folder: RunFolder,
+    timeout: float | None = None,
+    on_progress: Callable[[Delivery], None] | None = None,
+    enough: Callable[[Delivery], bool] = told,
+) -> Delivery:
+    """Return once there is `enough`, or the recorder has given up or made no progress for `timeout` seconds.
+
+    None: as the end of a command does, `grace_seconds` in all, whatever moves, and `TROUBLED_SECONDS` without progress
+    where MLflow refuses or does not answer. A study is done when its trials are, which its recorder delivers, too.
+    """
+    began = moved = time.monotonic()
+    before = of_family(folder)
+    while not enough(before) and not _long_enough(timeout, before, began, moved) and _recorder_lives(folder):
+        time.sleep(0.1)
+        now = of_family(folder)
+        if _reached(now) != _reached(before):
+            moved = time.monotonic()
+        if now != before and on_progress is not None:
+            on_progress(now)
+        before = now
+    return of_family(folder)
+
+
+def _reached(delivery: Delivery) -> tuple[object, ...]:
+    """Return how far it is; another failed try, which changes the words about it, is no progress."""
+    return delivery.delivered, delivery.pending, delivery.rejected, delivery.done, delivery.undrawn, delivery.run_id
+
+
+def _long_enough(timeout: float | None, delivery: Delivery, began: float, moved: float) -> bool:
+    """Tell whether to wait no longer for what has not `moved` since then; without a `timeout` all of it counts."""
+    now = time.monotonic()
+    if timeout is not None:
+        return now - moved >= timeout
+    return now - began >= grace_seconds() or (delivery.error is not None and now - moved >= TROUBLED_SECONDS)
+
+
+def of_family(folder: RunFolder) -> Delivery:
+    """Return how the delivery of a run and its children stands, as one."""
+    own = status(folder)
+    children = [status(child) for child in folder.children if child.events.exists()]
+    late = sum(not child.done for child in children)
+    return own._replace(
+        delivered=own.delivered + sum(child.delivered for child in children),
+        pending=own.pending + sum(child.pending for child in children),
+        done=own.done and all(child.done for child in children),
+        error=own.error or next((child.error for child in children if child.error), None),
+        undrawn=own.undrawn or any(child.undrawn for child in children),
+        lacks=(*own.lacks, *([f"{late} of its {len(children)} trials"] if late else [])),
+    )
+
+
+def _recorder_lives(folder: RunFolder) -> bool:
+    if claims.is_recording(folder) or claims.is_stood_by(folder):
+        return True
+    claim = claims.latest(folder, 0)
+    return claim is not None and time.time() - claim.time < STARTUP_SECONDS

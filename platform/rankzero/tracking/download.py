@@ -1,0 +1,112 @@
+"""A run's folder, made again from what MLflow has of it: its settings, its newest checkpoint. Executes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rankzero.catalog.lookup import mlflow_id
+from rankzero.errors import UserError
+from rankzero.mlflow_store.uris import TrackingError, artifact_root
+from rankzero.run_store import names
+from rankzero.run_store.folder import Identity, RunFolder
+
+
+def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
+    """Make the folder of a run that MLflow knows. Raises TrackingError, UserError."""
+    from rankzero.mlflow_store.client import Tracker
+
+    tracker = Tracker(tracking_uri)
+    found = tracker.find_run(name_or_id)
+    if "rankzero.uuid" not in found.tags:
+        raise UserError(f"{name_or_id} was not made by rankzero: it cannot be resumed")
+    identity = Identity(
+        name=_free(runs, names.made_plain(found.name or ""), found.run_id),
+        uuid=found.tags["rankzero.uuid"],
+        experiment=tracker.experiment_name(found.experiment_id),
+        tracking_uri=tracking_uri,
+        artifact_root=artifact_root(tracking_uri),
+        experiment_file=_here(found.tags.get("rankzero.experiment_file"), runs.parent),
+        project_dir=str(Path.cwd()),
+        mlflow_run_id=found.run_id,
+    )
+    folder = RunFolder.open_or_create(runs, identity)
+    _take(folder, tracker.download_artifact, found.run_id, "config.yaml")
+    return folder
+
+
+def _free(runs: Path, name: str, run_id: str) -> str:
+    """Return the name for a run's folder; where another run has that, one that says which this is."""
+    taken = RunFolder(runs / name)
+    with contextlib.suppress(UserError):
+        if taken.identity.mlflow_run_id == run_id:
+            return name
+    return f"{name}-{names.made_plain(run_id)[:8]}" if taken.path.exists() else name
+
+
+def _take(folder: RunFolder, download: Callable[[str, str, Path], Path], run_id: str, name: str) -> None:
+    """Download a file beside the run's folder, and take it where it is nothing but a file."""
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder.path) as aside:
+        found = download(run_id, name, Path(aside))
+        require_plain_files(Path(aside))
+        found.replace(folder.path / name)
+
+
+def require_plain_files(folder: Path) -> None:
+    """Raise TrackingError where there are links below the folder: what they lead to is not the run's."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise TrackingError(f"{path.name!r} that MLflow has of the run is no plain file: it is not used")
+
+
+def newest_checkpoint(folder: RunFolder, problem_with: Callable[[Path], str | None]) -> list[str]:
+    """Download the newest intact checkpoint of the run, where MLflow has one; return what is wrong with newer ones.
+
+    `problem_with` says what is wrong with a checkpoint's folder, None for an intact one: only that takes the place of
+    one that is there. What cannot be reached raises, since an older one would cost the user steps.
+    """
+    from rankzero.mlflow_store.client import OpenRun, Tracker
+
+    tracker = Tracker(folder.identity.tracking_uri)
+    run_id = mlflow_id(folder)
+    if run_id is None:
+        return []
+    run = OpenRun(run_id, tracker.find_run(run_id).experiment_id, {})
+    ready = [one for one in tracker.models.list_checkpoints(run) if one.status == "READY"]
+    problems: list[str] = []
+    for one in reversed(ready):
+        target = folder.checkpoints / f"step_{one.step:08d}"
+        aside = folder.checkpoints / f".tmp-{target.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        tracker.models.download_checkpoint(one.model_id, aside)
+        problem = _link_in(aside) or problem_with(aside)
+        if problem is None:
+            shutil.rmtree(target, ignore_errors=True)
+            aside.replace(target)
+            break
+        shutil.rmtree(aside, ignore_errors=True)
+        problems.append(f"the checkpoint of step {one.step} that MLflow has is not used: {problem}")
+    return problems
+
+
+def _link_in(folder: Path) -> str | None:
+    try:
+        require_plain_files(folder)
+    except TrackingError as error:
+        return str(error)
+    return None
+
+
+def _here(recorded: str | None, store: Path) -> str | None:
+    """Return the experiment's file in the current folder: it is recorded relative to the folder it was started in.
+
+    None for one outside of this folder, or among the store's own files: whoever writes to MLflow could name any.
+    """
+    if recorded is None:
+        return None
+    path = (Path.cwd() / recorded).resolve()
+    below = path.is_relative_to(Path.cwd().resolve()) and not path.is_relative_to(store.resolve())
+    return str(Path.cwd() / recorded) if below else None

@@ -1,0 +1,113 @@
+"""Validation: means over every sample of all ranks, and whether they are the best so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from rankzero.errors import UserError
+from rankzero.events import Hook
+from rankzero.training import rng
+from rankzero.training.data.order import most_batches
+from rankzero.training.job import Job, State, arithmetic
+from rankzero.training.metrics.window import Means
+from rankzero.training.sample_images.capture import images_of
+from rankzero.training.sample_images.user_images import close_figures
+from rankzero.training.stop import Interruption, Left, Stop
+
+
+def evaluation(job: Job, state: State, stop: Stop) -> tuple[dict[str, float], bool]:
+    """Evaluate, compare the replicas, and tell whether the goal metric is the best so far. Raises Left."""
+    unlike = job.world.unlike_the_first(job.strategy.checksum())
+    if unlike:
+        raise UserError(
+            f"the parameters of rank {', '.join(map(str, unlike))} are not rank 0's after step {state.step}: something "
+            "changes the model on one rank only, such as a write to a parameter outside the optimizer"
+        )
+    metrics, goal = evaluate(job, state, stop), job.experiment.goal
+    if goal.metric not in metrics:
+        raise UserError(f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric")
+    better = goal.better(metrics[goal.metric], state.best)
+    if better:
+        state.best = metrics[goal.metric]
+    return metrics, better
+
+
+def evaluate(job: Job, state: State, stop: Stop) -> dict[str, float]:
+    """Return ``val/<metric>`` means over every validation sample of all ranks. A collective.
+
+    Raises Left where a stop has it left, with the random states of before: it can begin anew.
+    """
+    strategy, how, means = job.strategy, arithmetic(job), Means(job.world)
+    strategy.align()  # running statistics differ by rank; rank 0's are the checkpoint's
+    before = rng.state(job.world.device)  # `measure` may draw
+    state.model.eval()
+    interruption = Interruption(job.world, stop)
+    try:
+        with torch.no_grad(), job.gallery.watching(state.model) as see:
+            for batch, samples in validation_batches(job):
+                interruption.check()
+                values = None if batch is None else strategy.metrics(how, batch)
+                job.beat()
+                if values is not None:
+                    means.add(values, samples)
+                    see(batch, samples)
+    except Left:
+        job.gallery.forget()
+        rng.restore(before, job.world.device)
+        raise
+    finally:
+        state.model.train()
+    return {f"val/{name}": value for name, value in means.reduce().items()}
+
+
+def validation_batches(job: Job) -> Iterator[tuple[Any, int]]:
+    """Yield this rank's validation batches and how many samples each counts for: as many on every rank.
+
+    A rank that has run out gets None for 0 samples, or its last again for 0 where a forward is a collective.
+    """
+    shard, batch_size = job.strategy.shard, job.plan.micro_batch
+    batch, count = None, 0
+    for batch, samples in job.val_feed.evaluate(batch_size, shard.rank, shard.size):
+        count += 1
+        yield batch, samples
+    if job.strategy.lockstep and batch is None:
+        raise UserError("the validation set has fewer samples than there are processes: give it more, or use ddp")
+    for _ in range(count, most_batches(job.val_feed.samples, batch_size, shard.size)):
+        yield (batch if job.strategy.lockstep else None), 0
+
+
+def show(job: Job, state: State, *, better: bool, last: bool, seconds: float, emit: Hook) -> None:
+    """Take pictures of the evaluation that has just been, where they are due; `seconds` of training so far.
+
+    A collective where the experiment has pictures of its own.
+    """
+    gallery = job.gallery
+    if not gallery.due(better, last, seconds):
+        gallery.forget()
+        return
+    taken = gallery.take(state.step, _own_pictures(job, state))
+    if taken is not None:
+        emit(taken)
+
+
+def _own_pictures(job: Job, state: State) -> Mapping[str, Any]:
+    """Return the experiment's own images, on rank 0. Other ranks call it too: a forward may need them all."""
+    own, batch, device = job.gallery.own, job.gallery.first_batch, job.world.device
+    if own is None or batch is None:
+        return {}
+    before, returned = rng.state(device), None
+    state.model.eval()
+    try:
+        with torch.no_grad(), job.precision.autocast:
+            returned = own(state.model, batch)
+        return images_of(returned) if job.world.ranks.first else {}
+    except Exception as error:  # what is only to be looked at ends no run
+        job.gallery.complain(f"pictures() failed: {type(error).__name__}: {error}")
+        return {}
+    finally:
+        close_figures(returned)
+        state.model.train()
+        rng.restore(before, device)

@@ -1,0 +1,141 @@
+"""`rankzero.train` and `rankzero.search` from Python: the example notebook, an interrupt, and what cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import rankzero
+from rankzero.api import commands
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+from support.commands import TINY, new_store  # noqa: F401 - a fixture
+from support.paths import EXPERIMENTS
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, new_store: Path) -> Iterator[Start]:  # noqa: F811
+    """Start scripts in a folder with an empty store; they end with the test."""
+    (tmp_path / "mlruns").mkdir()
+    shutil.copy(new_store, tmp_path / "mlruns/mlflow.db")
+    (tmp_path / "tiny.py").write_text(TINY.read_text())
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))}
+
+    def started(text: str = "", words: Sequence[str] = ("script.py",)) -> subprocess.Popen[str]:
+        (tmp_path / "script.py").write_text(text)
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        scripts.enter_context(process)
+        scripts.callback(process.kill)
+        return process
+
+    with contextlib.ExitStack() as scripts:
+        yield started
+
+
+def texts(notebook: Path) -> str:
+    """Return all that a notebook's cells printed and returned."""
+    outputs = [output for cell in json.loads(notebook.read_text())["cells"] for output in cell.get("outputs", ())]
+    found = ("".join(output.get("text") or output["data"].get("text/plain", "")) for output in outputs)
+    return "\n".join(found)
+
+
+def is_clean(notebook: Path) -> bool:
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    return not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+
+
+@pytest.mark.timeout(240)
+def test_the_example_notebook_runs_from_top_to_bottom(start: Start, tmp_path: Path) -> None:
+    assert is_clean(EXPERIMENTS / "notebook.ipynb"), "strip the outputs"
+    for name in ("digits.py", "notebook.ipynb"):
+        shutil.copy(EXPERIMENTS / name, tmp_path)
+    process = start(words=("-m", "jupyter", "execute", "--inplace", "notebook.ipynb"))  # with a real kernel
+    said, _ = process.communicate(timeout=220)
+    assert process.returncode == 0, said
+    output = texts(tmp_path / "notebook.ipynb")
+    assert "\x1b[2K" not in output and "\x1b[1A" not in output  # nothing drawn over, though kernels set FORCE_COLOR
+    assert "<run from-a-notebook: FINISHED, val/accuracy 0." in output and "('FINISHED',\n 0." in output
+    assert "Digits(train=Train(epochs=4" in output and "COMPLETE" in output
+    run = rankzero.run("from-a-notebook", dir=tmp_path / "mlruns")
+    assert run.params["lr"] == "0.01" and run.params["world_size"] == "2" and run.metrics["val/loss"] > 0
+    assert list(run.history("val/loss")["step"]) == [22, 44, 66, 88]
+    started = next(read_all(RunFolder(run.folder).events))
+    assert "digits.py:Digits train.epochs=4 lr=0.01 --run-name" in vars(started)["environment"]["rankzero.command"]
+    study = next(path for path in (tmp_path / "mlruns/runs").glob("digits-search-??????"))
+    assert len(rankzero.runs("parent=digits-search*", all=True, dir=tmp_path / "mlruns")) >= 2
+    assert rankzero.run(study.name, dir=tmp_path / "mlruns").status == "FINISHED"
+
+
+def test_an_interrupt_stops_with_a_checkpoint(start: Start, tmp_path: Path) -> None:
+    process = start(
+        "import rankzero\nfrom tiny import Tiny\n"
+        "long = rankzero.Train(epochs=400, batch_size=32, log_every=5, log_model=False)\n"
+        "try:\n    rankzero.train(Tiny(train=long, step_seconds=0.03), run_name='stopped', nproc=1)\n"
+        "except KeyboardInterrupt:\n    print(rankzero.run('stopped').status)\n"
+    )
+    assert process.stdout is not None
+    assert any(line.startswith("step") for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0 and output.endswith("KILLED\n"), output
+    run = rankzero.run("stopped", dir=tmp_path / "mlruns")
+    assert run.reason.startswith("stopped by") and run.checkpoints[-1].path.exists()
+
+
+def test_a_file_that_trains_when_it_is_imported_is_told(start: Start, tmp_path: Path) -> None:
+    process = start(f"{TINY.read_text()}\nimport rankzero\nrankzero.train(Tiny(), nproc=1)\n")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and output.count('if __name__ == "__main__"') == 1, output
+    assert not list((tmp_path / "mlruns").glob("runs/*"))
+
+
+def test_an_experiment_must_be_in_a_file() -> None:
+    class Local(rankzero.Experiment):
+        pass
+
+    with pytest.raises(rankzero.UserError, match=r"%%writefile local\.py"):
+        rankzero.train(Local())
+
+
+def test_settings_and_options_become_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    called: list[list[str]] = []
+
+    def call(words: list[str], *, showing: bool) -> str:
+        called.append(words)
+        raise rankzero.UserError("not now")
+
+    monkeypatch.setattr(commands, "_call", call)
+    monkeypatch.syspath_prepend(TINY.parent)
+    from tiny import Tiny
+
+    experiment = rankzero.override(Tiny(), {"lr": 0.1, "train.epochs": 7})
+    with pytest.raises(rankzero.UserError, match="not now"):
+        rankzero.search(experiment, minutes=2.5, nproc=2, no_probe=True, new=False, dir=tmp_path)
+    assert called == [["search", f"{TINY}:Tiny", "train.epochs=7", "lr=0.1", "--minutes=2.5", "--nproc=2",
+                       f"--dir={tmp_path}", "--no-probe"]]  # fmt: skip
+
+
+def test_nothing_heavy_is_imported_for_it(tmp_path: Path) -> None:
+    program = (
+        "import sys, time, rankzero\nassert callable(rankzero.train) and callable(rankzero.search)\n"
+        "rankzero.runs, rankzero.run\n"
+        "loaded = {'torch', 'mlflow', 'optuna', 'numpy', 'pandas'} & set(sys.modules)\nassert not loaded, loaded"
+    )
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    assert time.monotonic() - began < 20

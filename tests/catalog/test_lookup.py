@@ -1,0 +1,124 @@
+"""The runs on this disk, in short: out of the ends of their journals, and kept once they have ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from rankzero.catalog import lookup, summary
+from rankzero.errors import UserError
+from rankzero.events import StepsLogged
+from rankzero.metric_names import SPEED
+from support.runs import T0, append, ended, evaluated, make_folder, started, steps
+
+
+def test_a_run_in_short(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, parent="study")
+    append(folder, started(), steps(1, 20), evaluated(10, 0.7), evaluated(20, 0.6, best=False))
+    going = lookup.listed(tmp_path / "runs")[0]
+    assert (going.status, going.best, going.reason, going.parent) == ("DIED", 0.7, "", "study")
+    assert going.metrics["val/accuracy"] == 0.6 and going.metrics["train/loss"] == 1 / 20
+    append(folder, ended(metrics={"best": 0.7, "samples_per_second": 9.0}))
+    done = lookup.listed(tmp_path / "runs")[0]
+    assert (done.status, done.best, done.samples_per_second, done.seconds) == ("FINISHED", 0.7, 9.0, 100.0)
+    assert done.undelivered and done.metrics["whole_run/best"] == 0.7
+    append(folder, started(2, step=20))
+    assert lookup.listed(tmp_path / "runs")[0].status == "DIED"
+
+
+def test_an_attempt_that_only_evaluated_leaves_the_run_its_speed(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), steps(1, 20), StepsLogged([20], [T0 + 20], {SPEED: [7.0]}), ended("KILLED"))
+    append(folder, started(2, step=20), evaluated(20, 0.7), ended(metrics={"best": 0.7}))
+    assert summary.read_summary(folder).samples_per_second == 7.0
+
+
+def test_a_long_journal_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), evaluated(1, 0.4), *(steps(n, n) for n in range(2, 3000)))
+    found = summary.read_summary(folder)
+    assert found.best == 0.4 and found.metrics["train/loss"] == 1 / 2999
+    monkeypatch.setattr(summary, "LONGEST_TAIL_BYTES", 1 << 13)
+    assert len(summary.tail(folder.events)) < 200
+
+
+def test_of_what_has_ended_the_last_report_is_read_whole(tmp_path: Path) -> None:
+    """Its own keys in events of their own; where the journal goes on, the reports before it count as well."""
+    folder = make_folder(tmp_path)
+    for last in (10, 20):
+        speeds = {
+            key: [float(last)] for key in (SPEED, "lr", "throughput/step_seconds", "throughput/data_wait_fraction")
+        }
+        append(folder, *([started()] if last == 10 else []), steps(last - 9, last), steps(last - 9, last, "train/aux"))
+        append(folder, StepsLogged([last], [T0 + last], speeds), evaluated(last, last / 100))
+    assert len(summary.tail(folder.events)) == 9
+    append(folder, ended())
+    assert len(summary.tail(folder.events)) == 5
+    found = summary.read_summary(folder)
+    assert found.metrics["train/loss"] == found.metrics["train/aux"] == 1 / 20 and found.metrics[SPEED] == 20.0
+    assert (found.metrics["val/accuracy"], found.seconds, found.params["lr"]) == (0.2, 100.0, "0.1")
+    append(folder, started(2, step=20))
+    assert len(summary.tail(folder.events)) == 11
+
+
+def test_a_long_journal_without_an_evaluation_takes_as_long_as_it_is_long(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), *(steps(n, n) for n in range(1, 8000)), ended())
+    before = time.process_time()
+    assert summary.read_summary(folder).metrics["train/loss"] == 1 / 7999
+    assert time.process_time() - before < 3.0  # seconds: a tenth of one; 10 when each event had all others read again
+
+
+def test_what_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "runs"
+    for number in range(3):
+        append(make_folder(tmp_path), dataclasses.replace(started(), time=T0 + number), ended())
+    first = lookup.listed(runs)
+    assert [one.started for one in first] == [T0 + 2, T0 + 1, T0]
+    read: list[Path] = []
+    real = summary.read_summary
+    monkeypatch.setattr(summary, "read_summary", lambda folder: read.append(folder.path) or real(folder))
+    assert lookup.listed(runs) == first and not read
+    append(first[1].folder, started(2), ended("FAILED", "no"))
+    assert lookup.listed(runs)[1].reason == "no" and read == [first[1].folder.path]
+    (runs / lookup.CACHE).write_text("torn\n[1]\n")
+    assert len(lookup.listed(runs)) == 3 and len(read) == 4
+    (runs / lookup.CACHE).unlink()
+    (runs / lookup.CACHE).mkdir()  # cannot be written to
+    assert len(lookup.listed(runs)) == 3 and len(read) == 7
+
+
+@pytest.mark.parametrize("field", ["name", "status", "started", "undelivered", "params", "metrics"])
+def test_a_kept_summary_of_anything_is_read_again(field: str, tmp_path: Path) -> None:
+    append(make_folder(tmp_path), started(lr="1"), steps(1, 3), ended())
+    cache = tmp_path / "runs" / lookup.CACHE
+    before = lookup.listed(tmp_path / "runs")
+    name, signature, fields = json.loads(cache.read_text())
+    for odd in ([], {"lr": []}, None):
+        cache.write_text(json.dumps([name, signature, {**fields, field: odd}]) + "\n")
+        assert lookup.listed(tmp_path / "runs") == before
+
+
+def test_outdated_lines_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "SPARE_LINES", 2)
+    folder = make_folder(tmp_path)
+    for attempt in range(1, 8):
+        append(folder, started(attempt), ended(at=T0 + attempt))
+        assert lookup.listed(tmp_path / "runs")[0].seconds == attempt
+    assert len((tmp_path / "runs" / lookup.CACHE).read_text().splitlines()) <= 4
+
+
+def test_a_run_is_found_by_its_id_in_mlflow(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, mlflow_run_id="abc")
+    append(folder, started(), ended())
+    runs = tmp_path / "runs"
+    assert lookup.find(runs, "abc") == lookup.find(runs, folder.path.name) == folder
+    assert lookup.find(runs, "") is None and lookup.find(runs, "..") is None
+    with pytest.raises(UserError, match=folder.path.name):
+        lookup.require(runs, "nobody")
+    with pytest.raises(UserError, match="there are no runs"):
+        lookup.require(tmp_path / "nowhere", "nobody")

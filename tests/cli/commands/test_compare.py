@@ -1,0 +1,68 @@
+"""`rankzero compare` and `rankzero profile`, for real: two processes, MLflow."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from rankzero.mlflow_store.client import RunRecord, Tracker
+from support.commands import TINY, Command
+
+LAYERED = TINY.with_name("layered.py")
+
+
+def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
+    found = Tracker(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").list_runs()
+    return {run.name: run for run in found}
+
+
+@pytest.mark.timeout(200)
+def test_the_same_work_under_several_strategies(rankzero: Command) -> None:
+    code, output = rankzero(
+        "compare", LAYERED, "--strategies", "single,dp,ddp,fsdp,pp", "--nproc", "1,2", "train.steps=60"
+    )
+    assert code == 0, output
+    runs = mlflow_runs(rankzero)
+    (parent,) = (run for run in runs.values() if "mlflow.parentRunId" not in run.tags)
+    children = {name.removeprefix(parent.name + "-"): run for name, run in runs.items() if run is not parent}
+    assert {name: run.status for name, run in children.items()} == {
+        "single-1": "FINISHED", "dp-2": "FAILED", "ddp-2": "FINISHED", "fsdp-2": "FINISHED", "pp-2": "FINISHED",
+    }  # fmt: skip
+    assert all(run.tags["mlflow.parentRunId"] == parent.run_id for run in children.values())
+    assert children["fsdp-2"].params["train.strategy"] == "fsdp" and children["fsdp-2"].params["world_size"] == "2"
+    artifacts = rankzero.folder / "mlruns/runs" / parent.name / "artifacts"
+    table = json.loads((artifacts / "compare.json").read_text())
+    rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["data"]}
+    assert rows["single"]["speed-up"] == "1.00x" and rows["ddp"]["speed-up"].endswith("x")
+    assert rows["dp"]["time"] == "not run" and "not run: dp-2: train.strategy=dp divides a batch among GPUs" in output
+    assert all(rows[name]["limited by"] for name in ("single", "ddp", "fsdp", "pp"))
+    assert (artifacts / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert "Fastest" in output or "Nothing is faster" in output
+
+
+def test_a_profile_says_where_the_time_goes(rankzero: Command) -> None:
+    code, output = rankzero("profile", LAYERED, "--nproc", 2)
+    assert code == 0, output
+    assert "A step takes" in output and "What limits it is" in output and "aten::" in output
+    run = next(iter(mlflow_runs(rankzero).values()))
+    assert run.status == "FINISHED" and "What limits it is" in run.tags["mlflow.note.content"]
+    folder = rankzero.folder / "mlruns/runs" / run.name / "artifacts/profile"
+    for rank in range(2):
+        trace = json.loads(gzip.decompress((folder / f"trace_rank_{rank}.json.gz").read_bytes()))
+        assert any("aten::" in str(event.get("name")) for event in trace["traceEvents"])
+    found = json.loads((folder / "profile.json").read_text())
+    assert sum(found["breakdown"].values()) == pytest.approx(1) and found["breakdown"]["communication"] > 0
+    assert all(found["breakdown"][part] > 0 for part in ("forward", "backward", "optimizer", "other"))
+    assert (folder.parent / "figures" / "step_time.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mistakes_are_told_in_one_message(rankzero: Command) -> None:
+    for words, says in (
+        (("compare", "--strategies", "ddq"), "no strategy is called 'ddq'"),
+        (("compare", "--nproc", "two"), "--nproc takes whole numbers"),
+        (("profile", "--nproc", 0), "--nproc must be at least 1"),
+    ):
+        code, output = rankzero(words[0], LAYERED, *words[1:])
+        assert code in (1, 2) and says in output and "Traceback" not in output, output

@@ -1,0 +1,165 @@
+"""`rankzero doctor`: each line ok, or the fix."""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from rankzero.cli.commands import doctor
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+class Usage(NamedTuple):
+    total: float
+    free: float
+
+
+def test_a_machine_that_is_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(64e9, 64e9))
+    assert doctor.run(argparse.Namespace(dir=tmp_path / "mlruns", tracking_uri=None)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "all well"
+    assert all(line.startswith(("ok ", "-- ")) for line in lines[:-1])
+    assert [line.split()[1] for line in lines[:6]] == ["Python", "git", "runs", "shared", "tracking", "PyTorch"]
+
+
+def test_what_is_wrong_is_told_with_its_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(64e6, 64e6))
+    assert doctor.run(argparse.Namespace(dir=tmp_path, tracking_uri="http://127.0.0.1:1")) == 1
+    output = capsys.readouterr().out
+    assert "--shm-size" in output and "make room" in output and "refused" in output
+    assert "3 to fix: runs folder, shared memory, tracking store" in output
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert "--dir" in str(doctor.disk(tmp_path / "file" / "mlruns").fix)
+
+
+def test_memory_that_others_have_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(64e9, 1e6))
+    assert "what fills" in str(doctor.shared_memory(tmp_path).fix)
+    assert not doctor.shared_memory(tmp_path / "none").there
+
+
+def test_a_damaged_database(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_bytes(b"not a database" * 100)
+    assert "not a database" in str(doctor.tracking_store(tmp_path).fix)
+
+
+def test_a_sound_database(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "mlflow.db")
+    database.execute("CREATE TABLE runs (id INTEGER)")
+    database.commit()
+    database.close()
+    assert doctor.tracking_store(tmp_path).fix is None
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("a b#c ünï 5%", False), ("what?", True), ("a%20b", True)])
+def test_a_database_in_a_folder_of_any_name(tmp_path: Path, name: str, is_told: bool) -> None:
+    """Where a URI of it would be read otherwise, as by MLflow's client, it is told; else it is read."""
+    folder = tmp_path / name
+    folder.mkdir()
+    database = sqlite3.connect(folder / "mlflow.db")
+    database.execute("CREATE TABLE runs (id INTEGER)")
+    database.close()
+    assert ("another with --dir" in str(doctor.tracking_store(folder).fix)) == is_told
+
+
+def test_a_store_that_is_not_there_yet(tmp_path: Path) -> None:
+    check = doctor.tracking_store(tmp_path / "mlruns")
+    assert check.fix is None and check.found.endswith("(made by the first run)")
+
+
+def test_an_old_store_of_files(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "meta.yaml").touch()
+    assert "mlflow migrate-filestore" in str(doctor.tracking_store(tmp_path).fix)
+
+
+def test_a_database_server_is_not_asked_and_its_password_not_shown(tmp_path: Path) -> None:
+    check = doctor.tracking_store(tmp_path, "postgresql://me:hunter2@host/mlflow")
+    assert check.found.startswith("postgresql://host/mlflow") and check.fix is None and not check.there
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, dict[str, int]]]:
+    """A server that answers /health with the status in the dictionary."""
+    answer = {"status": 200}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answer["status"] if self.path == "/health" else 500)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as serving:
+        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"127.0.0.1:{serving.server_port}", answer
+        serving.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("status", "says"), [(200, None), (401, None), (404, "no MLflow server")])
+def test_a_server_is_asked_for_its_health(
+    status: int, says: str | None, server: tuple[str, dict[str, int]], tmp_path: Path
+) -> None:
+    address, answer = server
+    answer["status"] = status
+    check = doctor.tracking_store(tmp_path, f"http://me:hunter2@{address}")
+    assert (check.fix is None) if says is None else says in str(check.fix)
+    assert check.found.startswith(f"http://{address}") and "hunter2" not in str(check)
+
+
+def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SERVER_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        check = doctor.tracking_store(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert "timed out" in str(check.fix)
+
+
+def test_a_driver_without_a_gpu_is_wrong_and_no_driver_is_not(tmp_path: Path) -> None:
+    version = tmp_path / "version"
+    assert doctor._no_gpu(version) == ("GPUs", "no NVIDIA driver: training on the CPU, over gloo", None, False)
+    version.write_text("570.1\n")
+    assert "CUDA_VISIBLE_DEVICES" in str(doctor._no_gpu(version).fix)
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    code = "import sys, rankzero.cli.commands.doctor; assert not {'torch', 'mlflow', 'pynvml'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+def test_versions_that_do_not_belong_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_torch_versions", lambda: ("2.13.0", "0.29.2"))
+    assert doctor.torch_pair().fix == "torch 2.13.0 goes with torchvision 0.27"
+
+
+def test_a_pair_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> tuple[str, str]:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(doctor, "_torch_versions", broken)
+    check = doctor.torch_pair()
+    assert "nms does not exist" in str(check.fix) and "make setup" in str(check.fix)

@@ -1,0 +1,230 @@
+"""`rankzero ui` in a real browser, as somebody uses it who looks for what became of their runs.
+
+Pictures of every step are in the folder $RANKZERO_SCREENSHOTS, else in pytest's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
+
+from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.mlflow_store.saved_view import BUSY_GPUS, WHOLE_SPEED
+from support.commands import SECONDS, TINY, Command, command_in, free_port
+from support.stubbed_nvml import card, compile_stub
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+HERE = re.compile(r"(http://127\.0\.0\.1:\d+/|data:|blob:|about:)")
+STUDY, NEWEST = "the-study", "with-gpus"
+PATIENCE = 30_000  # milliseconds: two cores, and whatever else they do
+NO_ASSISTANT = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
+OWN_LOOP = f"""
+import time, rankzero
+with rankzero.track("tiny", {{"lr": 0.1}}, name="{NEWEST}", goal=rankzero.Goal("val/accuracy", "max")) as run:
+    for step in range(1, 31):
+        run.log({{"train/loss": 1 / step, "val/accuracy": 1 - 1 / step}}, step=step)
+        time.sleep(0.15)
+"""
+
+
+class Shown(NamedTuple):
+    """A UI that serves a store, and what it said."""
+
+    address: str
+    runs: str
+    newest: str
+    records: dict[str, RunRecord]
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterator[Shown]:
+    """Two trainings, a search, and a run of somebody's own loop, whose machine has two GPUs as far as NVML says."""
+    folder = tmp_path_factory.mktemp("ui")
+    with command_in(folder, new_store) as rankzero:
+        _fill(rankzero, compile_stub(tmp_path_factory.mktemp("nvml")))
+        server = rankzero.start("ui", "--port", free_port())
+        links = _printed(server)
+        found = Tracker(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}").list_runs()
+        yield Shown(links["MLflow UI"], links["runs"], links["newest run"], {run.name: run for run in found})
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=30) == 0
+
+
+def _fill(rankzero: Command, gpus: dict[str, str]) -> None:
+    """Side by side, what can be: it all waits for imports."""
+    started = [
+        rankzero.start("train", TINY, "train.steps=30", "step_seconds=0.05", f"lr={lr}", "--run-name", f"lr-{lr}")
+        for lr in (0.05, 0.1)
+    ]
+    started += [rankzero.start(
+        "search", TINY, "train.epochs=6", "goal.target=0.8", "--nproc", 1, "--trials", 3, "--no-probe", "--seeds", 2,
+        "--challengers", 1, "--study", STUDY,
+    )]  # fmt: skip
+    for process in started:
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, output
+    environ = {**rankzero.environ, **gpus, **card(0), **card(1, "whole_idle")}
+    subprocess.run([sys.executable, "-c", OWN_LOOP], cwd=rankzero.folder, env=environ, check=True, timeout=SECONDS)
+    assert rankzero("sync")[0] == 0
+
+
+def _printed(server: subprocess.Popen[str]) -> dict[str, str]:
+    assert server.stdout is not None
+    links: dict[str, str] = {}
+    while "newest run" not in links:
+        line = server.stdout.readline()
+        assert line, links
+        name, _, address = line.partition(": ")
+        links[name] = address.split()[0]
+    return links
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[BrowserContext]:
+    """A browser that opens nothing of MLflow's by itself."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    assert chromium, "these tests need chromium: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        context = browser.new_context(viewport={"width": 1400, "height": 900})
+        context.set_default_timeout(PATIENCE)
+        expect.set_options(timeout=PATIENCE)
+        context.add_init_script(NO_ASSISTANT)
+        yield context
+        browser.close()
+
+
+@pytest.fixture
+def page(context: BrowserContext) -> Iterator[Page]:
+    """A page; what it asks for lies on this machine."""
+    elsewhere: list[str] = []
+    page = context.new_page()
+    page.on("request", lambda request: None if HERE.match(request.url) else elsewhere.append(request.url))
+    yield page
+    page.close()
+    assert not elsewhere
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(os.environ.get("RANKZERO_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def names(page: Page) -> list[str]:
+    """Return the runs in the table, from the top; MLflow moves rows about without moving their elements."""
+    rows = page.locator(".ag-pinned-left-cols-container .ag-row").all()
+    found = [(int(row.get_attribute("row-index") or -1), row.locator("a").first.inner_text()) for row in rows]
+    return [name.strip() for _, name in sorted(found)]
+
+
+def run_page(shown: Shown, name: str, tab: str = "") -> str:
+    run = shown.records[name]
+    return f"{shown.address}/#/experiments/{run.experiment_id}/runs/{run.run_id}{tab}?workflowType=machine_learning"
+
+
+def see_curve(page: Page, title: str) -> None:
+    """Wait until the chart of this title has its curve."""
+    chart = page.get_by_test_id("experiment-view-compare-runs-card").filter(has_text=title).first
+    chart.scroll_into_view_if_needed()
+    expect(chart.locator(".scatterlayer path.js-line").first).to_be_attached()
+
+
+@pytest.mark.timeout(400)
+def test_runs_come_with_columns_and_charts_that_say_something(shown: Shown, page: Page, pictures: Path) -> None:
+    """The table: status, goal, samples/s, batch size, lr, precision, duration, GPU use. The charts: a handful first."""
+    page.goto(shown.runs)
+    for column in ("val/accuracy", WHOLE_SPEED, BUSY_GPUS, "train.batch_size", "lr", "train.precision", "Duration"):
+        expect(page.locator(".ag-header-cell").get_by_text(column, exact=True)).to_be_attached()
+    expect(page.get_by_role("link", name=NEWEST)).to_be_visible()
+    assert names(page)[0] == NEWEST and set(names(page)) == {NEWEST, STUDY, "lr-0.1", "lr-0.05"}
+    page.screenshot(path=pictures / "runs.png")
+    page.goto("about:blank")  # else the address changes and the page stays
+    page.goto(f"{shown.runs}&compareRunsMode=CHART")
+    expect(page.get_by_text("What matters first", exact=False)).to_be_visible()
+    see_curve(page, "val/accuracy")
+    assert 4 <= page.get_by_test_id("experiment-view-compare-runs-card").count() <= 8
+    page.screenshot(path=pictures / "charts.png")
+
+
+@pytest.mark.timeout(400)
+def test_the_newest_run_has_its_curve_and_its_machine(shown: Shown, page: Page, pictures: Path) -> None:
+    page.goto(shown.runs)
+    page.get_by_role("link", name=NEWEST).click()
+    expect(page.get_by_role("heading", name=NEWEST)).to_be_visible()
+    assert shown.newest.partition("?")[0] == page.url.partition("?")[0]
+    expect(page.get_by_text("FINISHED:", exact=False).first).to_be_visible()
+    page.screenshot(path=pictures / "run.png")
+    page.get_by_role("tab", name="Model metrics").click()
+    see_curve(page, "loss")
+    page.screenshot(path=pictures / "metrics.png")
+    page.get_by_role("tab", name="System metrics").click()
+    for title in ("cpu_utilization_percentage", "gpu_0_utilization_percentage", "gpu_1_power_usage_watts"):
+        page.get_by_placeholder("Search metric charts").fill(title)  # it draws only what is in sight
+        see_curve(page, title)
+    page.get_by_placeholder("Search metric charts").fill("utilization")
+    see_curve(page, "gpu_1_utilization_percentage")
+    page.screenshot(path=pictures / "system.png")
+
+
+@pytest.mark.timeout(400)
+def test_a_study_has_its_pictures_and_they_come_from_here(shown: Shown, page: Page, pictures: Path) -> None:
+    page.goto(run_page(shown, STUDY))
+    expect(page.get_by_text("val/accuracy", exact=False).first).to_be_visible()
+    page.screenshot(path=pictures / "study.png")
+    page.get_by_role("tab", name="Artifacts").click()
+    page.get_by_text("pareto.png", exact=True).click()
+    picture = page.locator("img[alt='pareto.png'], .image-container img, img[src*='pareto'], img[src^='blob:']").first
+    expect(picture).to_be_visible()
+    page.screenshot(path=pictures / "artifact.png")
+    page.get_by_text("search.html", exact=True).click()
+    plots = page.frame_locator("iframe").locator(".js-plotly-plot")
+    expect(plots.first.locator("svg.main-svg").first).to_be_visible()
+    front = plots.filter(has_text="samples/s").first
+    front.scroll_into_view_if_needed()
+    expect(front.locator(".scatterlayer .point").first).to_be_attached()
+    page.screenshot(path=pictures / "pareto.png")
+
+
+@pytest.mark.timeout(400)
+def test_trials_sort_by_their_speed(shown: Shown, page: Page, pictures: Path) -> None:
+    page.goto(shown.runs)
+    study = shown.records[STUDY].run_id
+    search = page.get_by_placeholder(re.compile("metrics.rmse"))
+    search.fill(f"tags.mlflow.parentRunId = '{study}'")
+    search.press("Enter")
+    expect(page.get_by_role("link", name=NEWEST)).to_be_hidden()
+    page.get_by_test_id("sort-select-dropdown").click()
+    page.get_by_test_id(f"sort-select-{WHOLE_SPEED}").click()
+    speeds = {name: run.metrics.get(WHOLE_SPEED, 0.0) for name, run in shown.records.items()
+              if run.tags.get("mlflow.parentRunId") == study}  # fmt: skip
+    wanted = sorted(speeds, key=lambda name: -speeds[name])
+    expect(page.locator(".ag-pinned-left-cols-container .ag-row[row-index='0']")).to_contain_text(wanted[0])
+    assert len(wanted) >= 3 and names(page) == wanted
+    page.screenshot(path=pictures / "trials.png")
+
+
+@pytest.mark.timeout(400)
+def test_two_runs_side_by_side(shown: Shown, page: Page, pictures: Path) -> None:
+    page.goto(shown.runs)
+    for name in ("lr-0.05", "lr-0.1"):
+        row = page.locator(".ag-pinned-left-cols-container .ag-row")
+        row = row.filter(has=page.get_by_role("link", name=name, exact=True))
+        row.locator("input.ag-checkbox-input").check()
+    page.get_by_role("button", name="Compare").click()
+    expect(page.get_by_text("Comparing 2 Runs")).to_be_visible()
+    for name in ("lr-0.05", "lr-0.1"):
+        expect(page.get_by_text(name, exact=True).first).to_be_visible()
+    expect(page.locator(".js-plotly-plot").first).to_be_visible()
+    page.screenshot(path=pictures / "compare.png")

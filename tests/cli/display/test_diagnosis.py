@@ -1,0 +1,298 @@
+"""What a run's folder tells of it: stale runs get their end, `rankzero doctor RUN` says what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from rankzero.catalog import dead_runs, lookup
+from rankzero.cli.display import diagnosis as command
+from rankzero.cli.main import main
+from rankzero.errors import UserError
+from rankzero.events import Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
+from rankzero.mlflow_store.client import Tracker
+from rankzero.reporting import timeline
+from rankzero.run_store import claims
+from rankzero.run_store import delivery_state as delivery
+from rankzero.run_store.attempt import is_written, sole_launcher, take_over
+from rankzero.run_store.delivery_state import Progress
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import sync
+from support.commands import TINY, Command
+from support.runs import T0, append, ended, evaluated, make_folder, saved, started, steps
+
+
+def aged(folder: RunFolder, seconds: float) -> None:
+    """Let all that the folder holds be that old."""
+    for path in folder.path.rglob("*"):
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def dead_writer(folder: RunFolder) -> None:
+    """Leave the claim of a process that is gone."""
+    program = (
+        "from pathlib import Path; from rankzero.tracking import folder, incumbent; "
+        f"incumbent.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
+    )
+    subprocess.run([os.sys.executable, "-c", program], check=True)  # type: ignore[attr-defined]
+
+
+def test_a_run_that_is_training_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(tmp_path)
+    claims.claim(folder, 0)
+    append(folder, started(), steps(1, 2))
+    assert is_written(folder)
+    assert main(["resume", folder.path.name, "--dir", str(tmp_path)]) != 0
+    assert f"{folder.path.name} is training still: stop it first" in capsys.readouterr().err
+    append(folder, ended("KILLED"))
+    assert not is_written(folder), "a process that has said its end may live on, as a notebook's does"
+    on_another_machine(folder)
+    assert not is_written(folder)
+    append(folder, started(2))
+    claims.claim(folder, 0)
+    on_another_machine(folder)
+    assert is_written(folder), "of that nothing is known but that it wrote of late"
+
+
+def test_between_two_attempts_of_a_command_the_run_is_that_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(), steps(1, 2), ended("FAILED"))
+    with sole_launcher(folder, 1):
+        assert main(["resume", folder.path.name, "--dir", str(tmp_path)]) != 0
+        assert f"{folder.path.name}: another command trains it still" in capsys.readouterr().err
+        with pytest.raises(UserError, match="another command trains it still"):
+            take_over(folder)
+    take_over(folder)
+    two_machines = sole_launcher(folder, 2), sole_launcher(folder, 2)  # they may share the folder
+    with two_machines[0], two_machines[1], pytest.raises(UserError, match="another command trains it still"):
+        sole_launcher(folder, 1).__enter__()
+
+
+def on_another_machine(folder: RunFolder) -> None:
+    path = folder.path / "recorder.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere"}))
+
+
+@pytest.mark.timeout(200)
+def test_a_run_whose_processes_are_all_gone_is_closed_and_explained(rankzero: Command) -> None:
+    process = rankzero.start("train", TINY, "--run-name", "gone", "step_seconds=0.02", "train.steps=5000")
+    folder = rankzero.wait_for_step(30)
+    for _ in range(4):  # as when a machine goes down; once is not enough: a recorder may just be starting its courier
+        for pid in _family(process.pid, folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+    process.wait()
+    assert lookup.listed(folder.path.parent)[0].status == "DIED" and not dead_runs.is_stale(folder)  # not at once
+    aged(folder, 300)
+    code, output = rankzero("runs")
+    assert code == 0 and "no sign of life since" in output and "FAILED" in output and "RUNNING" not in output
+    record = Tracker(folder.identity.tracking_uri).find_run("gone")
+    assert record.status == "FAILED" and "no sign of life since" in record.tags["rankzero.reason"]
+    last = lookup.last_end(folder)
+    assert last is not None and last.time < time.time() - 250  # when it died, not when somebody looked
+    code, output = rankzero("doctor", "gone")
+    assert code == 0, output
+    for words in ("gone: FAILED", "attempt 1 began at step 0", "no sign of life since", "values delivered", "is gone"):
+        assert words in output, output
+    assert "closed" not in rankzero("runs")[1]
+
+
+def _family(launcher: int, folder: RunFolder) -> list[int]:
+    """Return the launcher's processes and those of the run's recorder, which are sessions of their own."""
+    found = [launcher]
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (path / "cmdline").read_bytes().decode(errors="replace")
+            session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
+        except (OSError, ValueError):
+            continue
+        if str(folder.path) in line or session == launcher:
+            found.append(int(path.name))
+    return list(dict.fromkeys(found))[::-1]
+
+
+class TestStale:
+    def test_a_dead_writer_and_silence(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path)
+        append(folder, started(), steps(1, 9))
+        dead_writer(folder)
+        assert not dead_runs.is_stale(folder)
+        aged(folder, 60)
+        assert dead_runs.is_stale(folder)
+        with claims.lock(folder, 0):  # somebody delivers still, and will say the end
+            assert not dead_runs.is_stale(folder)
+        claim = claims.latest(folder, 0)
+        recorder = claims.stand_by(folder, 0, claim.token) if claim is not None else None
+        assert recorder is not None
+        assert not dead_runs.is_stale(folder), "its recorder lives, which delivers nothing, and will say the end"
+        os.close(recorder)
+        assert dead_runs.is_stale(folder)
+        dead_runs.close(folder)
+        dead_runs.close(folder)
+        assert not dead_runs.is_stale(folder) and lookup.listed(tmp_path / "runs")[0].status == "FAILED"
+        assert folder.events.read_text().count("RunEnded") == 1
+
+    def test_a_living_writer_is_left_alone_however_silent(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path)
+        append(folder, started())
+        claims.claim(folder, 0)
+        aged(folder, 10_000)
+        assert not dead_runs.is_stale(folder) and lookup.listed(tmp_path / "runs")[0].status == "RUNNING"
+        dead_runs.close(folder)  # as by who looked before it began
+        assert "RunEnded" not in folder.events.read_text()
+
+    def test_another_machines_run_lives_by_its_samples(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path)
+        append(folder, started())
+        dead_writer(folder)
+        claim = json.loads((folder.path / "recorder.json").read_text())
+        (folder.path / "recorder.json").write_text(json.dumps({**claim, "host": "another"}))
+        aged(folder, 3600)
+        folder.system(0).write_text("")
+        assert claims.writer_lives(folder)
+        aged(folder, 3600)
+        assert dead_runs.is_stale(folder)
+
+    def test_a_helping_machine_says_nothing_of_the_end(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path)
+        claims.claim(folder, 0)  # as the launcher does where the run has a name of the user's
+        dead_writer(folder)
+        folder.system(1).write_text("")
+        aged(folder, 3600)
+        assert not dead_runs.is_stale(folder) and lookup.listed(tmp_path / "runs")[0].status == "ELSEWHERE"
+        sync.deliver(folder, patience=0.0)
+        assert not folder.events.exists()
+
+    def test_a_rank_that_left_word_gives_the_reason(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path)
+        append(folder, started())
+        folder.failures.mkdir()
+        left = {"time": time.time(), "rank": 1, "reason": "OSError: no", "error": "Traceback"}
+        (folder.failures / "rank_1.json").write_text(json.dumps(left))
+        aged(folder, 60)
+        dead_runs.close(folder)
+        end = lookup.last_end(folder)
+        assert end is not None and end.reason == "OSError: no"
+
+    def test_a_run_that_never_began(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path)
+        aged(folder, 60)
+        assert not dead_runs.is_stale(folder) and lookup.listed(tmp_path / "runs")[0].status == "STARTING"
+        aged(folder, 600)
+        assert dead_runs.is_stale(folder) and "never began" in dead_runs.close(folder)
+
+    def test_sync_ends_what_died_before_it_began(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+        dead_writer(folder)
+        assert main(["sync", "--dir", str(tmp_path)]) == 0
+        end = lookup.last_end(folder)
+        assert end is not None and "never began" in end.reason and folder.path.name in capsys.readouterr().out
+        (run,) = Tracker(folder.identity.tracking_uri).list_runs()
+        assert run.status == "FAILED"
+
+    def test_a_run_whose_launcher_waits_for_another_machine_is_left_alone(self, tmp_path: Path) -> None:
+        folder = make_folder(tmp_path)
+        claims.claim(folder, 0)
+        aged(folder, 10_000)
+        assert not dead_runs.is_stale(folder) and lookup.listed(tmp_path / "runs")[0].status == "STARTING"
+
+
+def test_the_story_is_told_in_order_and_not_at_length() -> None:
+    events = [
+        RunStarted(T0, {"goal.metric": "val/loss"}, {"rankzero.host": "box"}, 1, 0, 1000),
+        *(Evaluated(T0 + n, n, {"val/loss": 1 / n}, True) for n in range(1, 31)),
+        StepsLogged([30], [T0 + 30], {"train/loss": [1.0]}),
+        Noticed(T0 + 31, "the hook x failed and was disabled"),
+        StepsLogged([31], [T0 + 631], {"train/loss": [1.0]}),
+        RunEnded(T0 + 632, "KILLED", "stopped by SIGTERM at step 31", None, {}),
+        RunStarted(T0 + 900, {}, {}, 2, 30, 1000),
+        StepsLogged([31], [T0 + 700], {"train/loss": [1.0]}),
+        RunEnded(T0 + 701, "FINISHED", "trained", None, {}),
+    ]
+    told = [line.text for line in timeline.tell(events)]
+    assert told[0] == "attempt 1 began at step 0 of 1,000 on box"
+    assert told[1] == "evaluation at step 1: val/loss 1, the best so far"
+    assert "… 22 more evaluations …" in told and len(told) < 20
+    for words in ("nothing was written for 10.0 min after step 30", "note: the hook x failed and was disabled",
+                  "KILLED at step 31: stopped by SIGTERM at step 31", "attempt 2 began at step 30 of 1,000",
+                  "the clock went back by 3.3 min", "FINISHED at step 31: trained"):  # fmt: skip
+        assert words in told, told
+
+
+def test_a_doctor_tells_of_failures_delivery_and_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(tmp_path, "postgresql://me:hunter2@host/db")
+    append(folder, started(), steps(1, 9), evaluated(9, 0.5), saved(folder, 9), Noticed(T0 + 9, "hook x was disabled"))
+    with folder.events.open("a") as file:
+        file.write("torn\n")
+    append(folder, ended("FAILED", "ValueError: bad", error="Traceback\nValueError: bad"))
+    folder.failures.mkdir()
+    for rank, moment in ((1, 5.0), (0, 6.0)):
+        left = {"time": moment, "rank": rank, "reason": f"rank {rank} says no", "error": "File x\nValueError: bad"}
+        (folder.failures / f"rank_{rank}.json").write_text(json.dumps(left))
+    (folder.failures / "rank_2.json").write_text("[")
+    delivery.save(delivery.path_of(folder, 0), Progress(
+        run_id="abc", delivered=12, failures=7, outages=2, away_seconds=99, rejected=1, reasons=["metric x: no"],
+        altered=1, remarks=["param p: cut"], skipped=3, error="ConnectionError: refused",
+    ))  # fmt: skip
+    (folder.path / "recorder.log").write_text("INFO fine\nWARNING try 7 failed\n")
+    logs = folder.path / "logs" / "x" / "attempt_0" / "0"
+    logs.mkdir(parents=True)
+    (logs / "stderr.log").write_text("password=hunter2\nlast words\n")
+    assert main(["doctor", folder.path.name, "--dir", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    for words in (": FAILED", "rank 1, the first: rank 1 says no", "checkpoint of step 9", "1 lines of the journal",
+                  "note: hook x was disabled", "12 values delivered", "7 tries to deliver failed", "metric x: no",
+                  "param p: cut", "not everything is delivered: ConnectionError", "WARNING try 7 failed", "last words",
+                  "3 values not sent again", "rankzero resume", "rankzero sync"):  # fmt: skip
+        assert words in output, (words, output)
+    assert "hunter2" not in output and "Traceback (most" not in output
+
+
+def test_a_run_without_anything_has_a_story(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    assert dict(command.told(folder))["delivery to MLflow"] == ["[yellow]nothing was delivered yet[/]"]
+
+
+def test_hooks_that_fail_are_on_the_runs_page(tmp_path: Path) -> None:
+    from rankzero.run_store.journal import Journal
+    from rankzero.tracking.deliverer import Deliverer
+    from rankzero.tracking.run_log import RunLog
+    from support.fake_tracker import FakeTracker
+
+    def broken(event: object) -> None:
+        raise RuntimeError("no")
+
+    folder, tracker = make_folder(tmp_path), FakeTracker()
+    log = RunLog(folder, Journal(folder.events), 1, None, hooks=[broken])
+    for event in (started(), steps(1, 3), ended()):
+        log(event)
+    log.close()
+    tracker.fail = _failing_once()
+    deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    while not deliverer.complete:
+        deliverer.hasten()
+        deliverer.work()
+    page = tracker.tags["mlflow.note.content"]
+    assert "the hook broken failed and was disabled: RuntimeError: no" in page
+    assert "1 try to deliver failed, MLflow was away 1 times" in page and tracker.tags["rankzero.retries"] == "1"
+
+
+def _failing_once():  # type: ignore[no-untyped-def]
+    left = [1]
+
+    def fail(name: str, argument: object) -> None:
+        if name == "log_metrics" and left:
+            left.pop()
+            raise ConnectionError("away")
+
+    return fail

@@ -1,0 +1,74 @@
+"""What others wrote, on the console: names, reasons and paths with brackets and colons are no markup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cli.test_launch_run import finish
+from rankzero.cli.display.live import Console
+from rankzero.cli.display.terminal import plain_or_fitting
+from rankzero.events import Evaluated
+from rankzero.experiment import Goal
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import delivery_status
+from rankzero.training.checkpoints import best_model
+from support.commands import TINY, Command
+from support.runs import append, ended, make_folder, started
+
+ODD = "val/a[/b]"
+REASON = "cannot read [/data/x.pt]: no key [train] of :key: [red]"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return make_folder(tmp_path, experiment="of [/us]")
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(folder, Goal(ODD, "max"), folder.path / "[/root]")
+    with console:
+        console.notice(REASON)
+        with console.status(REASON):
+            pass
+    console.result(ended("FAILED", REASON, metrics={"best": 0.5}))
+    output = capsys.readouterr().out
+    assert output.count(REASON) == 2, output
+    assert f"best {ODD}" in output and "of [/us]" in output and "--dir" in output and "[/root]" in output, output
+
+
+def test_a_run_with_odd_names_is_followed_to_its_end(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(folder, Goal(ODD, "max"), folder.path, advise=lambda event: REASON)
+    with console:
+        append(folder, started(), Evaluated(0.0, 3, {ODD: 0.5}, True), ended(reason=REASON))
+    assert console.ended is not None and console.ended.status == "FINISHED"
+    output = capsys.readouterr().out
+    assert f"{ODD} 0.5" in output and REASON in output, output
+
+
+def test_tables_leave_colons_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    plain_or_fitting().print("aten:key:")
+    assert capsys.readouterr().out == "aten:key:\n"
+
+
+def test_a_finished_run_that_was_not_seen_to_end_gets_its_best_model(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(folder, started(), ended())
+    logged = []
+    monkeypatch.setattr(delivery_status, "wait", lambda of, enough: delivery_status.status(of)._replace(done=True))
+    monkeypatch.setattr(best_model, "in_new_process", lambda folder, *_: logged.append(folder))
+    finish(folder, seen=False)
+    assert logged == [folder]
+
+
+def test_an_output_that_lacks_characters_ends_nothing(rankzero: Command) -> None:
+    rankzero.environ["PYTHONIOENCODING"] = "ascii"
+    code, output = rankzero(
+        "train", TINY, "train.steps=10", "--run-name", "l\u00e4uft", "--experiment-name", "\u00dcbersicht \u2713"
+    )
+    assert code == 0 and "Traceback" not in output, output
+    assert r"l\xe4uft: FINISHED" in output and r"\xdcbersicht \u2713" in output, output
+    code, output = rankzero("runs")
+    assert code == 0 and r"l\xe4uft" in output and "FINISHED" in output, output

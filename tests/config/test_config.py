@@ -1,0 +1,197 @@
+"""Configs: flatten, override, YAML, and what a mistake is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero.config import ConfigError, flatten, from_yaml, override, parse_assignments, read_yaml, to_yaml
+from rankzero.config.values import NONE_WORDS, coerce, render
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    rate: float = 1e-3
+    mode: Literal["fast", "exact"] = "fast"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise ValueError(f"rate: must be at least 0, got {self.rate}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner = Inner()
+    width: int = 32
+    name: str = "x"
+    on: bool = False
+    sizes: tuple[int, ...] = (1, 2)
+    words: tuple[str, ...] = ()
+    rates: tuple[float, ...] = ()
+    kernel: tuple[int, int] = (3, 3)
+    grid: tuple[tuple[int | None, ...], ...] = ()
+    number: float | int = 1
+    switch: Literal["on", "off", 1, 2] = "on"
+    data_: str = "real"
+
+
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)  # surrogates are no text
+inners = st.builds(
+    Inner,
+    rate=st.floats(min_value=0, allow_nan=False),
+    mode=st.sampled_from(["fast", "exact"]),
+    limit=st.none() | st.integers(),
+)
+outers = st.builds(
+    Outer,
+    inner=inners,
+    width=st.integers(),
+    name=texts,
+    on=st.booleans(),
+    sizes=st.lists(st.integers()).map(tuple),
+    words=st.lists(texts).map(tuple),
+    rates=st.lists(st.floats(allow_nan=False)).map(tuple),
+    kernel=st.tuples(st.integers(), st.integers()),
+    grid=st.lists(st.lists(st.none() | st.integers()).map(tuple)).map(tuple),
+    number=st.integers() | st.floats(allow_nan=False),
+    switch=st.sampled_from(["on", "off", 1, 2]),
+    data_=texts,
+)
+
+
+@given(outers)
+def test_yaml_brings_it_back(config: Outer) -> None:
+    assert from_yaml(Outer, to_yaml(config)) == config
+
+
+@given(outers)
+def test_text_brings_it_back(config: Outer) -> None:
+    assert override(Outer(), {key: render(value) for key, value in flatten(config).items()}) == config
+
+
+@given(outers)
+def test_values_bring_it_back(config: Outer) -> None:
+    assert override(Outer(), flatten(config)) == config
+
+
+def test_keys_are_dotted_and_lose_a_trailing_underscore() -> None:
+    keys = list(flatten(Outer()))
+    assert keys[:4] == ["inner.rate", "inner.mode", "inner.limit", "width"] and keys[-1] == "data"
+
+
+def test_an_override_leaves_the_original_alone() -> None:
+    before = Outer()
+    after = override(before, {"inner.rate": "1e-2", "width": 64})
+    assert (before.inner.rate, after.inner.rate, after.width) == (1e-3, 1e-2, 64)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        after.width = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("widht", "width"), ("rate", "inner.rate"), ("iner.rate", "inner.rate"), ("inner.moed", "inner.mode")],
+)
+def test_a_misspelt_key_names_the_nearest(key: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{near}'"):
+        override(Outer(), {key: "1"})
+
+
+def test_a_group_is_no_setting() -> None:
+    with pytest.raises(ConfigError, match=r"it is a group; set one of inner\.rate"):
+        override(Outer(), {"inner": "1"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("width", "3.5", "width: expected int, got '3.5'"),
+        ("width", "true", "width: expected int"),
+        ("on", "maybe", "on: expected bool"),
+        ("inner.mode", "slow", "expected fast | exact"),
+        ("inner.rate", "nan", "inner.rate: expected float"),
+        ("inner.rate", "-1", "inner.rate: must be at least 0"),
+        ("inner.limit", "many", "expected int | none"),
+        ("sizes", "[1, x]", "expected list of int"),
+        ("sizes", "[1, 2", "expected list of int"),
+        ("kernel", "3", "expected [int, int]"),
+        ("kernel", "3,3,3", "expected [int, int]"),
+        ("width", "1e23", "expected int"),
+        ("width", "inf", "expected int"),
+        ("width", None, "expected int, got 'none'"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_key(key: str, value: str, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        override(Outer(), {key: value})
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation", "value"),
+    [
+        ("1e5", int, 100_000),
+        ("1_000", int, 1000),
+        ("3e-3", float, 0.003),
+        ("inf", float, float("inf")),
+        ("Yes", bool, True),
+        ("none", int | None, None),
+        ("1, 2", tuple[int, ...], (1, 2)),
+        ("", tuple[int, ...], ()),
+        ("1, x", tuple[int, str], (1, "x")),
+        ("[a, b]", tuple[str, ...], ("a", "b")),
+        ("null", str | None, None),
+        ("2", str | int, 2),
+        ("9007199254740993", float | int, 2**53 + 1),
+        ("true", bool | int, True),
+    ],
+)
+def test_text_is_read_as_the_declared_type(text: str, annotation: Any, value: Any) -> None:
+    assert coerce(text, annotation) == value
+
+
+@given(texts)
+def test_a_text_with_none_is_text_or_none(text: str) -> None:
+    assert coerce(text, str | None) == (None if text.strip().lower() in NONE_WORDS else text)
+
+
+@given(st.text(max_size=8))
+def test_any_text_is_a_value_or_a_config_error(text: str) -> None:
+    for key in flatten(Outer()):
+        try:
+            changed = override(Outer(), {key: text})
+        except ConfigError as error:
+            assert key in str(error)
+        else:
+            assert override(Outer(), flatten(changed)) == changed
+
+
+@given(st.text(st.characters(exclude_characters="="), min_size=1), texts)
+def test_an_assignment_is_split_at_its_first_equals(key: str, value: str) -> None:
+    assert parse_assignments([f"{key}={value}"]) == {key.strip(): value}
+
+
+def test_assignments() -> None:
+    assert parse_assignments(["a=1", "b=x=y", "a=2"]) == {"a": "2", "b": "x=y"}
+    with pytest.raises(ConfigError, match="not of the form"):
+        parse_assignments(["a"])
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "a: [", "3"])
+def test_yaml_that_is_no_config(text: str) -> None:
+    with pytest.raises(ConfigError):
+        from_yaml(Outer, text)
+
+
+def test_yaml_executes_nothing() -> None:
+    with pytest.raises(ConfigError):
+        from_yaml(Outer, "name: !!python/object/apply:os.system ['true']\n")
+
+
+def test_yaml_with_other_texts_for_some_values() -> None:
+    text = to_yaml(Outer(), instead={"inner.rate": "hidden"})
+    assert read_yaml(text) == {**read_yaml(to_yaml(Outer())), "inner.rate": "hidden"}

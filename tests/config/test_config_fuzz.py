@@ -1,0 +1,158 @@
+"""Configs against whatever people, editors and transfers make of them: a config, or a ConfigError; nothing else."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config.test_config import Outer
+from rankzero.config import ConfigError, flatten, from_yaml, override, parse_assignments, read_file, read_yaml, to_yaml
+from rankzero.config.values import render
+from rankzero.experiment import Experiment, Train
+from support.fuzz import patient, thorough
+
+pytestmark = patient
+
+WORDS = [
+    "", " ", "none", "~", "true", "no", "0", "-0", "1e5", "1e400", "-1e999", "nan", "inf", "-.inf", ".nan",
+    "0x1f", "0o7", "1:30:00", "9" * 400, "9" * 5000, "0x" + "f" * 5000, "2001-13-45", "2001-01-01", "12e",
+    "1_000", "１２", "²", "½", "[", "]", "[1,2]", "[[1,2],[null]]", "{", "{a: b}", "- 1", "'", '"', "\\", "&a",
+    "*a", "<<", "!!binary x", "!!int x", "!!int", "!!bool maybe", "!!float y", "!!timestamp z", "!!set {1}",
+    "!!omap [1]", "!!python/object/apply:os.system [x]", "!!python/name:os.system", "!x y", "%YAML 9.9", "---",
+    "...", "\x00", "\ud800", "\U0001f600", "\u2028", "\x85", "\t", "a=b", "=", "key: value", ": ", "? [1]", "|",
+    ">-", "@", "`", "#", ",", "on", "fast", "x" * 3000,
+]  # fmt: skip
+words = st.sampled_from(WORDS) | st.text(max_size=30) | st.floats().map(str) | st.integers().map(str)
+keys = (
+    st.sampled_from([*flatten(Outer()), *flatten(Experiment()), "inner", "train", "train.", ".", "a.b.c", ""]) | words
+)
+line = st.builds(lambda indent, key, value: f"{' ' * indent}{key}: {value}", st.integers(0, 4), keys, words)
+documents = st.lists(line | words, max_size=8).map("\n".join)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """Return what a config's file may become: cut, overwritten, doubled, its bytes flipped."""
+    text = bytearray(to_yaml(draw(st.sampled_from([Outer(), Experiment(), Train()]))).encode())
+    dice = random.Random(draw(st.integers(0, 2**32)))
+    for _ in range(dice.randrange(1, 6)):
+        at = dice.randrange(len(text) + 1)
+        match dice.randrange(4):
+            case 0:
+                del text[at:]
+            case 1:
+                text[at:at] = dice.choice(WORDS).encode("utf-8", "surrogatepass")
+            case 2:
+                text[at : at + 1] = bytes([dice.randrange(256)])
+            case _:
+                text[at:at] = text[dice.randrange(len(text) + 1) :][:50]
+    return bytes(text)
+
+
+@thorough
+@given(documents | damaged().map(lambda content: content.decode("utf-8", "replace")))
+def test_any_file_is_a_config_or_a_config_error(text: str) -> None:
+    for cls in (Outer, Train):
+        try:
+            config = from_yaml(cls, text)
+        except ConfigError as error:
+            assert len(str(error)) < 3000
+        else:
+            assert from_yaml(cls, to_yaml(config)) == config
+
+
+@thorough
+@given(damaged() | st.binary(max_size=40))
+def test_any_bytes_are_settings_or_a_config_error_that_names_the_file(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(content)
+    try:
+        found = read_file(path)
+    except ConfigError as error:
+        assert str(path) in str(error) and len(str(error)) < 3000
+    else:
+        assert repr(found) == repr(read_yaml(content.decode("utf-8-sig")))
+
+
+def test_a_byte_order_mark_is_none_of_the_settings(tmp_path: Path) -> None:
+    path = tmp_path / "marked.yaml"
+    path.write_bytes(b"\xef\xbb\xbfwidth: 8\r\nname: \xc3\xa9\r\n")
+    assert read_file(path) == {"width": 8, "name": "é"}
+
+
+def test_a_folder_is_no_file_of_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_file(tmp_path)
+
+
+@thorough
+@given(st.lists(st.builds("{}={}".format, keys, words) | words, max_size=4))
+def test_any_assignments_are_a_config_or_a_config_error(assignments: list[str]) -> None:
+    for start in (Outer(), Experiment()):
+        try:
+            config: Any = override(start, parse_assignments(assignments))
+        except ConfigError as error:
+            assert len(str(error)) < 3000
+        else:
+            assert override(start, {key: render(value) for key, value in flatten(config).items()}) == config
+            assert from_yaml(type(config), to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("value", ["1e400", "-1e999", "9" * 400])
+def test_a_number_that_no_float_holds_is_no_infinity(value: str) -> None:
+    with pytest.raises(ConfigError, match="rate: expected float"):
+        override(Outer(), {"inner.rate": value})
+
+
+@pytest.mark.parametrize("text", [
+    "name: 2001-13-45", "width: !!int x", "width: !!int", "on: !!bool maybe", "a: !!timestamp z", "name: !!binary ä",
+    "a: " + "[" * 5000, "width: " + "9" * 5000, "width: 1\nwidth: 2", "inner: {rate: 1.0e+999}",
+])  # fmt: skip
+def test_what_yaml_itself_stumbles_over_is_a_config_error(text: str) -> None:
+    with pytest.raises(ConfigError):
+        from_yaml(Outer, text)
+
+
+def test_a_number_that_text_cannot_say_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="width: expected int"):
+        from_yaml(Outer, "width: 0x" + "f" * 5000)
+
+
+def test_text_that_no_file_can_hold_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="name: expected str"):
+        override(Outer(), {"name": "half \ud83d"})
+
+
+def test_a_bomb_of_aliases_is_refused_at_once() -> None:
+    lines = ["a0: &a0 {x: 1, y: 2}", *(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60))]
+    start = time.monotonic()
+    for text in ("\n".join(lines), "a: &a {b: *a}", "name: &x [*x]"):
+        with pytest.raises(ConfigError, match="alias"):
+            read_yaml(text)
+    assert time.monotonic() - start < 5
+
+
+def test_what_is_written_has_no_aliases() -> None:
+    pair = (1, None)
+    assert "&" not in to_yaml(Outer(grid=(pair, pair), sizes=(1, 2), words=("a", "a")))
+
+
+@pytest.mark.parametrize("text", [
+    "!!python/object/apply:pathlib.Path.touch [{}]", "!!python/object/new:os.system ['touch {}']",
+    "!!python/object/apply:os.system ['touch {}']", "!!python/name:os.system",
+])  # fmt: skip
+@pytest.mark.parametrize("place", ["name: {}", "{}", "inner: {}", "sizes: [{}]", "? {}\n: x", "<<: {}", "a: &a {}"])
+def test_yaml_runs_nothing_wherever_it_is_planted(text: str, place: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        from_yaml(Outer, place.format(text.format(tmp_path / "executed")))
+    with pytest.raises(ConfigError):
+        override(Outer(), {"sizes": "[" + text.format(tmp_path / "executed") + "]"})
+    assert not (tmp_path / "executed").exists()

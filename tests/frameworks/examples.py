@@ -1,0 +1,85 @@
+"""Running the examples that users start from, and looking at what they left in MLflow."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from rankzero.catalog.lookup import folders
+from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.tracking.sync import deliver
+from support.paths import EXPERIMENTS
+
+EXAMPLES = EXPERIMENTS / "integrations"
+SECONDS = 240
+
+
+def needs(framework: str, extra: str | None = None) -> None:
+    """Skip where a framework is not installed; not by importing it: that takes seconds, and each warns of something."""
+    if find_spec(framework) is None:
+        pytest.skip(f"an extra: pip install rankzero[{extra or framework}]")
+
+
+def start(folder: Path, *command: str, **environ: str) -> subprocess.Popen[str]:
+    """Start a command as a user would, in a folder of its own, with the environment's programs at hand."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": path}
+    return subprocess.Popen(
+        command, cwd=folder, env={**os.environ, **quiet, **environ}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return how a process ended, and all that it printed."""
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def run(script: str, folder: Path, *words: str, **environ: str) -> tuple[int, str]:
+    """Run a script to its end."""
+    return end(start(folder, sys.executable, script, *words, **environ))
+
+
+def tracker(folder: Path) -> Tracker:
+    return Tracker(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}")
+
+
+def all_tracked(folder: Path) -> list[RunRecord]:
+    """Return the runs, once everything is in MLflow: on a busy machine, idle processor time is long in coming."""
+    assert all(deliver(found, patience=SECONDS).done for found in folders(folder / "mlruns" / "runs"))
+    return tracker(folder).list_runs()
+
+
+def tracked(folder: Path) -> RunRecord:
+    """Return the only run, on the disk and in MLflow."""
+    (_,) = folders(folder / "mlruns" / "runs")
+    (found,) = all_tracked(folder)
+    return found
+
+
+def steps_of(folder: Path, found: RunRecord, metric: str) -> list[int]:
+    """Return the steps at which a run logged a metric."""
+    return [point.step for point in tracker(folder).history(found.run_id, metric)]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return sorted((folder / "mlruns" / "runs").glob("*/checkpoints/step_*"))
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [found.getsockname()[1] for found in sockets]
+    for found in sockets:
+        found.close()
+    return ports

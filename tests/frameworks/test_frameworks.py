@@ -1,0 +1,70 @@
+"""The adapters against the real frameworks: the examples that users start from, and how their runs end."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from integrations.examples import EXAMPLES, SECONDS, checkpoints, needs, run, steps_of, tracked
+
+pytestmark = pytest.mark.timeout(2 * SECONDS)
+
+FRAMEWORKS = ("lightning", "transformers", "accelerate", "ignite")
+
+
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, "keras"])
+def test_an_adapter_without_its_framework_names_the_extra(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, framework, None)
+    monkeypatch.delitem(sys.modules, f"rankzero.integrations.{framework}", raising=False)
+    for name in [name for name in sys.modules if name.startswith(f"{framework}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=rf"pip install rankzero\[{framework}\]"):
+        importlib.import_module(f"rankzero.integrations.{framework}")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_example_is_tracked_to_its_end(framework: str, tmp_path: Path) -> None:
+    needs(framework)
+    code, output = run(str(EXAMPLES / f"{framework}_digits.py"), tmp_path, "3")
+    assert code == 0, output
+    found = tracked(tmp_path)
+    assert found.status == "FINISHED" and (found.best or 0.0) > 0.8
+    assert steps_of(tmp_path, found, "train/loss") == list(range(1, 3 * 22 + 1))
+    assert any("lr" in name or "learning_rate" in name for name in found.params), found.params
+    assert checkpoints(tmp_path) or framework in ("transformers", "ignite")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_an_exception_in_the_training_is_a_failed_run(framework: str, tmp_path: Path) -> None:
+    needs(framework)
+    script = tmp_path / "broken.py"
+    script.write_text(f"""
+import sys
+sys.path[:0] = [{str(EXAMPLES)!r}, {str(EXAMPLES.parent)!r}]
+import torch
+import {framework}_digits as example
+calls = []
+def broken(*_, **__):
+    calls.append(1)
+    if len(calls) > 30:
+        raise ValueError("broken on purpose")
+    return real(*_, **__)
+real, example.cross_entropy = example.cross_entropy, broken
+if __name__ == "__main__":
+    example.main(3)
+""")
+    code, output = run(str(script), tmp_path)
+    assert code != 0 and "broken on purpose" in output
+    found = tracked(tmp_path)
+    assert found.status == "FAILED" and "ValueError: broken on purpose" in found.tags["rankzero.reason"]
+
+
+def test_two_ranks_under_accelerates_launcher_are_one_run(tmp_path: Path) -> None:
+    needs("accelerate")
+    code, output = run("-m", tmp_path, "accelerate.commands.launch", "--cpu", "--num_processes", "2",
+                       "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+                       str(EXAMPLES / "accelerate_digits.py"), "2")  # fmt: skip
+    assert code == 0, output
+    assert tracked(tmp_path).status == "FINISHED"

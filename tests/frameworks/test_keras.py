@@ -1,0 +1,164 @@
+"""The Keras callback against Keras and TensorFlow: on two replicas, on two workers, and how its runs end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from integrations.examples import (
+    EXAMPLES,
+    SECONDS,
+    all_tracked,
+    checkpoints,
+    end,
+    free_ports,
+    needs,
+    run,
+    start,
+    steps_of,
+    tracked,
+)
+
+pytestmark = pytest.mark.timeout(2 * SECONDS)  # TensorFlow's import alone takes ten seconds on two busy cores
+
+PREAMBLE = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import keras
+import numpy as np
+import keras_digits as example
+from rankzero.integrations.keras import restore
+
+class Broken(keras.callbacks.Callback):
+    async_safe = True
+    batches = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        if self.batches == 30:
+            raise ValueError("broken on purpose")
+"""
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    needs("keras")
+    needs("tensorflow", "keras")
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(PREAMBLE + text)
+    return str(path)
+
+
+def test_two_replicas_are_one_run_with_every_batch(tmp_path: Path) -> None:
+    code, output = run(str(EXAMPLES / "keras_digits.py"), tmp_path, "3")
+    assert code == 0, output
+    found = tracked(tmp_path)
+    assert found.status == "FINISHED" and (found.best or 0.0) > 0.8
+    assert steps_of(tmp_path, found, "train/loss") == list(range(1, 67))
+    assert steps_of(tmp_path, found, "val/loss") == steps_of(tmp_path, found, "lr") == [22, 44, 66]
+    assert found.params["replicas"] == "2" and found.params["batch_size"] == "64"
+    assert found.params["optimizer.name"] == "adam_w" and float(found.params["optimizer.learning_rate"]) > 0.002
+
+
+def test_a_checkpoint_gives_the_weights_and_the_optimizer_back(tmp_path: Path) -> None:
+    code, output = run(
+        script(tmp_path, """
+from pathlib import Path
+
+class Keep(keras.callbacks.Callback):
+    def on_train_end(self, logs=None):
+        self.all = [np.array(array) for array in self.model.get_weights()], int(self.model.optimizer.iterations.numpy())
+
+keep = Keep()
+example.main(1, keep)
+(checkpoint,) = Path("mlruns/runs").glob("*/checkpoints/step_*")
+fresh = example.convnet(16)
+restore(fresh, checkpoint)
+weights, iterations = keep.all
+assert iterations == int(fresh.optimizer.iterations.numpy()) == 22
+assert all(np.array_equal(a, b) for a, b in zip(weights, fresh.get_weights(), strict=True))
+try:
+    restore(example.convnet(8), checkpoint)
+except ValueError as error:
+    print("refused:", error)
+"""),
+        tmp_path,
+    )  # fmt: skip
+    assert code == 0, output
+    assert "refused: the model of" in output and "is another model's" in output
+    assert tracked(tmp_path).status == "FINISHED"
+
+
+def test_an_exception_in_the_training_is_a_failed_run(tmp_path: Path) -> None:
+    code, output = run(script(tmp_path, "example.main(3, Broken())"), tmp_path)
+    assert code != 0 and "broken on purpose" in output
+    found = tracked(tmp_path)
+    assert found.status == "FAILED" and "ValueError: broken on purpose" in found.tags["rankzero.reason"]
+    assert max(steps_of(tmp_path, found, "train/loss")) == 30
+
+
+def test_a_fit_that_was_given_up_is_a_failed_run_and_the_next_one_another(tmp_path: Path) -> None:
+    code, output = run(
+        script(tmp_path, """
+model = example.convnet(4)
+train, val = example.digits(64)
+tracker = example.RankZeroCallback("twice", checkpoints=False)
+try:
+    model.fit(train, epochs=2, callbacks=[tracker, Broken()], verbose=0)
+except ValueError:
+    pass
+model.fit(train, epochs=4, initial_epoch=2, callbacks=[tracker], verbose=0)
+assert "torch" not in sys.modules
+"""),
+        tmp_path,
+    )  # fmt: skip
+    assert code == 0, output
+    runs = {found.status: found for found in all_tracked(tmp_path)}
+    assert runs.keys() == {"FAILED", "FINISHED"}
+    assert "left before its end" in runs["FAILED"].tags["rankzero.reason"]
+    assert steps_of(tmp_path, runs["FINISHED"], "train/loss") == list(range(45, 89))
+    assert not checkpoints(tmp_path)
+
+
+def test_a_backend_that_calls_from_threads_loses_no_batch(tmp_path: Path) -> None:
+    code, output = run(
+        script(tmp_path, """
+import threading
+
+class Threads(keras.callbacks.Callback):
+    async_safe = True
+
+    def on_train_batch_end(self, batch, logs=None):
+        print("called from", threading.current_thread().name)
+
+model = example.convnet(4)
+images, labels = np.ones((320, 8, 8, 1), "float32"), np.zeros(320)
+tracker = example.RankZeroCallback("threads")
+model.fit(images, labels, batch_size=8, epochs=2, validation_split=0.1, callbacks=[tracker, Threads()], verbose=0)
+"""),
+        tmp_path, KERAS_BACKEND="torch",
+    )  # fmt: skip
+    assert code == 0, output
+    assert "called from ThreadPoolExecutor" in output
+    found = tracked(tmp_path)
+    assert found.status == "FINISHED" and found.params["backend"] == "torch"
+    assert steps_of(tmp_path, found, "train/loss") == list(range(1, 73))
+    assert steps_of(tmp_path, found, "val/loss") == [36, 72] and checkpoints(tmp_path)
+
+
+def test_two_workers_are_one_run_of_the_chief(tmp_path: Path) -> None:
+    cluster = {"worker": [f"localhost:{port}" for port in free_ports(2)]}
+    configs = [json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}) for index in (1, 0)]
+    example = str(EXAMPLES / "keras_workers_digits.py")
+    workers = [start(tmp_path, sys.executable, example, "3", TF_CONFIG=config) for config in configs]
+    for code, output in map(end, workers):
+        assert code == 0, output
+    found = tracked(tmp_path)
+    assert found.status == "FINISHED" and (found.best or 0.0) > 0.8
+    assert steps_of(tmp_path, found, "train/loss") == list(range(1, 67))
+    assert checkpoints(tmp_path)

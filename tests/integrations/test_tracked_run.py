@@ -1,0 +1,290 @@
+"""`rankzero.track`: the same tracking for one's own loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import rankzero
+from rankzero import Goal
+from rankzero.events import CheckpointSaved, Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
+from rankzero.integrations import values
+from rankzero.integrations.tracked_run import params_of
+from rankzero.mlflow_store.client import Tracker
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+from rankzero.tracking import delivery_status
+from rankzero.training.checkpoints import files
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_three_lines_are_tracked_to_the_end() -> None:
+    model = torch.nn.Linear(2, 1)
+    with rankzero.track("mine", {"lr": 0.1, "net": {"width": 3}}, goal=Goal("val/loss"), name="r1") as run:
+        for step in range(1, 6):
+            loss = torch.tensor(float(step))
+            run.log({"train/loss": loss, "other": step * 2}, step=step)
+            loss.zero_()  # what is logged is the value at the time
+        run.checkpoint(model.state_dict(), step=5, metrics={"val/loss": torch.tensor(0.5)})
+    assert run.folder is not None
+    folder = RunFolder(run.folder)
+    events = list(read_all(folder.events))
+    logged = {event.steps[0]: event.metrics for event in events if isinstance(event, StepsLogged)}
+    assert {step: metrics["train/loss"][0] for step, metrics in logged.items()} == {n: float(n) for n in range(1, 6)}
+    assert [type(event) for event in events if not isinstance(event, StepsLogged)] == [
+        RunStarted, Evaluated, CheckpointSaved, RunEnded]  # fmt: skip
+    path, _ = files.newest_intact(folder.checkpoints)
+    assert path is not None and torch.equal(files.load(path)["weight"], model.weight)
+    delivery = delivery_status.wait(folder)
+    assert delivery.done and delivery.run_id is not None
+    found = Tracker(folder.identity.tracking_uri).find_run("r1")
+    assert found.status == "FINISHED"
+    assert found.params["net.width"] == "3" and found.metrics["train/loss"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [(RuntimeError("boom"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(3), "FAILED"),
+     (SystemExit(0), "FINISHED")],
+)  # fmt: skip
+def test_the_status_is_how_the_block_was_left(raised: BaseException, status: str,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr("rankzero.tracking.recorder.start", lambda *words, **options: Closed())
+    with pytest.raises(type(raised)), rankzero.track("mine") as run:
+        raise raised
+    assert run.folder is not None
+    end = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, RunEnded)]
+    assert [event.status for event in end] == [status]
+    assert ("boom" in str(end[0].error)) == isinstance(raised, RuntimeError)
+
+
+class Closed:
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def test_other_ranks_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with rankzero.track("mine") as run:
+        run.log({"loss": torch.tensor(1.0)}, step=1)
+        run.checkpoint({}, step=1)
+    assert run.name is None and not Path("mlruns").exists()
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+    sizes: tuple[int, ...] = (1, 2)
+
+
+def test_configs_become_params() -> None:
+    assert params_of(None) == {}
+    assert params_of({"a": {"b": 1}, "c": None}) == {"a.b": "1", "c": "none"}
+    assert params_of(Settings()) == {"lr": "0.1", "sizes": "[1, 2]"}
+    with pytest.raises(rankzero.ConfigError, match="mapping or a dataclass"):
+        params_of(3)
+
+
+def test_what_is_no_number_is_told_and_does_not_stop_the_loop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rankzero.tracking.recorder.start", lambda *words, **options: Closed())
+    with rankzero.track("mine") as run:
+        for step in (1, 2):
+            odd = {"text": "x", "many": torch.ones(3), "array": np.ones(2), "none": None}
+            run.log({**odd, "good": np.float32(1)}, step=step)
+    assert run.folder is not None
+    logged = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)]
+    assert len(logged) == 2
+    for event in logged:
+        assert event.metrics["good"] == [1.0]
+        assert all(math.isnan(event.metrics[name][0]) for name in ("text", "many", "array", "none"))
+    told = capsys.readouterr().out
+    for words in ("an array of shape (2,)", "a tensor of shape (3,)", "'x'", "'None'"):
+        assert told.count(words) == 1
+
+
+@pytest.fixture
+def untracked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start no recorder."""
+    monkeypatch.setattr("rankzero.tracking.recorder.start", lambda *words, **options: Closed())
+
+
+@pytest.mark.usefixtures("untracked")
+def test_going_on_with_a_run_goes_on_with_its_best() -> None:
+    for value, best in ((0.9, True), (0.5, False), (0.95, True)):
+        with rankzero.track("mine", name="r1", goal=Goal("val/accuracy", "max")) as run:
+            assert run.evaluated({"val/accuracy": value}, step=1) is best
+    assert run.folder is not None
+    ended = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, RunEnded)]
+    assert [event.metrics["best"] for event in ended] == [0.9, 0.9, 0.95]
+
+
+@pytest.mark.usefixtures("untracked")
+def test_a_written_checkpoint_is_told_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankzero.integrations.tracked_run.FLUSH_ROWS", 1)
+    with rankzero.track("mine") as run:
+        assert run.folder is not None
+        run.checkpoint({"x": torch.zeros(1)}, step=1)
+        run._checkpoints._pending.result()
+        run.log({"loss": 1.0}, step=2)
+        assert any(isinstance(event, CheckpointSaved) for event in read_all(run.folder / "events.jsonl"))
+
+
+@pytest.mark.usefixtures("untracked")
+def test_a_checkpoint_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with rankzero.track("mine") as run:
+        assert run.folder is not None
+        (run.folder / "checkpoints").write_text("in the way")
+        for step in (1, 2):
+            run.checkpoint({"x": torch.zeros(1)}, step=step)
+    assert capsys.readouterr().out.count("a checkpoint could not be written") == 2
+
+
+@pytest.mark.usefixtures("untracked")
+def test_odd_steps_and_names_cost_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    moving = np.array(5)
+    with rankzero.track("mine") as run:
+        for step in (np.int64(1), torch.tensor(2), 3.0, np.float32(4), moving, "six", None, 2.5, 2**70, 7):
+            run.log({("a", 1): 1.0, 2: step}, step=step)  # type: ignore[arg-type, dict-item]
+        moving += 90
+        run.checkpoint({"x": torch.zeros(1)}, step=np.int64(8), metrics={"val/loss": 1.0})  # type: ignore[arg-type]
+    assert run.folder is not None
+    events = list(read_all(run.folder / "events.jsonl"))
+    logged = [event for event in events if isinstance(event, StepsLogged)]
+    assert [event.steps[0] for event in logged] == [1, 2, 3, 4, 5, 5, 5, 5, 5, 7]
+    assert {name for event in logged for name in event.metrics} == {"('a', 1)", "2"}
+    assert [event.metrics["2"][0] for event in logged][:5] == [1, 2, 3, 4, 5]
+    assert [event.step for event in events if isinstance(event, (Evaluated, CheckpointSaved))] == [8, 8]
+    assert isinstance(events[-1], RunEnded) and events[-1].status == "FINISHED"
+    assert capsys.readouterr().out.count("a step must be a whole number, not 'six': it counts as step 5") == 1
+
+
+@pytest.mark.usefixtures("untracked")
+def test_tensors_that_cannot_be_read_leave_the_users_own_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a GPU after an assertion of the device: whatever asks it raises."""
+    with pytest.raises(ValueError, match="mine"), rankzero.track("mine") as run:
+        run.log({"lost": torch.zeros((), device="meta"), "kept": 3.0}, step=1)
+        raise ValueError("mine")
+    assert run.folder is not None
+    logged, noticed, end = list(read_all(run.folder / "events.jsonl"))[-1:-4:-1][::-1]
+    assert {type(one) for one in (logged, noticed)} == {StepsLogged, Noticed}
+    steps = logged if isinstance(logged, StepsLogged) else noticed
+    assert isinstance(steps, StepsLogged) and steps.metrics["kept"] == [3.0] and math.isnan(steps.metrics["lost"][0])
+    assert isinstance(end, RunEnded) and (end.status, end.reason) == ("FAILED", "ValueError: mine")
+    assert "what cannot be read of what was logged on meta is NaN" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("untracked")
+def test_an_odd_tensor_costs_only_itself_on_its_device(capsys: pytest.CaptureFixture[str]) -> None:
+    with rankzero.track("mine") as run:
+        run.log({"odd": torch.tensor(1j), "kept": torch.tensor(3.0)}, step=1)
+    assert run.folder is not None
+    logged = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)]
+    assert logged[0].metrics["kept"] == [3.0] and math.isnan(logged[0].metrics["odd"][0])
+    assert capsys.readouterr().out.count("a complex number") == 1
+    told: list[str] = []
+    (odd, kept) = values.numbers([torch.zeros(()).as_subclass(Unread), torch.tensor(3.0)], told.append)
+    assert math.isnan(odd) and kept == 3.0 and len(told) == 1 and "there is no such device" in told[0]
+
+
+class Unread(torch.Tensor):
+    """A tensor that cannot be read."""
+
+    def reshape(self, *_: object) -> torch.Tensor:  # type: ignore[override]
+        raise RuntimeError("there is no such device")
+
+    def __float__(self) -> float:
+        raise RuntimeError("there is no such device")
+
+
+class Spread:
+    """As a DTensor: whoever reads it waits for all ranks."""
+
+    def __init__(self) -> None:
+        self.read = False
+
+    def full_tensor(self) -> torch.Tensor:
+        self.read = True
+        raise AssertionError("a collective that rank 0 alone would enter")
+
+    detach = double = tolist = __float__ = full_tensor
+
+
+@pytest.mark.usefixtures("untracked")
+def test_of_a_tensor_that_is_spread_over_ranks_nothing_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hasattr(DTensor, "full_tensor"), "that is how they are told apart"
+    spread = Spread()
+    with rankzero.track("mine") as run:
+        run.log({"grad_norm": spread, "kept": 3.0}, step=1)
+        run.checkpoint({"x": torch.zeros(1)}, step=1, metrics={"val/norm": spread})
+    assert not spread.read
+    assert run.folder is not None
+    events = list(read_all(run.folder / "events.jsonl"))
+    logged = next(event for event in events if isinstance(event, StepsLogged))
+    assert logged.metrics["kept"] == [3.0] and math.isnan(logged.metrics["grad_norm"][0])
+    assert capsys.readouterr().out.count("log its full_tensor()") == 1
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+
+
+@pytest.mark.usefixtures("untracked")
+def test_a_state_with_named_tuples_is_kept_as_plain_values() -> None:
+    with rankzero.track("mine") as run:
+        run.checkpoint({"at": Point(torch.ones(2)), "shape": torch.Size([2])}, step=1)
+    assert run.folder is not None
+    path, problems = files.newest_intact(run.folder / "checkpoints")
+    assert path is not None and not problems
+    assert torch.equal(files.load(path)["at"][0], torch.ones(2))
+
+
+@pytest.mark.usefixtures("untracked")
+def test_two_processes_do_not_write_one_run() -> None:
+    """One that is told of the other changes nothing; once that has said its end, the run can be gone on with."""
+    with subprocess.Popen([sys.executable, "-c", BESIDE], stdout=subprocess.PIPE, stdin=subprocess.PIPE) as beside:
+        assert beside.stdout is not None and beside.stdin is not None
+        assert beside.stdout.readline() == b"open\n"
+        with pytest.raises(rankzero.UserError, match=rf"process {beside.pid} is writing r1: stop it first"):
+            rankzero.track("mine", name="r1")
+        beside.stdin.write(b"on\n")
+        beside.stdin.flush()
+        assert beside.stdout.readline() == b"ended\n"
+        with rankzero.track("mine", name="r1") as run:
+            run.log({"loss": 2.0}, step=2)
+        beside.stdin.close()
+    assert run.folder is not None
+    kinds = [type(event).__name__ for event in read_all(run.folder / "events.jsonl")]
+    assert kinds == ["RunStarted", "StepsLogged", "RunEnded"] * 2
+
+
+BESIDE = """
+import sys, rankzero
+from rankzero.tracking import recorder
+class Closed:
+    def close(self): pass
+recorder.start = lambda *words, **options: Closed()
+with rankzero.track("mine", name="r1") as run:
+    run.log({"loss": 1.0}, step=1)
+    print("open", flush=True)
+    sys.stdin.readline()
+print("ended", flush=True)
+sys.stdin.readline()
+"""

@@ -1,0 +1,203 @@
+"""`rankzero.track` in real processes, as each launcher starts them: one run, and rank 0's alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import rankzero
+from rankzero.catalog.lookup import folders
+from rankzero.events import Event, RunEnded, StepsLogged
+from rankzero.ranks import Ranks
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+
+VALUES = {1: 1.0, 2: 2.0, 3: 3.0}
+"""What rank 0 logs; rank n logs 100 n more."""
+
+QUIET = """
+import types
+import rankzero.tracking.recorder
+rankzero.tracking.recorder.start = lambda *words, **options: types.SimpleNamespace(close=lambda: None)
+"""
+
+TRAINING = """
+import os, sys
+import rankzero
+
+def train(rank, fail=lambda: None):
+    with rankzero.track("launched") as run:
+        for step in (1, 2, 3):
+            run.log({"train/loss": 100 * rank + step}, step=step)
+        if rank == 0:
+            fail()
+"""
+
+BY_VARIABLE = "train(int(os.environ[sys.argv[1]]))"
+
+SPAWNED = """
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def joined(rank, rendezvous):
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    train(rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(joined, (sys.argv[1],), nprocs=2)
+"""
+
+ALONE = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/rendezvous", rank=0, world_size=1)
+train(int(os.environ["RANK"]))
+dist.destroy_process_group()
+"""
+
+RAISING = """
+def boom():
+    raise ValueError("broken on purpose")
+
+train(int(os.environ["RANK"]), boom)
+"""
+
+UNKNOWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RANKZERO_DIR", "MLFLOW_TRACKING_URI", "TF_CONFIG", "SLURM_STEP_ID")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Return where a training is to be written, in a folder of its own."""
+    return tmp_path / "training.py"
+
+
+def start(script: Path, *command: str, **environ: str) -> subprocess.Popen[str]:
+    known = {name: value for name, value in os.environ.items() if name not in UNKNOWN}
+    return subprocess.Popen(
+        command, cwd=script.parent, env={**known, "OMP_NUM_THREADS": "1", **environ}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def ended(*processes: subprocess.Popen[str]) -> list[str]:
+    """Return what each process printed, once all have ended well."""
+    printed = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), printed
+    return printed
+
+
+def the_only_run(script: Path) -> RunFolder:
+    (only,) = folders(script.parent / "mlruns" / "runs")
+    return only
+
+
+def end_of(events: list[Event]) -> RunEnded:
+    (end,) = [event for event in events if isinstance(event, RunEnded)]
+    return end
+
+
+def assert_one_whole_run(script: Path) -> None:
+    events = list(read_all(the_only_run(script).events))
+    logged = [event for event in events if isinstance(event, StepsLogged)]
+    assert {event.steps[0]: event.metrics["train/loss"][0] for event in logged} == VALUES
+    assert len(logged) == len(VALUES), "each step once"
+    assert end_of(events).status == "FINISHED"
+
+
+def two_tasks(script: Path, variable: str, of_rank: Mapping[int, Mapping[str, str]]) -> None:
+    """Run rank 1 and rank 0 as their launcher would, each with its own variables."""
+    script.write_text(QUIET + TRAINING + BY_VARIABLE)
+    ended(*(start(script, sys.executable, str(script), variable, **of_rank[rank]) for rank in (1, 0)))
+    assert_one_whole_run(script)
+
+
+def torchrun(script: Path) -> subprocess.Popen[str]:
+    return start(script, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                 str(script), "RANK")  # fmt: skip
+
+
+def test_torchrun(script: Path) -> None:
+    script.write_text(QUIET + TRAINING + BY_VARIABLE)
+    ended(torchrun(script))
+    assert_one_whole_run(script)
+
+
+def test_spawned_processes_ask_their_process_group(script: Path) -> None:
+    script.write_text(QUIET + TRAINING + SPAWNED)
+    ended(start(script, sys.executable, str(script), str(script.parent / "rendezvous")))
+    assert_one_whole_run(script)
+
+
+def test_a_task_that_spawned_this_process_is_not_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("rankzero.training.distributed.world.joined", lambda: Ranks(3, 8))
+    with rankzero.track("launched") as run:
+        run.log({"train/loss": 1.0}, step=1)
+    assert run.folder is None and not (tmp_path / "mlruns").exists()
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: Debian's package is openmpi-bin")
+def test_mpirun(script: Path) -> None:
+    script.write_text(QUIET + TRAINING + BY_VARIABLE)
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    ended(start(script, "mpirun", "-np", "2", "--oversubscribe", sys.executable, str(script), "OMPI_COMM_WORLD_RANK",
+                **root))  # fmt: skip
+    assert_one_whole_run(script)
+
+
+def test_srun(script: Path) -> None:
+    shared = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
+              "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}  # fmt: skip
+    two_tasks(script, "SLURM_PROCID", {n: {**shared, "SLURM_PROCID": f"{n}", "SLURM_LOCALID": f"{n}"} for n in (0, 1)})
+
+
+def test_horovodrun(script: Path) -> None:
+    shared = {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"}
+    tasks = {n: {**shared, "HOROVOD_RANK": f"{n}", "HOROVOD_LOCAL_RANK": f"{n}"} for n in (0, 1)}
+    two_tasks(script, "HOROVOD_RANK", tasks)
+
+
+def test_tensorflows_workers(script: Path) -> None:
+    cluster = {"worker": ["localhost:4001", "localhost:4002"]}
+    configs = {n: {"cluster": cluster, "task": {"type": "worker", "index": n}} for n in (0, 1)}
+    two_tasks(script, "INDEX", {n: {"TF_CONFIG": json.dumps(configs[n]), "INDEX": f"{n}"} for n in (0, 1)})
+
+
+def test_an_exception_on_rank_0_is_a_failed_run(script: Path) -> None:
+    script.write_text(QUIET + TRAINING + RAISING)
+    process = torchrun(script)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and "broken on purpose" in printed
+    end = end_of(list(read_all(the_only_run(script).events)))
+    assert (end.status, end.reason) == ("FAILED", "ValueError: broken on purpose")
+    assert end.error is not None and "in boom" in end.error
+
+
+def test_a_rank_0_that_dies_without_a_word_is_a_failed_run(script: Path) -> None:
+    script.write_text(TRAINING + "train(int(os.environ['RANK']), lambda: os._exit(9))")
+    process = start(script, sys.executable, str(script), RANK="0", WORLD_SIZE="2")
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 9, printed
+    folder, deadline = the_only_run(script), time.monotonic() + 60
+    while not (ends := [event for event in read_all(folder.events) if isinstance(event, RunEnded)]):
+        assert time.monotonic() < deadline, "the recorder has not said it"
+        time.sleep(0.05)
+    assert [end.status for end in ends] == ["FAILED"] and "died without a word" in ends[0].reason
+
+
+def test_a_group_of_one_is_no_reason_to_doubt_the_launcher(script: Path) -> None:
+    script.write_text(QUIET + TRAINING + ALONE)
+    ended(start(script, sys.executable, str(script), RANK="1", WORLD_SIZE="2"))
+    assert not (script.parent / "mlruns").exists()

@@ -1,0 +1,103 @@
+"""A scheduler's learning rates as a function of the step, against the scheduler itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
+
+from rankzero.errors import UserError
+from rankzero.lightning_module.lr_schedule import Factors, configured, undone
+
+STEPS = 30
+
+
+def warm_then_cosine(optimizer: Optimizer) -> Any:
+    parts = [
+        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5),
+        lr_scheduler.CosineAnnealingLR(optimizer, STEPS - 5),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[5])
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 7),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=STEPS + 1, cycle_momentum=False),
+    "sequence": warm_then_cosine,
+    "chain": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer, 0.5, 4), lr_scheduler.ExponentialLR(optimizer, 0.95)], optimizer
+    ),
+}
+
+
+def made(kind: Any = SGD, **settings: Any) -> Optimizer:
+    optimizer: Optimizer = kind([nn.Parameter(torch.zeros(2))], lr=0.1, **settings)
+    return optimizer
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_factors_are_what_the_scheduler_does_to_the_rates(name: str) -> None:
+    real = made()
+    theirs = SCHEDULERS[name](real)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = [real.param_groups[0]["lr"]]
+        for _ in range(STEPS):
+            real.step()
+            theirs.step()
+            wanted.append(real.param_groups[0]["lr"])
+    optimizer = made()
+    factors = Factors(optimizer, SCHEDULERS[name](optimizer))
+    initial = undone(optimizer).param_groups[0]["lr"]
+    backwards = [initial * factors.after(count) for count in range(STEPS, -1, -1)]
+    assert backwards[::-1] == pytest.approx(wanted, abs=1e-12)
+
+
+def test_playing_a_scheduler_leaves_the_optimizer_alone() -> None:
+    optimizer = made(AdamW, weight_decay=0.3)
+    before = dict(optimizer.param_groups[0])
+    Factors(optimizer, SCHEDULERS["cosine"](optimizer)).after(20)
+    assert undone(optimizer).param_groups[0] == before
+
+
+def test_a_scheduler_that_changes_more_than_one_rate_is_refused() -> None:
+    optimizer = made(AdamW)
+    with pytest.raises(UserError, match="cycle_momentum=False"):
+        Factors(optimizer, lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=50))
+    groups = SGD([{"params": [nn.Parameter(torch.zeros(1))]}, {"params": [nn.Parameter(torch.zeros(1))]}], lr=0.1)
+    apart = lr_scheduler.LambdaLR(groups, [lambda step: 1.0, lambda step: 0.5**step])
+    with pytest.raises(UserError, match="groups differently"):
+        Factors(groups, apart)
+
+
+def test_every_form_that_lightning_allows_is_understood() -> None:
+    optimizer = made()
+    scheduler = lr_scheduler.StepLR(optimizer, 3)
+    assert configured(optimizer) == (optimizer, None, "step", 1)
+    assert configured([optimizer]) == (optimizer, None, "step", 1)
+    assert configured(([optimizer], [scheduler])) == (optimizer, scheduler, "epoch", 1)
+    each = {"scheduler": scheduler, "interval": "step", "frequency": 2}
+    assert configured({"optimizer": optimizer, "lr_scheduler": each}) == (optimizer, scheduler, "step", 2)
+    assert configured({"optimizer": optimizer, "lr_scheduler": scheduler}) == (optimizer, scheduler, "epoch", 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "returned 0 optimizers"),
+        ([made(), made()], "returned 2 optimizers"),
+        ([{"optimizer": made()}, {"optimizer": made()}], "returned 2 optimizers"),
+        (([made()], [lr_scheduler.ReduceLROnPlateau(made())]), "waits for a metric"),
+    ],
+)
+def test_what_the_loop_does_not_do_is_refused(found: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        configured(found)

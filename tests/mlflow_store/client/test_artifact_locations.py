@@ -1,0 +1,184 @@
+"""Where MLflow says that files lie: nothing of anybody's is written over, or deleted, for an answer of its."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sqlite3
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero.faults import Impossible
+from rankzero.mlflow_store.client import OpenRun, Tracker
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking.deliverer import Deliverer
+from support.runs import T0, append, deleted, ended, make_folder, saved, started
+
+Lie = Callable[[Path, str], str]
+ELSEWHERE: dict[str, Lie] = {
+    "a folder": lambda mine, tail: str(mine),
+    "its URI": lambda mine, tail: f"file://{mine}",
+    "its address": lambda mine, tail: f"file:{mine}",
+    "quoted": lambda mine, tail: f"file://{urllib.parse.quote(urllib.parse.quote(str(mine), safe=''))}",
+    "up": lambda mine, tail: f"{mine}/{tail}/../../..",
+    "another experiment's": lambda mine, tail: f"{mine}/{tail}",
+    "a model of another": lambda mine, tail: f"{mine}/models/m-{'0' * 32}/artifacts",
+    "asked again": lambda mine, tail: f"runs:/{tail}",
+    "a model's": lambda mine, tail: f"models:/{tail}",
+    "a file that cannot be": lambda mine, tail: f"{mine}/\x00/{tail}",
+    "nothing": lambda mine, tail: "",
+}
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that no run may touch; the current one."""
+    folder = tmp_path / "mine"
+    (folder / "study").mkdir(parents=True)
+    (folder / "study" / "thesis.tex").write_text("mine")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def untouched(mine: Path) -> bool:
+    return [path.name for path in sorted(mine.rglob("*"))] == ["study", "thesis.tex"]
+
+
+def plant(uri: str, statement: str, *values: str) -> None:
+    with contextlib.closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as database, database:
+        assert database.execute(statement, values).rowcount == 1
+
+
+def delivered(folder: RunFolder) -> Deliverer:
+    deliverer = Deliverer(folder, 0, Tracker)
+    deliverer.hasten()
+    for _ in range(100):
+        if not deliverer.work() and deliverer.complete:
+            return deliverer
+    raise AssertionError(deliverer.progress.error)
+
+
+def begun(root: Path, uri: str) -> tuple[RunFolder, Tracker, OpenRun, str]:
+    """Return a run with a checkpoint in MLflow, and the logged model's id."""
+    folder, tracker = make_folder(root, uri), Tracker(uri)
+    run = tracker.open_run(folder.identity, T0)
+    event = saved(folder, 4)
+    append(folder, started(), event)
+    return folder, tracker, run, tracker.models.save_checkpoint(run, event, folder.path / event.path, lambda _: [])
+
+
+@pytest.mark.parametrize("lie", ELSEWHERE)
+def test_nothing_is_deleted_where_a_model_cannot_lie(lie: str, sqlite: str, mine: Path, tmp_path: Path) -> None:
+    folder, tracker, run, model_id = begun(tmp_path, sqlite)
+    place = ELSEWHERE[lie](mine, f"models/{model_id}/artifacts")
+    plant(sqlite, "UPDATE logged_models SET artifact_location = ? WHERE model_id = ?", place, model_id)
+    with pytest.raises(Impossible, match="nothing is written or deleted there"):
+        tracker.models.delete_checkpoint(model_id)
+    append(folder, deleted(4), ended())
+    progress = delivered(folder).progress
+    assert progress.ended and progress.rejected >= 1 and untouched(mine)
+    assert "MLflow answers that files lie" in tracker.find_run(run.run_id).tags["rankzero.rejected"]
+
+
+@pytest.mark.parametrize("lie", ELSEWHERE)
+def test_no_checkpoint_is_written_where_a_model_cannot_lie(
+    lie: str, sqlite: str, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tracker, run, _ = begun(tmp_path, sqlite)
+
+    def create(*args: Any, **options: Any) -> Any:
+        model = real(*args, **options)
+        model._artifact_location = ELSEWHERE[lie](mine, f"models/{model.model_id}/artifacts")
+        return model
+
+    real = tracker._client.create_logged_model
+    monkeypatch.setattr(tracker._client, "create_logged_model", create)
+    with pytest.raises(Impossible, match="nothing is written or deleted there"):
+        tracker.models.log_model(run, tmp_path / "runs", "model", 1, {})
+    assert untouched(mine)
+
+
+@pytest.mark.parametrize("lie", ELSEWHERE)
+def test_no_artifact_is_written_where_a_run_has_none(lie: str, sqlite: str, mine: Path, tmp_path: Path) -> None:
+    folder, tracker, run, _ = begun(tmp_path, sqlite)
+    place = ELSEWHERE[lie](mine, f"{run.run_id}/artifacts")
+    plant(sqlite, "UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", place, run.run_id)
+    (folder.artifacts / ".ssh").mkdir(parents=True)
+    (folder.artifacts / ".ssh" / "authorized_keys").write_text("evil")
+    append(folder, ended())
+    progress = delivered(folder).progress
+    assert progress.ended and progress.rejected >= 1 and untouched(mine)
+    assert "MLflow answers that files lie" in tracker.find_run(run.run_id).tags["rankzero.rejected"]
+
+
+def test_a_run_that_has_another_id_than_mlflow_gives_has_no_place_here(sqlite: str, mine: Path, tmp_path: Path) -> None:
+    _, tracker, run, _ = begun(tmp_path, sqlite)
+    plant(sqlite, "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?", "/", run.experiment_id)
+    (mine / "study" / "artifacts").mkdir()
+    row = ("study", f"{mine}/study/artifacts", run.run_id)
+    plant(sqlite, "UPDATE runs SET run_uuid = ?, artifact_uri = ? WHERE run_uuid = ?", *row)
+    with pytest.raises(Impossible, match="nothing is written or deleted there"):
+        tracker.log_artifact("study", mine / "study" / "thesis.tex")
+
+
+@pytest.mark.parametrize("depth", range(3))
+def test_no_link_leads_a_model_elsewhere(depth: int, sqlite: str, mine: Path, tmp_path: Path) -> None:
+    _, tracker, _, model_id = begun(tmp_path, sqlite)
+    place = Path(tracker._client.get_logged_model(model_id).artifact_location)
+    link = [place, *place.parents][depth]
+    shutil.rmtree(link)
+    link.symlink_to(mine)
+    target = mine / place.relative_to(link)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "kept").touch()
+    with pytest.raises(Impossible, match="nothing is written or deleted there"):
+        tracker.models.delete_checkpoint(model_id)
+    assert (target / "kept").exists()
+
+
+def test_no_link_leads_an_artifact_elsewhere(sqlite: str, mine: Path, tmp_path: Path) -> None:
+    folder, tracker, run, _ = begun(tmp_path, sqlite)
+    tracker.log_artifact(run.run_id, folder.path / "run.json", "sub")
+    [place] = tmp_path.glob(f"artifacts/*/{run.run_id}/artifacts")
+    shutil.rmtree(place / "sub")
+    (place / "sub").symlink_to(mine)
+    (place / "run.json").symlink_to(mine / "study" / "thesis.tex")
+    for below in ("sub", None):
+        with pytest.raises(Impossible, match="by a link"):
+            tracker.log_artifact(run.run_id, folder.path / "run.json", below)
+    with pytest.raises(Impossible, match="by a link"):
+        tracker.log_artifacts(run.run_id, folder.path)
+    assert untouched(mine) and (mine / "study" / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.parametrize("where", ["{}", "file://{}", "file:{}", "."])
+def test_wherever_an_experiment_has_its_artifacts_a_run_has_its_own(
+    where: str, sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As somebody made it by MLflow: with a place of its own, as a path or a URI, or in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", "./theirs")  # else an earlier test's
+    root = tmp_path / "an experiment's, größer"
+    quoted = urllib.parse.quote(str(root)) if where.startswith("file") else str(root)
+    Tracker(sqlite)._client.create_experiment("tests", None if where == "." else where.format(quoted))
+    folder, tracker, run, model_id = begun(tmp_path, sqlite)
+    tracker.log_artifact(run.run_id, folder.path / "run.json")
+    [artifact] = tmp_path.rglob(f"{run.run_id}/artifacts/run.json")
+    [checkpoint] = tmp_path.rglob(f"models/{model_id}/artifacts/state.pt")
+    assert where == "." or (artifact.is_relative_to(root) and checkpoint.is_relative_to(root))
+    assert tracker.download_artifact(run.run_id, "run.json", tmp_path / "runs").exists()
+    tracker.models.delete_checkpoint(model_id)
+    assert not checkpoint.exists()
+
+
+def test_a_store_on_another_disk_may_be_a_link(sqlite: str, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "artifacts").symlink_to(tmp_path / "disk")
+    folder, tracker, run, model_id = begun(tmp_path, sqlite)
+    tracker.log_artifact(run.run_id, folder.path / "run.json")
+    tracker.models.delete_checkpoint(model_id)
+    assert list((tmp_path / "disk").rglob("run.json")) and not list((tmp_path / "disk").rglob("state.pt"))

@@ -1,0 +1,62 @@
+"""How long an upload's answer is waited for."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rankzero.mlflow_store.client import Tracker, connection
+from rankzero.mlflow_store.client.connection import LEAST_SECONDS, MOST_SECONDS, STORED_BYTES_PER_SECOND, patience
+from support.runs import make_folder
+from support.stores import Server
+from torture.proxy import UPLOADS, Proxy
+
+TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "seconds"),
+    [
+        (0, LEAST_SECONDS),
+        (60 * STORED_BYTES_PER_SECOND, LEAST_SECONDS + 60),
+        (1 << 40, MOST_SECONDS),
+    ],
+)
+def test_a_larger_file_is_waited_for_longer(tmp_path: Path, bytes_: int, seconds: int) -> None:
+    (tmp_path / "sub").mkdir()
+    with (tmp_path / "sub" / "state.pt").open("wb") as sparse:
+        sparse.truncate(bytes_)
+    before = os.environ[TIMEOUT]
+    for path in (tmp_path, tmp_path / "sub" / "state.pt"):
+        with patience(path):
+            assert int(os.environ[TIMEOUT]) == seconds
+        assert os.environ[TIMEOUT] == before
+    with patience(tmp_path / "gone"):
+        assert int(os.environ[TIMEOUT]) == LEAST_SECONDS
+    with patience():
+        assert int(os.environ[TIMEOUT]) == MOST_SECONDS
+
+
+def test_an_answer_that_never_comes_holds_up_a_small_upload_for_little(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was ten minutes, whatever the size: a recorder and its courier stayed that long after the command."""
+    monkeypatch.setattr(connection, "LEAST_SECONDS", 1)
+    monkeypatch.setenv(TIMEOUT, "1")
+    (tmp_path / "config.yaml").write_text("lr: 1")
+    server.start()
+    server.wait()
+    with Proxy(server.uri) as proxy:
+        folder = make_folder(tmp_path, proxy.uri)
+        tracker = Tracker(proxy.uri)
+        run = tracker.open_run(folder.identity, time.time())
+        proxy.misbehave("hang", UPLOADS)
+        began = time.monotonic()
+        with pytest.raises(Exception, match=r"timed out|Max retries"):
+            tracker.log_artifact(run.run_id, tmp_path / "config.yaml")
+        assert time.monotonic() - began < 20
+        proxy.behave()
+        tracker.log_artifact(run.run_id, tmp_path / "config.yaml")

@@ -1,0 +1,59 @@
+"""The view that `rankzero ui` saves: what MLflow's UI can read, once, and never over what somebody made of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from typing import Any
+
+import pytest
+
+from rankzero.mlflow_store import saved_view
+from rankzero.mlflow_store.client import Tracker
+from rankzero.run_store.folder import Identity
+
+
+def unpacked(value: str) -> dict[str, Any]:
+    packed = json.loads(value)["state"].removeprefix("deflate;")
+    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(packed)))
+    return found
+
+
+def test_a_view_fits_a_tag_and_says_what_it_shows() -> None:
+    value = saved_view.saved("val/" + "m" * 200)
+    state = unpacked(value)
+    assert len(value) < 5000 and state == saved_view.state("val/" + "m" * 200)
+    assert "metrics.`whole_run/samples_per_second`" in state["selectedColumns"]
+    shown = [section["name"] for section in state["compareRunSections"] if section["display"]]
+    assert shown == ["What matters first"] and 4 <= len(state["compareRunCharts"]) <= 8
+
+
+def test_cards_and_sections_are_told_apart_also_without_a_goal() -> None:
+    for goal in ("", "train/loss", "val/accuracy"):
+        state = saved_view.state(goal)
+        cards = [card["uuid"] for card in state["compareRunCharts"]]
+        assert len(set(cards)) == len(cards) and "metrics.``" not in state["selectedColumns"]
+        assert {card["metricSectionId"] for card in state["compareRunCharts"]} == {"rankzero-What matters first"}
+
+
+@pytest.mark.parametrize("value", ["", "[]", "null", "{}", '{"createdAt": 1, "updatedAt": 2}', "deflate;xxx"])
+def test_what_somebody_else_saved_is_not_ours(value: str) -> None:
+    assert not saved_view.is_ours(value)
+
+
+def test_a_view_is_saved_and_kept_as_somebody_changed_it(sqlite: str) -> None:
+    tracker, value = Tracker(sqlite), saved_view.saved("val/loss")
+    assert tracker.save_view("new", saved_view.TAG, value, saved_view.is_ours) is None
+    opened = tracker.open_run(Identity("a", "0" * 32, "new", sqlite), 1.0)
+
+    def save(text: str) -> str:
+        assert tracker.save_view("new", saved_view.TAG, text, saved_view.is_ours) == opened.experiment_id
+        return str(tracker._client.get_experiment(opened.experiment_id).tags[saved_view.TAG])
+
+    assert save(value) == value and save(saved_view.saved("val/accuracy")) != value
+    changed = json.dumps({**json.loads(value), "updatedAt": saved_view.SINCE + 1})
+    tracker._client.set_experiment_tag(opened.experiment_id, saved_view.TAG, changed)
+    assert save(value) == changed
+    tracker._client.delete_experiment(opened.experiment_id)
+    assert tracker.save_view("new", saved_view.TAG, value, saved_view.is_ours) is None

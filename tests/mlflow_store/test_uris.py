@@ -1,0 +1,136 @@
+"""Where MLflow keeps things."""
+
+from __future__ import annotations
+
+import argparse
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankzero.cli.commands import search
+from rankzero.mlflow_store import uris
+from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.uris import TrackingError, resolve_tracking_uri
+from rankzero.tuning import study
+from support.runs import T0, make_folder, saved
+
+
+def test_the_flag_beats_the_environment_beats_the_default(tmp_path: Path) -> None:
+    environ = {"MLFLOW_TRACKING_URI": "http://server:5000/"}
+    assert resolve_tracking_uri("http://other", environ, tmp_path) == "http://other"
+    assert resolve_tracking_uri(None, environ, tmp_path) == "http://server:5000"
+    assert resolve_tracking_uri(None, {}, tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def test_a_relative_database_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_tracking_uri("sqlite:///x/m.db", {}, tmp_path) == f"sqlite:///{tmp_path}/x/m.db"
+    assert uris.default_tracking_uri(Path("mlruns")) == f"sqlite:///{tmp_path}/mlruns/mlflow.db"
+
+
+@pytest.mark.parametrize("uri", ["sqlite://", "sqlite:///:memory:"])
+def test_a_database_in_memory_is_refused(uri: str, tmp_path: Path) -> None:
+    with pytest.raises(TrackingError, match="names no file"):
+        resolve_tracking_uri(uri, {}, tmp_path)
+
+
+@pytest.mark.parametrize("uri", ["./mlruns", "file:///data/mlruns", "/data/mlruns"])
+def test_a_folder_as_uri_is_refused_with_the_way_out(uri: str, tmp_path: Path) -> None:
+    with pytest.raises(TrackingError, match="mlflow migrate-filestore --source"):
+        resolve_tracking_uri(uri, {}, tmp_path)
+
+
+def test_old_runs_in_the_root_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "meta.yaml").write_text("")
+    with pytest.raises(TrackingError, match="mlflow migrate-filestore --source"):
+        resolve_tracking_uri(None, {}, tmp_path)
+    (tmp_path / "mlflow.db").touch()  # migrated: nothing to say any more
+    resolve_tracking_uri(None, {}, tmp_path)
+
+
+def test_a_new_database_has_a_write_ahead_log_and_an_old_one_is_left_alone(tmp_path: Path) -> None:
+    uris.prepare_store(f"sqlite:///{tmp_path}/new/mlflow.db")
+    assert _mode(tmp_path / "new" / "mlflow.db") == "wal"
+    with sqlite3.connect(tmp_path / "old.db") as old:
+        old.execute("create table t (x)")
+    old.close()
+    uris.prepare_store(f"sqlite:///{tmp_path}/old.db")
+    assert _mode(tmp_path / "old.db") == "delete"
+
+
+def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrackingError, match="choose another folder or set MLFLOW_TRACKING_URI"):
+        uris.prepare_store(f"sqlite:///{tmp_path}/file/mlflow.db")
+
+
+def test_a_database_that_is_none_says_so(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("not a database, and long enough to look at" * 10)
+    with pytest.raises(TrackingError, match="not a database"):
+        uris.prepare_store(f"sqlite:///{tmp_path}/mlflow.db")
+
+
+@pytest.mark.parametrize("name", ["a%20b", "feature%2Fx", "what?", "a?timeout=3"])
+def test_a_folder_that_mlflow_would_take_for_another_is_refused(name: str, tmp_path: Path) -> None:
+    root = tmp_path / name / "mlruns"
+    uri = f"sqlite:///{root}/mlflow.db"
+    for refused in (
+        lambda: resolve_tracking_uri(None, {}, root),
+        lambda: resolve_tracking_uri(uri, {}, tmp_path),
+        lambda: uris.prepare_store(uri),
+        lambda: study.default_storage(root),
+        lambda: search._check(search_in(root)),
+    ):
+        with pytest.raises(TrackingError, match="name another with --dir"):
+            refused()
+    with pytest.raises(TrackingError, match="no options"):
+        resolve_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db?timeout=3", {}, tmp_path)
+    assert resolve_tracking_uri("http://server?x=%20", {}, root) == "http://server?x=%20"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a b", "größer", "a#b", "100%", "a+b&c=d;e:f@g", "it's [x] {}"])
+def test_mlflow_keeps_everything_in_a_folder_of_any_other_name(name: str, tmp_path: Path) -> None:
+    root = tmp_path / name
+    uri = resolve_tracking_uri(None, {}, root)
+    folder, tracker = make_folder(root, uri), Tracker(uri)
+    run = tracker.open_run(folder.identity, T0)
+    tracker.log_artifact(run.run_id, folder.path / "run.json")
+    event = saved(folder, 4)
+    model_id = tracker.models.save_checkpoint(run, event, folder.path / event.path, lambda _: [])
+    assert (tracker.models.download_checkpoint(model_id, tmp_path / "back") / "state.pt").exists()
+    assert not uris.is_empty(root / uris.DATABASE)
+    assert list(root.glob("artifacts/*/*/artifacts/run.json")) and list(root.glob("artifacts/*/models/*/artifacts/*"))
+    assert {path.name for path in tmp_path.iterdir()} == {name, "back"}
+
+
+def test_servers_are_left_alone() -> None:
+    uris.prepare_store("http://nowhere:1")
+    assert uris.artifact_root("http://nowhere:1") is None
+
+
+def test_resolving_and_recording_import_no_mlflow() -> None:
+    code = (
+        "import sys, rankzero.mlflow_store.uris, rankzero.tracking.recorder, rankzero.tracking.sync;"
+        "sys.exit(bool({'mlflow', 'torch', 'numpy', 'psutil'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def search_in(root: Path) -> argparse.Namespace:
+    """The arguments of a search whose runs a server has, and whose study is below `root`."""
+    numbers = dict.fromkeys(("minutes", "trials", "trial_minutes", "silence_seconds", "parallel"))
+    return argparse.Namespace(
+        **numbers, seeds=3, objective="time", tolerance=0.1, tracking_uri="http://server", storage=None, dir=root
+    )
+
+
+def _mode(path: Path) -> str:
+    database = sqlite3.connect(path)
+    mode = str(database.execute("PRAGMA journal_mode").fetchone()[0])
+    database.close()
+    return mode

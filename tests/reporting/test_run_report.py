@@ -1,0 +1,100 @@
+"""A run's description."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from rankzero.events import Event, StepsLogged, SystemSampled
+from rankzero.reporting.run_facts import fold
+from rankzero.reporting.run_report import for_terminal, markdown, so_far
+from support.runs import T0, deleted, ended, evaluated, make_folder, saved, started, steps
+
+
+def report(*events: Event, **end: object) -> str:
+    return markdown("digits-1", fold(events), ended(**end))  # type: ignore[arg-type]
+
+
+def test_the_report_says_what_happened(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    text = report(
+        started(**{"train.batch_size": "256", "train.precision": "bf16", "train.epochs": "5", "width": "32"}),
+        steps(1, 50),
+        StepsLogged([50], [T0 + 50], {"throughput/samples_per_second": [900.0]}),
+        evaluated(25, 0.6),
+        saved(folder, 25),
+        evaluated(50, 0.55, best=False),
+        saved(folder, 50, best=False),
+        SystemSampled(T0, 0, {f"system/gpu_{i}_utilization_percentage": 80.0 + 10 * i for i in range(2)}),
+        ended(),
+        reason="best val/accuracy 0.6 (target reached)",
+        metrics={"samples_per_second": 1234.0, "samples_per_second_half_width": 5.0, "data_wait_fraction": 0.02},
+    )
+    for line in (
+        "### FINISHED: best val/accuracy 0.6 (target reached)",
+        "`val/accuracy` **0.6** · **1,234** ± 5 samples/s · 50 of 100 steps · 1 min 40 s",
+        "**0.6** at step 25",
+        "**reached**",
+        "| 85 % |",
+        "Steps 25 (best), 50. Go on from the latest:",
+        "rankzero resume digits-1 train.epochs=10\n",
+        "`bf16`",
+        "2.0% of the training time",
+    ):
+        assert line in text, text
+
+
+def test_a_failure_shows_the_end_of_its_traceback() -> None:
+    text = report(started(), status="FAILED", reason="ValueError: no", error="\n".join(f"line {i}" for i in range(100)))
+    assert "### FAILED: ValueError: no" in text
+    assert "line 99" in text
+    assert "line 50" not in text
+
+
+def test_attempts_add_up_their_time() -> None:
+    text = report(started(), steps(1, 10), started(2, step=50), steps(51, 60), ended(at=T0 + 60))
+    assert "20.0 s in 2 attempts" in text
+
+
+def test_deleted_checkpoints_are_left_out(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    text = report(started(), saved(folder, 10), saved(folder, 20), deleted(10))
+    assert "Steps 20 (best)." in text
+
+
+def test_nothing_a_user_writes_breaks_the_page() -> None:
+    text = report(
+        started(evil="a|b\n# big <script>`"),
+        evaluated(1, math.nan),
+        reason="x | y\n\n# z",
+        status="FAILED",
+        error="```\n# not a heading",
+    )
+    assert "a\\|b # big ‹script>'" in text
+    assert "### FAILED: x \\| y # z" in text
+    assert "'''" in text
+
+
+def test_a_run_that_did_nothing_has_a_report() -> None:
+    assert report(status="FAILED", reason="died") == "### FAILED: died\n"
+
+
+def test_what_limited_the_speed() -> None:
+    def said(wait: float, **params: str) -> str:
+        return report(started(**params), metrics={"data_wait_fraction": wait})
+
+    assert "| data: load faster" in said(0.3)
+    assert "| compute |" in said(0.01, world_size="1")
+    assert "| compute or communication" in said(0.01, world_size="2")
+    idle = SystemSampled(T0, 0, {"system/gpu_0_utilization_percentage": 20.0})
+    assert "neither data nor arithmetic" in report(started(), idle, metrics={"data_wait_fraction": 0.0})
+
+
+def test_a_run_that_goes_on_has_a_report() -> None:
+    facts = fold([started(), steps(1, 10)])
+    assert "### RUNNING: at step 10 of 100" in markdown("digits-1", facts, so_far(facts, "RUNNING"))
+
+
+def test_the_terminal_needs_no_spaces_of_the_page() -> None:
+    text = for_terminal(report(started(width="3"), steps(1, 2)))
+    assert "&" not in text and "| `width` | `3` |" in text

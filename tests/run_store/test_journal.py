@@ -1,0 +1,327 @@
+"""Journals: what is appended is read, whatever happens to the writer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero.events import (
+    CheckpointDeleted,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Noticed,
+    RunEnded,
+    RunStarted,
+    StepsLogged,
+    SystemSampled,
+    decode,
+    encode,
+)
+from rankzero.run_store.folder import Identity, RunFolder, new_name, write_atomically
+from rankzero.run_store.journal import Journal, read, read_all
+from rankzero.tracking.run_log import RunLog
+from support.runs import make_folder, saved, steps
+
+numbers = st.floats()
+times = st.floats(-1e10, 1e10)
+metrics = st.dictionaries(st.text(max_size=8), numbers, max_size=3)
+paths = st.text().filter(lambda text: "\0" not in text)  # which no path has, and no event is read with
+events = st.one_of(
+    st.builds(RunStarted, times, st.dictionaries(st.text(), st.text()), st.just({}), st.integers(1)),
+    st.builds(StepsLogged, st.lists(st.integers()), st.lists(numbers), st.dictionaries(st.text(), st.lists(numbers))),
+    st.builds(Evaluated, times, st.integers(0), metrics, st.booleans()),
+    st.builds(CheckpointSaved, times, st.integers(0), paths, st.booleans(), metrics),
+    st.builds(CheckpointDeleted, times, st.integers(0), paths),
+    st.builds(SystemSampled, times, st.integers(0), metrics),
+    st.builds(RunEnded, times, st.sampled_from(["FINISHED", "FAILED"]), st.text(), st.none() | st.text(), metrics),
+)
+
+
+def ended(reason: str = "done") -> RunEnded:
+    return RunEnded(1.0, "FINISHED", reason, None, {})
+
+
+@given(events)
+def test_an_event_is_read_back(event: Event) -> None:
+    line = encode(event)
+    assert len(line.splitlines()) == 1
+    assert repr(decode(line)) == repr(event)  # NaN is not equal to itself, but looks it
+
+
+@given(st.lists(events, max_size=8))
+def test_a_journal_is_read_back(tmp_path_factory: pytest.TempPathFactory, written: list[Event]) -> None:
+    path = tmp_path_factory.mktemp("journal") / "events.jsonl"
+    journal = Journal(path)
+    for event in written:
+        journal(event)
+    journal.close()
+    assert repr(list(read_all(path))) == repr(written)
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", "3", '{"event":"Nothing"}', '{"event":"RunEnded"}', '{"time":1}'])
+def test_what_is_no_event_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match=r"not an event|Expecting"):
+        decode(line)
+
+
+def test_a_torn_last_line_is_passed_over_and_closed_off(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(encode(ended("first")) + "\n" + encode(ended("torn"))[:20])
+    events, offset = read(path)
+    assert [event.reason for event in events if isinstance(event, RunEnded)] == ["first"]
+    journal = Journal(path)
+    journal(ended("second"))
+    journal.close()
+    later, _ = read(path, offset)
+    assert later == [ended("second")]
+
+
+def test_a_window_is_on_the_disk_at_once_and_together(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    journal = Journal(path)
+    for window in (1, 2):
+        journal(StepsLogged([2 * window, 2 * window + 1], [1000.0 * window - 1, 1000.0 * window], {"loss": [1.0, 1.0]}))
+        journal(StepsLogged([2 * window + 1], [1000.0 * window], {"throughput": [1.0]}))
+        assert len(read(path)[0]) == 2 * window
+    journal.close()
+
+
+def test_steps_that_follow_each_other_quickly_wait_for_the_next_event(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    journal = Journal(path)
+    for step, time in enumerate((1000.0, 1000.1, 1000.4, 1000.6, 1000.7)):
+        journal(StepsLogged([step], [time], {"loss": [1.0]}))
+        assert len(read(path)[0]) == (1, 1, 1, 4, 4)[step]
+    journal.flush()
+    assert len(read(path)[0]) == 5
+    journal(StepsLogged([5], [1000.8], {"loss": [1.0]}))
+    journal(ended())
+    assert len(list(read_all(path))) == 7
+    journal.close()
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=20), st.integers(1, 5000))
+def test_reading_in_pieces_reads_each_event_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], limit: int
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "events.jsonl"
+    path.write_text("".join(encode(ended("x" * length)) + "\n" for length in lengths))
+    found: list[Event] = []
+    offset = -1
+    behind = 0
+    while behind != offset:
+        offset = behind
+        events, behind = read(path, offset, limit)
+        found += events
+    assert [len(event.reason) for event in found if isinstance(event, RunEnded)] == lengths
+
+
+def test_a_reader_follows_a_writer(tmp_path: Path) -> None:
+    path, count = tmp_path / "events.jsonl", 2000
+    seen: list[Event] = []
+
+    def follow() -> None:
+        offset = 0
+        while len(seen) < count:
+            events, offset = read(path, offset, 4096)
+            seen.extend(events)
+
+    reader = threading.Thread(target=follow)
+    reader.start()
+    journal = Journal(path)
+    for number in range(count):
+        journal(StepsLogged([number], [0.0], {"loss": [float(number)]}))
+        if number % 7 == 0:
+            journal.flush()
+    journal.close()
+    reader.join(timeout=30)
+    assert [event.steps[0] for event in seen if isinstance(event, StepsLogged)] == list(range(count))
+
+
+def test_a_full_disk_loses_nothing_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, room = Journal(tmp_path / "events.jsonl"), {"left": 30}
+    real = os.write
+
+    def write(descriptor: int, data: Any) -> int:
+        if room["left"] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = real(descriptor, bytes(data)[: room["left"]])
+        room["left"] -= count
+        return count
+
+    monkeypatch.setattr("rankzero.run_store.journal.os.write", write)
+    for number in range(5):
+        journal(ended(str(number)))
+    room["left"] = 1 << 20
+    journal(ended("5"))
+    journal.close()
+    reasons = [event.reason for event in read_all(tmp_path / "events.jsonl") if isinstance(event, RunEnded)]
+    assert reasons == list("012345")
+
+
+def test_a_disk_that_stays_full_costs_metrics_that_are_counted_and_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, room = os.write, [False]
+
+    def write(descriptor: int, data: Any) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    folder = make_folder(tmp_path)
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    monkeypatch.setattr("rankzero.run_store.journal.os.write", write)
+    monkeypatch.setattr("rankzero.run_store.journal.MOST_WAITING_BYTES", 1000)
+    for number in range(1, 101):
+        log(steps(number, number))
+    log(saved(folder, 50))
+    assert capsys.readouterr().out.count("the disk has been full for so long") == 1
+    room[0] = True
+    log(steps(101, 101))
+    log(ended())
+    log.close()
+    found = list(read_all(folder.events))
+    kept = [event.steps[0] for event in found if isinstance(event, StepsLogged)]
+    (told,) = [event.text for event in found if isinstance(event, Noticed)]
+    assert kept[:3] == [1, 2, 3] and kept[-1] == 101, "what fitted, and what came once there was room"
+    assert f"{101 - len(kept) + 1} events" in told, "each is counted, the notice that found no room, too"
+    assert isinstance(found[-1], RunEnded) and any(isinstance(event, CheckpointSaved) for event in found)
+
+
+def test_a_disk_that_cannot_sync_stops_no_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("rankzero.run_store.journal.os.fsync", full)
+    journal = Journal(tmp_path / "events.jsonl")
+    journal(ended())
+    journal.close()
+    assert list(read_all(tmp_path / "events.jsonl")) == [ended()]
+
+
+def test_a_writer_that_is_killed_loses_what_it_had_not_ended(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    code = (
+        "import os, signal, sys; from pathlib import Path; from rankzero.events import *\n"
+        "from rankzero.run_store.journal import Journal; journal = Journal(Path(sys.argv[1]))\n"
+        "journal(StepsLogged([1], [1.0], {})); journal(Evaluated(0.0, 1, {}, True))\n"
+        "journal(StepsLogged([2], [1.1], {}))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code, path], check=False)
+    assert list(read_all(path)) == [StepsLogged([1], [1.0], {}), Evaluated(0.0, 1, {}, True)]
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe\x00", b"\x00" * 5000, b'{"event":"RunEnded"}', b"[" * 100])
+def test_a_damaged_line_is_passed_over(damage: bytes, tmp_path: Path) -> None:
+    path, line = tmp_path / "events.jsonl", encode(ended()).encode()
+    path.write_bytes(b"\n".join([line, damage, line, b""]))
+    assert list(read_all(path)) == [ended(), ended()]
+    assert read(path, limit_bytes=64)[1] == len(line) + 1
+
+
+def test_a_line_larger_than_the_limit_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, line = tmp_path / "events.jsonl", encode(ended("x" * 3_000_000))
+    path.write_text(line[:-1])
+    assert read(path) == ([], 0)
+    path.write_text(line + "\n" + line[:9])
+    events, offset = read(path)
+    assert len(events) == 1 and offset == len(line) + 1 and read(path, offset) == ([], offset)
+
+
+def test_what_is_not_there_yet_is_empty(tmp_path: Path) -> None:
+    assert read(tmp_path / "none", 7) == ([], 7) and list(read_all(tmp_path / "none")) == []
+
+
+def test_identity_is_read_back(tmp_path: Path) -> None:
+    identity = Identity("a-run", "u", "digits", "sqlite:///x.db", experiment_file="/x/digits.py")
+    folder = RunFolder.create(tmp_path / "runs", identity)
+    assert folder.identity == identity
+    with pytest.raises(FileExistsError):
+        RunFolder.create(tmp_path / "runs", identity)
+    assert RunFolder.open_or_create(tmp_path / "runs", identity).path == folder.path
+
+
+def test_an_atomic_write_leaves_one_file(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        write_atomically(tmp_path / "f", text)
+    assert (tmp_path / "f").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_names_are_plain_and_differ() -> None:
+    names = {new_name("digits") for _ in range(100)}
+    assert len(names) == 100 and all(name.startswith("digits-2") for name in names)
+
+
+def test_a_notice_on_the_disk_that_is_full_is_in_the_journal_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path)
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    with Path("/dev/full").open("w") as full:  # where torchrun's agent sends a rank's output
+        monkeypatch.setattr("sys.stdout", full)
+        log.notice("a checkpoint could not be written")
+        log.close()
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    (noticed,) = read_all(folder.events)
+    assert isinstance(noticed, Noticed) and noticed.text == "a checkpoint could not be written"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "closed"])
+def test_a_notice_that_the_output_cannot_hold_is_in_the_journal_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    folder, text = make_folder(tmp_path), "no label called ‘é’"
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    with (tmp_path / "output").open("w", encoding="ascii" if encoding == "closed" else encoding) as output:
+        if encoding == "closed":
+            output.close()
+        monkeypatch.setattr("sys.stdout", output)
+        log.notice(text)
+        log.close()
+        monkeypatch.undo()
+    (noticed,) = read_all(folder.events)
+    assert isinstance(noticed, Noticed) and noticed.text == text
+    shown = {
+        "ascii": b"note: no label called \\u2018\\xe9\\u2019\n",
+        "latin-1": b"note: no label called \\u2018\xe9\\u2019\n",
+    }
+    assert (tmp_path / "output").read_bytes() == shown.get(encoding, b"")
+
+
+def test_a_helping_machine_takes_over_the_name_that_rank_zero_gave_the_run(tmp_path: Path) -> None:
+    mine = make_folder(tmp_path)  # made by this machine's launcher, for a --run-name
+    told = dataclasses.replace(mine.identity, uuid="0" * 32)
+    assert RunFolder.open_or_create(tmp_path / "runs", told).identity == told
+    mine.events.touch()
+    RunFolder.open_or_create(tmp_path / "runs", dataclasses.replace(told, uuid="1" * 32))
+    assert mine.identity == told, "a run that has begun keeps its own"
+
+
+def test_an_event_that_cannot_be_written_is_lost_alone_and_told(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    log(steps(1, 1))
+    log(dataclasses.replace(steps(2, 2), steps=[object()]))
+    log(steps(3, 3))
+    log.close()
+    found = list(read_all(folder.events))
+    assert [event.steps for event in found if isinstance(event, StepsLogged)] == [[1], [3]]
+    assert [event.text for event in found if isinstance(event, Noticed)] == [
+        "a StepsLogged is lost, since it cannot be written: Object of type object is not JSON serializable"
+    ]

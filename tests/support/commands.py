@@ -1,0 +1,145 @@
+"""The real command, in a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rankzero.catalog.lookup import folders, mlflow_id
+from rankzero.events import Event, StepsLogged
+from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+from support.paths import FIXTURES
+
+TINY = FIXTURES / "tiny.py"
+SECONDS = 200.0
+
+
+@dataclasses.dataclass
+class Command:
+    """Runs ``rankzero`` in `folder`."""
+
+    folder: Path
+    environ: dict[str, str]
+    started: list[subprocess.Popen[str]]
+
+    def start(self, *words: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rankzero", *map(str, words)],
+            cwd=self.folder, env=self.environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def __call__(self, *words: object) -> tuple[int, str]:
+        """Return the exit code and all that was printed."""
+        process = self.start(*words)
+        output, _ = process.communicate(timeout=SECONDS)
+        return process.returncode, output
+
+    @property
+    def runs(self) -> list[RunFolder]:
+        return sorted(folders(self.folder / "mlruns" / "runs"), key=lambda folder: folder.path.stat().st_mtime)
+
+    def wait_for_step(self, step: int, name: str | None = None) -> RunFolder:
+        """Return the newest run once its journal has reached `step`."""
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            for folder in self.runs[::-1]:
+                if max(losses(folder), default=0) >= step and name in (None, folder.path.name):
+                    return folder
+            time.sleep(0.05)
+        raise TimeoutError(f"no run reached step {step}")
+
+
+def events(folder: RunFolder) -> list[Event]:
+    return list(read_all(folder.events))
+
+
+def losses(folder: RunFolder) -> dict[int, float]:
+    """Return the journal's train/loss by step; a later attempt's values replace an earlier one's."""
+    found: dict[int, float] = {}
+    for event in read_all(folder.events):
+        if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
+            found.update(zip(event.steps, event.metrics["train/loss"], strict=True))
+    return found
+
+
+def tracked(folder: RunFolder) -> RunRecord:
+    """Return a run as MLflow has it."""
+    run_id = mlflow_id(folder)
+    assert run_id is not None
+    return Tracker(folder.identity.tracking_uri).find_run(run_id)
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Return what still runs of the commands: everything started in their folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without a run: making one takes seconds, a copy does not."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    Tracker(f"sqlite:///{path}").list_runs()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all of it into the one file
+    return path
+
+
+@pytest.fixture
+def rankzero(tmp_path: Path, new_store: Path) -> Iterator[Command]:
+    with command_in(tmp_path, new_store) as command:
+        yield command
+
+
+@contextlib.contextmanager
+def command_in(folder: Path, store: Path) -> Iterator[Command]:
+    """The command in a folder with an empty store; what it has started ends with the block."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))}
+    command = Command(folder, {**environ, "OMP_NUM_THREADS": "1", "RANKZERO_DELIVERY_GRACE_SECONDS": "120"}, [])
+    (folder / "mlruns").mkdir()
+    shutil.copy(store, folder / "mlruns" / "mlflow.db")
+    try:
+        yield command
+    finally:
+        for process in command.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        for late in processes_of(folder):  # couriers that draw what no test will look at
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if (
+                    psutil.Process() not in late.parents()
+                ):  # multiprocessing's helpers of a test that worked in the folder
+                    late.kill()

@@ -1,0 +1,43 @@
+"""Deliver a run's whole journal to a store that takes everything and keeps nothing: python fake_delivery.py FOLDER.
+
+Prints how much memory the process has before it takes any of it, and the most it ever had, in bytes; then how many
+points the store was given.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from rankzero.mlflow_store.items import Point
+from rankzero.run_store.folder import RunFolder
+from support.fake_tracker import FakeTracker, deliverer_to
+
+
+class Counting(FakeTracker):
+    """Counts points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def log_metrics(self, run_id: str, points: Sequence[Point]) -> None:
+        self.count += len(points)
+
+
+def main(folder: RunFolder) -> None:
+    tracker, process = Counting(), psutil.Process()
+    deliverer = deliverer_to(tracker, folder)
+    deliverer.work()
+    assert tracker.calls == ["open_run"]
+    begin = most = process.memory_info().rss
+    while deliverer.work():
+        most = max(most, process.memory_info().rss)
+    print(begin, most, tracker.count)
+
+
+if __name__ == "__main__":
+    main(RunFolder(Path(sys.argv[1])))

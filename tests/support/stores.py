@@ -1,0 +1,167 @@
+"""Real tracking stores for the tests: sqlite, a private PostgreSQL, MLflow's server over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rankzero.mlflow_store.uris import prepare_store
+from rankzero.tracking.retry import Backoff
+
+QUICK = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """MLflow's server, artifacts proxied; it can be killed and started again."""
+
+    def __init__(self, root: Path, database: str) -> None:
+        self.root, self._database, self._port = root, database, free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def uri(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Start it, unless it runs."""
+        if self._process is not None:
+            return
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "mlflow",
+            "server",
+            "--backend-store-uri",
+            self._database,
+            "--artifacts-destination",
+            str(self.root / "served"),
+            "--port",
+            str(self._port),
+            "--workers",
+            "1",
+        ]
+        with (self.root / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, env={**os.environ, **QUICK}, stdout=log, stderr=log, cwd=self.root, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=2):
+                return
+            time.sleep(0.1)
+        raise AssertionError((self.root / "server.log").read_text())
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, 9)
+            self._process.wait()
+            self._process = None
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back-off without its waits."""
+    monkeypatch.setattr(Backoff, "over", True)
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with MLflow's tables, to be copied, which takes no time, and never written to: all others begin so."""
+    from rankzero.mlflow_store.client import Tracker
+
+    path = tmp_path_factory.mktemp("template") / "mlflow.db"
+    prepare_store(f"sqlite:///{path}")
+    Tracker(f"sqlite:///{path}").list_runs()
+    return path
+
+
+@pytest.fixture
+def sqlite(empty_database: Path, tmp_path: Path) -> str:
+    """The URI of a new sqlite store."""
+    return copied(empty_database, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def sqlite_of_all(empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URI of a sqlite store for all of a module's tests, each with its own runs."""
+    return copied(empty_database, tmp_path_factory.mktemp("store"))
+
+
+def copied(database: Path, folder: Path) -> str:
+    for path in database.parent.glob("mlflow.db*"):
+        shutil.copy(path, folder / path.name)
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+@pytest.fixture(scope="session")
+def server(empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests; each uses its own run."""
+    root = tmp_path_factory.mktemp("server")
+    made = Server(root, copied(empty_database, root))
+    made.start()
+    made.wait()
+    yield made
+    made.kill()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URI of a database in a private PostgreSQL; it refuses to run as root, so it does not."""
+    binaries = _postgres_binaries()
+    user = "postgres" if os.geteuid() == 0 else None
+    folder = Path(tempfile.mkdtemp(prefix="rankzero-postgres-"))
+    if user is not None:
+        shutil.chown(folder, user)
+    port, data, log = free_port(), folder / "data", folder / "log"
+    options = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1 -c fsync=off"
+
+    def run(name: str, *arguments: object) -> None:
+        subprocess.run(
+            [binaries / name, "-D", data, *map(str, arguments)],
+            check=True,
+            cwd=folder,
+            user=user,
+            extra_groups=[] if user else None,
+            stdout=subprocess.DEVNULL,
+        )
+
+    run("initdb", "-A", "trust", "-U", "tests", "-N")
+    run("pg_ctl", "-l", log, "-o", options, "-w", "start")
+    try:
+        yield f"postgresql+psycopg2://tests@127.0.0.1:{port}/postgres"
+    finally:
+        run("pg_ctl", "-m", "immediate", "stop")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _postgres_binaries() -> Path:
+    debian = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    places = [*debian, Path("/usr/local/bin"), Path("/usr/bin")]
+    for place in places:
+        if (place / "initdb").exists() and (place / "pg_ctl").exists():
+            return place
+    raise AssertionError(
+        f"PostgreSQL is not installed (looked in {places}): apt-get install postgresql; "
+        f"its tests run as {getpass.getuser()!r} or, for root, as 'postgres'"
+    )

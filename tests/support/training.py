@@ -1,0 +1,91 @@
+"""Training in this process, without a launcher or a tracker."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankzero import config, experiment_file
+from rankzero.events import Event, Noticed, StepsLogged
+from rankzero.experiment import Experiment
+from rankzero.ranks import Ranks
+from rankzero.training.checkpoints import restore
+from rankzero.training.checkpoints.writer import Checkpoints
+from rankzero.training.distributed.world import World
+from rankzero.training.job import Job, State
+from rankzero.training.loop import fit
+from rankzero.training.metrics.throughput import Tally
+from rankzero.training.stop import SIGTERM, Stop
+from rankzero.training.worker import build
+from support.paths import FIXTURES
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a training in this process left."""
+
+    job: Job
+    state: State
+    events: list[Event]
+    tally: Tally
+    reason: str | None
+
+    def series(self, name: str) -> dict[int, float]:
+        """Return a metric's values by step."""
+        logged = [event for event in self.events if isinstance(event, StepsLogged) and name in event.metrics]
+        return {step: value for event in logged for step, value in zip(event.steps, event.metrics[name], strict=True)}
+
+    def kinds(self) -> list[str]:
+        return [type(event).__name__ for event in self.events]
+
+
+Trainer = Callable[..., Trained]
+
+
+def tiny(**changes: Any) -> Experiment:
+    """Return the tiny experiment; ``train__steps=3`` stands for ``train.steps=3``."""
+    return config.override(
+        experiment_file.load(str(FIXTURES / "tiny.py"))(),
+        {key.replace("__", "."): value for key, value in changes.items()},
+    )
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Trainer:
+    """Train an experiment in `folder`, from its newest checkpoint where there is one."""
+
+    def run(
+        experiment: Experiment, folder: Path = tmp_path, stop_at: int | None = None, code: int = SIGTERM
+    ) -> Trained:
+        job, state = build(experiment, World(Ranks(), torch.device("cpu")))
+        restore.newest(folder / "checkpoints", job, state, pytest.fail)
+        events: list[Event] = []
+        tally, stop = Tally(), Stop()
+
+        def notice(text: str) -> None:
+            events.append(Noticed(time.time(), text))
+
+        checkpoints = Checkpoints(folder, experiment.train.keep, experiment.goal, notice=notice)
+
+        def emit(event: Event) -> None:
+            events.append(event)
+            if stop_at is not None and isinstance(event, StepsLogged) and event.steps[-1] >= stop_at:
+                stop(code)
+
+        try:
+            reason = fit(job, state, emit, stop, checkpoints, tally)
+        finally:
+            events.extend(checkpoints.close())
+        return Trained(job, state, events, tally, reason)
+
+    return run
+
+
+def weights(trained: Trained) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trained.state.model.parameters()]

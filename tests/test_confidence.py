@@ -1,0 +1,36 @@
+"""Student's t, and intervals made with it."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero.confidence import half_width, pooled_deviation, student_t
+
+
+@given(st.integers(1, 500), st.floats(0.55, 0.9999))
+def test_students_quantile(freedom: int, probability: float) -> None:
+    assert student_t(freedom, probability) == pytest.approx(scipy.stats.t.ppf(probability, freedom), rel=1e-6)
+
+
+def test_the_interval_covers_what_it_says() -> None:
+    draw = random.Random(0)
+    hits = 0
+    for _ in range(2000):
+        values = [draw.gauss(10.0, 2.0) for _ in range(5)]
+        hits += abs(statistics.fmean(values) - 10.0) <= (half_width(values) or 0.0)
+    assert 0.94 <= hits / 2000 <= 0.96
+
+
+def test_one_value_has_no_interval() -> None:
+    assert half_width([1.0]) is None and half_width([]) is None
+
+
+def test_the_pooled_deviation_is_within_groups_only() -> None:
+    assert pooled_deviation([[1.0, 3.0], [101.0, 103.0], [7.0]]) == (pytest.approx(2**0.5), 2)
+    assert pooled_deviation([[1.0], []]) == (0.0, 0)

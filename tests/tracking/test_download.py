@@ -1,0 +1,73 @@
+"""A run's newest intact checkpoint comes back from MLflow, and takes the place of nothing better."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from rankzero.events import CheckpointSaved
+from rankzero.experiment import Goal
+from rankzero.mlflow_store.client import Tracker
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking import download
+from rankzero.training.checkpoints import files, manifest
+from rankzero.training.checkpoints.writer import Checkpoints
+from support.runs import T0, make_folder
+
+
+@pytest.fixture
+def uploaded(sqlite: str, tmp_path: Path) -> RunFolder:
+    """A run whose three checkpoints are in MLflow, and nowhere else."""
+    folder = make_folder(tmp_path, sqlite, artifact_root=str(tmp_path / "artifacts"))
+    tracker = Tracker(sqlite)
+    run = tracker.open_run(folder.identity, T0)
+    writer = Checkpoints(folder.path, 9, Goal("val/loss"))
+    events = [
+        event for step in (1, 2, 3) for event in writer.save({"at": torch.tensor(step)}, step, {"val/loss": 1.0}, False)
+    ]
+    for event in [*events, *writer.close()]:
+        assert isinstance(event, CheckpointSaved)
+        tracker.models.save_checkpoint(run, event, folder.path / event.path, lambda _: [])
+    for path in folder.checkpoints.iterdir():
+        path.rename(folder.path / f"was-{path.name}")
+    folder.write_identity(dataclasses.replace(folder.identity, mlflow_run_id=run.run_id))
+    return folder
+
+
+def _in_mlflow(folder: RunFolder, step: int) -> Path:
+    (found,) = [path for path in Path(folder.identity.artifact_root or "").rglob("state.pt")
+                if manifest.read(path.parent).step == step]  # fmt: skip
+    return found
+
+
+def _fetched(folder: RunFolder) -> tuple[list[int], list[str]]:
+    problems = download.newest_checkpoint(folder, manifest.problem_with)
+    return [int(files.load(path)["at"]) for path in sorted(folder.checkpoints.iterdir())], problems
+
+
+def test_the_newest_is_fetched(uploaded: RunFolder) -> None:
+    assert _fetched(uploaded) == ([3], [])
+
+
+def test_a_broken_one_is_passed_over_and_told(uploaded: RunFolder) -> None:
+    state = _in_mlflow(uploaded, 3)
+    state.unlink()  # it may be the very file that was uploaded
+    state.write_bytes(b"torn")
+    steps, (problem,) = _fetched(uploaded)
+    assert steps == [2]
+    assert "the checkpoint of step 3 that MLflow has is not used" in problem and "truncated or altered" in problem
+
+
+def test_what_is_here_stays_where_mlflow_has_nothing_better(uploaded: RunFolder) -> None:
+    for step in (1, 2, 3):
+        state = _in_mlflow(uploaded, step)
+        state.unlink()
+        state.write_bytes(b"torn")
+    mine = uploaded.checkpoints / "step_00000003"
+    mine.mkdir(parents=True)
+    (mine / "manifest.json").write_text('{"format": 99}')
+    assert len(download.newest_checkpoint(uploaded, manifest.problem_with)) == 3
+    assert [path.name for path in uploaded.checkpoints.iterdir()] == [mine.name] and (mine / "manifest.json").exists()

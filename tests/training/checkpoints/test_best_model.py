@@ -1,0 +1,106 @@
+"""The end of a training logs its best model, and does not wait for ever for who does not take it."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import socket
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rankzero import experiment_file
+from rankzero.launch.request import write_config
+from rankzero.run_store import delivery_state as state
+from rankzero.run_store.folder import RunFolder
+from rankzero.training.checkpoints import best_model, files
+from support.paths import FIXTURES
+from support.returning import DEAF, deaf
+from support.runs import append, ended, make_folder, started
+
+TINY = FIXTURES / "tiny.py"
+LONG = 200.0  # seconds: nobody waits so long in these tests
+
+
+class Silent:
+    """A server that takes requests and never answers."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.uri = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.asked = threading.Event()
+        self._taken: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self._taken.append(client)
+            self.asked.set()
+
+    def close(self) -> None:
+        for one in (self._listener, *self._taken):
+            one.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    server = Silent()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, silent: Silent) -> RunFolder:
+    """A finished run that is delivered, but for its best model."""
+    made = make_folder(tmp_path, silent.uri, experiment_file=str(TINY))
+    experiment = experiment_file.load(str(TINY))()
+    write_config(made, experiment)
+    append(made, started(), ended())
+    save = functools.partial(torch.save, {"model": experiment.model().state_dict()})
+    files.write(files.folder_of(made.checkpoints, 4), save, 4, {"val/accuracy": 0.9}, False)
+    state.save(state.path_of(made, 0), state.Progress(run_id="a" * 32, experiment_id="1", ended=True))
+    return made
+
+
+def test_a_server_that_hangs_is_waited_for_no_longer_than_is_left(
+    folder: RunFolder, silent: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + LONG * silent.asked.is_set())
+    monkeypatch.setattr(
+        best_model, "time", clock
+    )  # the time is over once the server hangs, however long the imports took
+    best_model.in_new_process(folder, told.append, seconds=LONG)
+    assert silent.asked.is_set(), told
+    assert told == [
+        f"the best model was not logged to MLflow: it took too long; rankzero sync {folder.path.name} does it"
+    ]
+    assert not multiprocessing.active_children(), "its process lives on"
+    assert folder.late_model.exists(), "sync is to know"
+
+
+def test_who_is_told_to_stop_does_not_wait_for_the_best_model(folder: RunFolder, silent: Silent) -> None:
+    told: list[str] = []
+    best_model.in_new_process(folder, told.append, silent.asked.is_set, LONG)
+    assert [f"told to stop; rankzero sync {folder.path.name} does it" in line for line in told] == [True]
+
+
+def test_code_that_does_not_hear_sigterm_is_ended_all_the_same(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(best_model, "_child", deaf)
+    heard = folder.path / DEAF
+    began = time.monotonic()
+    best_model.in_new_process(folder, told.append, heard.exists)
+    assert time.monotonic() - began < LONG and not multiprocessing.active_children()
+    assert "was not logged" in told[0]

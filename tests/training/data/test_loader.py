@@ -1,0 +1,183 @@
+"""From data set to device: augmentation that does not depend on who loads, batches out of memory."""
+
+from __future__ import annotations
+
+from support.paths import SUPPORT
+import random
+import subprocess
+import sys
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from rankzero.experiment import Experiment
+from rankzero.training.data.batch import rows_of, samples_in, to_device
+from rankzero.training.data.loader import Feed, loader_workers
+from rankzero.training.data.order import Plan
+
+CPU = torch.device("cpu")
+
+
+class Noise(Dataset[Tensor]):
+    """Each item is its index and three kinds of randomness."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+def feed(dataset: Any, workers: int = 0) -> Feed:
+    return Feed(dataset, CPU, seed=3, workers=workers, collate=default_collate)
+
+
+def drawn(workers: int, world_size: int, micro_batch: int, first_step: int = 0) -> dict[tuple[int, int], list[float]]:
+    """Return each item's values by (step, index), over all ranks."""
+    plan = Plan(samples=20, batch_size=8, micro_batch=micro_batch, world_size=world_size, seed=3)
+    found = {}
+    for rank in range(world_size):
+        batches = feed(Noise(), workers).train(plan, rank, first_step, 5)
+        for step in range(first_step, 5):
+            for _ in range(plan.accumulation):
+                for row in next(batches).tolist():
+                    found[step, int(row[0])] = row[1:]
+    return found
+
+
+def test_a_samples_augmentation_does_not_depend_on_who_draws_it() -> None:
+    alone = drawn(workers=0, world_size=1, micro_batch=8)
+    assert len(alone) == 40 and len({tuple(values) for values in alone.values()}) == 40
+    assert drawn(workers=0, world_size=2, micro_batch=2) == alone
+    assert drawn(workers=2, world_size=1, micro_batch=4) == alone
+    later = drawn(workers=0, world_size=1, micro_batch=8, first_step=3)
+    assert later == {key: value for key, value in alone.items() if key[0] >= 3}
+
+
+def test_loading_leaves_the_models_randomness_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    next(feed(Noise()).train(Plan(20, 8, 8, 1, 3), 0, 0, 1))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_tensor_data_set_is_gathered_batch_by_batch() -> None:
+    dataset = TensorDataset(torch.arange(20.0), torch.arange(20))
+    plan = Plan(20, 8, 4, 2, 0)
+    for rank in (0, 1):
+        x, y = next(feed(dataset).train(plan, rank, 0, 1))
+        assert x.tolist() == y.tolist() == plan.micro_batches(0, rank)[0].tolist()
+
+
+def test_a_collate_of_ones_own_is_used_whatever_the_data_set() -> None:
+    class Shifted(Experiment):
+        def collate(self, samples: list[Any]) -> Any:
+            return torch.stack([value + 100 for (value,) in samples])
+
+    def first(experiment: Experiment) -> Any:
+        mine = Feed(TensorDataset(torch.arange(20)), CPU, seed=3, workers=0, collate=experiment.collate)
+        return next(mine.train(Plan(20, 8, 8, 1, 3), 0, 0, 1))
+
+    plain = first(Experiment())
+    assert isinstance(plain, list) and torch.equal(first(Shifted()), plain[0] + 100)
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(11)), Noise()])
+def test_evaluation_sees_every_sample_once_and_again(dataset: Any) -> None:
+    mine = feed(dataset)
+    for _ in range(2):
+        seen = [batch for rank in (0, 1, 2) for batch in mine.evaluate(2, rank, 3)] if dataset.__class__ is not Noise \
+            else list(mine.evaluate(3, 0, 1))  # fmt: skip
+        assert sum(samples for _, samples in seen) == len(dataset)
+        assert [samples_in(batch) for batch, _ in seen] == [samples for _, samples in seen]
+
+
+def test_a_data_sets_own_batched_access_is_used() -> None:
+    class Batched(Noise):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            return [torch.tensor([index, 0.0, 0.0, 0.0]) for index in indices]
+
+    batch = next(feed(Batched()).train(Plan(20, 8, 8, 1, 3), 0, 0, 1))
+    assert batch[:, 1:].abs().sum() == 0 and len(batch) == 8
+
+
+def test_a_part_of_a_data_set_has_each_samples_own_augmentation() -> None:
+    part = Subset(Subset(Noise(), range(20)), range(20))  # as random_split makes them
+
+    def rows(dataset: Any, batch_size: int) -> dict[int, list[float]]:
+        batches = feed(dataset).train(Plan(20, batch_size, batch_size, 1, 3), 0, 0, 20 // batch_size)
+        return {int(row[0]): row[1:] for batch in batches for row in batch.tolist()}
+
+    assert rows(part, 10) == rows(Noise(), 10) == rows(part, 5)
+
+
+def test_nested_batches_move_and_are_counted() -> None:
+    batch = {"x": [torch.zeros(4, 2), "text"], "y": (torch.zeros(4),)}
+    assert samples_in(batch) == 4
+    moved = to_device(batch, CPU)
+    assert moved["x"][1] == "text" and isinstance(moved["y"], tuple)
+    assert samples_in("nothing") == 0
+
+
+class Encoded(UserDict[str, Any]):
+    """A mapping that is no dict, as tokenizers make them."""
+
+
+class Graph:
+    """No tensor, but can be moved as one."""
+
+    def __init__(self, device: str = "nowhere") -> None:
+        self.device = device
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(device.type)
+
+
+def test_whatever_has_tensors_or_moves_is_moved() -> None:
+    meta = torch.device("meta")
+    encoded = Encoded(ids=torch.zeros(3, 2), graph=Graph(), texts=["a"])
+    moved = to_device(encoded, meta)
+    assert isinstance(moved, Encoded) and moved["ids"].device == meta and moved["graph"].device == "meta"
+    assert encoded["ids"].device == CPU and moved["texts"] == ["a"]
+    assert rows_of(encoded, torch.tensor([2]))["ids"].shape == (1, 2) and samples_in(encoded) == 3
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    assert to_device(packed, CPU).data.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_samples_are_counted_by_what_was_asked_for_and_not_by_what_came() -> None:
+    """The first tensor of a batch may have nodes or tokens in its rows."""
+
+    def collate(items: list[Tensor]) -> dict[str, Tensor]:
+        return {"tokens": torch.cat(items), "lengths": torch.tensor([len(item) for item in items])}
+
+    mine = Feed(Noise(), CPU, seed=3, workers=0, collate=collate)
+    assert [(len(batch["tokens"]), samples) for batch, samples in mine.evaluate(8, 0, 1)] == [(32, 8), (32, 8), (16, 4)]
+
+
+def test_loaders_get_the_cores_that_training_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankzero.training.data.loader.usable_cores", lambda: list(range(16)))
+    assert [loader_workers(None, ranks) for ranks in (1, 2, 4, 16)] == [8, 7, 3, 0]
+    assert loader_workers(5, 16) == 5
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
+def test_loading_processes_do_not_outlive_a_rank_that_is_killed(method: str) -> None:
+    """A fork server is their parent, as in a rank of ours, and lives on as long as they do."""
+    program = SUPPORT / "loading.py"
+    with subprocess.Popen([sys.executable, program, method], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        loading = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
+        assert len(loading) == 2
+        rank.kill()
+    _, alive = psutil.wait_procs(loading, timeout=20)
+    for one in alive:
+        one.kill()
+    assert not alive

@@ -1,0 +1,94 @@
+"""Which samples, in which order, on which rank."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero.errors import UserError
+from rankzero.experiment import Train
+from rankzero.training.data.order import Plan, check_alike, make_plan, mix, order, shard
+
+plans = st.builds(
+    lambda micro, accumulation, world, more, seed: Plan(
+        samples=micro * accumulation * world * more + more // 2,
+        batch_size=micro * accumulation * world,
+        micro_batch=micro,
+        world_size=world,
+        seed=seed,
+    ),
+    *[st.integers(1, 5)] * 4,
+    st.integers(0, 2**40),
+)
+
+
+@given(plans, st.integers(0, 50))
+def test_the_ranks_micro_batches_are_the_global_batch(plan: Plan, step: int) -> None:
+    parts = torch.stack([plan.micro_batches(step, rank) for rank in range(plan.world_size)])
+    assert parts.shape == (plan.world_size, plan.accumulation, plan.micro_batch)
+    assert sorted(parts.flatten().tolist()) == sorted(plan.batch(step).tolist())
+
+
+@given(plans, st.integers(0, 20), st.integers(0, 20))
+def test_walking_is_going_step_by_step(plan: Plan, first: int, more: int) -> None:
+    for rank in range(plan.world_size):
+        walked = list(plan.walk(rank, first, first + more))
+        stepped = [(plan.epoch(step), indices) for step in range(first, first + more)
+                   for indices in plan.micro_batches(step, rank)]  # fmt: skip
+        assert [(epoch, indices.tolist()) for epoch, indices in walked] == [
+            (epoch, indices.tolist()) for epoch, indices in stepped]  # fmt: skip
+
+
+@given(plans)
+def test_an_epoch_sees_no_sample_twice(plan: Plan) -> None:
+    seen = torch.cat([plan.batch(step) for step in range(plan.steps_per_epoch)]).tolist()
+    assert len(set(seen)) == len(seen) == plan.steps_per_epoch * plan.batch_size
+    assert plan.epoch(plan.steps_per_epoch - 1) == 0 and plan.epoch(plan.steps_per_epoch) == 1
+
+
+@given(plans, st.integers(0, 50))
+def test_the_global_batch_does_not_depend_on_how_it_is_cut(plan: Plan, step: int) -> None:
+    alone = Plan(plan.samples, plan.batch_size, plan.batch_size, 1, plan.seed)
+    assert plan.batch(step).tolist() == alone.batch(step).tolist()
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 5))
+def test_shards_cover_every_sample_once(samples: int, batch_size: int, world_size: int) -> None:
+    shards = [batch for rank in range(world_size) for batch in shard(samples, batch_size, rank, world_size)]
+    assert sorted(index for batch in shards for index in batch.tolist()) == list(range(samples))
+
+
+def test_epochs_differ_and_repeat() -> None:
+    first, second = order(0, 0, 100), order(0, 1, 100)
+    assert not torch.equal(first, second)
+    order.cache_clear()
+    assert torch.equal(order(0, 0, 100), first)
+
+
+@given(st.lists(st.integers(0, 2**63), min_size=1, max_size=3), st.lists(st.integers(0, 2**63), min_size=1, max_size=3))
+def test_mixed_seeds_differ(one: list[int], other: list[int]) -> None:
+    assert 0 <= mix(*one) < 2**63
+    assert (mix(*one) == mix(*other)) == (one == other)
+
+
+def test_a_batch_that_does_not_come_out_even_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="use 99 or 102"):
+        make_plan(Train(batch_size=100), 1000, world_size=3)
+    with pytest.raises(UserError, match=r"train\.micro_batch=8: use 16 or 32"):
+        make_plan(Train(batch_size=20, micro_batch=8), 1000, world_size=2)
+    with pytest.raises(UserError, match="at most 50"):
+        make_plan(Train(batch_size=64), 50, world_size=1)
+
+
+def test_accumulation_follows_from_the_two() -> None:
+    assert make_plan(Train(batch_size=32, micro_batch=8), 100, 1).accumulation == 4
+    assert make_plan(Train(batch_size=32, micro_batch=8), 100, 2).accumulation == 2
+    assert make_plan(Train(batch_size=32), 100, 2).micro_batch == 16
+
+
+def test_data_that_differ_in_length_are_refused_and_the_ranks_named() -> None:
+    check_alike("training", [5, 5, 5])
+    with pytest.raises(UserError, match=r"5 samples on ranks 0, 2; 4 samples on rank 1\. Every rank must see"):
+        check_alike("training", [5, 4, 5])
+    with pytest.raises(UserError, match=r"9 samples on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more"):
+        check_alike("validation", [1] + [9] * 99)

@@ -1,0 +1,46 @@
+"""The way to the other processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rankzero.launch import agent
+from rankzero.launch.agent import Nodes
+from rankzero.launch.request import make_folder, request_for
+from rankzero.launch.signals import Relay
+from rankzero.ranks import Ranks
+from rankzero.run_store.folder import Identity
+from rankzero.training.distributed import world
+from rankzero.training.distributed.world import World
+from support.two_ranks import LAYERED, layered, waits
+
+
+@pytest.mark.parametrize("content", [b"", b"12345", b"1234567890", b"12345678901"])
+def test_what_is_large_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    wire: list[Tensor] = []
+    monkeypatch.setattr(world, "PIECE_BYTES", 5)
+    sender, receiver = (World(Ranks(rank, 2), torch.device("cpu")) for rank in (0, 1))
+    monkeypatch.setattr(dist, "broadcast", lambda buffer, source: wire.append(buffer.clone()))
+    assert sender.broadcast(content) == content
+    assert all(len(piece) <= 5 for piece in wire)
+    monkeypatch.setattr(dist, "broadcast", lambda buffer, source: buffer.copy_(wire.pop(0)))
+    assert receiver.broadcast(b"") == content and not wire
+
+
+@pytest.mark.parametrize(("strategy", "groups"), [("fsdp", 1), ("pp", 2)])
+def test_who_waits_is_not_ended_by_a_process_group_before_the_watchdog_names_who_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, groups: int
+) -> None:
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0")  # nobody waits for what nobody reads
+    identity = Identity("waits", "0" * 32, "hangs", "http://127.0.0.1:9", experiment_file=str(LAYERED))
+    request = request_for(make_folder(tmp_path, identity), layered(train__strategy=strategy, train__steps=2), {})
+    with Relay() as signals:
+        assert agent.run(Nodes(2), waits, request, tmp_path / "logs", signals) == "FINISHED"
+    for rank in (0, 1):
+        assert json.loads((tmp_path / str(rank)).read_text()) == [86400] * groups

@@ -1,0 +1,242 @@
+"""THE loop: its numbers, its order, its end."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from rankzero.errors import UserError
+from rankzero.events import CheckpointSaved, Evaluated, Noticed, StepsLogged
+from rankzero.ranks import Ranks
+from rankzero.training.checkpoints import files, manifest, restore
+from rankzero.training.distributed.world import World
+from rankzero.training.loop import NotFinite
+from rankzero.training.periodic import state_dict
+from support.training import Trainer, tiny, weights
+from torture.damage import malicious
+
+
+def test_accumulating_four_times_eight_is_a_batch_of_thirty_two(train: Trainer, tmp_path: Path) -> None:
+    whole = train(tiny(train__steps=10), tmp_path / "whole")
+    parts = train(tiny(train__steps=10, train__micro_batch=8), tmp_path / "parts")
+    assert parts.job.plan.accumulation == 4
+    for one, other in zip(weights(whole), weights(parts), strict=True):
+        torch.testing.assert_close(one, other)
+    assert parts.series("train/loss") == pytest.approx(whole.series("train/loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dropout": 0.3},
+        {"augment": True, "dropout": 0.3, "train__micro_batch": 8},
+        {"train__precision": "bf16"},
+        {"train__schedule": "one_cycle"},
+    ],
+)
+def test_ten_and_ten_more_is_twenty_bit_for_bit(train: Trainer, tmp_path: Path, settings: dict[str, object]) -> None:
+    experiment = tiny(train__steps=20, train__log_every=1, train__eval_every=5, **settings)
+    straight = train(experiment, tmp_path / "straight")
+    first = train(experiment, tmp_path / "parts", stop_at=9)
+    second = train(experiment, tmp_path / "parts")
+    assert first.state.step == 10 and first.reason == "stopped by SIGTERM"
+    assert second.state.step == 20
+    assert list(second.series("train/loss")) == list(range(11, 21)), "what the first had trained was trained again"
+    for one, other in zip(weights(straight), weights(second), strict=True):
+        assert torch.equal(one, other)
+    assert {**first.series("train/loss"), **second.series("train/loss")} == straight.series("train/loss")
+    for one, other in zip(straight.state.optimizer.state.values(), second.state.optimizer.state.values(), strict=True):
+        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+
+
+def test_every_step_is_logged_once_whatever_the_windows(train: Trainer) -> None:
+    trained = train(tiny(train__steps=17, train__log_every=5, train__eval_every=7))
+    assert list(trained.series("train/loss")) == list(range(1, 18))
+    assert sorted(trained.series("lr")) == [5, 7, 12, 14, 17]
+
+
+def test_evaluation_is_the_mean_over_every_sample(train: Trainer) -> None:
+    trained = train(tiny(train__steps=5, train__micro_batch=8))  # 51 validation samples: six batches of 8, one of 3
+    _, validation = trained.job.experiment.data()
+    x, y = validation.tensors
+    model = trained.state.model.eval()
+    with torch.no_grad():
+        logits = model(x)
+    (event,) = [event for event in trained.events if isinstance(event, Evaluated)]
+    assert event.metrics["val/loss"] == pytest.approx(cross_entropy(logits, y).item(), rel=1e-5)
+    assert event.metrics["val/accuracy"] == pytest.approx((logits.argmax(-1) == y).double().mean().item())
+
+
+def test_a_due_action_fires_once_and_evaluation_comes_before_the_checkpoint(train: Trainer) -> None:
+    trained = train(tiny(train__steps=10, train__eval_every=5, train__save_every=5, train__keep=9))
+    saved = [event for event in trained.events if isinstance(event, CheckpointSaved)]
+    assert [event.step for event in saved] == [5, 10]
+    assert all("val/accuracy" in event.metrics for event in saved)
+    assert [event.step for event in trained.events if isinstance(event, Evaluated)] == [5, 10]
+
+
+def test_checkpoints_between_evaluations_carry_no_metrics(train: Trainer) -> None:
+    trained = train(tiny(train__steps=10, train__eval_every=10, train__save_every=4))
+    saved = [event for event in trained.events if isinstance(event, CheckpointSaved)]
+    assert [(event.step, bool(event.metrics)) for event in saved] == [(4, False), (8, False), (10, True)]
+
+
+def test_a_stop_is_obeyed_at_the_next_report_and_leaves_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
+    trained = train(tiny(train__steps=50, train__log_every=3), stop_at=3)
+    path, _ = files.newest_intact(tmp_path / "checkpoints")
+    assert path is not None and manifest.read(path).step == trained.state.step == 6
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(train: Trainer, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    trained = train(tiny(train__steps=9, train__eval_every=9, train__save_every=3, train__log_every=1))
+    told = [index for index, event in enumerate(trained.events) if isinstance(event, Noticed)]
+    assert len(told) == 3 and "could not be written" in str(trained.events[told[0]])
+    logged = [index for index, event in enumerate(trained.events) if isinstance(event, StepsLogged)]
+    assert told[0] < logged[-1]
+
+
+def test_a_stop_waits_a_second_and_not_for_log_every(train: Trainer, tmp_path: Path) -> None:
+    slow = tiny(train__steps=50, train__log_every=40, train__eval_every=50, step_seconds=0.3)
+    stopped = train(slow, stop_at=2)
+    # Asked for while one window is told, it is heard at the end of the next: three steps are about a second's.
+    assert stopped.reason == "stopped by SIGTERM" and stopped.state.step <= 2 + 2 * 3
+    path, _ = files.newest_intact(tmp_path / "checkpoints")
+    assert path is not None and manifest.read(path).step == stopped.state.step
+    assert sorted(stopped.series("lr")) == [stopped.state.step]
+
+
+def test_steps_that_take_long_are_told_as_they_are_done_and_their_speed_every_log_every(
+    train: Trainer, tmp_path: Path
+) -> None:
+    slow = train(tiny(train__steps=12, train__log_every=5, train__eval_every=12, step_seconds=0.3), tmp_path / "slow")
+    fast = train(tiny(train__steps=12, train__log_every=5, train__eval_every=12), tmp_path / "fast")
+    told = [len(event.steps) for event in slow.events if isinstance(event, StepsLogged) and "lr" not in event.metrics]
+    assert max(told) <= 3 and sum(told) == 12
+    assert slow.series("train/loss") == fast.series("train/loss")
+    assert sorted(slow.series("lr")) == sorted(fast.series("lr")) == [5, 10, 12]
+    assert all(0.3 < seconds < 3 for seconds in slow.series("throughput/step_seconds").values())
+    assert slow.tally.steps == 12
+
+
+def test_the_learning_rate_is_warmed_up(train: Trainer) -> None:
+    trained = train(tiny(train__steps=6, train__warmup_steps=4, train__log_every=1, lr=1.0))
+    assert list(trained.series("lr").values()) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+def test_clipping_bounds_the_step(train: Trainer, tmp_path: Path) -> None:
+    before = weights(train(tiny(train__steps=1, lr=1e-30), tmp_path / "still"))
+    trained = train(tiny(train__steps=1, train__clip=1e-3, momentum=0.0, lr=1.0), tmp_path / "clipped")
+    moved = sum(float((one - other).norm() ** 2) for one, other in zip(before, weights(trained), strict=True)) ** 0.5
+    assert 0 < moved <= 1.01e-3
+
+
+def test_a_loss_that_is_no_number_ends_the_run(train: Trainer) -> None:
+    with pytest.raises(NotFinite, match="lower lr"):
+        train(tiny(fail="nan"))
+
+
+@pytest.mark.parametrize(
+    ("fail", "error", "says"),
+    [
+        ("no loss", UserError, "key 'loss'"),
+        ("measure", KeyError, "no such measure"),
+        ("data", OSError, "no such data"),
+        ("model", ZeroDivisionError, "no such model"),
+    ],
+)
+def test_the_users_mistakes_come_through(train: Trainer, fail: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        train(tiny(fail=fail))
+
+
+def test_a_goal_that_is_not_measured_is_told(train: Trainer) -> None:
+    with pytest.raises(UserError, match=r"set goal\.metric"):
+        train(tiny(goal__metric="val/f1", train__steps=2))
+
+
+def test_another_batch_size_cannot_resume(train: Trainer) -> None:
+    train(tiny(train__steps=5))
+    with pytest.raises(UserError, match="start a new run"):
+        train(tiny(train__steps=9, train__batch_size=16))
+
+
+def test_another_model_cannot_resume(train: Trainer) -> None:
+    train(tiny(train__steps=5))
+    with pytest.raises(UserError, match=r"^step_00000005: .* does not fit"):
+        train(tiny(train__steps=9, width=8))
+
+
+def test_a_checkpoint_whose_checksums_hold_and_that_would_run_code_is_refused_by_name(
+    train: Trainer, tmp_path: Path
+) -> None:
+    train(tiny(train__steps=5))
+    malicious(tmp_path / "checkpoints/step_00000005", random.Random(1), tmp_path / "executed")
+    with pytest.raises(UserError, match=r"step_00000005 holds more than tensors .* refused; .* delete this one"):
+        train(tiny(train__steps=9))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(("dropped", "says"), [("randoms", "holds no randoms"), ("optimizer", "does not fit")])
+def test_a_checkpoint_that_lacks_something_is_refused_in_words(train: Trainer, dropped: str, says: str) -> None:
+    trained = train(tiny(train__steps=2))
+    whole = state_dict(trained.job, trained.state)
+    del whole[dropped]
+    with pytest.raises(UserError, match=says):
+        restore.apply(whole, trained.job, trained.state)
+
+
+def test_going_on_needs_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
+    trained = train(tiny(train__steps=1, train__save_every=0))
+    with pytest.raises(UserError, match="no intact checkpoint where rank 0 runs"):
+        restore.newest(tmp_path / "none", trained.job, trained.state, pytest.fail, required=True)
+
+
+def test_the_clock_is_read_once_the_device_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("rankzero.training.distributed.world.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.append(clock.pop() + 3.0))
+    assert World(Ranks(), torch.device("cuda", 0)).now() == 3.0
+    assert World(Ranks(), torch.device("cpu")).now() == 3.0, "nothing to wait for"
+
+
+def test_a_windows_seconds_are_those_of_the_device(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 0.006)
+    monkeypatch.setattr(World, "now", lambda world: next(clock))
+    trained = train(tiny(train__steps=6, train__log_every=2, train__eval_every=6))
+    assert list(trained.series("throughput/step_seconds").values()) == pytest.approx([0.006, 0.003, 0.003]), (
+        "two windows, then one"
+    )
+
+
+class Counting(torch.optim.SGD):
+    """Keeps what it learns among its options, as some optimizers do."""
+
+    def __init__(self, *words: Any, **options: Any) -> None:
+        super().__init__(*words, **options)
+        self.param_groups[0]["taken"] = 0
+
+    def step(self, *words: Any) -> None:  # type: ignore[override]
+        super().step(*words)
+        self.param_groups[0]["taken"] += 1
+
+
+def test_a_changed_option_of_the_optimizer_is_used_and_what_it_learnt_is_kept(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tiny(train__steps=5)
+    monkeypatch.setattr(
+        type(first), "optimizer", lambda self, model: Counting(model.parameters(), lr=self.lr, momentum=self.momentum)
+    )
+    train(first)
+    (group,) = train(tiny(train__steps=8, momentum=0.5)).state.optimizer.param_groups
+    assert group["momentum"] == 0.5 and group["taken"] == 8
+    (group,) = train(tiny(train__steps=9, momentum=0.5)).state.optimizer.param_groups
+    assert group["momentum"] == 0.5 and group["taken"] == 9

@@ -1,0 +1,86 @@
+"""Which cells are measured, on devices whose law is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankzero.tuning.probe import grid
+from rankzero.tuning.probe.grid import HEADROOM, Cell, Measured
+
+SIZES = (16, 32, 64, 128, 256, 512, 1024)
+LIMIT = 10_000
+
+
+def climb(world_size: int = 1, precisions: tuple[str, ...] = ("fp32",), full: float = 100.0, base: int = 1000,
+          per_sample: int = 10, limit: int | None = LIMIT, dies: int | None = None) -> list[Measured]:  # fmt: skip
+    """Measure until the ladder has enough: X = B / (B + full), memory = base + per_sample * micro-batch."""
+    found: list[Measured] = []
+    while (cell := grid.next_cell(found, SIZES, precisions, world_size)) is not None:
+        assert cell not in [one.cell for one in found], "measured twice"
+        found.append(measure(cell, full, base, per_sample, limit, dies))
+    return found
+
+
+def measure(cell: Cell, full: float, base: int, per_sample: int, limit: int | None, dies: int | None) -> Measured:
+    memory = base + per_sample * cell.micro_batch
+    size = (cell.batch_size, cell.micro_batch, cell.precision)
+    if dies is not None and cell.batch_size >= dies:
+        return Measured(*size, status="failed", reason="killed")
+    if limit is not None and memory > limit:
+        return Measured(*size, status="out of memory", memory_limit_bytes=limit)
+    speed = 1000 * cell.batch_size / (cell.batch_size + full)
+    return Measured(*size, "ok", speed, 0.01, cell.batch_size / speed, memory_bytes=memory, memory_limit_bytes=limit)
+
+
+def test_the_ladder_stops_where_a_larger_batch_gains_nothing() -> None:
+    found = climb(full=10.0)
+    assert [one.batch_size for one in found] == [16, 32, 64, 128, 256, 512]  # 512 gains 2 %
+    assert grid.knee(found) is not None and grid.knee(found).batch_size == 256  # type: ignore[union-attr]
+
+
+def test_memory_is_predicted_so_that_nothing_runs_out_of_it() -> None:
+    found = climb(per_sample=50)
+    assert {one.status for one in found} == {"ok"}
+    assert max(one.micro_batch for one in found) * 50 + 1000 <= HEADROOM * LIMIT
+    assert [one.batch_size for one in found][-1] > 160, "accumulation goes on where a batch does not fit"
+    assert all(one.batch_size % one.micro_batch == 0 for one in found)
+
+
+def test_one_deliberate_failure_is_the_most_there_is() -> None:
+    found = climb(base=9000, per_sample=100)  # 16 samples do not fit, and nothing is known before
+    assert [one.status for one in found].count("out of memory") == 1
+    assert found[0].status == "out of memory" and all(one.micro_batch <= 8 for one in found[1:])
+
+
+def test_a_cell_that_kills_its_processes_ends_its_precision_only() -> None:
+    found = climb(precisions=("fp32", "bf16"), full=1000.0, dies=128)
+    assert [one.status for one in found if one.precision == "fp32"] == ["ok", "ok", "ok", "failed"]
+    assert [one.batch_size for one in found if one.precision == "bf16"] == [16, 32, 64, 128]
+
+
+def test_each_rank_takes_its_share() -> None:
+    assert [(one.batch_size, one.micro_batch) for one in climb(world_size=2, full=10.0)][:2] == [(16, 8), (32, 16)]
+
+
+def test_what_limits_a_cell() -> None:
+    assert Measured(1, 1, "fp32", "ok", data_wait_fraction=0.5, communication_fraction=0.3).bound == "data"
+    assert Measured(1, 1, "fp32", "ok", data_wait_fraction=0.0, communication_fraction=0.3).bound == "communication"
+    assert Measured(1, 1, "fp32", "ok", data_wait_fraction=0.05, communication_fraction=0.1).bound == "compute"
+
+
+def test_a_slow_precision_is_not_worth_searching() -> None:
+    slow = [Measured(size, size, "bf16", "ok", 10.0) for size in (16, 32)]
+    fast = [Measured(size, size, "fp32", "ok", 100.0) for size in (16, 32)]
+    assert grid.worth_searching([*fast, *slow], ("fp32", "bf16")) == ["fp32"]
+    assert [one.precision for one in grid.fastest([*slow, *fast])] == ["fp32", "fp32"]
+
+
+def test_the_hardware_batch_gives_half_the_peak() -> None:
+    assert grid.hardware_batch(climb(full=100.0, limit=None)) == pytest.approx(100.0, rel=0.01)
+
+
+def test_a_measurement_comes_back_from_its_file() -> None:
+    import dataclasses
+
+    one = climb()[0]
+    assert grid.parse({**dataclasses.asdict(one), "new in a later version": 1}) == one

@@ -1,0 +1,69 @@
+"""Time to target, out of a journal."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero.events import Evaluated, Event, RunEnded, StepsLogged
+from rankzero.experiment import Goal
+from rankzero.tuning.learning_curve import Curve, folded
+
+ACCURACY = Goal("val/accuracy", "max")
+
+
+def epochs(*values: float, seconds: float = 2.0, steps: int = 10) -> list[Event]:
+    """Return a journal with an evaluation after every `steps` steps, which took `seconds`."""
+    events: list[Event] = []
+    for number, value in enumerate(values, start=1):
+        step = number * steps
+        events.append(StepsLogged([step], [100.0 + number * 50], {"throughput/step_seconds": [seconds / steps]}))
+        events.append(Evaluated(100.0 + number * 50, step, {"val/accuracy": value}, best=False))
+    return events
+
+
+def test_time_is_training_time_not_the_clocks() -> None:
+    curve = folded(epochs(0.5, 0.7, 0.9), ACCURACY)
+    assert [point.seconds for point in curve.points] == pytest.approx([2.0, 4.0, 6.0])
+    assert curve.best == 0.9
+
+
+def test_between_two_evaluations_the_metric_is_a_straight_line() -> None:
+    curve = folded(epochs(0.5, 0.7, 0.9), ACCURACY)
+    assert curve.seconds_to(0.8) == pytest.approx(5.0)
+    assert curve.seconds_to(0.9) == pytest.approx(6.0)
+    assert curve.seconds_to(0.3) == pytest.approx(2.0)  # nothing is known before the first evaluation
+    assert curve.seconds_to(0.95) is None
+
+
+def test_a_dip_does_not_start_the_line_anew() -> None:
+    curve = folded(epochs(0.6, 0.2, 0.8), ACCURACY)
+    assert curve.seconds_to(0.7) == pytest.approx(5.0)  # from 0.6 at the dip's time, which is the best so far
+
+
+def test_for_a_loss_less_is_better() -> None:
+    goal = Goal("val/accuracy", "min")
+    curve = folded(epochs(0.9, 0.5), goal)
+    assert curve.seconds_to(0.7) == pytest.approx(3.0) and curve.gap(0.4) == pytest.approx(0.25)
+
+
+def test_nan_never_reaches_anything() -> None:
+    curve = folded(epochs(float("nan"), float("nan")), ACCURACY)
+    assert curve.best is None and curve.seconds_to(0.1) is None and curve.gap(0.5) == 1.0
+
+
+def test_how_it_ended() -> None:
+    curve = Curve(ACCURACY)
+    curve(RunEnded(1.0, "FINISHED", "done", None, {"samples_per_second": 12.0}))
+    assert curve.samples_per_second == 12.0
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0, 1), st.floats(0, 1))
+def test_a_higher_target_takes_longer(values: list[float], one: float, other: float) -> None:
+    curve = folded(epochs(*values), ACCURACY)
+    low, high = sorted((one, other))
+    soon, late = curve.seconds_to(low), curve.seconds_to(high)
+    if late is not None:
+        assert soon is not None and soon <= late + 1e-9
+    assert (curve.seconds_to(high) is not None) == (max(values) >= high)

@@ -1,0 +1,281 @@
+"""Searches against a fake launcher: fast, without PyTorch; the study's database is real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero import Choice, Experiment, Goal, Train
+from rankzero.errors import RunFailed, UserError
+from rankzero.tuning.budget import Options
+from rankzero.tuning.next_trial import guesses
+from rankzero.tuning.session import Found, Session
+from rankzero.tuning.space import BATCH_INDEX, FACTOR, make_space
+from rankzero.tuning.study import PRUNERS, SAMPLERS, Study, find_study, open_study
+from rankzero.tuning.trial import Trial
+from support.fake_launcher import FakeLauncher
+
+
+class Mine(Experiment):
+    """A user's configuration that is slow: small batches, a learning rate a third of the best."""
+
+    train: Train = Train(batch_size=32, epochs=20)
+    goal: Goal = Goal("val/accuracy", "max", target=0.9)
+    lr: float = 0.03
+
+
+Searcher = Callable[..., tuple[Found, Study, FakeLauncher, list[str]]]
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> Searcher:
+    def run(launcher: FakeLauncher | None = None, experiment: Experiment | None = None, sampler: str = "tpe",
+            pruner: str = "asha", parallel: int = 1,
+            **options: Any) -> tuple[Found, Study, FakeLauncher, list[str]]:  # fmt: skip
+        launcher = launcher or FakeLauncher()
+        space = make_space(experiment or Mine(), 1, 0.5, samples=1000)
+        study = open_study(f"sqlite:///{tmp_path / 'studies.db'}", "s", sampler=sampler, pruner=pruner, seed=0)
+        study.draw_from(space.parameters())
+        said: list[str] = []
+        session = Session(study, space, [launcher] * parallel, Options(**{"trials": 12, **options}), said.append)
+        return session.run(guesses(space)), study, launcher, said
+
+    run.folder = tmp_path  # type: ignore[attr-defined]
+    return run
+
+
+def find(search: Searcher) -> Study:
+    """Return the study that an interrupted search left."""
+    return find_study(f"sqlite:///{search.folder / 'studies.db'}", "s")  # type: ignore[attr-defined]
+
+
+def drawn(study: Study) -> list[tuple[Any, ...]]:
+    return [tuple(sorted(trial.parameters.items())) for trial in study.trials()]
+
+
+def of(study: Study, state: str) -> list[Trial]:
+    return [trial for trial in study.trials() if trial.state == state]
+
+
+def test_the_reference_comes_first_and_something_better_is_found(search: Searcher) -> None:
+    found, study, launcher, said = search()
+    assert launcher.started[0].train.batch_size == 32 and launcher.started[0].lr == pytest.approx(0.03)
+    assert study.trials()[0].parameters == {BATCH_INDEX: 5, FACTOR: 1.0}  # 1, 2, 4, 8, 16, 32
+    assert found.verdict.beaten and found.verdict.gain is not None and found.verdict.gain > 1.5
+    assert found.verdict.winner.trial != 0 and len(found.verdict.winner.runs) == 3
+    assert len(study.trials()) == 12 and len(said) >= 12
+    assert all(running.closed for running in launcher.running)
+
+
+def test_trials_neither_keep_checkpoints_nor_train_beyond_the_target(search: Searcher) -> None:
+    _, _, launcher, _ = search(trials=3)
+    for experiment in launcher.started:
+        assert experiment.train.save_every == 0 and not experiment.train.log_model
+        assert experiment.train.stop_at_target and experiment.goal.target == 0.9
+
+
+def test_confirmations_use_new_seeds_interleaved(search: Searcher) -> None:
+    found, _, launcher, _ = search(trials=6)
+    confirmed = [experiment.train.seed for experiment in launcher.started[6:]]
+    assert set(confirmed) == {1000, 1001, 1002} and confirmed == sorted(confirmed)
+    assert [run.seed for run in found.verdict.reference.runs] == [1000, 1001, 1002]
+
+
+def test_without_a_target_the_reference_sets_it(search: Searcher) -> None:
+    class Open(Mine):
+        goal: Goal = Goal("val/accuracy", "max")
+
+    found, study, launcher, _ = search(experiment=Open(), trials=5)
+    assert not launcher.started[0].train.stop_at_target and launcher.started[1].train.stop_at_target
+    assert found.target == study.trials()[0].facts["best"] == study.facts["target"]
+
+
+@pytest.mark.parametrize(("objective", "options"), [("throughput", {}), ("quality", {"trial_minutes": 1.0})])
+def test_the_other_objectives(search: Searcher, objective: str, options: dict[str, Any]) -> None:
+    found, study, launcher, _ = search(objective=objective, trials=6, **options)
+    assert found.verdict.objective == objective
+    best = min(trial.value for trial in study.trials() if trial.feasible and trial.value is not None)
+    assert best <= (study.trials()[0].value or 0.0)
+    if objective == "throughput":
+        assert found.target == pytest.approx(0.99 * study.trials()[0].facts["best"])
+    else:
+        assert launcher.started[1].train.max_minutes == 1.0
+
+
+@pytest.mark.parametrize(("fate", "state", "constraints"), [
+    ("oom", "PRUNED", {"quality": 1.0, "memory": 1.0}),
+    ("nan", "PRUNED", {"quality": 1.0, "memory": 0.0}),
+    ("crash", "FAIL", {}),
+    ("hang", "FAIL", {}),
+])  # fmt: skip
+def test_a_trial_that_fails_does_not_end_the_search(
+    search: Searcher, fate: str, state: str, constraints: dict[str, float]
+) -> None:
+    launcher = FakeLauncher(lambda number, _: fate if number == 2 else "")
+    found, study, _, _ = search(launcher, trials=6, silence_seconds=0.05)
+    failed = study.trials()[2]
+    assert failed.state == state and failed.constraints == constraints and not failed.feasible
+    assert len(study.trials()) == 6 and found.verdict.winner.trial != 2
+    assert ("no sign of life" in str(failed.facts["reason"])) == (fate == "hang")
+    assert not of(study, "RUNNING")
+
+
+def test_every_other_trial_has_the_same_constraints(search: Searcher) -> None:
+    _, study, _, _ = search(trials=10)
+    assert {frozenset(trial.constraints) for trial in study.trials()} == {frozenset(["quality", "memory"])}
+
+
+def test_a_trial_that_cannot_win_is_stopped(search: Searcher) -> None:
+    _, study, launcher, _ = search(trials=12)
+    stopped = of(study, "PRUNED")
+    assert stopped
+    for trial in stopped:
+        assert launcher.running[trial.number].asked == [f"prune: {trial.facts['reason']}"]
+        assert str(trial.facts["reason"]).startswith(("cannot beat the best", "worse than others"))
+        assert trial.value is None and launcher.running[trial.number].closed
+
+
+def test_a_failing_reference_ends_the_search_with_its_reason(search: Searcher) -> None:
+    with pytest.raises(RunFailed, match="nothing to compare with: RuntimeError: broken"):
+        search(FakeLauncher(lambda number, _: "crash"))
+
+
+def test_an_interrupted_study_has_the_same_trials_as_one_that_was_not(search: Searcher, tmp_path: Path) -> None:
+    whole, study, _, _ = search(trials=9)
+    expected, confirmed = drawn(study), whole.verdict.winner.trial
+    (tmp_path / "studies.db").unlink()
+    launcher = FakeLauncher(lambda number, _: "ctrl-c" if number == 5 else "")
+    with pytest.raises(KeyboardInterrupt):
+        search(launcher, trials=9)
+    assert launcher.running[5].asked == ["stop"] and launcher.running[5].closed
+    again, study, _, _ = search(trials=9)
+    lost = of(study, "FAIL")
+    assert [trial.number for trial in lost] == [5]
+    assert drawn(study)[:5] + drawn(study)[6:] == expected
+    assert again.verdict.winner.settings == whole.verdict.winner.settings and confirmed
+
+
+def test_an_interrupted_confirmation_goes_on_where_it_was(search: Searcher) -> None:
+    launcher = FakeLauncher(lambda number, _: "ctrl-c" if number == 8 else "")
+    with pytest.raises(KeyboardInterrupt):
+        search(launcher, trials=5)
+    _, study, second, _ = search(trials=5)
+    assert len(second.started) == len(study.facts["confirmations"]) - 3
+
+
+def test_a_target_that_nobody_reaches(search: Searcher) -> None:
+    class High(Mine):
+        goal: Goal = Goal("val/accuracy", "max", target=1.5)
+
+    found, study, _, _ = search(experiment=High(), trials=5)
+    assert not found.verdict.beaten and not found.verdict.reference.reached
+    assert all(trial.constraints["quality"] > 0 for trial in study.trials())
+
+
+def test_a_budget_that_is_too_short_is_told(search: Searcher) -> None:
+    with pytest.raises(RunFailed, match="is too short: your own configuration alone takes"):
+        search(trials=None, minutes=1e-9)
+
+
+def test_the_best_there_is_stays(search: Searcher) -> None:
+    class Best(Mine):
+        train: Train = Train(batch_size=256, epochs=20)
+        lr: float = 0.2
+
+    found, _, _, _ = search(experiment=Best(), trials=15)
+    assert found.verdict.winner.trial == 0 or (found.verdict.gain or 0.0) > 1.03
+
+
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "gp"])
+@pytest.mark.parametrize("pruner", PRUNERS)
+def test_samplers_and_pruners(search: Searcher, sampler: str, pruner: str) -> None:
+    _, study, _, _ = search(sampler=sampler, pruner=pruner, trials=8)
+    assert len(study.trials()) == 8
+
+
+def test_nothing_is_trained_twice_and_a_small_space_ends(search: Searcher) -> None:
+    class Small(Mine):
+        search = {"train.batch_size": Choice(32, 64), "lr": Choice(0.03)}
+
+    _, study, launcher, _ = search(experiment=Small(), trials=10, sampler="grid")
+    assert {experiment.train.batch_size for experiment in launcher.started[:2]} == {32, 64}
+    assert all(experiment.train.seed >= 1000 for experiment in launcher.started[2:])  # confirmations only
+    repeats = [trial for trial in study.trials() if "same_as" in trial.facts]
+    assert repeats and all(trial.value == study.trials()[trial.facts["same_as"]].value for trial in repeats)
+
+
+def test_a_foreign_database_is_told_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "foreign.db"
+    path.write_bytes(b"not a database at all, but someone's file")
+    with pytest.raises(UserError, match=r"cannot be used.*--storage"):
+        open_study(f"sqlite:///{path}", "s", sampler="tpe", pruner="none", seed=0)
+    assert path.read_bytes().startswith(b"not a database")
+
+
+def test_an_unknown_study_names_those_there_are(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path / 'studies.db'}"
+    open_study(storage, "known", sampler="tpe", pruner="none", seed=0)
+    with pytest.raises(UserError, match="there are known"):
+        find_study(storage, "unknown")
+
+
+def test_trials_side_by_side_are_the_same_in_number_and_none_is_doubled(search: Searcher) -> None:
+    launcher = FakeLauncher()
+    found, study, _, _ = search(launcher, trials=12, parallel=3)
+    configurations = [
+        repr(sorted(trial.parameters.items())) for trial in study.trials() if "same_as" not in trial.facts
+    ]
+    assert len(configurations) == len(set(configurations)) == 12
+    assert launcher.most_at_once == 3 and found.verdict.beaten
+    assert {running.closed for running in launcher.running} == {True} and not of(study, "RUNNING")
+
+
+def test_ctrl_c_stops_all_that_run_and_they_are_tried_again(search: Searcher) -> None:
+    launcher = FakeLauncher(lambda number, _: "ctrl-c" if number == 5 else "")
+    with pytest.raises(KeyboardInterrupt):
+        search(launcher, trials=9, parallel=3)
+    assert {running.closed for running in launcher.running} == {True} and not of(find(search), "RUNNING")
+    lost = find(search).abandoned
+    assert lost
+    _, study, _, _ = search(trials=9, parallel=3)
+    again = [trial.parameters for trial in study.trials() if trial.state in ("COMPLETE", "PRUNED")]
+    assert all(study.trials()[number].parameters in again for number in lost)
+
+
+def test_a_helper_does_trials_and_leaves_the_rest_to_the_leader(tmp_path: Path) -> None:
+    space = make_space(Mine(), 1, 0.5, samples=1000)
+    storage, launcher = f"sqlite:///{tmp_path / 'studies.db'}", FakeLauncher()
+    leads, helps = (open_study(storage, "s", sampler="tpe", pruner="none", seed=0) for _ in range(2))
+    for study in (leads, helps):
+        study.draw_from(space.parameters())
+    first = Session(leads, space, [launcher], Options(trials=1), lambda text: None)
+    first.run()
+    Session(helps, space, [launcher], Options(trials=6), lambda text: None).help(guesses(space))
+    assert len(helps.trials()) == 6 and "confirmations" not in helps.facts
+    found = Session(leads, space, [launcher], Options(trials=6), lambda text: None).run(guesses(space))
+    assert len(leads.trials()) == 6 and found.verdict.beaten and leads.facts["confirmations"]
+
+
+def test_what_is_too_close_to_call_is_trained_twice_as_often(search: Searcher) -> None:
+    class Close(Mine):
+        search = {"train.batch_size": Choice(64, 128), "lr": Choice(0.1)}
+        train: Train = Train(batch_size=64, epochs=20)
+        lr: float = 0.1
+
+    found, study, _, _ = search(FakeLauncher(jitter=0.6), Close(), trials=3)
+    runs = {trial: [one["seed"] for one in study.facts["confirmations"] if one["trial"] == trial] for trial in (0, 1)}
+    assert found.verdict.beaten or runs[0] == runs[1] == [1000, 1001, 1002, 1003, 1004, 1005]
+
+
+def test_minutes_are_kept_with_the_confirmation_in_them(tmp_path: Path) -> None:
+    """By a clock that each trial moves on: the launcher's."""
+    space, launcher = make_space(Mine(), 1, 0.5, samples=1000), FakeLauncher()
+    study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
+    study.draw_from(space.parameters())
+    options = Options(trials=None, minutes=1.5)
+    found = Session(study, space, [launcher], options, lambda text: None, lambda: launcher.seconds).run(guesses(space))
+    assert len(study.trials()) > 5 and study.facts["confirmations"]
+    assert 30 < found.seconds <= 92

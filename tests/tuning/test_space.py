@@ -1,0 +1,105 @@
+"""The search space: what is drawn becomes a configuration, and the reference is always among them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero import Choice, ConfigError, Experiment, Integer, LogUniform, Train, Uniform, flatten
+from rankzero.experiment import Range
+from rankzero.tuning.space import BATCH, BATCH_INDEX, FACTOR, PRECISION, make_space, narrowed
+
+
+class Plain(Experiment):
+    train: Train = Train(batch_size=64, epochs=4, warmup_steps=10, eval_every=100)
+    lr: float = 0.1
+    width: int = 32
+    search = {"width": Choice(16, 32, 64)}
+
+
+def searching(**ranges: Range) -> Experiment:
+    cls: Any = type("Searching", (Plain,), {"search": {key.replace("__", "."): found for key, found in ranges.items()}})
+    found: Experiment = cls()
+    return found
+
+
+@given(st.integers(0, 9), st.floats(0.25, 4.0), st.sampled_from([16, 32, 64]), st.sampled_from([0.5, 1.0]),
+       st.sampled_from([1, 2, 4]))  # fmt: skip
+def test_what_is_drawn_is_what_is_trained(power: int, factor: float, width: int, exponent: float, world: int) -> None:
+    space = make_space(Plain(), world, exponent, ("fp32", "bf16"))
+    power = min(power, len(space.batch_sizes) - 1)
+    found = flatten(space.experiment({BATCH_INDEX: power, FACTOR: factor, PRECISION: "bf16", "width": width}))
+    batch = space.batch_sizes[power]
+    assert (found[BATCH], found["width"], found[PRECISION]) == (batch, width, "bf16")
+    assert batch % world == 0
+    assert found["lr"] == pytest.approx(0.1 * factor * (batch / 64) ** exponent)
+    assert found["train.epochs"] == 4  # as many samples
+    assert found["train.eval_every"] == pytest.approx(100 * 64 / batch, abs=0.5, rel=0.01)
+
+
+@given(st.integers(1, 8), st.sampled_from([0.5, 1.0]))
+def test_the_reference_is_a_member_and_means_itself(world: int, exponent: float) -> None:
+    reference = Plain()
+    space = make_space(reference, world, exponent)
+    assert space.experiment(space.reference_parameters()) == reference
+    assert set(space.reference_parameters()) == set(space.parameters())
+    assert 64 in space.batch_sizes and list(space.batch_sizes) == sorted(set(space.batch_sizes))
+
+
+def test_steps_count_the_same_samples() -> None:
+    class InSteps(Experiment):
+        train: Train = Train(batch_size=64, steps=1000)
+
+    space = make_space(InSteps(), 1, 0.5)
+    found = space.experiment({BATCH_INDEX: space.batch_sizes.index(256)})
+    assert found.train.steps == 250
+
+
+def test_the_experiments_own_ranges_win() -> None:
+    space = make_space(searching(train__batch_size=Choice(32, 128), lr=LogUniform(0.01, 0.2),
+                                 train__precision=Choice("fp16")), 2, 1.0, ("fp32", "tf32"))  # fmt: skip
+    assert space.batch_sizes == (32, 64, 128)
+    assert space.precisions == ("fp32", "fp16")
+    assert space.factors == LogUniform(pytest.approx(0.1), pytest.approx(2.0))
+    assert not space.extras
+
+
+def test_a_narrowed_space_keeps_the_reference() -> None:
+    space = narrowed(make_space(Plain(), 1, 1.0, ("fp32", "bf16")), [256], ["bf16"])
+    assert space.batch_sizes == (64, 256) and space.precisions == ("fp32", "bf16")
+    assert BATCH_INDEX not in narrowed(space, [], []).parameters()
+
+
+@pytest.mark.parametrize(("ranges", "says"), [
+    ({"width": Choice()}, "no options"),
+    ({"width": Integer(5, 4)}, "above the upper bound 4: swap"),
+    ({"lr": LogUniform(0.0, 1.0)}, "above 0"),
+    ({"lr": Uniform(0.0, math.inf)}, "swap"),
+    ({"widht": Choice(1)}, "did you mean 'width'"),
+    ({"width": Choice("wide")}, "expected int"),
+    ({"train__precision": Choice("fp8")}, "expected fp32"),
+    ({"width": (1, 2)}, "expected Choice, Uniform"),
+])  # fmt: skip
+def test_a_range_that_cannot_be_is_told(ranges: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_space(searching(**ranges), 1, 1.0)
+
+
+def test_neighbours_are_one_step_away_in_one_direction() -> None:
+    class Wide(Plain):
+        search = {"train.batch_size": Choice(32, 64, 128), "width": Choice(16, 64, 32), "kind": Choice("a", "b")}
+        width: int = 32
+        kind: str = "a"
+
+    space = make_space(Wide(), 1, 1.0)
+    own = space.reference_parameters()
+    found = space.neighbours(own)
+    changed = [{name: value for name, value in near.items() if value != own[name]} for near in found]
+    assert changed == [{FACTOR: 2.0}, {FACTOR: 0.5}, {BATCH_INDEX: 2}, {BATCH_INDEX: 0}, {"width": 64}, {"width": 16}]
+    edge = {**own, FACTOR: 4.0, BATCH_INDEX: 2, "width": 64}
+    assert [near for near in space.neighbours(edge) if near[FACTOR] > 4 or near[BATCH_INDEX] > 2] == []
+    assert len(space.neighbours(edge)) == 3

@@ -1,0 +1,41 @@
+"""Disjoint shares of a machine."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero.errors import UserError
+from rankzero.tuning.trials.resources import EVERYTHING, shares, visible_gpus
+
+
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(0, 32), st.integers(1, 64))
+def test_shares_are_disjoint_or_refused(parallel: int, processes: int, gpus: int, cores: int) -> None:
+    names = [str(number) for number in range(gpus)]
+    try:
+        found = shares(parallel, processes, names, range(cores))
+    except UserError as error:
+        assert (gpus and parallel * processes > gpus) or parallel > cores, error
+        return
+    used = [name for share in found for name in share.gpus or ()]
+    busy = [core for share in found for core in share.cores or ()]
+    assert len(found) == parallel and len(set(used)) == len(used) and len(set(busy)) == len(busy)
+    assert set(used) <= set(names) and set(busy) <= set(range(cores))
+    assert all(share.cores for share in found)
+    assert all(share.gpus is None if not gpus else len(share.gpus or ()) == processes for share in found)
+
+
+def test_one_at_a_time_has_everything() -> None:
+    assert shares(1, 8, ["0"], [0]) == [EVERYTHING]
+
+
+def test_gpus_go_by_the_names_that_the_user_gave_them() -> None:
+    assert visible_gpus(2, {}) == ["0", "1"]
+    assert visible_gpus(2, {"CUDA_VISIBLE_DEVICES": "3, GPU-ab"}) == ["3", "GPU-ab"]
+    assert visible_gpus(0, {"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
+def test_too_few_gpus_says_what_to_give() -> None:
+    with pytest.raises(UserError, match=r"needs 8 GPUs, and there are 4: give --nproc 2"):
+        shares(2, 4, ["0", "1", "2", "3"], range(16))
