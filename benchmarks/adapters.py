@@ -25,17 +25,27 @@ WANTED = 0.98
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help="200: half a minute each, MLflow's import in it")
+    parser.add_argument(
+        "--epochs", type=int, default=EPOCHS, help="200: half a minute each, MLflow's import in it"
+    )
     options = parser.parse_args()
     rounds = options.rounds
 
     def measured(who: str) -> float:
         return seconds_of(who, options.epochs)
 
-    readings = [{who: [measured(who) for _ in range(times)] for who, times in (("none", 1), ("ours", 1), ("mlflow", 1))}
-                | {"again": [measured("ours"), measured("none")]} for _ in range(rounds)]  # fmt: skip
+    readings = [
+        {
+            who: [measured(who) for _ in range(times)]
+            for who, times in (("none", 1), ("ours", 1), ("mlflow", 1))
+        }
+        | {"again": [measured("ours"), measured("none")]}
+        for _ in range(rounds)
+    ]
     none = [(one["none"][0] + one["again"][1]) / 2 for one in readings]
     ours = [(one["ours"][0] + one["again"][0]) / 2 for one in readings]
     mlflow = [one["mlflow"][0] for one in readings]
@@ -56,8 +66,14 @@ def seconds_of(who: str, epochs: int) -> float:
     """Return the seconds that a fresh process trains for with this logger."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, __file__, "--child", who, str(epochs)]
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
+        done = subprocess.run(
+            words,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
     if done.returncode:
         raise RuntimeError(done.stdout[-1000:] + done.stderr[-3000:])
     return float(json.loads(done.stdout.strip().splitlines()[-1]))
@@ -65,7 +81,10 @@ def seconds_of(who: str, epochs: int) -> float:
 
 def child(who: str, epochs: int) -> None:
     """Train, and print how long the epochs but the first took."""
-    sys.path[:0] = [str(HERE.parent / "experiments"), str(HERE.parent / "experiments" / "integrations")]
+    sys.path[:0] = [
+        str(HERE.parent / "experiments"),
+        str(HERE.parent / "experiments" / "integrations"),
+    ]
     from digits import Digits
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.loggers import MLFlowLogger
@@ -88,9 +107,18 @@ def child(who: str, epochs: int) -> None:
         callbacks.append(RankZeroCallback(logger))
     if who == "mlflow":
         logger = MLFlowLogger("adapters", tracking_uri=f"sqlite:///{Path.cwd() / 'mlflow.db'}")
-    trainer = Trainer(max_epochs=epochs, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks,
-                      log_every_n_steps=1 if who == "mlflow" else 50, enable_progress_bar=False,
-                      enable_checkpointing=False, enable_model_summary=False, limit_val_batches=0)  # fmt: skip
+    trainer = Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        logger=logger,
+        callbacks=callbacks,
+        log_every_n_steps=1 if who == "mlflow" else 50,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
     trainer.fit(LitDigits(), DataLoader(train, 64, shuffle=True, drop_last=True))
     print(json.dumps(time.perf_counter() - clock.start))
 

@@ -45,7 +45,14 @@ QUIET = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', '
 
 def fill(root: Path, runs: int, points: int) -> None:
     """Make the store of one real run and copies of it."""
-    words = [HERE.parent / "experiments" / "digits.py", "train.epochs=1", "--experiment-name", NAME, "--dir", root]
+    words = [
+        HERE.parent / "experiments" / "digits.py",
+        "train.epochs=1",
+        "--experiment-name",
+        NAME,
+        "--dir",
+        root,
+    ]
     run(rankzero("train", *words), environment(), root.parent)
     run(rankzero("sync", "--dir", root), environment(), root.parent)
     with contextlib.closing(sqlite3.connect(root / "mlflow.db")) as database:
@@ -60,24 +67,51 @@ def fill(root: Path, runs: int, points: int) -> None:
 
 def _copies(database: sqlite3.Connection, runs: int, points: int) -> None:
     template = database.execute("SELECT * FROM runs").fetchone()
-    found = {table: database.execute(f"SELECT * FROM {table}").fetchall() for table in ("params", "tags")}  # noqa: S608
-    latest = database.execute('SELECT "key", value, timestamp, step, is_nan FROM latest_metrics').fetchall()
+    found = {
+        table: database.execute(f"SELECT * FROM {table}").fetchall()  # noqa: S608
+        for table in ("params", "tags")
+    }
+    latest = database.execute(
+        'SELECT "key", value, timestamp, step, is_nan FROM latest_metrics'
+    ).fetchall()
     for number in range(runs):
-        key, name, began = f"{number:032x}", f"bench-{number:05d}", 1_800_000_000_000 + 60_000 * number
+        key, name, began = (
+            f"{number:032x}",
+            f"bench-{number:05d}",
+            1_800_000_000_000 + 60_000 * number,
+        )
         place = template[11].replace(template[0], key)
-        row = (key, name, *template[2:7], began, began + 14_000, *template[9:11], place, *template[12:])
+        row = (
+            key,
+            name,
+            *template[2:7],
+            began,
+            began + 14_000,
+            *template[9:11],
+            place,
+            *template[12:],
+        )
         database.execute(f"INSERT INTO runs VALUES ({','.join('?' * len(row))})", row)  # noqa: S608
         for table, rows in found.items():
             changed = [(k, _value(k, v, number, name), key) for k, v, _ in rows]
-            database.executemany(f"INSERT INTO {table} VALUES (?,?,?)", [*changed, *_parent(table, number, key)])  # noqa: S608
-        database.executemany("INSERT INTO latest_metrics VALUES (?,?,?,?,?,?)", [(*one, key) for one in latest])
-        database.executemany("INSERT INTO metrics VALUES (?,?,?,?,?,0)", _points(key, began, number, points))
+            changed += _parent(table, number, key)
+            database.executemany(f"INSERT INTO {table} VALUES (?,?,?)", changed)  # noqa: S608
+        database.executemany(
+            "INSERT INTO latest_metrics VALUES (?,?,?,?,?,?)", [(*one, key) for one in latest]
+        )
+        database.executemany(
+            "INSERT INTO metrics VALUES (?,?,?,?,?,0)", _points(key, began, number, points)
+        )
     for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
         database.execute(f"DELETE FROM {table} WHERE run_uuid = ?", template[:1])  # noqa: S608
 
 
 def _value(key: str, value: str, number: int, name: str) -> str:
-    changed = {"lr": f"{(number + 1) / 1e5:g}", "mlflow.runName": name, "rankzero.uuid": f"{number:032x}"}
+    changed = {
+        "lr": f"{(number + 1) / 1e5:g}",
+        "mlflow.runName": name,
+        "rankzero.uuid": f"{number:032x}",
+    }
     return changed.get(key, value)
 
 
@@ -88,10 +122,14 @@ def _parent(table: str, number: int, key: str) -> list[tuple[str, str, str]]:
     return [("mlflow.parentRunId", f"{number - place:032x}", key)] if is_trial else []
 
 
-def _points(run_id: str, began: int, number: int, count: int) -> Iterator[tuple[str, float, int, str, int]]:
+def _points(
+    run_id: str, began: int, number: int, count: int
+) -> Iterator[tuple[str, float, int, str, int]]:
     steps = (count - EVALUATIONS * len(EVERY_EVALUATION)) // len(EVERY_STEP)
     for step in range(1, steps + 1):
-        yield from ((key, 1 / step + number / 1e4, began + 100 * step, run_id, step) for key in EVERY_STEP)
+        yield from (
+            (key, 1 / step + number / 1e4, began + 100 * step, run_id, step) for key in EVERY_STEP
+        )
     for step in range(steps // EVALUATIONS, steps + 1, steps // EVALUATIONS):
         yield from ((key, 1 / step, began + 100 * step, run_id, step) for key in EVERY_EVALUATION)
 
@@ -99,7 +137,9 @@ def _points(run_id: str, began: int, number: int, count: int) -> Iterator[tuple[
 def _delivered(folder: Path, run_id: str) -> None:
     """Write down that MLflow has all of it."""
     offsets = {"events.jsonl": (folder / "events.jsonl").stat().st_size}
-    (folder / "delivery.json").write_text(json.dumps({"run_id": run_id, "experiment_id": "1", "offsets": offsets}))
+    (folder / "delivery.json").write_text(
+        json.dumps({"run_id": run_id, "experiment_id": "1", "offsets": offsets})
+    )
 
 
 def plain_copy(root: Path, target: Path) -> None:
@@ -116,8 +156,14 @@ def plain_copy(root: Path, target: Path) -> None:
 @contextlib.contextmanager
 def served(command: Sequence[str], folder: Path) -> Iterator[None]:
     environ = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}
-    process = subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               start_new_session=True)  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         yield
     finally:
@@ -142,12 +188,18 @@ def wait_for(address: str) -> None:
 
 def searched(address: str) -> float:
     """Return the seconds that the table's request takes, asked for without a browser."""
-    body = {"experiment_ids": ["1"], "max_results": 100, "order_by": ["attributes.start_time DESC"],
-            "run_view_type": "ACTIVE_ONLY"}  # fmt: skip
+    body = {
+        "experiment_ids": ["1"],
+        "max_results": 100,
+        "order_by": ["attributes.start_time DESC"],
+        "run_view_type": "ACTIVE_ONLY",
+    }
     headers = {"Content-Type": "application/json"}
     url = f"{address}/ajax-api/2.0/mlflow/runs/search"
     start = time.perf_counter()
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60
+    ) as answer:
         assert len(json.load(answer)["runs"]) == 100
     return time.perf_counter() - start
 
@@ -161,21 +213,35 @@ def until(page: Page, url: str, selector: str) -> float:
     return time.perf_counter() - start
 
 
-def measured(addresses: dict[str, str], runs: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+def measured(
+    addresses: dict[str, str], runs: int, rounds: int
+) -> dict[str, dict[str, list[float]]]:
     """Return the readings, one server after the other in each round; a first round fills the caches."""
     readings: dict[str, dict[str, list[float]]] = {name: {} for name in addresses}
     last = f"#/experiments/1/runs/{runs - 1:032x}/model-metrics?workflowType=machine_learning"
     with sync_playwright() as playwright:
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        pages = {name: browser.new_context(viewport={"width": 1400, "height": 900}).new_page() for name in addresses}
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
+        pages = {
+            name: browser.new_context(viewport={"width": 1400, "height": 900}).new_page()
+            for name in addresses
+        }
         for turn in range(rounds + 1):
             for name, address in addresses.items():
-                page, view = pages[name], "&viewStateShareKey=rankzero" if name == "rankzero ui" else ""
+                page, view = (
+                    pages[name],
+                    "&viewStateShareKey=rankzero" if name == "rankzero ui" else "",
+                )
                 page.add_init_script(QUIET)
                 seen = {
                     "table's request": searched(address),
-                    "table": until(page, f"{address}/#/experiments/1/runs?workflowType=machine_learning{view}", ROWS),
+                    "table": until(
+                        page,
+                        f"{address}/#/experiments/1/runs?workflowType=machine_learning{view}",
+                        ROWS,
+                    ),
                     "run page's curve": until(page, f"{address}/{last}", CURVE),
                 }
                 for what, value in seen.items() if turn else ():
@@ -214,7 +280,14 @@ def main() -> None:
 
 def _measure(root: Path, copy: Path, options: argparse.Namespace) -> dict[str, Any]:
     ports = {"rankzero ui": _free_port(), "mlflow server": _free_port()}
-    plain = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{copy}/mlflow.db"]
+    plain = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--backend-store-uri",
+        f"sqlite:///{copy}/mlflow.db",
+    ]
     commands = [rankzero("ui", "--dir", root, "--port", ports["rankzero ui"])]
     commands += [[*plain, "--port", str(ports["mlflow server"])]]
     addresses = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
@@ -229,9 +302,13 @@ def _measure(root: Path, copy: Path, options: argparse.Namespace) -> dict[str, A
     readings = {**browsing, "rankzero runs": listing}
     for name, found in readings.items():
         for what, values in found.items():
-            print(f"{name:14} {what:18} {statistics.median(values):5.2f} s  ({min(values):.2f} to {max(values):.2f})")
-    medians = {name: {what: statistics.median(values) for what, values in found.items()}
-               for name, found in readings.items()}  # fmt: skip
+            print(
+                f"{name:14} {what:18} {statistics.median(values):5.2f} s  ({min(values):.2f} to {max(values):.2f})"
+            )
+    medians = {
+        name: {what: statistics.median(values) for what, values in found.items()}
+        for name, found in readings.items()
+    }
     wanted = {"table": TABLE, "run page's curve": RUN_PAGE, "rankzero runs": LIST}
     return {"seconds": readings, "medians": medians, "wanted": wanted}
 

@@ -23,18 +23,33 @@ RESULTS = HERE / "results"
 
 def machine() -> dict[str, Any]:
     """Return what a figure means little without."""
-    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.processor())  # fmt: skip
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
     packages = {name: importlib.metadata.version(name) for name in ("torch", "mlflow")}
     system = f"{platform.system()} {platform.machine()}"
-    return {"cpu": cpu, "cores": os.cpu_count(), "system": system, "python": platform.python_version(),
-            "date": time.strftime("%Y-%m-%d"), "load": os.getloadavg()[0], **packages}  # fmt: skip
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "system": system,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "load": os.getloadavg()[0],
+        **packages,
+    }
 
 
 def save(name: str, **figures: Any) -> None:
     """Write ``results/<name>.json``, with the machine."""
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(
+        json.dumps({"machine": machine(), **figures}, indent=1) + "\n"
+    )
 
 
 def ratios(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
@@ -47,7 +62,11 @@ def interval(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
     """Return the pairwise ratios' geometric mean, and its 95 % interval (Student's t of their logarithms)."""
     logarithms = [math.log(a / b) for a, b in zip(one, other, strict=True)]
     middle, half = statistics.fmean(logarithms), half_width(logarithms) or math.inf
-    return {"mean": math.exp(middle), "low": math.exp(middle - half), "high": math.exp(middle + half)}
+    return {
+        "mean": math.exp(middle),
+        "low": math.exp(middle - half),
+        "high": math.exp(middle + half),
+    }
 
 
 def line(label: str, ratio: Mapping[str, float], wanted: str) -> str:
@@ -57,9 +76,13 @@ def line(label: str, ratio: Mapping[str, float], wanted: str) -> str:
 
 def run(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
     """Run a command quietly; raise with its output where it fails."""
-    done = subprocess.run(command, env=dict(environ), cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=dict(environ), cwd=folder, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"{command} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -68,7 +91,15 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def torchrun(*words: object) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, words)]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *map(str, words),
+    ]
 
 
 def rankzero(*words: object) -> list[str]:

@@ -38,7 +38,10 @@ def main() -> None:
             readings[name].append(seconds(command))
     medians = {name: statistics.median(values) for name, values in readings.items()}
     for name, value in medians.items():
-        print(f"{name:18} {value:.3f} s" + (f"   wanted <= {WANTED[name]} s" if name in WANTED else ""))
+        print(
+            f"{name:18} {value:.3f} s"
+            + (f"   wanted <= {WANTED[name]} s" if name in WANTED else "")
+        )
     save("import_time", seconds=readings, medians=medians, wanted=WANTED)
 
 

@@ -37,18 +37,37 @@ COMMANDS = {
 def events(number: int) -> list[Event]:
     """Return a short run's journal: about 11 kB."""
     began = 1_800_000_000.0 + 60 * number
-    params = {**config.rendered(Experiment()), "lr": f"{number / 1e5:g}", "world_size": "1", "device": "cpu"}
-    found: list[Event] = [RunStarted(began, params, {"rankzero.host": "here"}, 1, 0, WINDOWS * STEPS)]
+    params = {
+        **config.rendered(Experiment()),
+        "lr": f"{number / 1e5:g}",
+        "world_size": "1",
+        "device": "cpu",
+    }
+    found: list[Event] = [
+        RunStarted(began, params, {"rankzero.host": "here"}, 1, 0, WINDOWS * STEPS)
+    ]
     for window in range(WINDOWS):
         steps = list(range(window * STEPS + 1, (window + 1) * STEPS + 1))
         times, last = [began + step / 10 for step in steps], steps[-1]
         losses = {name: [1.0 / step for step in steps] for name in ("train/loss", "train/accuracy")}
         speed = {
-            f"throughput/{name}": [1234.5] for name in ("samples_per_second", "step_seconds", "data_wait_fraction")
+            f"throughput/{name}": [1234.5]
+            for name in ("samples_per_second", "step_seconds", "data_wait_fraction")
         }
-        found += [StepsLogged(steps, times, losses), StepsLogged([last], times[-1:], {"lr": [0.1], **speed})]
-        found.append(Evaluated(times[-1], last, {"val/loss": 1.0 / last, "val/accuracy": 1 - 1.0 / last}, True))
-    found.append(CheckpointSaved(began + 13, last, f"checkpoints/step_{last:08d}", True, {"val/loss": 1.0 / last}))
+        found += [
+            StepsLogged(steps, times, losses),
+            StepsLogged([last], times[-1:], {"lr": [0.1], **speed}),
+        ]
+        found.append(
+            Evaluated(
+                times[-1], last, {"val/loss": 1.0 / last, "val/accuracy": 1 - 1.0 / last}, True
+            )
+        )
+    found.append(
+        CheckpointSaved(
+            began + 13, last, f"checkpoints/step_{last:08d}", True, {"val/loss": 1.0 / last}
+        )
+    )
     summary = {"best": 1.0 / last, "samples_per_second": float(number), "train_seconds": 12.0}
     return [*found, RunEnded(began + 14, "FINISHED", "trained", None, summary)]
 
@@ -56,7 +75,9 @@ def events(number: int) -> list[Event]:
 def make(runs: Path, count: int) -> None:
     runs.mkdir()
     for number in range(count):
-        identity = Identity(f"bench-{number:05d}", f"{number:032x}", "bench", f"sqlite:///{runs.parent}/mlflow.db")
+        identity = Identity(
+            f"bench-{number:05d}", f"{number:032x}", "bench", f"sqlite:///{runs.parent}/mlflow.db"
+        )
         path = runs / identity.name
         path.mkdir()
         (path / "run.json").write_text(json.dumps(dataclasses.asdict(identity)))

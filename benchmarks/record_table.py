@@ -27,36 +27,58 @@ from harness import HERE, RESULTS, save
 
 from rankzero.config import override
 from rankzero.experiment import Experiment
-from rankzero.launch.agent import Nodes
+from rankzero.launch.agent import Topology
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tuning.objective import Objective
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, Space, make_space
 from rankzero.tuning.trials import describe, follower
-from rankzero.tuning.trials.follower import Followed, Terms
+from rankzero.tuning.trials.follower import StopRules, TrialResult
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
-from rankzero.tuning.trials.pool import Crew, Job, in_turn
+from rankzero.tuning.trials.pool import TrialJob, TrialPool, in_turn
 
 EXPERIMENT = str(HERE / "noisy_digits.py")
-BATCH_SIZES, PRECISIONS, FACTORS, SEEDS = (32, 64, 128, 256, 512), ("fp32", "bf16"), (0.5, 1.0, 2.0, 4.0), range(10)
-CLOSE, MORE_SEEDS = (64, 128, 256), range(10, 16)  # where the sweet spot is, to know the truth better
+BATCH_SIZES, PRECISIONS, FACTORS, SEEDS = (
+    (32, 64, 128, 256, 512),
+    ("fp32", "bf16"),
+    (0.5, 1.0, 2.0, 4.0),
+    range(10),
+)
+CLOSE, MORE_SEEDS = (
+    (64, 128, 256),
+    range(10, 16),
+)  # where the sweet spot is, to know the truth better
 
 
-def record(space: Space, launcher: TrainLauncher, batch_size: int, precision: str, factor: float, seed: int) -> Any:
+def record(
+    space: Space, launcher: TrainLauncher, batch_size: int, precision: str, factor: float, seed: int
+) -> Any:
     """Train one configuration to its end; return its curve."""
     drawn = {BATCH_INDEX: space.batch_sizes.index(batch_size), PRECISION: precision, FACTOR: factor}
     kept = {name: value for name, value in drawn.items() if name in space.parameters()}
-    experiment: Experiment = override(space.experiment(kept), {"train.seed": seed, **follower.OF_A_TRIAL})
+    experiment: Experiment = override(
+        space.experiment(kept), {"train.seed": seed, **follower.OF_A_TRIAL}
+    )
     began = time.perf_counter()
-    objective, ends = Objective("throughput", experiment.goal, None), list[Followed]()
-    job = Job(experiment, f"{batch_size}-{precision}-{factor}-{seed}", objective, Terms(), ends.append)
-    Crew([launcher]).work(in_turn([job]))
+    objective, ends = Objective("throughput", experiment.goal, None), list[TrialResult]()
+    job = TrialJob(
+        experiment, f"{batch_size}-{precision}-{factor}-{seed}", objective, StopRules(), ends.append
+    )
+    TrialPool([launcher]).work(in_turn([job]))
     found = ends[0]
     assert found.state == "COMPLETE", found.reason
-    return {"batch_size": batch_size, "precision": precision, "factor": factor, "seed": seed,
-            "points": [[round(point.seconds, 4), round(point.value, 5)] for point in found.curve.points],
-            "samples_per_second": found.curve.samples_per_second or found.curve.step * batch_size / found.curve.seconds,
-            "wall_seconds": round(time.perf_counter() - began, 3)}  # fmt: skip
+    return {
+        "batch_size": batch_size,
+        "precision": precision,
+        "factor": factor,
+        "seed": seed,
+        "points": [
+            [round(point.seconds, 4), round(point.value, 5)] for point in found.curve.points
+        ],
+        "samples_per_second": found.curve.samples_per_second
+        or found.curve.step * batch_size / found.curve.seconds,
+        "wall_seconds": round(time.perf_counter() - began, 3),
+    }
 
 
 def recorded() -> list[Any]:
@@ -67,23 +89,34 @@ def recorded() -> list[Any]:
     rows = json.loads(path.read_text())["rows"]
     speeds: dict[tuple[int, str], list[float]] = {}
     for row in rows:
-        speeds.setdefault((row["batch_size"], row["precision"]), []).append(row["samples_per_second"])
+        speeds.setdefault((row["batch_size"], row["precision"]), []).append(
+            row["samples_per_second"]
+        )
     usual = {cell: statistics.quantiles(found, n=4)[2] for cell, found in speeds.items()}
-    return [row for row in rows if row["samples_per_second"] >= 0.9 * usual[row["batch_size"], row["precision"]]]
+    return [
+        row
+        for row in rows
+        if row["samples_per_second"] >= 0.9 * usual[row["batch_size"], row["precision"]]
+    ]
 
 
 def main() -> None:
-    cells = [*itertools.product(BATCH_SIZES, PRECISIONS, FACTORS, SEEDS),
-             *itertools.product(CLOSE, PRECISIONS, FACTORS, MORE_SEEDS)]  # fmt: skip
+    cells = [
+        *itertools.product(BATCH_SIZES, PRECISIONS, FACTORS, SEEDS),
+        *itertools.product(CLOSE, PRECISIONS, FACTORS, MORE_SEEDS),
+    ]
     random.Random(0).shuffle(cells)  # so that a drift of the machine's speed hits all alike
     with tempfile.TemporaryDirectory() as temporary:
         study = RunFolder.create(
-            Path(temporary), Identity("table", "table", "table", "sqlite:///none", experiment_file=EXPERIMENT)
+            Path(temporary),
+            Identity("table", "table", "table", "sqlite:///none", experiment_file=EXPERIMENT),
         )
         host = Host(())
         described = host.describe(EXPERIMENT, {}, 2)
-        space = make_space(describe.mirrored(described), 2, described.lr_exponent, PRECISIONS, described.samples)
-        launcher = TrainLauncher(host, study, Nodes(2), {})
+        space = make_space(
+            describe.mirrored(described), 2, described.lr_exponent, PRECISIONS, described.samples
+        )
+        launcher = TrainLauncher(host, study, Topology(2), {})
         rows = recorded()
         done = {(row["batch_size"], row["precision"], row["factor"], row["seed"]) for row in rows}
         cells = [cell for cell in cells if cell not in done]
@@ -91,8 +124,15 @@ def main() -> None:
             rows.append(record(space, launcher, *cell))
             print(f"{number + 1}/{len(cells)} {json.dumps(rows[-1])[:110]}", flush=True)
         host.close()
-    save("digits_table", experiment="noisy_digits", lr_exponent=described.lr_exponent,
-         batch_sizes=BATCH_SIZES, precisions=PRECISIONS, factors=FACTORS, rows=rows)  # fmt: skip
+    save(
+        "digits_table",
+        experiment="noisy_digits",
+        lr_exponent=described.lr_exponent,
+        batch_sizes=BATCH_SIZES,
+        precisions=PRECISIONS,
+        factors=FACTORS,
+        rows=rows,
+    )
 
 
 if __name__ == "__main__":

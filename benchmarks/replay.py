@@ -27,11 +27,11 @@ from harness import RESULTS, save
 from rankzero import Experiment, Goal, Train
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import LogUniform
-from rankzero.tuning.budget import Options
-from rankzero.tuning.learning_curve import Curve
+from rankzero.tuning.budget import SearchOptions
+from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.probe import grid as ladder
 from rankzero.tuning.probe import probe_map as probe
-from rankzero.tuning.probe.grid import Measured
+from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import Space, narrowed
 from rankzero.tuning.study import open_study
@@ -76,7 +76,7 @@ class Table:
 
     def seconds_to_target(self, key: Key, seed: int) -> float:
         """Return the training seconds to the target; a great number where it is missed."""
-        curve = Curve(OWN.goal)
+        curve = LearningCurve(OWN.goal)
         for event in journal(self.rows[key, seed], key[0]):
             curve(event)
         found = curve.seconds_to(TARGET)
@@ -90,7 +90,11 @@ class Table:
 
     def truth(self, key: Key) -> float:
         """Return the time to target on the held-out seeds, their geometric mean."""
-        known = [seed for found, seed in self.rows if found == key and seed not in SEARCH_SEEDS + CONFIRM_SEEDS]
+        known = [
+            seed
+            for found, seed in self.rows
+            if found == key and seed not in SEARCH_SEEDS + CONFIRM_SEEDS
+        ]
         return statistics.geometric_mean(self.seconds_to_target(key, seed) for seed in known)
 
     def speed(self, key: Key, seed: int) -> float:
@@ -104,9 +108,18 @@ def load(longer: float = 1.0) -> Table:
     for row in found["rows"]:
         row["points"] = [(longer * seconds, value) for seconds, value in row["points"]]
         row["samples_per_second"] /= longer
-    rows = {((row["batch_size"], row["precision"], row["factor"]), row["seed"]): row for row in found["rows"]}
-    return Table(rows, tuple(found["batch_sizes"]), tuple(found["precisions"]), tuple(found["factors"]),
-                 found["lr_exponent"], fixed)  # fmt: skip
+    rows = {
+        ((row["batch_size"], row["precision"], row["factor"]), row["seed"]): row
+        for row in found["rows"]
+    }
+    return Table(
+        rows,
+        tuple(found["batch_sizes"]),
+        tuple(found["precisions"]),
+        tuple(found["factors"]),
+        found["lr_exponent"],
+        fixed,
+    )
 
 
 def journal(row: dict[str, Any], batch_size: int) -> Iterator[Event]:
@@ -114,7 +127,11 @@ def journal(row: dict[str, Any], batch_size: int) -> Iterator[Event]:
     yield RunStarted(0.0, {}, {}, 1)
     before, per_epoch = 0.0, SAMPLES // batch_size
     for epoch, (seconds, value) in enumerate(row["points"], start=1):
-        yield StepsLogged([epoch * per_epoch], [seconds], {"throughput/step_seconds": [(seconds - before) / per_epoch]})
+        yield StepsLogged(
+            [epoch * per_epoch],
+            [seconds],
+            {"throughput/step_seconds": [(seconds - before) / per_epoch]},
+        )
         yield Evaluated(seconds, epoch * per_epoch, {METRIC: value}, best=True)
         before = seconds
 
@@ -136,7 +153,9 @@ class ReplayLauncher:
 class ReplayRunning:
     """A recorded run, an epoch at a time."""
 
-    def __init__(self, launcher: ReplayLauncher, experiment: Experiment, name: str, row: dict[str, Any]) -> None:
+    def __init__(
+        self, launcher: ReplayLauncher, experiment: Experiment, name: str, row: dict[str, Any]
+    ) -> None:
         self.name, self.over, self._pruned = name, False, False
         self._launcher, self._row, self._goal = launcher, row, experiment.goal
         self._stop_at_target, self._spent = experiment.train.stop_at_target, 0.0
@@ -152,7 +171,9 @@ class ReplayRunning:
         reached = isinstance(event, Evaluated) and self._goal.reached(event.metrics[METRIC])
         self.over = event is None or (reached and self._stop_at_target)
         status: Status = "KILLED" if self._pruned else "FINISHED"
-        end = RunEnded(0.0, status, "", None, {"samples_per_second": self._row["samples_per_second"]})
+        end = RunEnded(
+            0.0, status, "", None, {"samples_per_second": self._row["samples_per_second"]}
+        )
         return [*([event] if event else []), *([end] if self.over else [])]
 
     def prune(self, reason: str) -> None:
@@ -177,12 +198,26 @@ def key_of(table: Table, space: Space, experiment: Experiment) -> Key:
 
 
 def space_of(table: Table) -> Space:
-    return Space(OWN, table.batch_sizes, table.precisions, LogUniform(table.factors[0], table.factors[-1]),
-                 table.exponent, {})  # fmt: skip
+    return Space(
+        OWN,
+        table.batch_sizes,
+        table.precisions,
+        LogUniform(table.factors[0], table.factors[-1]),
+        table.exponent,
+        {},
+    )
 
 
-def ours(table: Table, number: int, *, pruner: str = "asha", probes: bool = True, confirm: bool = True,
-         guesses: bool = True, sampler: str = "tpe") -> list[Step]:  # fmt: skip
+def ours(
+    table: Table,
+    number: int,
+    *,
+    pruner: str = "asha",
+    probes: bool = True,
+    confirm: bool = True,
+    guesses: bool = True,
+    sampler: str = "tpe",
+) -> list[Step]:
     """Run the real search on the table, on a budget of a quarter of the grid's cost."""
     space, seed = space_of(table), SEARCH_SEEDS[number % 2]
     measured = probe_map(table, seed) if probes else []
@@ -196,21 +231,35 @@ def ours(table: Table, number: int, *, pruner: str = "asha", probes: bool = True
     launcher.seconds = spent = PROBE_SECONDS * len(measured)
     steps: list[Step] = []
     with tempfile.TemporaryDirectory(dir=_fast()) as folder:
-        study = open_study(f"sqlite:///{folder}/s.db", "s", sampler=sampler, pruner=pruner, seed=1000 * number)
+        study = open_study(
+            f"sqlite:///{folder}/s.db", "s", sampler=sampler, pruner=pruner, seed=1000 * number
+        )
         study.draw_from(space.parameters())
 
         def said(_text: str) -> None:
-            known = [trial for trial in study.trials() if trial.feasible and trial.value is not None]
+            known = [
+                trial for trial in study.trials() if trial.feasible and trial.value is not None
+            ]
             if known:
                 best = min(known, key=lambda trial: trial.value or 0.0)
-                steps.append((launcher.seconds, key_of(table, space, space.experiment(best.parameters))))
+                steps.append(
+                    (launcher.seconds, key_of(table, space, space.experiment(best.parameters)))
+                )
 
-        options = Options(trials=None, minutes=budget(table) / 60, challengers=3 if confirm else 0)
-        session = Session(study, space, [launcher], options, said, lambda: launcher.seconds, already_seconds=spent)
+        options = SearchOptions(
+            trials=None, minutes=budget(table) / 60, challengers=3 if confirm else 0
+        )
+        session = Session(
+            study, space, [launcher], options, said, lambda: launcher.seconds, already_seconds=spent
+        )
         found = session.run(probe.guesses(space, measured) if guesses else [])
-        chosen = next(trial for trial in study.trials() if trial.number == found.verdict.winner.trial)
+        chosen = next(
+            trial for trial in study.trials() if trial.number == found.verdict.winner.trial
+        )
         if confirm:
-            steps.append((launcher.seconds, key_of(table, space, space.experiment(chosen.parameters))))
+            steps.append(
+                (launcher.seconds, key_of(table, space, space.experiment(chosen.parameters)))
+            )
     return steps
 
 
@@ -219,11 +268,21 @@ def budget(table: Table) -> float:
     return grid(table, 0)[-1][0] / 4
 
 
-def probe_map(table: Table, seed: int) -> list[Measured]:
+def probe_map(table: Table, seed: int) -> list[ProbeResult]:
     """Return the probe map that the recorded speeds make."""
-    return [Measured(batch, batch // 2, precision, "ok", table.speed((batch, precision, 1.0), seed), 0.02,
-                     batch / table.speed((batch, precision, 1.0), seed))
-            for precision in table.precisions for batch in table.batch_sizes]  # fmt: skip
+    return [
+        ProbeResult(
+            batch,
+            batch // 2,
+            precision,
+            "ok",
+            table.speed((batch, precision, 1.0), seed),
+            0.02,
+            batch / table.speed((batch, precision, 1.0), seed),
+        )
+        for precision in table.precisions
+        for batch in table.batch_sizes
+    ]
 
 
 def grid(table: Table, number: int) -> list[Step]:
@@ -233,7 +292,10 @@ def grid(table: Table, number: int) -> list[Step]:
     seeds = draw.sample(SEARCH_SEEDS + CONFIRM_SEEDS, GRID_SEEDS)
     for key in draw.sample(table.keys, len(table.keys)):
         spent += sum(table.cost(key, seed, to_target=True) for seed in seeds)
-        best = min(best, (statistics.geometric_mean(table.seconds_to_target(key, seed) for seed in seeds), key))
+        best = min(
+            best,
+            (statistics.geometric_mean(table.seconds_to_target(key, seed) for seed in seeds), key),
+        )
         steps.append((spent, best[1]))
     return steps
 
@@ -256,7 +318,9 @@ def _sequence(table: Table, number: int, keys: Sequence[Key]) -> list[Step]:
 def tpe(table: Table, number: int, what: str) -> list[Step]:
     """Optuna's default sampler on one number: the final quality, or samples/s (of one epoch)."""
     seed, spent, steps = SEARCH_SEEDS[number % 2], 0.0, list[Step]()
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=number))
+    study = optuna.create_study(
+        direction="maximize", sampler=optuna.samplers.TPESampler(seed=number)
+    )
     for _ in range(MOST_TRIALS):
         trial = study.ask()
         key = _suggest(table, trial)
@@ -275,7 +339,9 @@ def tpe(table: Table, number: int, what: str) -> list[Step]:
 def two_objectives(table: Table, number: int) -> list[Step]:
     """Optuna's default for samples/s and quality; hands out the fastest of the front that reached the target."""
     seed, spent, steps = SEARCH_SEEDS[number % 2], 0.0, list[Step]()
-    study = optuna.create_study(directions=["maximize", "maximize"], sampler=optuna.samplers.TPESampler(seed=number))
+    study = optuna.create_study(
+        directions=["maximize", "maximize"], sampler=optuna.samplers.TPESampler(seed=number)
+    )
     for _ in range(MOST_TRIALS):
         trial = study.ask()
         key = _suggest(table, trial)
@@ -296,7 +362,9 @@ def _suggest(table: Table, trial: optuna.Trial) -> Key:
 def largest(table: Table, number: int) -> list[Step]:
     """The largest batch that fits, the learning rate left as it is."""
     own, batch = 32, table.batch_sizes[-1]
-    factor = min(table.factors, key=lambda known: abs(math.log(known / (own / batch) ** table.exponent)))
+    factor = min(
+        table.factors, key=lambda known: abs(math.log(known / (own / batch) ** table.exponent))
+    )
     return [(PROBE_SECONDS * len(table.batch_sizes), (batch, "fp32", factor))]
 
 
@@ -304,7 +372,10 @@ def plateau(table: Table, number: int) -> list[Step]:
     """The smallest batch within 5 % of the peak speed, the learning rate scaled."""
     measured = probe_map(table, SEARCH_SEEDS[number % 2])
     peak = max(one.samples_per_second for one in measured)
-    chosen = min((one for one in measured if one.samples_per_second >= 0.95 * peak), key=lambda one: one.batch_size)
+    chosen = min(
+        (one for one in measured if one.samples_per_second >= 0.95 * peak),
+        key=lambda one: one.batch_size,
+    )
     return [(PROBE_SECONDS * len(measured), (chosen.batch_size, chosen.precision, 1.0))]
 
 
@@ -330,9 +401,15 @@ def judge(table: Table, steps: Sequence[Step], budget: float) -> dict[str, float
     regrets = [(spent, table.truth(key) / oracle - 1) for spent, key in steps]
     at_budget = [regret for spent, regret in regrets if spent <= budget]
     bad = max((number for number, (_, regret) in enumerate(regrets) if regret > 0.05), default=-1)
-    good = [spent for spent, _ in regrets[bad + 1 :]]  # from here on it never hands out anything worse
-    return {"regret_at_budget": at_budget[-1] if at_budget else math.inf, "regret": regrets[-1][1],
-            "cost": regrets[-1][0], "cost_to_5_percent": good[0] if good else math.inf}  # fmt: skip
+    good = [
+        spent for spent, _ in regrets[bad + 1 :]
+    ]  # from here on it never hands out anything worse
+    return {
+        "regret_at_budget": at_budget[-1] if at_budget else math.inf,
+        "regret": regrets[-1][1],
+        "cost": regrets[-1][0],
+        "cost_to_5_percent": good[0] if good else math.inf,
+    }
 
 
 def regret_at(steps: Sequence[Step], truth: dict[Key, float], cost: float) -> float:
@@ -349,19 +426,30 @@ def draw(curves: dict[str, list[float]], shares: Sequence[float], path: Path) ->
     axes = figure.subplots()
     for name, curve in curves.items():
         shown = [min(max(regret, 0.005), 10.0) for regret in curve]
-        axes.plot(shares, shown, label=name, linewidth=3 if name == "ours" else 1.2,
-                  color="black" if name == "ours" else None,
-                  linestyle=":" if name.startswith("ours, ") else "-")  # fmt: skip
+        axes.plot(
+            shares,
+            shown,
+            label=name,
+            linewidth=3 if name == "ours" else 1.2,
+            color="black" if name == "ours" else None,
+            linestyle=":" if name.startswith("ours, ") else "-",
+        )
     axes.axvline(0.25, color="grey", linewidth=0.8)
     axes.axhline(0.05, color="grey", linewidth=0.8)
-    axes.set(yscale="log", xlabel="cost, of the whole grid's", ylabel="median regret in time to target",
-             title="What a searcher would hand out, by what it has cost")  # fmt: skip
+    axes.set(
+        yscale="log",
+        xlabel="cost, of the whole grid's",
+        ylabel="median regret in time to target",
+        title="What a searcher would hand out, by what it has cost",
+    )
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--replays", type=int, default=50)
     parser.add_argument("--longer", type=float, default=1.0)
     options = parser.parse_args()
@@ -379,11 +467,17 @@ def main() -> None:
         runs = [search(table, number) for number in range(replays)]
         judged = [judge(table, steps, quarter) for steps in runs]
         curves[name] = [
-            statistics.median(regret_at(steps, truth, 4 * quarter * share) for steps in runs) for share in shares
+            statistics.median(regret_at(steps, truth, 4 * quarter * share) for steps in runs)
+            for share in shares
         ]
         found[name] = {key: statistics.median(one[key] for one in judged) for key in judged[0]}
-        found[name]["share_within_5_percent"] = statistics.fmean(one["regret"] <= 0.05 for one in judged)
-        print(f"{name:36}" + "  ".join(f"{key} {value:8.3f}" for key, value in found[name].items()), flush=True)
+        found[name]["share_within_5_percent"] = statistics.fmean(
+            one["regret"] <= 0.05 for one in judged
+        )
+        print(
+            f"{name:36}" + "  ".join(f"{key} {value:8.3f}" for key, value in found[name].items()),
+            flush=True,
+        )
     name = "replay" if longer == 1 else f"replay_{longer:g}_times_longer"
     save(name, replays=replays, grid_seconds=4 * quarter, target=TARGET, contestants=found)
     draw(curves, shares, RESULTS / f"{name}.png")

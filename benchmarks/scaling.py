@@ -25,20 +25,49 @@ WANTED, STEPS, WORKLOAD = 1.8, 120, "Wide"
 
 def bare(processes: int, folder: Path) -> float:
     """Return a hand-written loop's steps per second."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    run([*command, str(HERE / "bare.py"), WORKLOAD, str(STEPS), str(folder / "bare.json")], environment(), folder)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
+    run(
+        [*command, str(HERE / "bare.py"), WORKLOAD, str(STEPS), str(folder / "bare.json")],
+        environment(),
+        folder,
+    )
     return rate(json.loads((folder / "bare.json").read_text())["times"])
 
 
 def ours(processes: int, folder: Path) -> float:
     """Return a tracked run's steps per second."""
     name = f"run-{time.monotonic_ns()}"
-    run(rankzero("train", f"{HERE}/workloads.py:{WORKLOAD}", "--nproc", processes, "--run-name", name,
-                 f"train.steps={STEPS}", f"train.eval_every={STEPS}", "train.log_model=false"),
-        environment(RANKZERO_DIR=str(folder / "mlruns")), folder)  # fmt: skip
+    run(
+        rankzero(
+            "train",
+            f"{HERE}/workloads.py:{WORKLOAD}",
+            "--nproc",
+            processes,
+            "--run-name",
+            name,
+            f"train.steps={STEPS}",
+            f"train.eval_every={STEPS}",
+            "train.log_model=false",
+        ),
+        environment(RANKZERO_DIR=str(folder / "mlruns")),
+        folder,
+    )
     logged = read_all(RunFolder(folder / "mlruns/runs" / name).events)
-    return rate([time for event in logged if isinstance(event, StepsLogged) and "train/loss" in event.metrics
-                 for time in event.times])  # fmt: skip
+    return rate(
+        [
+            time
+            for event in logged
+            if isinstance(event, StepsLogged) and "train/loss" in event.metrics
+            for time in event.times
+        ]
+    )
 
 
 def rate(times: list[float]) -> float:
@@ -48,12 +77,17 @@ def rate(times: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        readings = [(ours(1, folder), ours(2, folder), bare(1, folder), bare(2, folder)) for _ in range(rounds)]
+        readings = [
+            (ours(1, folder), ours(2, folder), bare(1, folder), bare(2, folder))
+            for _ in range(rounds)
+        ]
     one, two, bare_one, bare_two = zip(*readings, strict=True)
     found = {
         "rankzero": ratios(two, one),
@@ -61,10 +95,20 @@ def main() -> None:
         "two over bare two": ratios(two, bare_two),
     }
     for name, ratio in found.items():
-        print(line(f"2 processes over 1, {name}" if "over" not in name else name, ratio, f">= {WANTED}"))
+        print(
+            line(
+                f"2 processes over 1, {name}" if "over" not in name else name, ratio, f">= {WANTED}"
+            )
+        )
     if rounds > 2:
-        save("scaling", workload=WORKLOAD, steps=STEPS, wanted=WANTED, ratio=found,
-             steps_per_second={"rankzero": [one, two], "bare": [bare_one, bare_two]})  # fmt: skip
+        save(
+            "scaling",
+            workload=WORKLOAD,
+            steps=STEPS,
+            wanted=WANTED,
+            ratio=found,
+            steps_per_second={"rankzero": [one, two], "bare": [bare_one, bare_two]},
+        )
 
 
 if __name__ == "__main__":

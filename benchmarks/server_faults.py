@@ -98,7 +98,9 @@ class Trouble:
     @contextlib.contextmanager
     def _hurt(self, kind: str) -> Iterator[None]:
         if kind == LOCKED:
-            with contextlib.closing(sqlite3.connect(self.database, timeout=60, isolation_level=None)) as other:
+            with contextlib.closing(
+                sqlite3.connect(self.database, timeout=60, isolation_level=None)
+            ) as other:
                 other.execute("BEGIN EXCLUSIVE")
                 yield
                 other.execute("ROLLBACK")
@@ -142,7 +144,9 @@ def disk_for(path: Path) -> Iterator[Disk | None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="one block, to see that it works")
     options = parser.parse_args()
@@ -151,13 +155,19 @@ def main() -> None:
         folder, store = Path(temporary), Path(temporary) / "disk" / "server"
         with server(store) as uri, Proxy(uri) as good, Proxy(uri) as bad:
             trouble = Trouble(bad, store / DATABASE, disk, folder / TRAINING)
-            uris: dict[str, str | None] = {UNDISTURBED: good.uri, DISTURBED: bad.uri, ABSENT: bad.uri}
+            uris: dict[str, str | None] = {
+                UNDISTURBED: good.uri,
+                DISTURBED: bad.uri,
+                ABSENT: bad.uri,
+            }
             with made(trouble):
                 turns = side_by_side(WORKLOAD, STEPS, blocks, uris, folder)
     block = len(ORDERS[len(uris)])
     undisturbed = mean_rates(turns, UNDISTURBED, "steady", block)
     rates = {who: mean_rates(turns, who, "steady", block) for who in (DISTURBED, ABSENT)}
-    found = {who: ratios(mine, undisturbed) | interval(mine, undisturbed) for who, mine in rates.items()}
+    found = {
+        who: ratios(mine, undisturbed) | interval(mine, undisturbed) for who, mine in rates.items()
+    }
     met = dict(trouble.met)
     print(
         line(
@@ -168,10 +178,20 @@ def main() -> None:
     )
     print(line(f"{WORKLOAD}, away", found[ABSENT], f">= {WANTED}"))
     for who, ratio in found.items():
-        print(f"{who}: geometric mean {ratio['mean']:.3f}, 95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}")
+        print(
+            f"{who}: geometric mean {ratio['mean']:.3f}, 95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}"
+        )
     print(met)
     if not options.quick:
-        save("server_faults", steps=STEPS, wanted=WANTED, ratio=found, kinds=trouble.kinds, faults=met, turns=turns)
+        save(
+            "server_faults",
+            steps=STEPS,
+            wanted=WANTED,
+            ratio=found,
+            kinds=trouble.kinds,
+            faults=met,
+            turns=turns,
+        )
 
 
 if __name__ == "__main__":

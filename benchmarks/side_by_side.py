@@ -23,8 +23,8 @@ import workloads
 from rankzero import config, ranks
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.events import StepsLogged
-from rankzero.launch.request import Request
-from rankzero.mlflow_store.client import Tracker
+from rankzero.launch.request import JobRequest
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status
@@ -32,7 +32,10 @@ from rankzero.training import worker
 from rankzero.training.distributed.world import World
 from rankzero.training.stop import Stop
 
-ORDERS = {2: (0, 1, 1, 0), 3: (0, 1, 2, 1, 0)}  # of so many; a drift of the machine's speed cancels out
+ORDERS = {
+    2: (0, 1, 1, 0),
+    3: (0, 1, 2, 1, 0),
+}  # of so many; a drift of the machine's speed cancels out
 TRAINING = "training"  # a file beside the result: the contestant that trains now
 REST_SECONDS = 4.0  # before each turn: a shared machine runs faster for a while after it was idle
 DELIVERY_SECONDS = 300.0  # without progress
@@ -57,13 +60,16 @@ def rate(times: list[float], first: int) -> float:
     return (len(times) - 1 - first) / (times[-1] - times[first])
 
 
-def tracked(name: str, steps: int, runs: Path, uri: str, world: World, who: str) -> tuple[list[float], float]:
+def tracked(
+    name: str, steps: int, runs: Path, uri: str, world: World, who: str
+) -> tuple[list[float], float]:
     """Make a run; return when each step ended, and the last loss, once MLflow has every one of them."""
     label = f"{name}-{time.monotonic_ns()}"
     experiment = config.override(
-        getattr(workloads, name)(), {"train.steps": steps, "train.eval_every": steps, "train.log_model": False}
+        getattr(workloads, name)(),
+        {"train.steps": steps, "train.eval_every": steps, "train.log_model": False},
     )
-    request = Request(
+    request = JobRequest(
         experiment_file=f"{workloads.__file__}:{name}",
         config=config.to_yaml(experiment),
         runs=str(runs),
@@ -84,9 +90,14 @@ def found(runs: Path, steps: int) -> tuple[list[float], float]:
     folder = RunFolder(max(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime).parent)
     assert delivery_status.wait(folder, DELIVERY_SECONDS).done, "not delivered"
     assert steps_in_mlflow(folder) == list(range(1, steps + 1)), "MLflow does not have every step"
-    events = [event for event in read_all(folder.events) if isinstance(event, StepsLogged)
-              and "train/loss" in event.metrics]  # fmt: skip
-    return [moment for event in events for moment in event.times], events[-1].metrics["train/loss"][-1]
+    events = [
+        event
+        for event in read_all(folder.events)
+        if isinstance(event, StepsLogged) and "train/loss" in event.metrics
+    ]
+    return [moment for event in events for moment in event.times], events[-1].metrics["train/loss"][
+        -1
+    ]
 
 
 @contextlib.contextmanager
@@ -100,7 +111,7 @@ def told(path: Path, who: str) -> Iterator[None]:
 
 
 def steps_in_mlflow(folder: RunFolder) -> list[int]:
-    points = Tracker(folder.identity.tracking_uri).history(mlflow_id(folder) or "", "train/loss")
+    points = MlflowRuns(folder.identity.tracking_uri).history(mlflow_id(folder) or "", "train/loss")
     return [point.step for point in points]
 
 
@@ -113,13 +124,17 @@ def main(name: str, steps: int, blocks: int, uris: dict[str, str | None], out: s
         who, uri = list(uris.items())[number]
         time.sleep(REST_SECONDS)
         dist.barrier()
-        times, loss = bare.loop(name, steps) if uri is None else tracked(name, steps, runs, uri, world, who)
+        times, loss = (
+            bare.loop(name, steps) if uri is None else tracked(name, steps, runs, uri, world, who)
+        )
         if world.ranks.first:
             turns.append(turn(who, times, loss))
             print(f"  {name} {turns[-1]}", flush=True)
     dist.barrier()
     if world.ranks.first:
-        Path(out).write_text(json.dumps([dataclasses.asdict(one) for one in turns[1:]]))  # the first one warms up
+        Path(out).write_text(
+            json.dumps([dataclasses.asdict(one) for one in turns[1:]])
+        )  # the first one warms up
     bare.leave()
 
 

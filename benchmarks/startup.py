@@ -31,8 +31,20 @@ def bare(folder: Path) -> float:
 
 def tracked(folder: Path) -> float:
     label, start = f"run-{time.monotonic_ns()}", time.time()
-    run(rankzero("train", f"{HERE}/workloads.py:Mlp", "--nproc", 2, "--run-name", label, "train.steps=3",
-                 "train.log_model=false"), environment(RANKZERO_DIR=str(folder / "mlruns")), folder)  # fmt: skip
+    run(
+        rankzero(
+            "train",
+            f"{HERE}/workloads.py:Mlp",
+            "--nproc",
+            2,
+            "--run-name",
+            label,
+            "train.steps=3",
+            "train.log_model=false",
+        ),
+        environment(RANKZERO_DIR=str(folder / "mlruns")),
+        folder,
+    )
     events = read_all(RunFolder(folder / "mlruns/runs" / label).events)
     return next(event for event in events if isinstance(event, StepsLogged)).times[0] - start
 
@@ -47,7 +59,9 @@ def main() -> None:
         readings = [(tracked(folder), bare(folder)) for _ in range(rounds)]
     ours, theirs = zip(*readings, strict=True)
     ratio = ratios(ours, theirs)
-    print(f"seconds, tracked: {[round(s, 2) for s in ours]}\nseconds, bare:    {[round(s, 2) for s in theirs]}")
+    print(
+        f"seconds, tracked: {[round(s, 2) for s in ours]}\nseconds, bare:    {[round(s, 2) for s in theirs]}"
+    )
     print(line("command to first step", ratio, f"<= {WANTED}"))
     if rounds > 2:
         save("startup", seconds={"rankzero": ours, "bare": theirs}, ratio=ratio, wanted=WANTED)

@@ -38,8 +38,13 @@ PATIENT = {"RANKZERO_DELIVERY_GRACE_SECONDS": "300"}  # a server that misbehaves
 def server(folder: Path) -> Iterator[str]:
     """An MLflow server on this machine's same two cores."""
     folder.mkdir()
-    with subprocess.Popen(server_command(folder, PORT), env=server_environment(os.environ), cwd=folder,
-                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:  # fmt: skip
+    with subprocess.Popen(
+        server_command(folder, PORT),
+        env=server_environment(os.environ),
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
         uri = f"http://127.0.0.1:{PORT}"
         for _ in range(600):
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=1):
@@ -51,10 +56,16 @@ def server(folder: Path) -> Iterator[str]:
             process.terminate()
 
 
-def side_by_side(name: str, steps: int, blocks: int, uris: dict[str, str | None], folder: Path) -> list[dict[str, Any]]:
+def side_by_side(
+    name: str, steps: int, blocks: int, uris: dict[str, str | None], folder: Path
+) -> list[dict[str, Any]]:
     """Return every turn of the contestants, in the order in which they ran."""
     out = folder / "turns.json"
-    run(torchrun(HERE / "side_by_side.py", name, steps, blocks, json.dumps(uris), out), environment(**PATIENT), folder)
+    run(
+        torchrun(HERE / "side_by_side.py", name, steps, blocks, json.dumps(uris), out),
+        environment(**PATIENT),
+        folder,
+    )
     turns: list[dict[str, Any]] = json.loads(out.read_text())
     losses = [turn["loss"] for turn in turns]
     assert max(losses) - min(losses) < 1e-3, f"not the same work: {losses}"
@@ -68,20 +79,28 @@ def mean_rates(turns: list[dict[str, Any]], who: str, span: str, block: int = BL
     return [sum(rates) / len(rates) for rates in chosen]
 
 
-def compare(name: str, store: str, steps: int, blocks: int, uri: str, folder: Path) -> dict[str, Any]:
+def compare(
+    name: str, store: str, steps: int, blocks: int, uri: str, folder: Path
+) -> dict[str, Any]:
     """Return one workload's ratios in one store, and every reading."""
     turns = side_by_side(name, steps, blocks, {"bare": None, "tracked": uri}, folder)
-    found = {span: ratios(mean_rates(turns, "tracked", span), mean_rates(turns, "bare", span))
-             for span in ("whole", "steady")}  # fmt: skip
+    found = {
+        span: ratios(mean_rates(turns, "tracked", span), mean_rates(turns, "bare", span))
+        for span in ("whole", "steady")
+    }
     for span, ratio in found.items():
         print(line(f"{name}, {store}, {span}", ratio, f">= {WANTED[name]}"), flush=True)
     return {"steps": steps, "wanted": WANTED[name], "ratio": found, "turns": turns}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one short block, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="one short block, to see that it works"
+    )
     parser.add_argument("--longer", type=int, default=1, help="how many times longer each run is")
     parser.add_argument("--only", choices=("sqlite", "http"), help="one store only")
     parser.add_argument("--workload", choices=tuple(STEPS), help="one workload only")
@@ -95,13 +114,21 @@ def main() -> None:
             steps = int(whole / shorten)
             found[name] = {}
             if options.only != "http":
-                found[name]["sqlite"] = compare(name, "sqlite", steps, blocks, default_tracking_uri(folder), folder)
+                found[name]["sqlite"] = compare(
+                    name, "sqlite", steps, blocks, default_tracking_uri(folder), folder
+                )
             if options.only != "sqlite":
-                with server(folder / f"server-{name}") as uri:  # while sqlite was measured, no server took its share
+                with server(
+                    folder / f"server-{name}"
+                ) as uri:  # while sqlite was measured, no server took its share
                     found[name]["http"] = compare(name, "http", steps, blocks, uri, folder)
     if not options.quick:
-        save("tracking_overhead" if options.longer == 1 else f"tracking_overhead_{options.longer}_times_longer",
-             workloads=found)  # fmt: skip
+        save(
+            "tracking_overhead"
+            if options.longer == 1
+            else f"tracking_overhead_{options.longer}_times_longer",
+            workloads=found,
+        )
 
 
 if __name__ == "__main__":

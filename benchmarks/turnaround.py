@@ -29,9 +29,30 @@ TRIALS = 5
 def turnarounds(folder: Path) -> list[float]:
     """Search; return the seconds between each trial's end and the next one's first step, by their journals."""
     name = f"s-{time.monotonic_ns()}"
-    run(rankzero("search", f"{HERE}/workloads.py:Mlp", "--nproc", 2, "--trials", TRIALS, "--challengers", 0,
-                 "--no-probe", "--objective", "throughput", "--tolerance", 10, "--pruner", "none", "--study", name,
-                 "train.steps=100"), environment(RANKZERO_DIR=str(folder / "mlruns")), folder)  # fmt: skip
+    run(
+        rankzero(
+            "search",
+            f"{HERE}/workloads.py:Mlp",
+            "--nproc",
+            2,
+            "--trials",
+            TRIALS,
+            "--challengers",
+            0,
+            "--no-probe",
+            "--objective",
+            "throughput",
+            "--tolerance",
+            10,
+            "--pruner",
+            "none",
+            "--study",
+            name,
+            "train.steps=100",
+        ),
+        environment(RANKZERO_DIR=str(folder / "mlruns")),
+        folder,
+    )
     runs = [run for run in folders(folder / "mlruns/runs") if run.identity.parent == name]
     spans = sorted(span(list(read_all(run.events))) for run in runs)
     assert len(spans) == TRIALS, spans
@@ -45,7 +66,9 @@ def span(events: list[Event]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as temporary:
@@ -54,10 +77,14 @@ def main() -> None:
         readings = [(statistics.median(turnarounds(folder)), bare(folder)) for _ in range(rounds)]
     ours, theirs = zip(*readings, strict=True)
     ratio = ratios(ours, theirs)
-    print(f"seconds, turn-around: {[round(s, 2) for s in ours]}\nseconds, torchrun:    {[round(s, 2) for s in theirs]}")
+    print(
+        f"seconds, turn-around: {[round(s, 2) for s in ours]}\nseconds, torchrun:    {[round(s, 2) for s in theirs]}"
+    )
     print(line("a trial's end to the next's first step", ratio, f"<= {WANTED}"))
     if rounds > 2:
-        save("turnaround", seconds={"rankzero": ours, "torchrun": theirs}, ratio=ratio, wanted=WANTED)
+        save(
+            "turnaround", seconds={"rankzero": ours, "torchrun": theirs}, ratio=ratio, wanted=WANTED
+        )
 
 
 if __name__ == "__main__":

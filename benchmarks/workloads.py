@@ -10,8 +10,10 @@ from rankzero import Experiment, Goal, Train
 
 def noise(samples: int, *shape: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(samples, *shape, generator=generator),
-                         torch.randint(10, (samples,), generator=generator))  # fmt: skip
+    return TensorDataset(
+        torch.randn(samples, *shape, generator=generator),
+        torch.randint(10, (samples,), generator=generator),
+    )
 
 
 class Workload(Experiment):
@@ -48,9 +50,15 @@ class Convnet(Workload):
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10),
-        )  # fmt: skip
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(512, 10),
+        )
 
 
 class Wide(Convnet):
@@ -60,6 +68,12 @@ class Wide(Convnet):
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10),
-        )  # fmt: skip
+            nn.Conv2d(3, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(4),
+            nn.Flatten(),
+            nn.Linear(1024, 10),
+        )

@@ -29,7 +29,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links to files of the repository, which the site does not have, into their text."""
-    return markdown if page.file.src_uri.startswith("decisions/") else OUTSIDE.sub(r"`\1`", markdown)
+    return (
+        markdown if page.file.src_uri.startswith("decisions/") else OUTSIDE.sub(r"`\1`", markdown)
+    )
 
 
 def settings() -> str:
@@ -40,8 +42,17 @@ def settings() -> str:
         "`rankzero config EXP` shows an experiment's own as well.\n",
     ]
     for prefix, cls in (("train", Train), ("goal", Goal)):
-        parts += [f"## {prefix}\n", "| key | type | default | |", "|---|---|---|---|", *_rows(prefix, cls), ""]
-    parts += ["## The experiment's own\n", "`lr` (float, default 0.001), and the fields of the class.\n"]
+        parts += [
+            f"## {prefix}\n",
+            "| key | type | default | |",
+            "|---|---|---|---|",
+            *_rows(prefix, cls),
+            "",
+        ]
+    parts += [
+        "## The experiment's own\n",
+        "`lr` (float, default 0.001), and the fields of the class.\n",
+    ]
     return "\n".join(parts)
 
 
@@ -58,7 +69,11 @@ def _docstrings(cls: type[Any]) -> dict[str, str]:
     body = tree.body[0].body  # type: ignore[attr-defined]
     found = {}
     for field, below in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
             assert isinstance(field.target, ast.Name)
             found[field.target.id] = " ".join(str(below.value.value).split()).replace("|", "\\|")
     return found

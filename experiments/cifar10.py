@@ -16,7 +16,9 @@ MEAN, SPREAD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the trai
 SHAPE = (3, 32, 32)
 
 AS_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, SPREAD)]
-AUGMENT = v2.Compose([v2.RandomCrop(32, padding=4, padding_mode="reflect"), v2.RandomHorizontalFlip(), *AS_TENSOR])
+AUGMENT = v2.Compose(
+    [v2.RandomCrop(32, padding=4, padding_mode="reflect"), v2.RandomHorizontalFlip(), *AS_TENSOR]
+)
 PLAIN = v2.Compose(AS_TENSOR)
 
 
@@ -33,8 +35,13 @@ class Cifar10(Experiment):
 
     def data(self) -> tuple[Any, Any]:
         if self.data_ == "fake":
-            return (FakeData(self.fake_samples, SHAPE, 10, AUGMENT), FakeData(self.fake_samples // 8, SHAPE, 10, PLAIN))
-        return downloaded(CIFAR10, train=True, transform=AUGMENT), downloaded(CIFAR10, train=False, transform=PLAIN)
+            return (
+                FakeData(self.fake_samples, SHAPE, 10, AUGMENT),
+                FakeData(self.fake_samples // 8, SHAPE, 10, PLAIN),
+            )
+        return downloaded(CIFAR10, train=True, transform=AUGMENT), downloaded(
+            CIFAR10, train=False, transform=PLAIN
+        )
 
     def model(self) -> nn.Module:
         """Return torchvision's ResNet-18 with a stem for small images, channels last (which tensor cores want)."""
@@ -44,7 +51,13 @@ class Cifar10(Experiment):
         return model.to(memory_format=torch.channels_last)
 
     def optimizer(self, model: nn.Module) -> optim.Optimizer:
-        return optim.SGD(model.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay, nesterov=True)
+        return optim.SGD(
+            model.parameters(),
+            self.lr,
+            self.momentum,
+            weight_decay=self.weight_decay,
+            nesterov=True,
+        )
 
     def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         images, labels = batch

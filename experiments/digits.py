@@ -21,8 +21,12 @@ def load() -> tuple[Tensor, Tensor]:
     """
     package = find_spec("sklearn")
     assert package is not None and package.origin is not None, "pip install scikit-learn"
-    table = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",", dtype=np.float32)
-    return torch.from_numpy(table[:, :-1]).view(-1, 1, 8, 8) / 16, torch.from_numpy(table[:, -1]).long()
+    table = np.loadtxt(
+        Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",", dtype=np.float32
+    )
+    return torch.from_numpy(table[:, :-1]).view(-1, 1, 8, 8) / 16, torch.from_numpy(
+        table[:, -1]
+    ).long()
 
 
 def convnet(width: int) -> nn.Module:
@@ -59,4 +63,7 @@ class Digits(Experiment):
     def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         images, labels = batch
         logits = model(images)
-        return {"loss": cross_entropy(logits, labels), "accuracy": (logits.argmax(-1) == labels).float().mean()}
+        return {
+            "loss": cross_entropy(logits, labels),
+            "accuracy": (logits.argmax(-1) == labels).float().mean(),
+        }

@@ -48,4 +48,7 @@ class Mnist(Experiment):
     def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         pixels, labels = batch
         logits = model(pixels)
-        return {"loss": cross_entropy(logits, labels), "accuracy": (logits.argmax(-1) == labels).float().mean()}
+        return {
+            "loss": cross_entropy(logits, labels),
+            "accuracy": (logits.argmax(-1) == labels).float().mean(),
+        }

@@ -20,7 +20,10 @@ def downloaded(dataset: Callable[..., Any], **options: Any) -> Any:
     Every rank calls it: one downloads, the others wait for it. Raises UserError, with the folder
     that is expected, where it cannot be downloaded.
     """
-    with _lock(fcntl.LOCK_SH), contextlib.suppress(RuntimeError):  # torchvision's word for "not there, or damaged"
+    with (
+        _lock(fcntl.LOCK_SH),
+        contextlib.suppress(RuntimeError),
+    ):  # torchvision's word for "not there, or damaged"
         return dataset(FOLDER, download=False, **options)
     with _lock(fcntl.LOCK_EX):
         return _download(dataset, options)

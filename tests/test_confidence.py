@@ -15,7 +15,9 @@ from rankzero.confidence import half_width, pooled_deviation, student_t
 
 @given(st.integers(1, 500), st.floats(0.55, 0.9999))
 def test_students_quantile(freedom: int, probability: float) -> None:
-    assert student_t(freedom, probability) == pytest.approx(scipy.stats.t.ppf(probability, freedom), rel=1e-6)
+    assert student_t(freedom, probability) == pytest.approx(
+        scipy.stats.t.ppf(probability, freedom), rel=1e-6
+    )
 
 
 def test_the_interval_covers_what_it_says() -> None:

@@ -44,11 +44,19 @@ def test_what_a_class_sets_without_an_annotation_is_a_field() -> None:
 
 
 def test_a_base_keeps_its_own_defaults_and_fields() -> None:
-    assert Base().width == 8 and "depth" not in flatten(Base()) and flatten(Derived())["ema.decay"] == 0.999
+    assert (
+        Base().width == 8
+        and "depth" not in flatten(Base())
+        and flatten(Derived())["ema.decay"] == 0.999
+    )
 
 
 def test_a_search_space_is_no_setting() -> None:
-    assert "search" not in flatten(Derived()) and Derived.search["depth"] == Choice(1, 2) and not Base.search
+    assert (
+        "search" not in flatten(Derived())
+        and Derived.search["depth"] == Choice(1, 2)
+        and not Base.search
+    )
 
 
 def test_a_setting_may_share_its_name_with_a_method() -> None:
@@ -69,14 +77,21 @@ trains = st.builds(
     compile=st.booleans(),
 )
 experiments = st.builds(
-    Derived, train=trains, lr=st.floats(allow_nan=False), depth=st.integers(), data_=st.sampled_from(["real", "fake"])
+    Derived,
+    train=trains,
+    lr=st.floats(allow_nan=False),
+    depth=st.integers(),
+    data_=st.sampled_from(["real", "fake"]),
 )
 
 
 @given(experiments)
 def test_an_experiment_survives_yaml_and_text(experiment: Derived) -> None:
     assert from_yaml(Derived, to_yaml(experiment)) == experiment
-    assert override(Derived(), {key: render(value) for key, value in flatten(experiment).items()}) == experiment
+    assert (
+        override(Derived(), {key: render(value) for key, value in flatten(experiment).items()})
+        == experiment
+    )
 
 
 def test_a_field_without_a_default_is_refused() -> None:
@@ -84,7 +99,9 @@ def test_a_field_without_a_default_is_refused() -> None:
         type("Broken", (Experiment,), {"__annotations__": {"width": int}})
 
 
-@pytest.mark.parametrize("annotation", [Path, list[int], Any, Ema | None, tuple[Path, ...], dict[str, int], bytes])
+@pytest.mark.parametrize(
+    "annotation", [Path, list[int], Any, Ema | None, tuple[Path, ...], dict[str, int], bytes]
+)
 def test_a_type_that_no_text_can_say_is_refused(annotation: Any) -> None:
     with pytest.raises(TypeError, match=r"Broken\.it: a setting cannot have the type .*; use int,"):
         type("Broken", (Experiment,), {"__annotations__": {"it": annotation}, "it": None})
@@ -97,7 +114,8 @@ def test_what_is_not_written_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"epochs": None}, {"batch_size": 0}, {"clip": 0.0}, {"workers": -1}, {"max_minutes": -1.0}]
+    "wrong",
+    [{"epochs": None}, {"batch_size": 0}, {"clip": 0.0}, {"workers": -1}, {"max_minutes": -1.0}],
 )
 def test_a_training_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -112,7 +130,9 @@ def test_a_goal_is_a_validation_metric(metric: str) -> None:
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False))
 def test_better_is_strict_and_follows_the_mode(one: float, other: float) -> None:
-    assert Goal(mode="max").better(one, other) == (one > other) == Goal(mode="min").better(other, one)
+    assert (
+        Goal(mode="max").better(one, other) == (one > other) == Goal(mode="min").better(other, one)
+    )
     assert not Goal().better(float("nan"), other)
     assert Goal().better(one, None)
 

@@ -48,7 +48,9 @@ def test_of_several_experiments_one_must_be_named(tmp_path: Path) -> None:
 
 
 def test_a_base_class_does_not_stand_in_the_way(tmp_path: Path) -> None:
-    path = written(tmp_path, "exp_base.py", EXPERIMENT.format(name="One") + "class Two(One):\n    pass\n")
+    path = written(
+        tmp_path, "exp_base.py", EXPERIMENT.format(name="One") + "class Two(One):\n    pass\n"
+    )
     assert load(str(path)).__name__ == "Two"
 
 
@@ -59,19 +61,29 @@ def test_a_file_named_as_a_loaded_module_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_file_imports_is_not_its_own(tmp_path: Path) -> None:
     written(tmp_path, "exp_base.py", EXPERIMENT.format(name="One"))
-    path = written(tmp_path, "exp_uses.py", "from exp_base import One\n\nclass Two(One):\n    pass\n")
+    path = written(
+        tmp_path, "exp_uses.py", "from exp_base import One\n\nclass Two(One):\n    pass\n"
+    )
     assert load(str(path)).__name__ == "Two"
 
 
-def test_a_file_is_loaded_once_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_loaded_once_however_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = written(tmp_path, "exp_one.py", EXPERIMENT.format(name="One"))
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert load("exp_one.py") is load("./sub/../exp_one.py") is load(str(path)) is load(f"{path}:One")
+    assert (
+        load("exp_one.py") is load("./sub/../exp_one.py") is load(str(path)) is load(f"{path}:One")
+    )
 
 
-@pytest.mark.parametrize("reference", ["missing.py", "digits", "digits.yaml", ".", "missing.py:One", ""])
-def test_what_is_no_experiment_file_is_told(reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "reference", ["missing.py", "digits", "digits.yaml", ".", "missing.py:One", ""]
+)
+def test_what_is_no_experiment_file_is_told(
+    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits.yaml").touch()
     with pytest.raises(UserError, match="no such experiment file"):

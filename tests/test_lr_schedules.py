@@ -15,7 +15,9 @@ schedules = st.sampled_from(["constant", "linear", "cosine", "one_cycle"])
 
 
 @given(schedules, st.integers(1, 2000), st.data())
-def test_a_learning_rate_stays_within_its_base(schedule: str, total: int, data: st.DataObject) -> None:
+def test_a_learning_rate_stays_within_its_base(
+    schedule: str, total: int, data: st.DataObject
+) -> None:
     warmup = data.draw(st.integers(0, total))
     step = data.draw(st.integers(0, total - 1))
     assert 0 < factor(schedule, step, total, warmup) <= 1

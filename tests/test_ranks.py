@@ -21,31 +21,63 @@ def tf_config(kind: str, index: int) -> str:
     [
         ({}, Ranks()),
         (
-            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"},
+            {
+                "RANK": "5",
+                "WORLD_SIZE": "8",
+                "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "4",
+                "GROUP_RANK": "1",
+            },
             Ranks(5, 8, 1, 4, 1),
         ),
         (
-            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1"},
+            {
+                "RANK": "3",
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "1",
+                "LOCAL_SIZE": "2",
+                "CROSS_RANK": "1",
+            },
             Ranks(3, 4, 1, 2, 1),
         ),
         (
-            {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"},
+            {
+                "HOROVOD_RANK": "1",
+                "HOROVOD_SIZE": "2",
+                "HOROVOD_LOCAL_RANK": "1",
+                "HOROVOD_LOCAL_SIZE": "2",
+            },
             Ranks(1, 2, 1, 2, 0),
         ),
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, Ranks(3, 4, 0, 1, 3)),
         (
-            {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-             "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1"},
+            {
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                "OMPI_COMM_WORLD_NODE_RANK": "1",
+            },
             Ranks(3, 4, 1, 2, 1),
         ),
         (
             {"PMI_RANK": "5", "PMI_SIZE": "6", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"},
             Ranks(5, 6, 2, 3, 1),
         ),
-        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0"}, Ranks(2, 4, 0, 1, 1)),
         (
-            {"SLURM_PROCID": "6", "SLURM_NTASKS": "8", "SLURM_NODEID": "2", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0",
-             "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NTASKS_PER_NODE": "4"},
+            {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0"},
+            Ranks(2, 4, 0, 1, 1),
+        ),
+        (
+            {
+                "SLURM_PROCID": "6",
+                "SLURM_NTASKS": "8",
+                "SLURM_NODEID": "2",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_TASKS_PER_NODE": "3(x2),2",
+                "SLURM_NTASKS_PER_NODE": "4",
+            },
             Ranks(6, 8, 1, 2, 2),
         ),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Ranks()),
@@ -60,7 +92,7 @@ def tf_config(kind: str, index: int) -> str:
         ({"TF_CONFIG": "[1]"}, Ranks()),
         ({"TF_CONFIG": "{}", "RANK": "0", "WORLD_SIZE": "3"}, Ranks(0, 3)),
     ],
-)  # fmt: skip
+)
 def test_launchers(environ: dict[str, str], ranks: Ranks) -> None:
     assert detect(environ) == ranks
     assert ranks.first == (ranks.rank == 0)
@@ -72,11 +104,27 @@ def test_nodes_are_counted() -> None:
     assert Ranks(world_size=7, local_world_size=4).node_count == 2
 
 
-VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS",
-             "SLURM_STEP_ID", "SLURM_STEP_TASKS_PER_NODE", "TF_CONFIG", "PMI_RANK", "PMI_SIZE"]  # fmt: skip
+VARIABLES = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "TF_CONFIG",
+    "PMI_RANK",
+    "PMI_SIZE",
+]
 
 
-@given(st.dictionaries(st.sampled_from(VARIABLES), st.integers(-2, 9).map(str) | st.text(max_size=8)))
+@given(
+    st.dictionaries(st.sampled_from(VARIABLES), st.integers(-2, 9).map(str) | st.text(max_size=8))
+)
 def test_any_environment_gives_ranks_that_make_sense(environ: dict[str, str]) -> None:
     found = detect(environ)
-    assert 0 <= found.rank < found.world_size and found.local_world_size >= 1 and found.node_count >= 1
+    assert (
+        0 <= found.rank < found.world_size and found.local_world_size >= 1 and found.node_count >= 1
+    )

@@ -23,7 +23,9 @@ def main(epochs: int) -> None:
     train, val = Digits().data()
     model = convnet(16)
     model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=3e-3), DataLoader(train, 64, shuffle=True, drop_last=True)
+        model,
+        torch.optim.AdamW(model.parameters(), lr=3e-3),
+        DataLoader(train, 64, shuffle=True, drop_last=True),
     )
     images, labels = (tensor.to(accelerator.device) for tensor in val.tensors)
     step = 0

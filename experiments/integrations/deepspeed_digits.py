@@ -25,7 +25,10 @@ BATCH_SIZE = 64
 def settings(lr: float) -> dict:
     return {
         "train_batch_size": BATCH_SIZE,
-        "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},  # else it compiles one of its own
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": lr, "torch_adam": True},
+        },  # else it compiles one of its own
         "zero_optimization": {"stage": 1},
     }
 
@@ -34,7 +37,9 @@ def main(epochs: int) -> None:
     train, val = Digits().data()
     config = settings(lr=3e-3)
     model = convnet(16)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     sampler = DistributedSampler(train, engine.world_size, engine.global_rank, drop_last=True)
     loader = DataLoader(train, BATCH_SIZE // engine.world_size, sampler=sampler, drop_last=True)
     images, labels = (tensor.to(engine.device) for tensor in val.tensors)
@@ -45,7 +50,9 @@ def main(epochs: int) -> None:
             sampler.set_epoch(epoch)
             engine.train()
             for batch_images, batch_labels in loader:
-                loss = cross_entropy(engine(batch_images.to(engine.device)), batch_labels.to(engine.device))
+                loss = cross_entropy(
+                    engine(batch_images.to(engine.device)), batch_labels.to(engine.device)
+                )
                 engine.backward(loss)
                 engine.step()
                 step += 1

@@ -22,11 +22,18 @@ def main(epochs: int) -> None:
     model = convnet(16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     trainer = create_supervised_trainer(
-        model, optimizer, cross_entropy, output_transform=lambda x, y, output, loss: {"loss": loss.detach()}
+        model,
+        optimizer,
+        cross_entropy,
+        output_transform=lambda x, y, output, loss: {"loss": loss.detach()},
     )
-    evaluator = create_supervised_evaluator(model, {"accuracy": Accuracy(), "loss": Loss(cross_entropy)})
+    evaluator = create_supervised_evaluator(
+        model, {"accuracy": Accuracy(), "loss": Loss(cross_entropy)}
+    )
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda _: evaluator.run(DataLoader(val, 360)))
-    handler = RankZeroHandler("ignite-digits", {"lr": 3e-3}, goal=Goal("val/accuracy", "max", target=0.9))
+    handler = RankZeroHandler(
+        "ignite-digits", {"lr": 3e-3}, goal=Goal("val/accuracy", "max", target=0.9)
+    )
     handler.attach(trainer, evaluator)
     trainer.run(DataLoader(train, 64, shuffle=True, drop_last=True), max_epochs=epochs)
 

@@ -15,10 +15,14 @@ GOAL = Goal("val/accuracy", "max", target=0.9)
 
 def digits(batch_size: int) -> tuple[tf.data.Dataset, tf.data.Dataset]:
     images, labels = load_digits(return_X_y=True)
-    data = tf.data.Dataset.from_tensor_slices((images.reshape(-1, 8, 8, 1).astype("float32") / 16, labels))
+    data = tf.data.Dataset.from_tensor_slices(
+        (images.reshape(-1, 8, 8, 1).astype("float32") / 16, labels)
+    )
     data = data.shuffle(len(labels), seed=0, reshuffle_each_iteration=False)
     train = data.skip(VALIDATION_SAMPLES).shuffle(len(labels), seed=1)
-    return train.batch(batch_size, drop_remainder=True), data.take(VALIDATION_SAMPLES).batch(VALIDATION_SAMPLES)
+    return train.batch(batch_size, drop_remainder=True), data.take(VALIDATION_SAMPLES).batch(
+        VALIDATION_SAMPLES
+    )
 
 
 def convnet(width: int) -> keras.Model:
@@ -44,7 +48,9 @@ def two_replicas() -> tf.distribute.Strategy:
     if tf.config.list_physical_devices("GPU"):
         return tf.distribute.MirroredStrategy()
     (processor,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(processor, [tf.config.LogicalDeviceConfiguration()] * 2)
+    tf.config.set_logical_device_configuration(
+        processor, [tf.config.LogicalDeviceConfiguration()] * 2
+    )
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 

@@ -22,7 +22,9 @@ def main(epochs: int, *callbacks: keras.callbacks.Callback) -> None:
         model = convnet(16)
     train, val = digits(BATCH_SIZE)
     tracker = RankZeroCallback("keras-workers-digits", {"batch_size": BATCH_SIZE}, goal=GOAL)
-    told = keras.callbacks.CallbackList([tracker, *callbacks], model=model, epochs=epochs, steps=len(train))
+    told = keras.callbacks.CallbackList(
+        [tracker, *callbacks], model=model, epochs=epochs, steps=len(train)
+    )
     train = strategy.experimental_distribute_dataset(train)
 
     def on_replica(images, labels):
@@ -47,7 +49,9 @@ def main(epochs: int, *callbacks: keras.callbacks.Callback) -> None:
 
 def accuracy(model, data) -> float:
     ((images, labels),) = data
-    return float(tf.reduce_mean(tf.cast(tf.argmax(model(images, training=False), -1) == labels, tf.float32)))
+    return float(
+        tf.reduce_mean(tf.cast(tf.argmax(model(images, training=False), -1) == labels, tf.float32))
+    )
 
 
 if __name__ == "__main__":

@@ -57,9 +57,15 @@ def main(epochs: int) -> None:
     training_set, validation_set = data()
     logger = RankZeroLogger("lightning-digits", goal=goal)
     trainer = Trainer(
-        max_epochs=epochs, accelerator="auto", devices=1, logger=logger, callbacks=[RankZeroCallback(logger)],
-        enable_progress_bar=False, enable_checkpointing=False, log_every_n_steps=10,
-    )  # fmt: skip
+        max_epochs=epochs,
+        accelerator="auto",
+        devices=1,
+        logger=logger,
+        callbacks=[RankZeroCallback(logger)],
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        log_every_n_steps=10,
+    )
     loader = DataLoader(training_set, train.batch_size, shuffle=True, drop_last=True)
     trainer.fit(LitDigits(), loader, DataLoader(validation_set, 360))
 

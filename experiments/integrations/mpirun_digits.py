@@ -23,12 +23,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from digits import Digits, convnet
 
 BATCH_SIZE = 64
-LAUNCHERS = {"HOROVOD_RANK": "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE", "PMI_RANK": "PMI_SIZE"}
+LAUNCHERS = {
+    "HOROVOD_RANK": "HOROVOD_SIZE",
+    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK": "PMI_SIZE",
+}
 
 
 def place() -> tuple[int, int]:
     """Return this process's rank and how many there are."""
-    found = ((int(os.environ[rank]), int(os.environ[size])) for rank, size in LAUNCHERS.items() if rank in os.environ)
+    found = (
+        (int(os.environ[rank]), int(os.environ[size]))
+        for rank, size in LAUNCHERS.items()
+        if rank in os.environ
+    )
     return next(found, (0, 1))
 
 
@@ -45,7 +53,9 @@ def main(epochs: int) -> None:
     images, labels = val.tensors
     step = 0
     config = {"epochs": epochs, "batch_size": BATCH_SIZE, "lr": 3e-3, "processes": size}
-    with rankzero.track("mpirun-digits", config, goal=Goal("val/accuracy", "max", target=0.9)) as run:
+    with rankzero.track(
+        "mpirun-digits", config, goal=Goal("val/accuracy", "max", target=0.9)
+    ) as run:
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
             model.train()

@@ -28,24 +28,47 @@ class Classifier(nn.Module):
 
 
 def main(epochs: int) -> None:
-    train, val = ([{"images": image, "labels": label} for image, label in data] for data in Digits().data())
+    train, val = (
+        [{"images": image, "labels": label} for image, label in data] for data in Digits().data()
+    )
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, num_train_epochs=epochs, per_device_train_batch_size=64, per_device_eval_batch_size=360,
-            learning_rate=3e-3, logging_steps=1, eval_strategy="epoch", save_strategy="no", report_to="none",
-            disable_tqdm=True, dataloader_drop_last=True,
-        )  # fmt: skip
+            folder,
+            num_train_epochs=epochs,
+            per_device_train_batch_size=64,
+            per_device_eval_batch_size=360,
+            learning_rate=3e-3,
+            logging_steps=1,
+            eval_strategy="epoch",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_drop_last=True,
+        )
         trainer = Trainer(
-            Classifier(), arguments, train_dataset=train, eval_dataset=val, compute_metrics=accuracy,
-            callbacks=[RankZeroCallback("transformers-digits", goal=Goal("val/accuracy", "max", target=0.9))],
-        )  # fmt: skip
+            Classifier(),
+            arguments,
+            train_dataset=train,
+            eval_dataset=val,
+            compute_metrics=accuracy,
+            callbacks=[
+                RankZeroCallback(
+                    "transformers-digits", goal=Goal("val/accuracy", "max", target=0.9)
+                )
+            ],
+        )
         trainer.train()
 
 
 def accuracy(evaluated):
     return {
         "accuracy": float(
-            (torch.as_tensor(evaluated.predictions).argmax(-1) == torch.as_tensor(evaluated.label_ids)).float().mean()
+            (
+                torch.as_tensor(evaluated.predictions).argmax(-1)
+                == torch.as_tensor(evaluated.label_ids)
+            )
+            .float()
+            .mean()
         )
     }
 

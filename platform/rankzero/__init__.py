@@ -35,7 +35,15 @@ _HOMES = {
     "rankzero.api.results": ("run", "runs"),
     "rankzero.config": ("ConfigError", "flatten", "from_yaml", "override", "to_yaml"),
     "rankzero.errors": ("UserError",),
-    "rankzero.experiment": ("Choice", "Experiment", "Goal", "Integer", "LogUniform", "Train", "Uniform"),
+    "rankzero.experiment": (
+        "Choice",
+        "Experiment",
+        "Goal",
+        "Integer",
+        "LogUniform",
+        "Train",
+        "Uniform",
+    ),
     "rankzero.integrations.tracked_run": ("track",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

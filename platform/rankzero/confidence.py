@@ -20,7 +20,9 @@ def student_t(freedom: int, probability: float = 0.975) -> float:
     low, high = 0.0, math.pi / 2
     for _ in range(ANGLE_BITS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < 2 * probability - 1 else (low, middle)
+        low, high = (
+            (middle, high) if _within(middle, freedom) < 2 * probability - 1 else (low, middle)
+        )
     return math.sqrt(freedom) * math.tan((low + high) / 2)
 
 
@@ -47,5 +49,10 @@ def half_width(values: Sequence[float], probability: float = 0.975) -> float | N
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     """Return the standard deviation within groups, and its degrees of freedom; (0, 0) without a group of two."""
     freedom = sum(len(group) - 1 for group in groups if len(group) > 1)
-    squares = math.fsum((value - statistics.fmean(group)) ** 2 for group in groups if len(group) > 1 for value in group)
+    squares = math.fsum(
+        (value - statistics.fmean(group)) ** 2
+        for group in groups
+        if len(group) > 1
+        for value in group
+    )
     return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)

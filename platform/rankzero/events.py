@@ -154,7 +154,9 @@ def decode(line: str) -> Event:
         event: Event = _TYPES[fields.pop("event")](**fields)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not an event: {line[:80]!r}") from error
-    if not all(_CHECKS[name](value) for name, value in vars(event).items()) or not _in_columns(event):
+    if not all(_CHECKS[name](value) for name, value in vars(event).items()) or not _in_columns(
+        event
+    ):
         raise ValueError(f"not an event: {line[:80]!r}")
     return event
 
@@ -185,7 +187,9 @@ def _is_path(value: object) -> bool:
 
 
 def _in_columns(event: Event) -> bool:
-    return not isinstance(event, StepsLogged) or all(isinstance(column, list) for column in event.metrics.values())
+    return not isinstance(event, StepsLogged) or all(
+        isinstance(column, list) for column in event.metrics.values()
+    )
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {

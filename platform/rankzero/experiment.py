@@ -25,7 +25,9 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine", "one_cycle"]
 
 
-def _require(name: str, value: float | None, *, at_least: float | None = None, above: float | None = None) -> None:
+def _require(
+    name: str, value: float | None, *, at_least: float | None = None, above: float | None = None
+) -> None:
     if value is None:
         return
     if at_least is not None and value < at_least:
@@ -44,7 +46,9 @@ class Goal:
 
     def __post_init__(self) -> None:
         if not self.metric.startswith("val/"):
-            raise ValueError(f"metric: the goal is a validation metric such as 'val/loss', got {self.metric!r}")
+            raise ValueError(
+                f"metric: the goal is a validation metric such as 'val/loss', got {self.metric!r}"
+            )
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode: expected 'min' or 'max', got {self.mode!r}")
 
@@ -187,23 +191,32 @@ class Experiment:
         _check_types(cls)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         for field in dataclasses.fields(cls):
-            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            if (
+                field.default is dataclasses.MISSING
+                and field.default_factory is dataclasses.MISSING
+            ):
                 raise TypeError(f"{cls.__name__}.{field.name} needs a default value")
 
     def data(self) -> tuple[Any, Any]:
         """Return the map-style training and validation data sets. Called on every rank."""
-        raise NotImplementedError(f"{type(self).__name__} must define data(self) -> (training set, validation set)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define data(self) -> (training set, validation set)"
+        )
 
     def model(self) -> Any:
         """Return a new `torch.nn.Module` on the CPU, under the run's seed. Called on every rank."""
-        raise NotImplementedError(f"{type(self).__name__} must define model(self) -> torch.nn.Module")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define model(self) -> torch.nn.Module"
+        )
 
     def measure(self, model: Any, batch: Any) -> Mapping[str, Any]:
         """Return {"loss": mean over the batch, other metrics: likewise}, for training and validation alike.
 
         `model` may be wrapped (DDP, compiled); call it. Values are 0-d tensors; do not call `.item()`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define measure(self, model, batch) -> {{'loss': …}}")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define measure(self, model, batch) -> {{'loss': …}}"
+        )
 
     def pictures(self, model: Any, batch: Any) -> Mapping[str, Any]:
         """Return images to show in MLflow, by name; none unless overridden.
@@ -253,8 +266,14 @@ def _annotate_inherited(cls: type[Experiment]) -> None:
         if dataclasses.is_dataclass(base)
         for field in dataclasses.fields(base)
     }
-    missing = {name: inherited[name] for name in inherited if name in cls.__dict__ and name not in annotations}
-    annotations = {name: annotation for name, annotation in annotations.items() if name != "search"}  # no setting
+    missing = {
+        name: inherited[name]
+        for name in inherited
+        if name in cls.__dict__ and name not in annotations
+    }
+    annotations = {
+        name: annotation for name, annotation in annotations.items() if name != "search"
+    }  # no setting
     cls.__annotations__ = {**annotations, **missing}
 
 

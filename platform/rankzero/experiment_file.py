@@ -25,7 +25,9 @@ def load(reference: str) -> type[Experiment]:
     found = {
         value.__name__: value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Experiment) and value.__module__ == module.__name__
+        if isinstance(value, type)
+        and issubclass(value, Experiment)
+        and value.__module__ == module.__name__
     }
     return _choose(found or experiments_in(module), name, path)
 
@@ -42,7 +44,9 @@ def split(reference: str) -> tuple[Path, str | None]:
         file, name = reference, ""
     path = Path(file).absolute()
     if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"no such experiment file: {file} (expected a Python file such as experiments/digits.py)")
+        raise UserError(
+            f"no such experiment file: {file} (expected a Python file such as experiments/digits.py)"
+        )
     return path, name or None
 
 
@@ -55,7 +59,11 @@ def _choose(found: dict[str, type[Experiment]], name: str | None, path: Path) ->
         if name not in found:
             raise UserError(f"{path} has no experiment {name!r}, only {', '.join(found)}")
         return found[name]
-    leaves = [cls for cls in found.values() if not any(cls in other.__mro__[1:] for other in found.values())]
+    leaves = [
+        cls
+        for cls in found.values()
+        if not any(cls in other.__mro__[1:] for other in found.values())
+    ]
     if len(leaves) > 1:
         choices = " or ".join(f"{path.name}:{cls.__name__}" for cls in leaves)
         raise UserError(f"{path} defines several experiments: say which, {choices}")

@@ -7,13 +7,28 @@ import errno
 _REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 
 
-_MAY_CHANGE = {401, 403, 404, 408, 409, 425, 429}  # the rights, the proxy, the load; not the thing itself
+_MAY_CHANGE = {
+    401,
+    403,
+    404,
+    408,
+    409,
+    425,
+    429,
+}  # the rights, the proxy, the load; not the thing itself
 
 
-_NEVER = {errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ELOOP, errno.EILSEQ}  # of a file
+_NEVER = {
+    errno.ENAMETOOLONG,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EINVAL,
+    errno.ELOOP,
+    errno.EILSEQ,
+}  # of a file
 
 
-class Impossible(Exception):
+class NeverAccepted(Exception):
     """What is asked for cannot be made, however often it is tried; the message says why."""
 
 
@@ -22,7 +37,7 @@ def refusal(error: Exception) -> str | None:
 
     Looks at what MLflow's and requests' exceptions carry, so that neither needs to be imported.
     """
-    if isinstance(error, Impossible) or getattr(error, "error_code", None) in _REFUSALS:
+    if isinstance(error, NeverAccepted) or getattr(error, "error_code", None) in _REFUSALS:
         return str(error)
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(status, int) and 400 <= status < 500 and status not in _MAY_CHANGE:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-ONE_CYCLE_PEAK = 0.3  # the fraction of the run at which the one-cycle schedule peaks, as in Smith & Topin (2018)
+ONE_CYCLE_PEAK = (
+    0.3  # the fraction of the run at which the one-cycle schedule peaks, as in Smith & Topin (2018)
+)
 ONE_CYCLE_START = 1 / 25  # where it starts, as a fraction of the peak
 
 

@@ -65,7 +65,9 @@ def _horovod(environ: Mapping[str, str]) -> Ranks:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Ranks:
-    prefix = "OMPI_COMM_WORLD_"  # its NODE_RANK is no node's rank, but the process's rank on its node
+    prefix = (
+        "OMPI_COMM_WORLD_"  # its NODE_RANK is no node's rank, but the process's rank on its node
+    )
     return _by_slot(
         rank=int(environ[prefix + "RANK"]),
         world_size=int(environ[prefix + "SIZE"]),
@@ -116,7 +118,9 @@ def _tensorflow(environ: Mapping[str, str]) -> Ranks:
 
 def _by_slot(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Ranks:
     """Return the ranks where the launcher does not number nodes, but fills one after the other."""
-    return Ranks(rank, world_size, local_rank, local_world_size, node_rank=rank // max(1, local_world_size))
+    return Ranks(
+        rank, world_size, local_rank, local_world_size, node_rank=rank // max(1, local_world_size)
+    )
 
 
 def _makes_sense(found: Ranks) -> bool:

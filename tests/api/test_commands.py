@@ -31,14 +31,22 @@ def start(tmp_path: Path, new_store: Path) -> Iterator[Start]:  # noqa: F811
     (tmp_path / "mlruns").mkdir()
     shutil.copy(new_store, tmp_path / "mlruns/mlflow.db")
     (tmp_path / "tiny.py").write_text(TINY.read_text())
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MLFLOW_", "RANKZERO_"))
+    }
 
     def started(text: str = "", words: Sequence[str] = ("script.py",)) -> subprocess.Popen[str]:
         (tmp_path / "script.py").write_text(text)
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, *words],
+            cwd=tmp_path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env={**environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         scripts.enter_context(process)
         scripts.callback(process.kill)
         return process
@@ -49,13 +57,21 @@ def start(tmp_path: Path, new_store: Path) -> Iterator[Start]:  # noqa: F811
 
 def texts(notebook: Path) -> str:
     """Return all that a notebook's cells printed and returned."""
-    outputs = [output for cell in json.loads(notebook.read_text())["cells"] for output in cell.get("outputs", ())]
-    found = ("".join(output.get("text") or output["data"].get("text/plain", "")) for output in outputs)
+    outputs = [
+        output
+        for cell in json.loads(notebook.read_text())["cells"]
+        for output in cell.get("outputs", ())
+    ]
+    found = (
+        "".join(output.get("text") or output["data"].get("text/plain", "")) for output in outputs
+    )
     return "\n".join(found)
 
 
 def is_clean(notebook: Path) -> bool:
-    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    cells = [
+        cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
     return not any(cell["outputs"] or cell["execution_count"] for cell in cells)
 
 
@@ -64,18 +80,32 @@ def test_the_example_notebook_runs_from_top_to_bottom(start: Start, tmp_path: Pa
     assert is_clean(EXPERIMENTS / "notebook.ipynb"), "strip the outputs"
     for name in ("digits.py", "notebook.ipynb"):
         shutil.copy(EXPERIMENTS / name, tmp_path)
-    process = start(words=("-m", "jupyter", "execute", "--inplace", "notebook.ipynb"))  # with a real kernel
+    process = start(
+        words=("-m", "jupyter", "execute", "--inplace", "notebook.ipynb")
+    )  # with a real kernel
     said, _ = process.communicate(timeout=220)
     assert process.returncode == 0, said
     output = texts(tmp_path / "notebook.ipynb")
-    assert "\x1b[2K" not in output and "\x1b[1A" not in output  # nothing drawn over, though kernels set FORCE_COLOR
-    assert "<run from-a-notebook: FINISHED, val/accuracy 0." in output and "('FINISHED',\n 0." in output
+    assert (
+        "\x1b[2K" not in output and "\x1b[1A" not in output
+    )  # nothing drawn over, though kernels set FORCE_COLOR
+    assert (
+        "<run from-a-notebook: FINISHED, val/accuracy 0." in output
+        and "('FINISHED',\n 0." in output
+    )
     assert "Digits(train=Train(epochs=4" in output and "COMPLETE" in output
     run = rankzero.run("from-a-notebook", dir=tmp_path / "mlruns")
-    assert run.params["lr"] == "0.01" and run.params["world_size"] == "2" and run.metrics["val/loss"] > 0
+    assert (
+        run.params["lr"] == "0.01"
+        and run.params["world_size"] == "2"
+        and run.metrics["val/loss"] > 0
+    )
     assert list(run.history("val/loss")["step"]) == [22, 44, 66, 88]
     started = next(read_all(RunFolder(run.folder).events))
-    assert "digits.py:Digits train.epochs=4 lr=0.01 --run-name" in vars(started)["environment"]["rankzero.command"]
+    assert (
+        "digits.py:Digits train.epochs=4 lr=0.01 --run-name"
+        in vars(started)["environment"]["rankzero.command"]
+    )
     study = next(path for path in (tmp_path / "mlruns/runs").glob("digits-search-??????"))
     assert len(rankzero.runs("parent=digits-search*", all=True, dir=tmp_path / "mlruns")) >= 2
     assert rankzero.run(study.name, dir=tmp_path / "mlruns").status == "FINISHED"
@@ -126,8 +156,18 @@ def test_settings_and_options_become_words(monkeypatch: pytest.MonkeyPatch, tmp_
     experiment = rankzero.override(Tiny(), {"lr": 0.1, "train.epochs": 7})
     with pytest.raises(rankzero.UserError, match="not now"):
         rankzero.search(experiment, minutes=2.5, nproc=2, no_probe=True, new=False, dir=tmp_path)
-    assert called == [["search", f"{TINY}:Tiny", "train.epochs=7", "lr=0.1", "--minutes=2.5", "--nproc=2",
-                       f"--dir={tmp_path}", "--no-probe"]]  # fmt: skip
+    assert called == [
+        [
+            "search",
+            f"{TINY}:Tiny",
+            "train.epochs=7",
+            "lr=0.1",
+            "--minutes=2.5",
+            "--nproc=2",
+            f"--dir={tmp_path}",
+            "--no-probe",
+        ]
+    ]
 
 
 def test_nothing_heavy_is_imported_for_it(tmp_path: Path) -> None:

@@ -23,8 +23,13 @@ TINY = FIXTURES / "tiny.py"
 def test_runs_are_a_table(tmp_path: Path) -> None:
     for accuracy in (0.5, 0.9):
         folder = make_folder(tmp_path)
-        append(folder, dataclasses.replace(started(lr=str(accuracy / 10)), time=T0 + accuracy), steps(1, 3),
-               evaluated(3, accuracy), ended(metrics={"best": accuracy, "samples_per_second": 10.0}))  # fmt: skip
+        append(
+            folder,
+            dataclasses.replace(started(lr=str(accuracy / 10)), time=T0 + accuracy),
+            steps(1, 3),
+            evaluated(3, accuracy),
+            ended(metrics={"best": accuracy, "samples_per_second": 10.0}),
+        )
     table = rankzero.runs(dir=tmp_path)
     assert list(table["best"]) == [0.9, 0.5] and list(table["params.lr"]) == [0.09, 0.05]
     assert set(table["status"]) == {"FINISHED"} and str(table["started"].dtype).endswith("UTC]")
@@ -36,12 +41,22 @@ def test_runs_are_a_table(tmp_path: Path) -> None:
 def test_a_run_has_its_history(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     again = StepsLogged([2, 3], [T0, T0], {"train/loss": [9.0, 7.0]})
-    append(folder, started(), steps(1, 2), evaluated(2, 0.6), started(2, step=1), again, evaluated(3, 0.5, best=False))
+    append(
+        folder,
+        started(),
+        steps(1, 2),
+        evaluated(2, 0.6),
+        started(2, step=1),
+        again,
+        evaluated(3, 0.5, best=False),
+    )
     run = rankzero.run(folder.path.name, dir=tmp_path)
     assert run.status == "DIED" and run.reason == "" and run.best == 0.6
     assert run.metrics["train/loss"] == 7.0 and run.params["lr"] == "0.1"
     table = run.history()
-    assert list(table["step"]) == [1, 2, 3] and list(table["train/loss"]) == [1.0, 0.5, 7.0], "the first values stay"
+    assert list(table["step"]) == [1, 2, 3] and list(table["train/loss"]) == [1.0, 0.5, 7.0], (
+        "the first values stay"
+    )
     assert list(run.history("val/accuracy")["val/accuracy"]) == [0.6, 0.5]
     assert "### DIED: at step 3 of 100" in run.report and "val/accuracy 0.6" in repr(run)
     with pytest.raises(rankzero.UserError, match="its own program"):
@@ -63,7 +78,11 @@ def test_a_run_gives_its_best_model(tmp_path: Path) -> None:
         target = files.folder_of(folder.checkpoints, step)
         files.write(target, save, step, {"val/accuracy": accuracy}, False)
     best = run.model()
-    assert best[0].weight.shape == (8, 8) and best[0].weight.unique().tolist() == [1.0] and not best.training
+    assert (
+        best[0].weight.shape == (8, 8)
+        and best[0].weight.unique().tolist() == [1.0]
+        and not best.training
+    )
     assert run.experiment() == experiment
     write_config(folder, config.override(experiment, {"width": 16}))
     with pytest.raises(rankzero.UserError, match="does not fit"):

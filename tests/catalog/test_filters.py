@@ -14,19 +14,51 @@ from rankzero.errors import UserError
 from rankzero.run_store.folder import RunFolder
 
 ONE = Summary(
-    RunFolder(Path("a")), "a", "digits", "FINISHED", "", time.time() - 3600, 5.0, "val/accuracy", 0.9, 100.0, False,
-    None, "id", "0123abcd", {"lr": "0.01", "augment": "true"}, {"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9},
-)  # fmt: skip
+    RunFolder(Path("a")),
+    "a",
+    "digits",
+    "FINISHED",
+    "",
+    time.time() - 3600,
+    5.0,
+    "val/accuracy",
+    0.9,
+    100.0,
+    False,
+    None,
+    "id",
+    "0123abcd",
+    {"lr": "0.01", "augment": "true"},
+    {"val/accuracy": 0.8, "val/loss": 0.3, "lr": 1e-9},
+)
 
 
-@pytest.mark.parametrize(("word", "holds"), [
-    ("status=FINISHED", True), ("status=finished", True), ("status!=FINISHED", False), ("run=a*", True),
-    ("experiment=digits", True), ("data=0123abcd", True),
-    ("data=0123", False), ("experiment==mnist", False), ("val/accuracy>0.85", True), ("val/loss<0.3", False),
-    ("val/loss<=0.3", True), ("lr=1e-2", True), ("lr != 0.02", True), ("augment=true", True), ("age>59min", True),
-    ("age<1d", True), ("duration=5s", True), ("samples/s>=100", True), ("parent=s", False), ("parent!=s", False),
-    ("status>3", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "holds"),
+    [
+        ("status=FINISHED", True),
+        ("status=finished", True),
+        ("status!=FINISHED", False),
+        ("run=a*", True),
+        ("experiment=digits", True),
+        ("data=0123abcd", True),
+        ("data=0123", False),
+        ("experiment==mnist", False),
+        ("val/accuracy>0.85", True),
+        ("val/loss<0.3", False),
+        ("val/loss<=0.3", True),
+        ("lr=1e-2", True),
+        ("lr != 0.02", True),
+        ("augment=true", True),
+        ("age>59min", True),
+        ("age<1d", True),
+        ("duration=5s", True),
+        ("samples/s>=100", True),
+        ("parent=s", False),
+        ("parent!=s", False),
+        ("status>3", False),
+    ],
+)
 def test_a_filter(word: str, holds: bool) -> None:
     assert parse(word).holds(ONE) is holds
 
@@ -38,7 +70,10 @@ def test_what_is_no_filter_is_told(word: str) -> None:
 
 
 def test_runs_without_the_key_come_last() -> None:
-    runs = [dataclasses.replace(ONE, name=name, best=best) for name, best in (("x", None), ("y", 0.2), ("z", 0.7))]
+    runs = [
+        dataclasses.replace(ONE, name=name, best=best)
+        for name, best in (("x", None), ("y", 0.2), ("z", 0.7))
+    ]
     assert [one.name for one in select(runs, [], "best")] == ["y", "z", "x"]
     assert [one.name for one in select(runs, [], "-best")] == ["z", "y", "x"]
     assert [one.name for one in select(runs, [parse("best<0.5")], "run")] == ["y"]

@@ -24,7 +24,12 @@ def test_a_run_in_short(tmp_path: Path) -> None:
     assert going.metrics["val/accuracy"] == 0.6 and going.metrics["train/loss"] == 1 / 20
     append(folder, ended(metrics={"best": 0.7, "samples_per_second": 9.0}))
     done = lookup.listed(tmp_path / "runs")[0]
-    assert (done.status, done.best, done.samples_per_second, done.seconds) == ("FINISHED", 0.7, 9.0, 100.0)
+    assert (done.status, done.best, done.samples_per_second, done.seconds) == (
+        "FINISHED",
+        0.7,
+        9.0,
+        100.0,
+    )
     assert done.undelivered and done.metrics["whole_run/best"] == 0.7
     append(folder, started(2, step=20))
     assert lookup.listed(tmp_path / "runs")[0].status == "DIED"
@@ -32,12 +37,20 @@ def test_a_run_in_short(tmp_path: Path) -> None:
 
 def test_an_attempt_that_only_evaluated_leaves_the_run_its_speed(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    append(folder, started(), steps(1, 20), StepsLogged([20], [T0 + 20], {SPEED: [7.0]}), ended("KILLED"))
+    append(
+        folder,
+        started(),
+        steps(1, 20),
+        StepsLogged([20], [T0 + 20], {SPEED: [7.0]}),
+        ended("KILLED"),
+    )
     append(folder, started(2, step=20), evaluated(20, 0.7), ended(metrics={"best": 0.7}))
     assert summary.read_summary(folder).samples_per_second == 7.0
 
 
-def test_a_long_journal_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_journal_is_read_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_folder(tmp_path)
     append(folder, started(), evaluated(1, 0.4), *(steps(n, n) for n in range(2, 3000)))
     found = summary.read_summary(folder)
@@ -51,15 +64,24 @@ def test_of_what_has_ended_the_last_report_is_read_whole(tmp_path: Path) -> None
     folder = make_folder(tmp_path)
     for last in (10, 20):
         speeds = {
-            key: [float(last)] for key in (SPEED, "lr", "throughput/step_seconds", "throughput/data_wait_fraction")
+            key: [float(last)]
+            for key in (SPEED, "lr", "throughput/step_seconds", "throughput/data_wait_fraction")
         }
-        append(folder, *([started()] if last == 10 else []), steps(last - 9, last), steps(last - 9, last, "train/aux"))
+        append(
+            folder,
+            *([started()] if last == 10 else []),
+            steps(last - 9, last),
+            steps(last - 9, last, "train/aux"),
+        )
         append(folder, StepsLogged([last], [T0 + last], speeds), evaluated(last, last / 100))
     assert len(summary.tail(folder.events)) == 9
     append(folder, ended())
     assert len(summary.tail(folder.events)) == 5
     found = summary.read_summary(folder)
-    assert found.metrics["train/loss"] == found.metrics["train/aux"] == 1 / 20 and found.metrics[SPEED] == 20.0
+    assert (
+        found.metrics["train/loss"] == found.metrics["train/aux"] == 1 / 20
+        and found.metrics[SPEED] == 20.0
+    )
     assert (found.metrics["val/accuracy"], found.seconds, found.params["lr"]) == (0.2, 100.0, "0.1")
     append(folder, started(2, step=20))
     assert len(summary.tail(folder.events)) == 11
@@ -70,7 +92,9 @@ def test_a_long_journal_without_an_evaluation_takes_as_long_as_it_is_long(tmp_pa
     append(folder, started(), *(steps(n, n) for n in range(1, 8000)), ended())
     before = time.process_time()
     assert summary.read_summary(folder).metrics["train/loss"] == 1 / 7999
-    assert time.process_time() - before < 3.0  # seconds: a tenth of one; 10 when each event had all others read again
+    assert (
+        time.process_time() - before < 3.0
+    )  # seconds: a tenth of one; 10 when each event had all others read again
 
 
 def test_what_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +105,9 @@ def test_what_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [one.started for one in first] == [T0 + 2, T0 + 1, T0]
     read: list[Path] = []
     real = summary.read_summary
-    monkeypatch.setattr(summary, "read_summary", lambda folder: read.append(folder.path) or real(folder))
+    monkeypatch.setattr(
+        summary, "read_summary", lambda folder: read.append(folder.path) or real(folder)
+    )
     assert lookup.listed(runs) == first and not read
     append(first[1].folder, started(2), ended("FAILED", "no"))
     assert lookup.listed(runs)[1].reason == "no" and read == [first[1].folder.path]

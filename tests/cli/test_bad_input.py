@@ -22,7 +22,9 @@ LIGHT = {"torch", "mlflow", "optuna", "pynvml", "numpy", "yaml", "rich", "multip
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Here:
     """Run a command in this process, which has PyTorch loaded already; return its exit code and what it printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(agent, "warm_up", lambda modules=(): None)
@@ -35,26 +37,31 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-@pytest.mark.parametrize(("words", "code", "says"), [
-    (["train", TINY, "trian.epochs=3"], 2, "did you mean 'train.epochs'"),
-    (["train", TINY, "batch_size=3"], 2, "did you mean 'train.batch_size'"),
-    (["train", TINY, "width=wide"], 2, "width: expected int, got 'wide'"),
-    (["train", TINY, "train.epochs=0"], 2, "train.epochs: must be at least 1"),
-    (["train", TINY, "train.precision=fp8"], 2, "expected fp32 | tf32 | bf16 | fp16"),
-    (["train", TINY, "lr"], 2, "not of the form key=value"),
-    (["train", TINY, "--nproc", 3], 2, "cannot be cut evenly for 3 processes: use 30 or 33"),
-    (["train", TINY, "--nproc", 0], 2, "at least 1"),
-    (["train", TINY, "--nnodes", 2], 2, "--rdzv-endpoint"),
-    (["train", TINY, "--run-name", "../up"], 2, "a run's name may have"),
-    (["train", TINY, "--tracking-uri", "./old"], 2, "file store"),
-    (["train", "nothing.py"], 2, "no such experiment file: nothing.py"),
-    (["train", "empty.py"], 2, "defines no Experiment"),
-    (["train", "broken.py"], 1, "broken.py, line 2"),
-    (["config", TINY, "lr=fast"], 2, "lr: expected float"),
-    (["resume", "nobody"], 2, "no run is called 'nobody'"),
-    (["sync", "nobody"], 2, "no run is called 'nobody'"),
-])  # fmt: skip
-def test_a_mistake_is_told_in_one_message(here: Here, words: list[object], code: int, says: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["train", TINY, "trian.epochs=3"], 2, "did you mean 'train.epochs'"),
+        (["train", TINY, "batch_size=3"], 2, "did you mean 'train.batch_size'"),
+        (["train", TINY, "width=wide"], 2, "width: expected int, got 'wide'"),
+        (["train", TINY, "train.epochs=0"], 2, "train.epochs: must be at least 1"),
+        (["train", TINY, "train.precision=fp8"], 2, "expected fp32 | tf32 | bf16 | fp16"),
+        (["train", TINY, "lr"], 2, "not of the form key=value"),
+        (["train", TINY, "--nproc", 3], 2, "cannot be cut evenly for 3 processes: use 30 or 33"),
+        (["train", TINY, "--nproc", 0], 2, "at least 1"),
+        (["train", TINY, "--nnodes", 2], 2, "--rdzv-endpoint"),
+        (["train", TINY, "--run-name", "../up"], 2, "a run's name may have"),
+        (["train", TINY, "--tracking-uri", "./old"], 2, "file store"),
+        (["train", "nothing.py"], 2, "no such experiment file: nothing.py"),
+        (["train", "empty.py"], 2, "defines no Experiment"),
+        (["train", "broken.py"], 1, "broken.py, line 2"),
+        (["config", TINY, "lr=fast"], 2, "lr: expected float"),
+        (["resume", "nobody"], 2, "no run is called 'nobody'"),
+        (["sync", "nobody"], 2, "no run is called 'nobody'"),
+    ],
+)
+def test_a_mistake_is_told_in_one_message(
+    here: Here, words: list[object], code: int, says: str
+) -> None:
     Path("empty.py").write_text("x = 1\n")
     Path("broken.py").write_text("x = 1\nraise OSError('of its own')\n")
     found, output = here(*words)
@@ -64,12 +71,15 @@ def test_a_mistake_is_told_in_one_message(here: Here, words: list[object], code:
     assert not list(Path.cwd().glob("mlruns/runs/*"))
 
 
-@pytest.mark.parametrize(("content", "says"), [
-    ("name: é\n".encode("latin-1"), "byte 0xe9 in line 1): save it as UTF-8"),
-    ("lr: 0.1\nwidth: 8\n".encode("utf-16"), "byte 0xff in line 1): save it as UTF-8"),
-    (b"lr: [1\n", "not valid YAML"),
-    (b"- lr\n", "expected a mapping of settings"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("name: é\n".encode("latin-1"), "byte 0xe9 in line 1): save it as UTF-8"),
+        ("lr: 0.1\nwidth: 8\n".encode("utf-16"), "byte 0xff in line 1): save it as UTF-8"),
+        (b"lr: [1\n", "not valid YAML"),
+        (b"- lr\n", "expected a mapping of settings"),
+    ],
+)
 def test_a_file_of_settings_that_is_none_is_named(here: Here, content: bytes, says: str) -> None:
     Path("start.yaml").write_bytes(content)
     code, output = here("train", TINY, "--from", "start.yaml")
@@ -139,11 +149,15 @@ def test_help_imports_nothing_heavy(words: list[str], tmp_path: Path) -> None:
         f"try:\n    main({words!r})\nexcept SystemExit as end:\n    assert not end.code\n"
         f"loaded = {heavy!r} & set(sys.modules)\nassert not loaded, loaded\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout or "rankzero 0" in done.stdout
 
 
 def test_importing_rankzero_imports_nothing(tmp_path: Path) -> None:
-    program = f"import sys, rankzero\nloaded = {LIGHT!r} & set(sys.modules)\nassert not loaded, loaded"
+    program = (
+        f"import sys, rankzero\nloaded = {LIGHT!r} & set(sys.modules)\nassert not loaded, loaded"
+    )
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)

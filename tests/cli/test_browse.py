@@ -22,7 +22,7 @@ import pytest
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.cli.display.live import Console
 from rankzero.cli.main import main
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
 from support.commands import TINY, Command, command_in, free_port
 
@@ -47,16 +47,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterat
         git(command.folder, "init", "-q")
         git(command.folder, "add", ".")
         git(command.folder, "commit", "-qm", "one")
-        code, output = command("train", "chatty.py", "--nproc", 2, "--run-name", "first", "train.log_model=true")
+        code, output = command(
+            "train", "chatty.py", "--nproc", 2, "--run-name", "first", "train.log_model=true"
+        )
         assert code == 0, output
         (command.folder / "tiny.py").write_text(TINY.read_text().replace("nn.ReLU()", "nn.GELU()"))
-        code, output = command("train", "tiny.py", "--nproc", 1, "--run-name", "second", "lr=0.001", "train.steps=9")
+        code, output = command(
+            "train", "tiny.py", "--nproc", 1, "--run-name", "second", "lr=0.001", "train.steps=9"
+        )
         assert code == 0, output
         yield command
 
 
 @pytest.fixture
-def here(trained: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+def here(
+    trained: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Here:
     """Run a command in this process; return its exit code and what it printed."""
     monkeypatch.chdir(trained.folder)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -71,20 +77,30 @@ def here(trained: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def git(folder: Path, *words: str) -> None:
-    subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@example.org", *words], cwd=folder, check=True)
+    subprocess.run(
+        ["git", "-c", "user.name=t", "-c", "user.email=t@example.org", *words],
+        cwd=folder,
+        check=True,
+    )
 
 
 def names(output: str) -> list[str]:
-    return [line.split()[0] for line in output.splitlines()[1:] if line and not line.startswith("*")]
+    return [
+        line.split()[0] for line in output.splitlines()[1:] if line and not line.startswith("*")
+    ]
 
 
 def on_a_terminal(command: Command, *words: str, columns: int = 80, **environ: str) -> str:
     """Return what the command prints on a terminal."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "rankzero", *words], cwd=command.folder, stdin=slave, stdout=slave, stderr=slave,
+        [sys.executable, "-m", "rankzero", *words],
+        cwd=command.folder,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
         env={**command.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), **environ},
-    )  # fmt: skip
+    )
     os.close(slave)
     output = b""
     with contextlib.suppress(OSError):  # the other end is closed
@@ -99,7 +115,9 @@ def test_runs_are_filtered_and_sorted(here: Here) -> None:
     assert names(here("runs")[1]) == ["second", "first"]
     assert names(here("runs", "--sort", "lr")[1]) == ["second", "first"]
     assert names(here("runs", "--sort", "-lr")[1]) == ["first", "second"]
-    assert names(here("runs", "experiment=chat*", "lr>1e-2", "status=finished", "val/accuracy>=0.5")[1]) == ["first"]
+    assert names(
+        here("runs", "experiment=chat*", "lr>1e-2", "status=finished", "val/accuracy>=0.5")[1]
+    ) == ["first"]
     assert "no run is like that" in here("runs", "status=FAILED")[1]
     code, output = here("runs", "val/acuracy>0.9")
     assert code == 2 and "did you mean 'val/accuracy'" in output
@@ -112,9 +130,24 @@ def test_runs_as_json_have_the_same_keys(here: Here) -> None:
     found = json.loads(here("runs", "--json")[1])
     assert [one["name"] for one in found] == ["second", "first"]
     assert {tuple(one) for one in found} == {
-        ("name", "experiment", "status", "reason", "started", "seconds", "goal", "best", "samples_per_second",
-         "undelivered", "parent", "mlflow_run_id", "data", "params", "metrics")
-    }  # fmt: skip
+        (
+            "name",
+            "experiment",
+            "status",
+            "reason",
+            "started",
+            "seconds",
+            "goal",
+            "best",
+            "samples_per_second",
+            "undelivered",
+            "parent",
+            "mlflow_run_id",
+            "data",
+            "params",
+            "metrics",
+        )
+    }
     assert found[0]["params"]["lr"] == "0.001" and 0 <= found[0]["metrics"]["val/accuracy"] <= 1
     assert json.loads(here("runs", "--json", "status=FAILED")[1]) == []
 
@@ -128,11 +161,17 @@ def test_colours_are_for_terminals(trained: Command) -> None:
 
 def test_a_report_is_that_of_mlflow(here: Here, trained: Command) -> None:
     folder = RunFolder(trained.folder / "mlruns/runs/first")
-    tags = Tracker(folder.identity.tracking_uri).find_run(mlflow_id(folder) or "").tags
+    tags = MlflowRuns(folder.identity.tracking_uri).find_run(mlflow_id(folder) or "").tags
     _, output = here("report", "first")
     assert output == tags["mlflow.note.content"].replace("&nbsp;\n\n", "").replace("&emsp;", "")
-    for says in ("### FINISHED", "Limited by", "rankzero resume first train.epochs=8", "Processes | 2 on cpu",
-                 "\nrankzero train chatty.py --nproc 2 train.log_model=true\n", "git checkout "):  # fmt: skip
+    for says in (
+        "### FINISHED",
+        "Limited by",
+        "rankzero resume first train.epochs=8",
+        "Processes | 2 on cpu",
+        "\nrankzero train chatty.py --nproc 2 train.log_model=true\n",
+        "git checkout ",
+    ):
         assert says in output
     assert "git apply diff.patch" in here("report", "second")[1]
     shown = on_a_terminal(trained, "report", "first", NO_COLOR="1")
@@ -142,7 +181,9 @@ def test_a_report_is_that_of_mlflow(here: Here, trained: Command) -> None:
 
 def test_a_report_of_two_runs_says_what_differs(here: Here) -> None:
     code, output = here("report", "first", "second")
-    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.startswith("  ")}
+    rows = {
+        line.split()[0]: line.split()[1:] for line in output.splitlines() if line.startswith("  ")
+    }
     assert code == 0 and rows["lr"][:2] == ["0.05", "0.001"]
     assert rows["world_size"] == ["2", "1"] and rows["samples/s"][-1].endswith(("%", "x"))
     assert "train.seed" not in rows and "torch" not in rows and "commit" not in rows
@@ -153,7 +194,12 @@ def test_a_report_of_two_runs_says_what_differs(here: Here) -> None:
 
 
 def test_a_narrow_terminal_is_enough(trained: Command) -> None:
-    for words in (("runs",), ("runs", "--sort", "lr"), ("report", "first"), ("report", "first", "second")):
+    for words in (
+        ("runs",),
+        ("runs", "--sort", "lr"),
+        ("report", "first"),
+        ("report", "first", "second"),
+    ):
         lines = on_a_terminal(trained, *words, NO_COLOR="1", TERM="dumb").splitlines()
         assert lines and max(map(len, lines)) <= 80, words
 
@@ -168,7 +214,9 @@ def test_logs_are_what_the_ranks_printed(here: Here) -> None:
 
 
 def test_following_a_run_leaves_it_alone_and_ends_with_it(rankzero: Command) -> None:
-    training = rankzero.start("train", TINY, "--run-name", "live", "step_seconds=0.03", "train.epochs=1000")
+    training = rankzero.start(
+        "train", TINY, "--run-name", "live", "step_seconds=0.03", "train.epochs=1000"
+    )
     rankzero.wait_for_step(10)
     first, second = (rankzero.start("logs", "live", "--follow") for _ in range(2))
     for process in (first, second):
@@ -184,7 +232,9 @@ def test_following_a_run_leaves_it_alone_and_ends_with_it(rankzero: Command) -> 
     assert training.wait(timeout=60) == 75
 
 
-def test_ctrl_c_detaches_before_the_display_is_up(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_detaches_before_the_display_is_up(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(console: Console) -> None:
         raise KeyboardInterrupt
 
@@ -193,20 +243,28 @@ def test_ctrl_c_detaches_before_the_display_is_up(here: Here, monkeypatch: pytes
     assert code == 0 and "detached; first goes on" in output
 
 
-def test_a_run_is_exported(here: Here, trained: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_exported(
+    here: Here, trained: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert here("export", "first", "--to", tmp_path / "csv")[0] == 0
     table = pandas.read_csv(tmp_path / "csv/metrics.csv")
-    assert list(table.columns[:2]) == ["step", "time"] and list(table["step"]) == list(range(1, len(table) + 1))
-    points = Tracker(f"sqlite:///{trained.folder}/mlruns/mlflow.db").history(
+    assert list(table.columns[:2]) == ["step", "time"] and list(table["step"]) == list(
+        range(1, len(table) + 1)
+    )
+    points = MlflowRuns(f"sqlite:///{trained.folder}/mlruns/mlflow.db").history(
         mlflow_id(RunFolder(trained.folder / "mlruns/runs/first")) or "", "train/loss"
     )
     assert table["train/loss"].tolist() == pytest.approx([point.value for point in points])
     assert table["val/accuracy"].notna().sum() == 4
     described = json.loads((tmp_path / "csv/run.json").read_text())
-    assert described["params"]["lr"] == "0.05" and described["checkpoints"][-1]["step"] == len(table)
+    assert described["params"]["lr"] == "0.05" and described["checkpoints"][-1]["step"] == len(
+        table
+    )
     assert (tmp_path / "csv/figures/learning_curves.png").read_bytes().startswith(b"\x89PNG")
     assert here("export", "first", "--to", tmp_path / "parquet", "--format", "parquet")[0] == 0
-    assert pandas.read_parquet(tmp_path / "parquet/metrics.parquet")["train/loss"].equals(table["train/loss"])
+    assert pandas.read_parquet(tmp_path / "parquet/metrics.parquet")["train/loss"].equals(
+        table["train/loss"]
+    )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, output = here("export", "first", "--to", tmp_path / "none", "--format", "parquet")
     assert code == 2 and "pip install pyarrow" in output and not (tmp_path / "none").exists()
@@ -226,7 +284,9 @@ def test_the_best_model_is_registered_and_served(here: Here, trained: Command) -
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
-            assert json.load(answer)["predictions"] == [pytest.approx(row, rel=1e-4) for row in example["y"]]
+            assert json.load(answer)["predictions"] == [
+                pytest.approx(row, rel=1e-4) for row in example["y"]
+            ]
 
 
 def loaded_example(uri: str) -> dict[str, Any]:
@@ -241,7 +301,10 @@ def loaded_example(uri: str) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # MLflow's own
         signature = get_model_info("models:/tiny/1").signature
         assert signature is not None and signature.outputs is not None
-        assert [spec.shape for spec in (*signature.inputs, *signature.outputs)] == [(-1, 8), (-1, 2)]
+        assert [spec.shape for spec in (*signature.inputs, *signature.outputs)] == [
+            (-1, 8),
+            (-1, 2),
+        ]
         model = mlflow.pytorch.load_model("models:/tiny/1")
         found = mlflow.pyfunc.load_model("models:/tiny/1").input_example
         return {"x": found.tolist(), "y": model(torch.from_numpy(found)).tolist()}
@@ -252,15 +315,27 @@ def served(model: str, uri: str, port: int) -> Iterator[None]:
     """Serve the model for the duration of the block, as people would: `mlflow` starts `uvicorn` off the PATH."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     process = subprocess.Popen(
-        [*(sys.executable, "-P", "-m", "mlflow", "models", "serve"),
-         *("-m", model, "--env-manager", "local", "-p", str(port))],
-        env={**os.environ, "MLFLOW_TRACKING_URI": uri, "MLFLOW_DISABLE_TELEMETRY": "true", "PATH": path},
-        start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [
+            *(sys.executable, "-P", "-m", "mlflow", "models", "serve"),
+            *("-m", model, "--env-manager", "local", "-p", str(port)),
+        ],
+        env={
+            **os.environ,
+            "MLFLOW_TRACKING_URI": uri,
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "PATH": path,
+        },
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         deadline = time.monotonic() + 90
         while process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=1):
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=1),
+            ):
                 break
             time.sleep(0.1)
         yield

@@ -48,38 +48,45 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("line", "found"), [
-    ("rankzero re", ["register", "report", "resume"]),
-    ("rankzero train ", ["mine.py", "mlruns/"]),
-    ("rankzero train mi", ["mine.py"]),
-    ("rankzero train mine.py --nn", ["--nnodes"]),
-    ("rankzero train mine.py net.", ["net.depth=", "net.norm="]),
-    ("rankzero train --nproc 2 mine.py da", ["data="]),
-    ("rankzero train mine.py net.norm=", ["net.norm=batch", "net.norm=layer"]),
-    ("rankzero train mine.py augment=t", ["augment=true"]),
-    ("rankzero train mine.py train.precision=b", ["train.precision=bf16"]),
-    ("rankzero train mine.py --from digits-", ["digits-1", "digits-2"]),
-    ("rankzero resume digits-1 net.d", ["net.depth="]),
-    ("rankzero report digits-1 di", ["digits-1", "digits-2"]),
-    ("rankzero logs ", ["digits-1", "digits-2"]),
-    ("rankzero logs digits-1 ", []),
-    ("rankzero search mine.py --sampler ", ["gp", "grid", "random", "tpe"]),
-    ("rankzero runs st", ["started=", "status="]),
-    ("rankzero completion z", ["zsh"]),
-    ("rankzero nothing ", []),
-    ("rankzero train no/such/", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("rankzero re", ["register", "report", "resume"]),
+        ("rankzero train ", ["mine.py", "mlruns/"]),
+        ("rankzero train mi", ["mine.py"]),
+        ("rankzero train mine.py --nn", ["--nnodes"]),
+        ("rankzero train mine.py net.", ["net.depth=", "net.norm="]),
+        ("rankzero train --nproc 2 mine.py da", ["data="]),
+        ("rankzero train mine.py net.norm=", ["net.norm=batch", "net.norm=layer"]),
+        ("rankzero train mine.py augment=t", ["augment=true"]),
+        ("rankzero train mine.py train.precision=b", ["train.precision=bf16"]),
+        ("rankzero train mine.py --from digits-", ["digits-1", "digits-2"]),
+        ("rankzero resume digits-1 net.d", ["net.depth="]),
+        ("rankzero report digits-1 di", ["digits-1", "digits-2"]),
+        ("rankzero logs ", ["digits-1", "digits-2"]),
+        ("rankzero logs digits-1 ", []),
+        ("rankzero search mine.py --sampler ", ["gp", "grid", "random", "tpe"]),
+        ("rankzero runs st", ["started=", "status="]),
+        ("rankzero completion z", ["zsh"]),
+        ("rankzero nothing ", []),
+        ("rankzero train no/such/", []),
+    ],
+)
 def test_what_may_come_next(folder: Path, line: str, found: list[str]) -> None:
     assert candidates(line, Path("mlruns")) == found
 
 
 def test_settings_are_read_without_running_the_file() -> None:
-    assert own_settings("raise SystemExit\nclass A(Experiment):\n    width: int = 3\n") == {"width": []}
+    assert own_settings("raise SystemExit\nclass A(Experiment):\n    width: int = 3\n") == {
+        "width": []
+    }
     assert own_settings("not python (") == {}
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verbs_help_ends_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verbs_help_ends_with_an_example(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main([verb, "--help"])
     output = capsys.readouterr().out
@@ -130,7 +137,12 @@ def bash(folder: Path) -> Iterator[Keyboard]:
     (folder / "bin").mkdir()
     (folder / "bin/rankzero").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m rankzero "$@"\n')
     (folder / "bin/rankzero").chmod(0o755)
-    environ = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PS1": "$ ", "TERM": "dumb"}
+    environ = {
+        **os.environ,
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
+        "PS1": "$ ",
+        "TERM": "dumb",
+    }
     child, terminal = pty.fork()
     if child == 0:
         os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environ)  # noqa: S606

@@ -46,11 +46,13 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         yield made
 
 
-def finish(folder: RunFolder, hurried: Callable[[], bool] = lambda: False, *, seen: bool = True) -> list[str]:
+def finish(
+    folder: RunFolder, hurried: Callable[[], bool] = lambda: False, *, seen: bool = True
+) -> list[str]:
     """Let the command wait for the delivery; return what it says. `seen`: whether it has followed the run so far."""
     console = Told(ended() if seen else None)
     experiment = config.override(experiment_file.load(str(TINY))(), {"train.log_model": True})
-    tried = launch_run.Attempt(folder, experiment, agent.Nodes(1), folder.path.parent, [])
+    tried = launch_run.LaunchPlan(folder, experiment, agent.Topology(1), folder.path.parent, [])
     launch_run._finish_tracking(tried, console, hurried)  # type: ignore[arg-type]
     return console.notices
 
@@ -59,8 +61,10 @@ def without_rank_zero(folder: RunFolder, *, stopped: bool) -> tuple[int, list[st
     """Report a launch whose ranks did not come up; return the exit code and what is said."""
     console = Told(None)
     console.failed = "stopped by SIGTERM before it began"
-    tried = launch_run.Attempt(folder, experiment_file.load(str(TINY))(), agent.Nodes(1), folder.path.parent, [])
-    launched = launch_run._Launched(console, "FAILED", is_heard_of=False)  # type: ignore[arg-type]
+    tried = launch_run.LaunchPlan(
+        folder, experiment_file.load(str(TINY))(), agent.Topology(1), folder.path.parent, []
+    )
+    launched = launch_run._LaunchResult(console, "FAILED", is_heard_of=False)  # type: ignore[arg-type]
     return launch_run._without_rank_zero(tried, launched, stopped=stopped), console.notices
 
 
@@ -68,7 +72,9 @@ def test_a_run_from_mlflow_that_is_stopped_before_it_goes_on_is_as_it_was(tmp_pa
     run = make_folder(tmp_path)
     (run.checkpoints / "step_00000004").mkdir(parents=True)
     code, said = without_rank_zero(run, stopped=True)
-    assert code == 75 and said == [f"stopped by SIGTERM before it began: {run.path.name} is as it was"]
+    assert code == 75 and said == [
+        f"stopped by SIGTERM before it began: {run.path.name} is as it was"
+    ]
     with pytest.raises(RunFailed, match="before it began; see"):
         without_rank_zero(run, stopped=False)
     assert (run.path / "run.json").exists()
@@ -82,12 +88,23 @@ def test_what_never_began_is_no_run(tmp_path: Path) -> None:
     assert not (run.path / "run.json").exists()
 
 
-def test_what_went_wrong_is_told_where_not_all_is_delivered(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_went_wrong_is_told_where_not_all_is_delivered(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.2")
-    state.save(state.path_of(folder, 0), state.Progress(
-        run_id="abc", error="ConnectionError: refused", failures=7, outages=1, rejected=1, reasons=["metric x: no"],
-        waiting=["artifacts"], offsets={folder.events.name: folder.events.stat().st_size},
-    ))  # fmt: skip
+    state.save(
+        state.path_of(folder, 0),
+        state.DeliveryState(
+            run_id="abc",
+            error="ConnectionError: refused",
+            failures=7,
+            outages=1,
+            rejected=1,
+            reasons=["metric x: no"],
+            waiting=["artifacts"],
+            offsets={folder.events.name: folder.events.stat().st_size},
+        ),
+    )
     told = finish(folder)
     assert told[0].startswith("7 tries to deliver failed") and "- metric x: no" in told
     assert told[-1] == (
@@ -103,19 +120,25 @@ def test_the_best_model_gets_what_the_delivery_has_left_of_the_time(
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "30")
     left = []
 
-    def deliver(of: RunFolder, enough: Callable[[delivery_status.Delivery], bool]) -> delivery_status.Delivery:
+    def deliver(
+        of: RunFolder, enough: Callable[[delivery_status.Delivery], bool]
+    ) -> delivery_status.Delivery:
         time.sleep(1.0)
         return delivery_status.status(of)._replace(done=True)
 
     monkeypatch.setattr(delivery_status, "wait", deliver)
-    monkeypatch.setattr(best_model, "in_new_process", lambda folder, notice, hurried, seconds: left.append(seconds))
+    monkeypatch.setattr(
+        best_model, "in_new_process", lambda folder, notice, hurried, seconds: left.append(seconds)
+    )
     assert finish(folder) == []
     assert 20.0 < left[0] <= 29.0
 
 
 def test_what_a_command_did_not_wait_for_is_brought_by_sync(rankzero: Command) -> None:
     rankzero.environ["RANKZERO_DELIVERY_GRACE_SECONDS"] = "0"
-    code, output = rankzero("train", TINY, "train.steps=4", "train.log_model=true", "--run-name", "hasty")
+    code, output = rankzero(
+        "train", TINY, "train.steps=4", "train.log_model=true", "--run-name", "hasty"
+    )
     assert code == 0, output
     assert "the best model" in output and "rankzero sync hasty" in output, output
     folder = RunFolder(rankzero.folder / "mlruns/runs/hasty")

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from rankzero.events import DataDescribed, PicturesTaken
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
 from support.commands import Command, events
 from support.paths import EXPERIMENTS, FIXTURES
@@ -21,7 +21,9 @@ FEW = ("train.epochs=2", "train.log_model=false", "train.save_every=0")
 
 
 def artifacts(rankzero: Command, run: RunFolder) -> Path:
-    record = Tracker(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").find_run(run.path.name)
+    record = MlflowRuns(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").find_run(
+        run.path.name
+    )
     (found,) = (rankzero.folder / "mlruns" / "artifacts").glob(f"*/{record.run_id}/artifacts")
     return found
 
@@ -51,14 +53,21 @@ def test_digits_on_two_ranks_show_their_mistakes_in_mlflow(rankzero: Command) ->
     wanted = [(key, "step", str(step)) for key in both for step in steps]
     assert keyed == [*wanted, ("pictures~training_batch", "step", "22")]
     assert len(list((folder / "images").glob("*+compressed.webp"))) == len(keyed)
-    ours = [f"pictures/{name}.png" for name in ("confusion_matrix", "hardest_mistakes", "training_batch")]
+    ours = [
+        f"pictures/{name}.png"
+        for name in ("confusion_matrix", "hardest_mistakes", "training_batch")
+    ]
     for name in (*ours, "figures/learning_curves.png", "figures/step_time.png"):
         with Image.open(folder / name) as image:
             assert min(image.size) > 200
 
 
 def test_runs_on_the_same_data_are_found_by_its_digest(rankzero: Command) -> None:
-    for name, settings in (("one", ()), ("two", ("lr=1e-4", "train.seed=7")), ("other", ("samples=46",))):
+    for name, settings in (
+        ("one", ()),
+        ("two", ("lr=1e-4", "train.seed=7")),
+        ("other", ("samples=46",)),
+    ):
         code, output = rankzero("train", f"{PICTURED}:Showing", "--run-name", name, *settings)
         assert code == 0, output
     rankzero("sync")
@@ -68,14 +77,20 @@ def test_runs_on_the_same_data_are_found_by_its_digest(rankzero: Command) -> Non
     name, digest, samples = found["one"]["training"]
     assert name == "Squares" and samples == 64
     described = [event for event in events(rankzero.runs[0]) if isinstance(event, DataDescribed)]
-    assert [event.context for event in described] == ["training", "validation"] and described[0].digest == digest
+    assert [event.context for event in described] == ["training", "validation"] and described[
+        0
+    ].digest == digest
     code, output = rankzero("runs", f"data={digest}", "--json")
     assert code == 0 and {one["name"] for one in json.loads(output)} == {"one", "two", "other"}
-    record = Tracker(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").find_run("one")
+    record = MlflowRuns(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").find_run("one")
     assert f"Squares, 64 samples, digest {digest}" in record.tags["mlflow.note.content"]
-    assert {path.name for path in (artifacts(rankzero, rankzero.runs[0]) / "pictures").iterdir()} >= {
-        "input.png", "grey ramp~x.png", "confusion_matrix.png",
-    }  # fmt: skip
+    assert {
+        path.name for path in (artifacts(rankzero, rankzero.runs[0]) / "pictures").iterdir()
+    } >= {
+        "input.png",
+        "grey ramp~x.png",
+        "confusion_matrix.png",
+    }
 
 
 def test_what_a_killed_attempt_left_of_pictures_goes_with_the_next(rankzero: Command) -> None:
@@ -83,20 +98,31 @@ def test_what_a_killed_attempt_left_of_pictures_goes_with_the_next(rankzero: Com
     code, output = rankzero("train", f"{PICTURED}:Showing", *words)
     assert code == 0, output
     (run,) = rankzero.runs
-    left = [run.pictures / "step_00000006_1800000000000.npz", run.pictures / ".step_00000009_1800000000000.npz.4711"]
+    left = [
+        run.pictures / "step_00000006_1800000000000.npz",
+        run.pictures / ".step_00000009_1800000000000.npz.4711",
+    ]
     for path in left:
         path.write_bytes(b"half of it")
     code, output = rankzero("resume", "run", "train.steps=12")
     assert code == 0, output
     rankzero("sync")
     assert not list(run.pictures.iterdir())
-    assert [event.step for event in events(run) if isinstance(event, PicturesTaken)] == [3, 6, 9, 12]
+    assert [event.step for event in events(run) if isinstance(event, PicturesTaken)] == [
+        3,
+        6,
+        9,
+        12,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "shown"), [("fsdp", {"input", "confusion_matrix", "training_batch"}), ("pp", {"training_batch"})]
+    ("strategy", "shown"),
+    [("fsdp", {"input", "confusion_matrix", "training_batch"}), ("pp", {"training_batch"})],
 )
-def test_a_divided_model_shows_what_rank_0_has_of_it(rankzero: Command, strategy: str, shown: set[str]) -> None:
+def test_a_divided_model_shows_what_rank_0_has_of_it(
+    rankzero: Command, strategy: str, shown: set[str]
+) -> None:
     words = (f"train.strategy={strategy}", "train.save_every=0")
     code, output = rankzero("train", f"{PICTURED}:Showing", "--nproc", 2, *words)
     assert code == 0 and "note:" not in output, output
@@ -110,4 +136,6 @@ def test_pictures_can_be_switched_off(rankzero: Command) -> None:
     code, output = rankzero("train", f"{PICTURED}:Showing", "train.pictures=false", "own=raises")
     assert code == 0 and "pictures" not in output.partition("look:")[2], output
     (run,) = rankzero.runs
-    assert not run.pictures.exists() and not any(isinstance(event, PicturesTaken) for event in events(run))
+    assert not run.pictures.exists() and not any(
+        isinstance(event, PicturesTaken) for event in events(run)
+    )

@@ -15,12 +15,20 @@ UNSETTLED = TINY.with_name("unsettled.py")
 @pytest.mark.parametrize(
     ("happens", "says"),
     [
-        ("short 1", "training sets of different lengths: 200 samples on rank 0; 190 samples on rank 1."),
-        ("fewer 0", "validation sets of different lengths: 50 samples on rank 0; 51 samples on rank 1."),
+        (
+            "short 1",
+            "training sets of different lengths: 200 samples on rank 0; 190 samples on rank 1.",
+        ),
+        (
+            "fewer 0",
+            "validation sets of different lengths: 50 samples on rank 0; 51 samples on rank 1.",
+        ),
         ("raise 1", "OSError: no such data ("),
     ],
 )
-def test_ranks_that_see_other_data_end_at_once_with_one_message(rankzero: Command, happens: str, says: str) -> None:
+def test_ranks_that_see_other_data_end_at_once_with_one_message(
+    rankzero: Command, happens: str, says: str
+) -> None:
     rankzero.environ["UNSETTLED"] = happens
     begun = time.monotonic()
     code, output = rankzero("train", UNSETTLED, "--nproc", 2)
@@ -35,7 +43,9 @@ def test_ranks_that_see_other_data_end_at_once_with_one_message(rankzero: Comman
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_hangs_before_the_first_step_is_named(rankzero: Command, rank: int) -> None:
     rankzero.environ["UNSETTLED"] = f"hang {rank}"
-    code, output = rankzero("train", UNSETTLED, "--nproc", 2, "train.hang_minutes=0.01", "around_seconds=3")
+    code, output = rankzero(
+        "train", UNSETTLED, "--nproc", 2, "train.hang_minutes=0.01", "around_seconds=3"
+    )
     assert code == 1, output
     hung(rankzero, rank, r"in set-up \(.*unsettled.py, line \d+, in data\)", "unsettled.py")
 
@@ -43,8 +53,15 @@ def test_a_rank_that_hangs_before_the_first_step_is_named(rankzero: Command, ran
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_disk_that_hangs_after_the_last_step_is_told(rankzero: Command, processes: int) -> None:
     rankzero.environ["UNSETTLED"] = "disk 0"
-    code, output = rankzero("train", UNSETTLED, "--nproc", processes, "train.hang_minutes=0.01", "around_seconds=3",
-                            "train.steps=5")  # fmt: skip
+    code, output = rankzero(
+        "train",
+        UNSETTLED,
+        "--nproc",
+        processes,
+        "train.hang_minutes=0.01",
+        "around_seconds=3",
+        "train.steps=5",
+    )
     assert code == 1, output
     hung(rankzero, 0, "after the last step$", "unsettled.py")  # the thread that writes, in the log
 
@@ -54,6 +71,12 @@ def hung(rankzero: Command, rank: int, says: str, where: str) -> None:
     (folder,) = rankzero.runs
     run = tracked(folder)
     assert run.status == "FAILED"
-    assert re.search(rf"rank {rank} hung for \d+ s {says}", run.tags["rankzero.reason"]), run.tags["rankzero.reason"]
+    assert re.search(rf"rank {rank} hung for \d+ s {says}", run.tags["rankzero.reason"]), run.tags[
+        "rankzero.reason"
+    ]
     log = next((folder.path / "logs").glob(f"*/attempt_0/{rank}/stderr.log")).read_text()
-    assert "most recent call first" in log and where in log and "train.hang_minutes sets the limit" in log
+    assert (
+        "most recent call first" in log
+        and where in log
+        and "train.hang_minutes sets the limit" in log
+    )

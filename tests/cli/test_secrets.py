@@ -23,7 +23,9 @@ from rankzero.tuning.reports.study_run import sweet_spot_yaml
 from support.commands import TINY, Command
 from support.runs import append, ended, make_folder, started
 
-SETTING, ARGUMENT, VARIABLE, DIFF, ERROR, AWS, URI, FILE = (f"planted{number}staple" for number in range(8))
+SETTING, ARGUMENT, VARIABLE, DIFF, ERROR, AWS, URI, FILE = (
+    f"planted{number}staple" for number in range(8)
+)
 EXPERIMENT = f"""
 import sys
 sys.path.insert(0, {str(TINY.parent)!r})
@@ -54,12 +56,28 @@ def test_planted_secrets_reach_neither_mlflow_nor_the_runs(rankzero: Command) ->
     (rankzero.folder / ".gitignore").write_text("mlruns\n")
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
         subprocess.run([*git, *words], check=True, capture_output=True)
-    (rankzero.folder / "notes.py").write_text(f"AWS_SESSION_TOKEN = '{DIFF}'\nurl = 'https://me:{DIFF}@host/x'\n")
+    (rankzero.folder / "notes.py").write_text(
+        f"AWS_SESSION_TOKEN = '{DIFF}'\nurl = 'https://me:{DIFF}@host/x'\n"
+    )
     (rankzero.folder / f"api_key={FILE}").touch()
-    planted = {"AWS_SECRET_ACCESS_KEY": VARIABLE, "NCCL_AUTH_TOKEN": VARIABLE, "NCCL_X": f"s3://me:{VARIABLE}@h"}
+    planted = {
+        "AWS_SECRET_ACCESS_KEY": VARIABLE,
+        "NCCL_AUTH_TOKEN": VARIABLE,
+        "NCCL_X": f"s3://me:{VARIABLE}@h",
+    }
     rankzero.environ |= planted
-    code, output = rankzero("train", "leaky.py", "--run-name", "leaky", f"api_key={SETTING}", "train.steps=5",
-                            "--nproc", 2, "--rdzv-id", f"token={ARGUMENT}")  # fmt: skip
+    code, output = rankzero(
+        "train",
+        "leaky.py",
+        "--run-name",
+        "leaky",
+        f"api_key={SETTING}",
+        "train.steps=5",
+        "--nproc",
+        2,
+        "--rdzv-id",
+        f"token={ARGUMENT}",
+    )
     assert code == 1 and "ConnectionError" in output
     [folder] = rankzero.runs
     mlruns = rankzero.folder / "mlruns"
@@ -101,11 +119,15 @@ def test_what_a_recorder_logs_has_no_secrets(tmp_path: Path) -> None:
         f"try: raise OSError('https://me:{URI}@host/x password={URI}')\n"
         "except OSError: logging.getLogger('rankzero.recorder').exception('unexpected')"
     )
-    done = subprocess.run([os.sys.executable, "-c", program], capture_output=True, text=True, check=True)  # type: ignore[attr-defined]
+    done = subprocess.run(
+        [os.sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )  # type: ignore[attr-defined]
     assert "unexpected" in done.stderr and "OSError" in done.stderr and URI not in done.stderr
 
 
-def test_every_way_into_the_journal_blots_errors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_way_into_the_journal_blots_errors(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from rankzero.run_store.journal import Journal
 
     folder = make_folder(tmp_path)

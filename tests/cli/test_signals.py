@@ -41,7 +41,9 @@ def forkservers(command: Command) -> list[psutil.Process]:
 def has_a_rank(command: Command) -> bool:
     """Tell whether the server of workers has forked one. While it loads PyTorch, it has other children: ldconfig."""
     servers = forkservers(command)
-    return has_the_agents_logs(command) and any(one.ppid() in {other.pid for other in servers} for one in servers)
+    return has_the_agents_logs(command) and any(
+        one.ppid() in {other.pid for other in servers} for one in servers
+    )
 
 
 def has_the_agents_logs(command: Command) -> bool:
@@ -49,7 +51,10 @@ def has_the_agents_logs(command: Command) -> bool:
 
 
 def joined(launcher: subprocess.Popen[str]) -> bool:
-    return any(one.status == psutil.CONN_ESTABLISHED for one in psutil.Process(launcher.pid).net_connections())
+    return any(
+        one.status == psutil.CONN_ESTABLISHED
+        for one in psutil.Process(launcher.pid).net_connections()
+    )
 
 
 def starts(folder: RunFolder) -> int:
@@ -57,7 +62,9 @@ def starts(folder: RunFolder) -> int:
 
 
 @pytest.mark.parametrize("moment", [has_the_agents_logs, has_a_rank])
-def test_a_signal_while_the_ranks_start_is_heard(rankzero: Command, moment: Callable[[Command], bool]) -> None:
+def test_a_signal_while_the_ranks_start_is_heard(
+    rankzero: Command, moment: Callable[[Command], bool]
+) -> None:
     process = rankzero.start("train", TINY, "--nproc", 2, "--run-name", "early", *ENDLESS)
     wait_until(lambda: moment(rankzero))
     process.send_signal(signal.SIGTERM)
@@ -71,12 +78,16 @@ def test_a_signal_while_the_ranks_start_is_heard(rankzero: Command, moment: Call
     assert not forkservers(rankzero)
 
 
-def test_a_resume_that_does_not_come_to_train_is_not_taken_for_the_attempt_before(rankzero: Command) -> None:
+def test_a_resume_that_does_not_come_to_train_is_not_taken_for_the_attempt_before(
+    rankzero: Command,
+) -> None:
     code, output = rankzero("train", TINY, "--nproc", 1, "--run-name", "r", "train.steps=4")
     assert code == 0, output
     folder = rankzero.runs[0]
     broken = rankzero.folder / "broken.py"
-    broken.write_text(f"import os\nif 'RANK' in os.environ:\n    raise ImportError('not here')\n{TINY.read_text()}")
+    broken.write_text(
+        f"import os\nif 'RANK' in os.environ:\n    raise ImportError('not here')\n{TINY.read_text()}"
+    )
     began = time.monotonic()
     code, output = rankzero("resume", "r", "train.steps=8", "--experiment", broken)
     assert code == 1 and "ImportError: not here" in output and "FINISHED" not in output, output
@@ -92,13 +103,26 @@ def test_a_resume_that_does_not_come_to_train_is_not_taken_for_the_attempt_befor
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 75, output
     if "before it began" in output:
-        assert "r is as it was" in output and tracked(folder).status == "FINISHED" and starts(folder) == 1
+        assert (
+            "r is as it was" in output
+            and tracked(folder).status == "FINISHED"
+            and starts(folder) == 1
+        )
     else:
         assert tracked(folder).status == "KILLED" and starts(folder) == 2
 
 
 def test_machines_that_wait_for_one_that_was_stopped_end_with_a_message(rankzero: Command) -> None:
-    words = ("train", TINY, "--nproc", 1, "--nnodes", 4, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    words = (
+        "train",
+        TINY,
+        "--nproc",
+        1,
+        "--nnodes",
+        4,
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+    )
     first, second = (rankzero.start(*words, "--dir", f"node_{number}") for number in (0, 1))
     # Both have joined once the connections of their stores' clients are there, which nothing else shows from outside.
     wait_until(lambda: all(joined(one) for one in (first, second)))
@@ -106,7 +130,9 @@ def test_machines_that_wait_for_one_that_was_stopped_end_with_a_message(rankzero
     first.send_signal(signal.SIGTERM)
     outputs = [one.communicate(timeout=60)[0] for one in (first, second)]
     assert [one.returncode for one in (first, second)] == [1, 1]
-    assert "stopped by SIGTERM before it began" in outputs[0] and "did not come together" in outputs[1]
+    assert (
+        "stopped by SIGTERM before it began" in outputs[0] and "did not come together" in outputs[1]
+    )
     assert not any("Traceback" in output for output in outputs), outputs
 
 
@@ -134,9 +160,14 @@ def test_under_nohup_a_hangup_stops_nothing(rankzero: Command) -> None:
         "train.steps=150",
     ]
     process = subprocess.Popen(
-        ["nohup", *command, "train.log_every=2"], cwd=rankzero.folder, env=rankzero.environ, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+        ["nohup", *command, "train.log_every=2"],
+        cwd=rankzero.folder,
+        env=rankzero.environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     rankzero.started.append(process)
     folder = rankzero.wait_for_step(4)
     assert len(forkservers(rankzero)) == 3
@@ -147,8 +178,12 @@ def test_under_nohup_a_hangup_stops_nothing(rankzero: Command) -> None:
     assert tracked(folder).status == "FINISHED" and len(losses(folder)) == 150
 
 
-def test_a_second_signal_ends_the_training_and_is_no_reason_to_begin_again(rankzero: Command) -> None:
-    process = rankzero.start("train", TINY, "--nproc", 2, "--max-restarts", 3, "step_seconds=5", "train.epochs=1000")
+def test_a_second_signal_ends_the_training_and_is_no_reason_to_begin_again(
+    rankzero: Command,
+) -> None:
+    process = rankzero.start(
+        "train", TINY, "--nproc", 2, "--max-restarts", 3, "step_seconds=5", "train.epochs=1000"
+    )
     wait_until(lambda: any(folder.events.exists() and starts(folder) for folder in rankzero.runs))
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
@@ -160,21 +195,37 @@ def test_a_second_signal_ends_the_training_and_is_no_reason_to_begin_again(rankz
     assert tracked(folder).status in ("KILLED", "FAILED")
 
 
-def test_a_stop_amid_a_long_evaluation_leaves_a_checkpoint_within_a_schedulers_grace(rankzero: Command) -> None:
-    settings = ("train.steps=40", "train.eval_every=20", "train.batch_size=8", "dropout=0.2", "--nproc", 2)
+def test_a_stop_amid_a_long_evaluation_leaves_a_checkpoint_within_a_schedulers_grace(
+    rankzero: Command,
+) -> None:
+    settings = (
+        "train.steps=40",
+        "train.eval_every=20",
+        "train.batch_size=8",
+        "dropout=0.2",
+        "--nproc",
+        2,
+    )
     assert rankzero("train", CLOCKED, "--run-name", "straight", *settings)[0] == 0
     evaluating = rankzero.folder / "evaluating"
     rankzero.environ["TORTURE_EVALUATING"] = str(evaluating)
     # Seven batches of five seconds on each rank; six of them would begin after the signal.
-    process = rankzero.start("train", CLOCKED, "--run-name", "stopped", "evaluation_seconds=5", *settings)
+    process = rankzero.start(
+        "train", CLOCKED, "--run-name", "stopped", "evaluation_seconds=5", *settings
+    )
     wait_until(evaluating.exists)
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75 and time.monotonic() - began < 30, output
-    stopped, straight = (RunFolder(rankzero.folder / "mlruns/runs" / name) for name in ("stopped", "straight"))
+    stopped, straight = (
+        RunFolder(rankzero.folder / "mlruns/runs" / name) for name in ("stopped", "straight")
+    )
     (ended,) = [event for event in events(stopped) if isinstance(event, RunEnded)]
-    assert (ended.status, ended.reason) == ("KILLED", "stopped by SIGTERM at step 20, amid its evaluation")
+    assert (ended.status, ended.reason) == (
+        "KILLED",
+        "stopped by SIGTERM at step 20, amid its evaluation",
+    )
     assert tracked(stopped).status == "KILLED" and not evaluations(stopped)
 
     code, output = rankzero("resume", "stopped", "evaluation_seconds=0")
@@ -185,11 +236,15 @@ def test_a_stop_amid_a_long_evaluation_leaves_a_checkpoint_within_a_schedulers_g
 
 
 def evaluations(folder: RunFolder) -> dict[int, dict[str, float]]:
-    return {event.step: dict(event.metrics) for event in events(folder) if isinstance(event, Evaluated)}
+    return {
+        event.step: dict(event.metrics) for event in events(folder) if isinstance(event, Evaluated)
+    }
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_after_the_last_word_changes_no_exit_code(rankzero: Command, number: signal.Signals) -> None:
+def test_a_signal_after_the_last_word_changes_no_exit_code(
+    rankzero: Command, number: signal.Signals
+) -> None:
     process = rankzero.start("train", TINY, "train.steps=4")
     assert process.stdout is not None
     while not (line := process.stdout.readline()).startswith("look:"):
@@ -206,12 +261,18 @@ def test_a_signal_while_the_end_is_delivered_cuts_the_wait_and_not_the_exit_code
     rankzero.environ["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{free_port()}"
     process = rankzero.start("train", TINY, "train.steps=4", "--run-name", "late")
     folder = RunFolder(rankzero.folder / "mlruns/runs/late")
-    wait_until(lambda: folder.events.exists() and any(isinstance(event, RunEnded) for event in events(folder)))
+    wait_until(
+        lambda: (
+            folder.events.exists() and any(isinstance(event, RunEnded) for event in events(folder))
+        )
+    )
     time.sleep(2.0)  # the agent sees within half a second that its workers have ended
     assert process.poll() is None, "nothing was waited for"
     told = time.monotonic()
     os.kill(process.pid, number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
-    assert time.monotonic() - told < 9.0, "unhurried it waits for 15 s; the way out takes some where all cores are busy"
+    assert time.monotonic() - told < 9.0, (
+        "unhurried it waits for 15 s; the way out takes some where all cores are busy"
+    )
     assert "rankzero sync late" in output

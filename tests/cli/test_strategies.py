@@ -11,18 +11,31 @@ import psutil
 import pytest
 
 from rankzero.events import RunEnded
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
 from support.commands import TINY, Command, command_in, events, losses, tracked
 
 LAYERED = TINY.with_name("layered.py")
 STEPS = 40
-SETTINGS = ("dropout=0", "slow_rank=0", f"train.steps={STEPS}", "train.eval_every=10", "train.log_every=2")
-STRATEGIES = ("zero1", "fsdp", "tp", "pp")  # single and ddp are what all other tests run; dp needs GPUs
+SETTINGS = (
+    "dropout=0",
+    "slow_rank=0",
+    f"train.steps={STEPS}",
+    "train.eval_every=10",
+    "train.log_every=2",
+)
+STRATEGIES = (
+    "zero1",
+    "fsdp",
+    "tp",
+    "pp",
+)  # single and ddp are what all other tests run; dp needs GPUs
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterator[dict[int, float]]:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, new_store: Path
+) -> Iterator[dict[int, float]]:
     """The losses by step of one process that is left alone."""
     with command_in(tmp_path_factory.mktemp("undisturbed"), new_store) as rankzero:
         code, output = rankzero("train", LAYERED, "--nproc", 1, "train.strategy=single", *SETTINGS)
@@ -31,7 +44,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> It
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_stopped_pruned_and_gone_on(rankzero: Command, undisturbed: dict[int, float], strategy: str) -> None:
+def test_stopped_pruned_and_gone_on(
+    rankzero: Command, undisturbed: dict[int, float], strategy: str
+) -> None:
     how = ("--nproc", 2, "--run-name", "run", f"train.strategy={strategy}")
     process = rankzero.start("train", LAYERED, *how, *SETTINGS)
     run = rankzero.wait_for_step(6)
@@ -53,13 +68,15 @@ def test_stopped_pruned_and_gone_on(rankzero: Command, undisturbed: dict[int, fl
     assert code == 0, output
     assert tracked(run).status == "FINISHED"
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4, abs=1e-5)
-    points = Tracker(run.identity.tracking_uri).history(tracked(run).run_id, "train/loss")
+    points = MlflowRuns(run.identity.tracking_uri).history(tracked(run).run_id, "train/loss")
     assert {point.step: point.value for point in points} == losses(run) and len(points) == STEPS
 
 
 def prune(launcher: int) -> None:
     """Ask the ranks to stop as a search does: with SIGUSR2."""
-    asked = [process for process in psutil.Process(launcher).children(recursive=True) if is_rank(process)]
+    asked = [
+        process for process in psutil.Process(launcher).children(recursive=True) if is_rank(process)
+    ]
     assert asked
     for process in asked:
         os.kill(process.pid, signal.SIGUSR2)

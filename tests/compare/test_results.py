@@ -5,15 +5,29 @@ from __future__ import annotations
 import pytest
 
 from rankzero.compare import tables
-from rankzero.compare.results import Entry, Measured, entries, mean_of, rows, warnings
+from rankzero.compare.results import StrategyResult, StrategyRun, entries, mean_of, rows, warnings
 from rankzero.errors import UserError
 from rankzero.events import SystemSampled
-from rankzero.training.profiling.profiler import Cost, Profile
-from rankzero.training.profiling.spans import Breakdown
+from rankzero.training.profiling.profiler import OperatorCost, Profile
+from rankzero.training.profiling.spans import StepBreakdown
 
-ONE = Measured(Entry("single", 1), 100.0, 1000.0, 10.0, 500.0, breakdown=Breakdown(0.27, 0.54, 0.09, 0.0, 0.05, 0.05))
-TWO = Measured(Entry("ddp", 2), 55.0, 1800.0, 20.0, 520.0, breakdown=Breakdown(0.09, 0.18, 0.03, 0.5, 0.1, 0.1))
-LOST = Measured(Entry("dp", 2), reason="there is none: use ddp")
+ONE = StrategyResult(
+    StrategyRun("single", 1),
+    100.0,
+    1000.0,
+    10.0,
+    500.0,
+    breakdown=StepBreakdown(0.27, 0.54, 0.09, 0.0, 0.05, 0.05),
+)
+TWO = StrategyResult(
+    StrategyRun("ddp", 2),
+    55.0,
+    1800.0,
+    20.0,
+    520.0,
+    breakdown=StepBreakdown(0.09, 0.18, 0.03, 0.5, 0.1, 0.1),
+)
+LOST = StrategyResult(StrategyRun("dp", 2), reason="there is none: use ddp")
 
 
 def names(strategies: list[str], devices: list[int]) -> list[str]:
@@ -21,17 +35,28 @@ def names(strategies: list[str], devices: list[int]) -> list[str]:
 
 
 def test_one_device_once_and_the_others_on_several() -> None:
-    assert names(["single", "dp", "ddp"], [1, 2, 4]) == ["single-1", "dp-2", "ddp-2", "dp-4", "ddp-4"]
+    assert names(["single", "dp", "ddp"], [1, 2, 4]) == [
+        "single-1",
+        "dp-2",
+        "ddp-2",
+        "dp-4",
+        "ddp-4",
+    ]
     assert names(["ddp", "fsdp"], [2, 1]) == ["ddp-1", "ddp-2", "fsdp-2"]
     assert [entry.processes for entry in entries(["single", "dp", "ddp"], [1, 4])] == [1, 1, 4]
 
 
-@pytest.mark.parametrize(("strategies", "devices", "says"), [
-    (["dpp"], [1], "no strategy is called 'dpp': choose of single, dp"),
-    (["ddp"], [0], "numbers of devices of at least 1"),
-    (["single"], [2], "single is one device: add 1"),
-])  # fmt: skip
-def test_what_cannot_be_compared_is_told(strategies: list[str], devices: list[int], says: str) -> None:
+@pytest.mark.parametrize(
+    ("strategies", "devices", "says"),
+    [
+        (["dpp"], [1], "no strategy is called 'dpp': choose of single, dp"),
+        (["ddp"], [0], "numbers of devices of at least 1"),
+        (["single"], [2], "single is one device: add 1"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(
+    strategies: list[str], devices: list[int], says: str
+) -> None:
     with pytest.raises(UserError, match=says):
         entries(strategies, devices)
 
@@ -47,37 +72,71 @@ def test_speed_ups_are_over_the_first_that_ran() -> None:
 def test_the_table_and_the_sentence() -> None:
     found = rows([ONE, TWO, LOST])
     assert tables.cells(found[1]) == [
-        "ddp", "2", "55 s", "1,800 ± 1.1%", "1.80x", "90%", "520 MB", "", "", "communication 50%",
-    ]  # fmt: skip
-    assert tables.cells(found[2])[2] == "not run" and len(tables.cells(found[2])) == len(tables.COLUMNS)
+        "ddp",
+        "2",
+        "55 s",
+        "1,800 ± 1.1%",
+        "1.80x",
+        "90%",
+        "520 MB",
+        "",
+        "",
+        "communication 50%",
+    ]
+    assert tables.cells(found[2])[2] == "not run" and len(tables.cells(found[2])) == len(
+        tables.COLUMNS
+    )
     head, body = tables.table(found)
     assert "GPU" not in head and "memory" in head and {len(line) for line in body} == {len(head)}
-    assert tables.reasons(found) == ["dp-2: there is none: use ddp"] and "Not run: dp-2" in tables.markdown(found, [])
+    assert tables.reasons(found) == [
+        "dp-2: there is none: use ddp"
+    ] and "Not run: dp-2" in tables.markdown(found, [])
     assert tables.sentence(found) == (
         "Fastest: ddp on 2 devices with 1,800 samples/s, 1.80x single on 1 device (90% of ideal)."
     )
-    assert tables.sentence(rows([ONE])) == "Nothing is faster than single on 1 device: 1,000 samples/s."
+    assert (
+        tables.sentence(rows([ONE]))
+        == "Nothing is faster than single on 1 device: 1,000 samples/s."
+    )
     assert tables.sentence(rows([LOST])) == "Nothing could be measured."
     assert tables.markdown(found, ["x"]).count("\n| ") == 4
 
 
 def test_what_would_not_be_fair_is_told() -> None:
-    slow = Measured(Entry("ddp", 2), 1.0, 10.0, 1.0, breakdown=Breakdown(0.09, 0.18, 0.03, 0.1, 0.5, 0.1))
+    slow = StrategyResult(
+        StrategyRun("ddp", 2),
+        1.0,
+        10.0,
+        1.0,
+        breakdown=StepBreakdown(0.09, 0.18, 0.03, 0.1, 0.5, 0.1),
+    )
     assert any("ddp-2: waiting for data" in note for note in warnings([ONE, slow], False, False))
     assert any("OMP_NUM_THREADS=1" in note for note in warnings([ONE, TWO], True, False))
     assert warnings([ONE, TWO, LOST], True, True) == []
-    assert "too short" in warnings([Measured(Entry("ddp", 2), 1.0, 10.0)], False, True)[0]
+    assert (
+        "too short" in warnings([StrategyResult(StrategyRun("ddp", 2), 1.0, 10.0)], False, True)[0]
+    )
 
 
 def test_means_of_what_was_sampled() -> None:
-    sampled = [SystemSampled(0.0, 0, {"system/gpu_0_utilization_percentage": 40.0, "system/cpu": 3.0}),
-               SystemSampled(1.0, 0, {"system/gpu_0_utilization_percentage": 60.0})]  # fmt: skip
-    assert mean_of(sampled, "utilization_percentage") == 50.0 and mean_of([], "utilization_percentage") is None
+    sampled = [
+        SystemSampled(0.0, 0, {"system/gpu_0_utilization_percentage": 40.0, "system/cpu": 3.0}),
+        SystemSampled(1.0, 0, {"system/gpu_0_utilization_percentage": 60.0}),
+    ]
+    assert (
+        mean_of(sampled, "utilization_percentage") == 50.0
+        and mean_of([], "utilization_percentage") is None
+    )
 
 
 def test_a_profile_in_words() -> None:
     profile = Profile(
-        0.01, 0.012, 64, Breakdown(0.06, 0.12, 0.02, 0.6, 0.1, 0.1), [Cost("aten::mm", 2.0, 0.4, 3.0)], "cpu"
+        0.01,
+        0.012,
+        64,
+        StepBreakdown(0.06, 0.12, 0.02, 0.6, 0.1, 0.1),
+        [OperatorCost("aten::mm", 2.0, 0.4, 3.0)],
+        "cpu",
     )
     says = "20% compute (6% forward, 12% backward, 2% optimizer), 60% communication"
     assert tables.verdict(profile).startswith(f"A step takes 10 ms (6,400 samples/s): {says}")

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.config import ConfigError, flatten, from_yaml, override, parse_assignments, read_yaml, to_yaml
+from rankzero.config import (
+    ConfigError,
+    flatten,
+    from_yaml,
+    override,
+    parse_assignments,
+    read_yaml,
+    to_yaml,
+)
 from rankzero.config.values import NONE_WORDS, coerce, render
 
 
@@ -71,7 +79,9 @@ def test_yaml_brings_it_back(config: Outer) -> None:
 
 @given(outers)
 def test_text_brings_it_back(config: Outer) -> None:
-    assert override(Outer(), {key: render(value) for key, value in flatten(config).items()}) == config
+    assert (
+        override(Outer(), {key: render(value) for key, value in flatten(config).items()}) == config
+    )
 
 
 @given(outers)
@@ -94,7 +104,12 @@ def test_an_override_leaves_the_original_alone() -> None:
 
 @pytest.mark.parametrize(
     ("key", "near"),
-    [("widht", "width"), ("rate", "inner.rate"), ("iner.rate", "inner.rate"), ("inner.moed", "inner.mode")],
+    [
+        ("widht", "width"),
+        ("rate", "inner.rate"),
+        ("iner.rate", "inner.rate"),
+        ("inner.moed", "inner.mode"),
+    ],
 )
 def test_a_misspelt_key_names_the_nearest(key: str, near: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean '{near}'"):

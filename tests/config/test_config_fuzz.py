@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.test_config import Outer
-from rankzero.config import ConfigError, flatten, from_yaml, override, parse_assignments, read_file, read_yaml, to_yaml
+from rankzero.config import (
+    ConfigError,
+    flatten,
+    from_yaml,
+    override,
+    parse_assignments,
+    read_file,
+    read_yaml,
+    to_yaml,
+)
 from rankzero.config.values import render
 from rankzero.experiment import Experiment, Train
 from support.fuzz import patient, thorough
@@ -20,19 +29,94 @@ from support.fuzz import patient, thorough
 pytestmark = patient
 
 WORDS = [
-    "", " ", "none", "~", "true", "no", "0", "-0", "1e5", "1e400", "-1e999", "nan", "inf", "-.inf", ".nan",
-    "0x1f", "0o7", "1:30:00", "9" * 400, "9" * 5000, "0x" + "f" * 5000, "2001-13-45", "2001-01-01", "12e",
-    "1_000", "１２", "²", "½", "[", "]", "[1,2]", "[[1,2],[null]]", "{", "{a: b}", "- 1", "'", '"', "\\", "&a",
-    "*a", "<<", "!!binary x", "!!int x", "!!int", "!!bool maybe", "!!float y", "!!timestamp z", "!!set {1}",
-    "!!omap [1]", "!!python/object/apply:os.system [x]", "!!python/name:os.system", "!x y", "%YAML 9.9", "---",
-    "...", "\x00", "\ud800", "\U0001f600", "\u2028", "\x85", "\t", "a=b", "=", "key: value", ": ", "? [1]", "|",
-    ">-", "@", "`", "#", ",", "on", "fast", "x" * 3000,
-]  # fmt: skip
-words = st.sampled_from(WORDS) | st.text(max_size=30) | st.floats().map(str) | st.integers().map(str)
-keys = (
-    st.sampled_from([*flatten(Outer()), *flatten(Experiment()), "inner", "train", "train.", ".", "a.b.c", ""]) | words
+    "",
+    " ",
+    "none",
+    "~",
+    "true",
+    "no",
+    "0",
+    "-0",
+    "1e5",
+    "1e400",
+    "-1e999",
+    "nan",
+    "inf",
+    "-.inf",
+    ".nan",
+    "0x1f",
+    "0o7",
+    "1:30:00",
+    "9" * 400,
+    "9" * 5000,
+    "0x" + "f" * 5000,
+    "2001-13-45",
+    "2001-01-01",
+    "12e",
+    "1_000",
+    "１２",
+    "²",
+    "½",
+    "[",
+    "]",
+    "[1,2]",
+    "[[1,2],[null]]",
+    "{",
+    "{a: b}",
+    "- 1",
+    "'",
+    '"',
+    "\\",
+    "&a",
+    "*a",
+    "<<",
+    "!!binary x",
+    "!!int x",
+    "!!int",
+    "!!bool maybe",
+    "!!float y",
+    "!!timestamp z",
+    "!!set {1}",
+    "!!omap [1]",
+    "!!python/object/apply:os.system [x]",
+    "!!python/name:os.system",
+    "!x y",
+    "%YAML 9.9",
+    "---",
+    "...",
+    "\x00",
+    "\ud800",
+    "\U0001f600",
+    "\u2028",
+    "\x85",
+    "\t",
+    "a=b",
+    "=",
+    "key: value",
+    ": ",
+    "? [1]",
+    "|",
+    ">-",
+    "@",
+    "`",
+    "#",
+    ",",
+    "on",
+    "fast",
+    "x" * 3000,
+]
+words = (
+    st.sampled_from(WORDS) | st.text(max_size=30) | st.floats().map(str) | st.integers().map(str)
 )
-line = st.builds(lambda indent, key, value: f"{' ' * indent}{key}: {value}", st.integers(0, 4), keys, words)
+keys = (
+    st.sampled_from(
+        [*flatten(Outer()), *flatten(Experiment()), "inner", "train", "train.", ".", "a.b.c", ""]
+    )
+    | words
+)
+line = st.builds(
+    lambda indent, key, value: f"{' ' * indent}{key}: {value}", st.integers(0, 4), keys, words
+)
 documents = st.lists(line | words, max_size=8).map("\n".join)
 
 
@@ -102,7 +186,10 @@ def test_any_assignments_are_a_config_or_a_config_error(assignments: list[str]) 
         except ConfigError as error:
             assert len(str(error)) < 3000
         else:
-            assert override(start, {key: render(value) for key, value in flatten(config).items()}) == config
+            assert (
+                override(start, {key: render(value) for key, value in flatten(config).items()})
+                == config
+            )
             assert from_yaml(type(config), to_yaml(config)) == config
 
 
@@ -112,10 +199,21 @@ def test_a_number_that_no_float_holds_is_no_infinity(value: str) -> None:
         override(Outer(), {"inner.rate": value})
 
 
-@pytest.mark.parametrize("text", [
-    "name: 2001-13-45", "width: !!int x", "width: !!int", "on: !!bool maybe", "a: !!timestamp z", "name: !!binary ä",
-    "a: " + "[" * 5000, "width: " + "9" * 5000, "width: 1\nwidth: 2", "inner: {rate: 1.0e+999}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: 2001-13-45",
+        "width: !!int x",
+        "width: !!int",
+        "on: !!bool maybe",
+        "a: !!timestamp z",
+        "name: !!binary ä",
+        "a: " + "[" * 5000,
+        "width: " + "9" * 5000,
+        "width: 1\nwidth: 2",
+        "inner: {rate: 1.0e+999}",
+    ],
+)
 def test_what_yaml_itself_stumbles_over_is_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError):
         from_yaml(Outer, text)
@@ -132,7 +230,10 @@ def test_text_that_no_file_can_hold_is_a_config_error() -> None:
 
 
 def test_a_bomb_of_aliases_is_refused_at_once() -> None:
-    lines = ["a0: &a0 {x: 1, y: 2}", *(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60))]
+    lines = [
+        "a0: &a0 {x: 1, y: 2}",
+        *(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60)),
+    ]
     start = time.monotonic()
     for text in ("\n".join(lines), "a: &a {b: *a}", "name: &x [*x]"):
         with pytest.raises(ConfigError, match="alias"):
@@ -145,11 +246,18 @@ def test_what_is_written_has_no_aliases() -> None:
     assert "&" not in to_yaml(Outer(grid=(pair, pair), sizes=(1, 2), words=("a", "a")))
 
 
-@pytest.mark.parametrize("text", [
-    "!!python/object/apply:pathlib.Path.touch [{}]", "!!python/object/new:os.system ['touch {}']",
-    "!!python/object/apply:os.system ['touch {}']", "!!python/name:os.system",
-])  # fmt: skip
-@pytest.mark.parametrize("place", ["name: {}", "{}", "inner: {}", "sizes: [{}]", "? {}\n: x", "<<: {}", "a: &a {}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:pathlib.Path.touch [{}]",
+        "!!python/object/new:os.system ['touch {}']",
+        "!!python/object/apply:os.system ['touch {}']",
+        "!!python/name:os.system",
+    ],
+)
+@pytest.mark.parametrize(
+    "place", ["name: {}", "{}", "inner: {}", "sizes: [{}]", "? {}\n: x", "<<: {}", "a: &a {}"]
+)
 def test_yaml_runs_nothing_wherever_it_is_planted(text: str, place: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         from_yaml(Outer, place.format(text.format(tmp_path / "executed")))

@@ -25,8 +25,12 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, text=True, capture_output=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )  # fmt: skip
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
     assert done.returncode == 0, done.stderr
     settings = (tmp_path / "site/reference/settings/index.html").read_text()
     assert "train.hang_minutes" in settings and "naming the rank" in settings
@@ -41,16 +45,32 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     script.write_text("\n".join(blocks(ROOT / "docs" / page, "python")))
     words = [sys.executable, str(script)]
     if page == "experiments.md":
-        words = [sys.executable, "-m", "rankzero", "train", str(script), "train.epochs=1", "train.log_model=false"]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))}
-    done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=False, timeout=110, env=environ)
+        words = [
+            sys.executable,
+            "-m",
+            "rankzero",
+            "train",
+            str(script),
+            "train.epochs=1",
+            "train.log_model=false",
+        ]
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MLFLOW_", "RANKZERO_"))
+    }
+    done = subprocess.run(
+        words, cwd=tmp_path, text=True, capture_output=True, check=False, timeout=110, env=environ
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert any((tmp_path / "mlruns/runs").iterdir())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_are_legal(page: Path) -> None:
-    lines = [line for text in (*blocks(page, "sh"), *blocks(page, "")) for line in text.splitlines()]
+    lines = [
+        line for text in (*blocks(page, "sh"), *blocks(page, "")) for line in text.splitlines()
+    ]
     for line in lines:
         words = shlex.split(line.removeprefix("$ "), comments=True)
         if words[:1] == ["rankzero"] and "…" not in line:

@@ -20,7 +20,10 @@ from support.paths import EXPERIMENTS
 
 FOLDER = EXPERIMENTS
 FILES = ["digits.py", "mnist.py", "cifar10.py"]
-SMALL = {"mnist.py": {"data": "fake", "fake_samples": "64"}, "cifar10.py": {"data": "fake", "fake_samples": "64"}}
+SMALL = {
+    "mnist.py": {"data": "fake", "fake_samples": "64"},
+    "cifar10.py": {"data": "fake", "fake_samples": "64"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +45,10 @@ def experiment(file: str) -> Experiment:
 def test_its_settings_survive_text_and_yaml(file: str) -> None:
     config = override(experiment(file), {"lr": 0.0123, "train.steps": 7})
     assert from_yaml(type(config), to_yaml(config)) == config
-    assert override(type(config)(), {key: render(value) for key, value in flatten(config).items()}) == config
+    assert (
+        override(type(config)(), {key: render(value) for key, value in flatten(config).items()})
+        == config
+    )
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -76,13 +82,17 @@ def test_fake_digits_are_shaped_like_the_real_ones() -> None:
 def test_images_are_augmented_for_training_only() -> None:
     train, val = experiment("cifar10.py").data()
     assert (train[0][0].shape, train[0][0].dtype) == ((3, 32, 32), torch.float32)
-    assert not torch.equal(torch.stack([train[0][0] for _ in range(8)]), train[0][0].expand(8, -1, -1, -1))
+    assert not torch.equal(
+        torch.stack([train[0][0] for _ in range(8)]), train[0][0].expand(8, -1, -1, -1)
+    )
     assert torch.equal(val[0][0], val[0][0])
 
 
 def test_the_resnet_is_the_one_for_small_images() -> None:
     model = experiment("cifar10.py").model()
-    assert model.conv1.stride == (1, 1) and model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    assert model.conv1.stride == (1, 1) and model.conv1.weight.is_contiguous(
+        memory_format=torch.channels_last
+    )
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_173_962
 
 
@@ -98,7 +108,9 @@ def test_labels_are_smoothed_in_training_only() -> None:
     assert config.measure(Sure().train(), batch)["loss"] > 1
 
 
-@pytest.mark.parametrize(("file", "folder"), [("mnist.py", "MNIST/raw"), ("cifar10.py", "cifar-10-batches-py")])
+@pytest.mark.parametrize(
+    ("file", "folder"), [("mnist.py", "MNIST/raw"), ("cifar10.py", "cifar-10-batches-py")]
+)
 def test_missing_data_is_told_with_its_folder(
     file: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +122,11 @@ def test_missing_data_is_told_with_its_folder(
     with pytest.raises(UserError) as raised:
         override(experiment(file), {"data": "real"}).data()
     message = str(raised.value)
-    assert f"{tmp_path}/data/{folder}" in message and "(no route to host)" in message and "data=fake" in message
+    assert (
+        f"{tmp_path}/data/{folder}" in message
+        and "(no route to host)" in message
+        and "data=fake" in message
+    )
 
 
 class Downloads:
@@ -126,7 +142,9 @@ class Downloads:
             raise RuntimeError("Dataset not found")
 
 
-def test_what_is_there_is_not_downloaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_is_not_downloaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     experiment("mnist.py")  # puts the folder of vision_data.py on the path
     from vision_data import downloaded
 

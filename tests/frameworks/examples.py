@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.catalog.lookup import folders
-from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.tracking.sync import deliver
 from support.paths import EXPERIMENTS
 
@@ -29,11 +29,20 @@ def needs(framework: str, extra: str | None = None) -> None:
 def start(folder: Path, *command: str, **environ: str) -> subprocess.Popen[str]:
     """Start a command as a user would, in a folder of its own, with the environment's programs at hand."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": path}
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PATH": path,
+    }
     return subprocess.Popen(
-        command, cwd=folder, env={**os.environ, **quiet, **environ}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        cwd=folder,
+        env={**os.environ, **quiet, **environ},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -50,13 +59,15 @@ def run(script: str, folder: Path, *words: str, **environ: str) -> tuple[int, st
     return end(start(folder, sys.executable, script, *words, **environ))
 
 
-def tracker(folder: Path) -> Tracker:
-    return Tracker(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}")
+def tracker(folder: Path) -> MlflowRuns:
+    return MlflowRuns(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}")
 
 
 def all_tracked(folder: Path) -> list[RunRecord]:
     """Return the runs, once everything is in MLflow: on a busy machine, idle processor time is long in coming."""
-    assert all(deliver(found, patience=SECONDS).done for found in folders(folder / "mlruns" / "runs"))
+    assert all(
+        deliver(found, patience=SECONDS).done for found in folders(folder / "mlruns" / "runs")
+    )
     return tracker(folder).list_runs()
 
 

@@ -24,4 +24,7 @@ class Lines(Experiment):
     def measure(self, model, batch):
         inputs, labels = batch
         outputs = model(inputs)
-        return {"loss": cross_entropy(outputs, labels), "acc": (outputs.argmax(-1) == labels).float().mean()}
+        return {
+            "loss": cross_entropy(outputs, labels),
+            "acc": (outputs.argmax(-1) == labels).float().mean(),
+        }

@@ -15,7 +15,9 @@ FRAMEWORKS = ("lightning", "transformers", "accelerate", "ignite")
 
 
 @pytest.mark.parametrize("framework", [*FRAMEWORKS, "keras"])
-def test_an_adapter_without_its_framework_names_the_extra(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_without_its_framework_names_the_extra(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, framework, None)
     monkeypatch.delitem(sys.modules, f"rankzero.integrations.{framework}", raising=False)
     for name in [name for name in sys.modules if name.startswith(f"{framework}.")]:
@@ -58,13 +60,29 @@ if __name__ == "__main__":
     code, output = run(str(script), tmp_path)
     assert code != 0 and "broken on purpose" in output
     found = tracked(tmp_path)
-    assert found.status == "FAILED" and "ValueError: broken on purpose" in found.tags["rankzero.reason"]
+    assert (
+        found.status == "FAILED"
+        and "ValueError: broken on purpose" in found.tags["rankzero.reason"]
+    )
 
 
 def test_two_ranks_under_accelerates_launcher_are_one_run(tmp_path: Path) -> None:
     needs("accelerate")
-    code, output = run("-m", tmp_path, "accelerate.commands.launch", "--cpu", "--num_processes", "2",
-                       "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-                       str(EXAMPLES / "accelerate_digits.py"), "2")  # fmt: skip
+    code, output = run(
+        "-m",
+        tmp_path,
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        str(EXAMPLES / "accelerate_digits.py"),
+        "2",
+    )
     assert code == 0, output
     assert tracked(tmp_path).status == "FINISHED"

@@ -21,7 +21,9 @@ from integrations.examples import (
     tracked,
 )
 
-pytestmark = pytest.mark.timeout(2 * SECONDS)  # TensorFlow's import alone takes ten seconds on two busy cores
+pytestmark = pytest.mark.timeout(
+    2 * SECONDS
+)  # TensorFlow's import alone takes ten seconds on two busy cores
 
 PREAMBLE = f"""
 import sys
@@ -62,12 +64,17 @@ def test_two_replicas_are_one_run_with_every_batch(tmp_path: Path) -> None:
     assert steps_of(tmp_path, found, "train/loss") == list(range(1, 67))
     assert steps_of(tmp_path, found, "val/loss") == steps_of(tmp_path, found, "lr") == [22, 44, 66]
     assert found.params["replicas"] == "2" and found.params["batch_size"] == "64"
-    assert found.params["optimizer.name"] == "adam_w" and float(found.params["optimizer.learning_rate"]) > 0.002
+    assert (
+        found.params["optimizer.name"] == "adam_w"
+        and float(found.params["optimizer.learning_rate"]) > 0.002
+    )
 
 
 def test_a_checkpoint_gives_the_weights_and_the_optimizer_back(tmp_path: Path) -> None:
     code, output = run(
-        script(tmp_path, """
+        script(
+            tmp_path,
+            """
 from pathlib import Path
 
 class Keep(keras.callbacks.Callback):
@@ -86,9 +93,10 @@ try:
     restore(example.convnet(8), checkpoint)
 except ValueError as error:
     print("refused:", error)
-"""),
+""",
+        ),
         tmp_path,
-    )  # fmt: skip
+    )
     assert code == 0, output
     assert "refused: the model of" in output and "is another model's" in output
     assert tracked(tmp_path).status == "FINISHED"
@@ -98,13 +106,18 @@ def test_an_exception_in_the_training_is_a_failed_run(tmp_path: Path) -> None:
     code, output = run(script(tmp_path, "example.main(3, Broken())"), tmp_path)
     assert code != 0 and "broken on purpose" in output
     found = tracked(tmp_path)
-    assert found.status == "FAILED" and "ValueError: broken on purpose" in found.tags["rankzero.reason"]
+    assert (
+        found.status == "FAILED"
+        and "ValueError: broken on purpose" in found.tags["rankzero.reason"]
+    )
     assert max(steps_of(tmp_path, found, "train/loss")) == 30
 
 
 def test_a_fit_that_was_given_up_is_a_failed_run_and_the_next_one_another(tmp_path: Path) -> None:
     code, output = run(
-        script(tmp_path, """
+        script(
+            tmp_path,
+            """
 model = example.convnet(4)
 train, val = example.digits(64)
 tracker = example.RankZeroCallback("twice", checkpoints=False)
@@ -114,9 +127,10 @@ except ValueError:
     pass
 model.fit(train, epochs=4, initial_epoch=2, callbacks=[tracker], verbose=0)
 assert "torch" not in sys.modules
-"""),
+""",
+        ),
         tmp_path,
-    )  # fmt: skip
+    )
     assert code == 0, output
     runs = {found.status: found for found in all_tracked(tmp_path)}
     assert runs.keys() == {"FAILED", "FINISHED"}
@@ -127,7 +141,9 @@ assert "torch" not in sys.modules
 
 def test_a_backend_that_calls_from_threads_loses_no_batch(tmp_path: Path) -> None:
     code, output = run(
-        script(tmp_path, """
+        script(
+            tmp_path,
+            """
 import threading
 
 class Threads(keras.callbacks.Callback):
@@ -140,9 +156,11 @@ model = example.convnet(4)
 images, labels = np.ones((320, 8, 8, 1), "float32"), np.zeros(320)
 tracker = example.RankZeroCallback("threads")
 model.fit(images, labels, batch_size=8, epochs=2, validation_split=0.1, callbacks=[tracker, Threads()], verbose=0)
-"""),
-        tmp_path, KERAS_BACKEND="torch",
-    )  # fmt: skip
+""",
+        ),
+        tmp_path,
+        KERAS_BACKEND="torch",
+    )
     assert code == 0, output
     assert "called from ThreadPoolExecutor" in output
     found = tracked(tmp_path)
@@ -153,9 +171,14 @@ model.fit(images, labels, batch_size=8, epochs=2, validation_split=0.1, callback
 
 def test_two_workers_are_one_run_of_the_chief(tmp_path: Path) -> None:
     cluster = {"worker": [f"localhost:{port}" for port in free_ports(2)]}
-    configs = [json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}) for index in (1, 0)]
+    configs = [
+        json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        for index in (1, 0)
+    ]
     example = str(EXAMPLES / "keras_workers_digits.py")
-    workers = [start(tmp_path, sys.executable, example, "3", TF_CONFIG=config) for config in configs]
+    workers = [
+        start(tmp_path, sys.executable, example, "3", TF_CONFIG=config) for config in configs
+    ]
     for code, output in map(end, workers):
         assert code == 0, output
     found = tracked(tmp_path)

@@ -8,12 +8,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from integrations.examples import EXAMPLES, SECONDS, checkpoints, end, free_ports, needs, start, steps_of, tracked
+from integrations.examples import (
+    EXAMPLES,
+    SECONDS,
+    checkpoints,
+    end,
+    free_ports,
+    needs,
+    start,
+    steps_of,
+    tracked,
+)
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: Debian's package is openmpi-bin")
+needs_mpi = pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="no mpirun: Debian's package is openmpi-bin"
+)
 
 
 def assert_one_whole_run(folder: Path) -> None:
@@ -26,12 +38,24 @@ def assert_one_whole_run(folder: Path) -> None:
 def test_deepspeed_zero1_on_two_processes_is_one_run(tmp_path: Path) -> None:
     needs("deepspeed")
     if shutil.which(os.environ.get("CXX", "c++")) is None:
-        pytest.skip("without GPUs, DeepSpeed compiles its collectives: it needs a C++ compiler (Debian's g++)")
+        pytest.skip(
+            "without GPUs, DeepSpeed compiles its collectives: it needs a C++ compiler (Debian's g++)"
+        )
     (port,) = free_ports(1)
     code, output = end(
-        start(tmp_path, "deepspeed", "--num_accelerators", "2", "--master_port", str(port),
-              str(EXAMPLES / "deepspeed_digits.py"), "2", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES=""),
-    )  # fmt: skip
+        start(
+            tmp_path,
+            "deepspeed",
+            "--num_accelerators",
+            "2",
+            "--master_port",
+            str(port),
+            str(EXAMPLES / "deepspeed_digits.py"),
+            "2",
+            DS_ACCELERATOR="cpu",
+            CUDA_VISIBLE_DEVICES="",
+        ),
+    )
     assert code == 0, output
     assert_one_whole_run(tmp_path)
     assert tracked(tmp_path).params["zero_optimization.stage"] == "1"
@@ -41,9 +65,20 @@ def test_deepspeed_zero1_on_two_processes_is_one_run(tmp_path: Path) -> None:
 def test_two_processes_of_mpirun_are_one_run(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     code, output = end(
-        start(tmp_path, "mpirun", "-np", "2", "--oversubscribe", "-x", f"MASTER_PORT={port}",
-              sys.executable, str(EXAMPLES / "mpirun_digits.py"), "2", **AS_ROOT),
-    )  # fmt: skip
+        start(
+            tmp_path,
+            "mpirun",
+            "-np",
+            "2",
+            "--oversubscribe",
+            "-x",
+            f"MASTER_PORT={port}",
+            sys.executable,
+            str(EXAMPLES / "mpirun_digits.py"),
+            "2",
+            **AS_ROOT,
+        ),
+    )
     assert code == 0, output
     assert_one_whole_run(tmp_path)
 
@@ -54,9 +89,18 @@ def test_two_processes_with_horovods_variables_are_one_run(tmp_path: Path) -> No
     (port,) = free_ports(1)
     command = ["mpirun", "--oversubscribe"]
     for rank in (1, 0):
-        said = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+        said = {
+            "RANK": rank,
+            "SIZE": 2,
+            "LOCAL_RANK": rank,
+            "LOCAL_SIZE": 2,
+            "CROSS_RANK": 0,
+            "CROSS_SIZE": 1,
+        }
         command += [":"] * (len(command) > 2) + ["-np", "1", "-x", f"MASTER_PORT={port}"]
-        command += [word for name, value in said.items() for word in ("-x", f"HOROVOD_{name}={value}")]
+        command += [
+            word for name, value in said.items() for word in ("-x", f"HOROVOD_{name}={value}")
+        ]
         command += [sys.executable, str(EXAMPLES / "mpirun_digits.py"), "2"]
     code, output = end(start(tmp_path, *command, **AS_ROOT))
     assert code == 0, output

@@ -8,7 +8,7 @@ import pytest
 from integrations.examples import needs
 
 from rankzero.events import Evaluated
-from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from support.commands import Command, events, losses, new_store, rankzero
 
 __all__ = ["new_store", "rankzero"]  # fixtures
@@ -30,7 +30,10 @@ def ran(rankzero: Command, *words: object) -> str:
 
 
 def in_mlflow(rankzero: Command) -> dict[str, RunRecord]:
-    return {run.name: run for run in Tracker(f"sqlite:///{rankzero.folder}/mlruns/mlflow.db").list_runs()}
+    return {
+        run.name: run
+        for run in MlflowRuns(f"sqlite:///{rankzero.folder}/mlruns/mlflow.db").list_runs()
+    }
 
 
 def test_it_trains_as_the_experiment_that_says_the_same(rankzero: Command) -> None:
@@ -39,17 +42,31 @@ def test_it_trains_as_the_experiment_that_says_the_same(rankzero: Command) -> No
     module, plain = rankzero.runs
     # Not to the last bit: PyTorch's schedulers get each learning rate from the one before, and ours from the step.
     assert len(losses(plain)) == 27 and losses(module) == pytest.approx(losses(plain), rel=1e-6)
-    evaluations = [[event.metrics for event in events(run) if isinstance(event, Evaluated)] for run in (module, plain)]
-    assert evaluations[0] == [pytest.approx(one, rel=1e-6) for one in evaluations[1]] and len(evaluations[0]) == 3
+    evaluations = [
+        [event.metrics for event in events(run) if isinstance(event, Evaluated)]
+        for run in (module, plain)
+    ]
+    assert (
+        evaluations[0] == [pytest.approx(one, rel=1e-6) for one in evaluations[1]]
+        and len(evaluations[0]) == 3
+    )
     found = in_mlflow(rankzero)[module.path.name]
-    assert found.status == "FINISHED" and found.params["width"] == "8" and found.params["train.batch_size"] == "32"
-    assert any(folder.name == "best_model.json" for folder in module.path.iterdir()), "the module itself was logged"
+    assert (
+        found.status == "FINISHED"
+        and found.params["width"] == "8"
+        and found.params["train.batch_size"] == "32"
+    )
+    assert any(folder.name == "best_model.json" for folder in module.path.iterdir()), (
+        "the module itself was logged"
+    )
 
 
 def test_it_goes_on_to_the_same_losses(rankzero: Command) -> None:
     ran(rankzero, "train", MODULE, "train.max_minutes=none", "width=4")
     whole = losses(rankzero.runs[0])
-    stopped = rankzero.start("train", MODULE, "width=4", "train.save_every=1", "--run-name", "stopped")
+    stopped = rankzero.start(
+        "train", MODULE, "width=4", "train.save_every=1", "--run-name", "stopped"
+    )
     rankzero.wait_for_step(3, "stopped")
     stopped.terminate()
     assert stopped.wait(60) == 75
@@ -59,26 +76,45 @@ def test_it_goes_on_to_the_same_losses(rankzero: Command) -> None:
 
 @pytest.mark.timeout(240)
 def test_it_is_compared_and_searched(rankzero: Command) -> None:
-    ran(rankzero, "compare", MODULE, "--strategies", "single,ddp,zero1,fsdp", "--nproc", "1,2", "train.epochs=4")
+    ran(
+        rankzero,
+        "compare",
+        MODULE,
+        "--strategies",
+        "single,ddp,zero1,fsdp",
+        "--nproc",
+        "1,2",
+        "train.epochs=4",
+    )
     ran(rankzero, "search", MODULE, "--trials", 3, "--nproc", 2)
     runs = in_mlflow(rankzero)
     children = [run for run in runs.values() if "mlflow.parentRunId" in run.tags]
     assert {run.params["train.strategy"] for run in children} == {"single", "ddp", "zero1", "fsdp"}
     assert {run.status for run in runs.values()} <= {"FINISHED", "KILLED"}
-    assert len({run.params["lr"] for run in children}) > 1, "the search's trials have learning rates of their own"
+    assert len({run.params["lr"] for run in children}) > 1, (
+        "the search's trials have learning rates of their own"
+    )
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("def on_train_epoch_end(self): pass", "Other defines on_train_epoch_end, which RankZero's loop does not call"),
+        (
+            "def on_train_epoch_end(self): pass",
+            "Other defines on_train_epoch_end, which RankZero's loop does not call",
+        ),
         ("automatic_optimization = False", "the module optimizes by hand"),
-        ("def training_step(self, batch, batch_idx): self.trainer.strategy", "the module asks for trainer.strategy"),
+        (
+            "def training_step(self, batch, batch_idx): self.trainer.strategy",
+            "the module asks for trainer.strategy",
+        ),
         ("def training_step(self, batch, batch_idx): pass", "training_step must return the loss"),
         ("def __init__(self, width: int = 3): pass", "Other.__init__ has no learning rate"),
     ],
 )
-def test_what_only_lightnings_trainer_does_is_refused(rankzero: Command, body: str, says: str) -> None:
+def test_what_only_lightnings_trainer_does_is_refused(
+    rankzero: Command, body: str, says: str
+) -> None:
     file = rankzero.folder / "other.py"
     file.write_text(f"""
 from lightning.pytorch import LightningModule
@@ -95,6 +131,11 @@ def data():
 
 def test_a_file_needs_data_beside_the_module(rankzero: Command) -> None:
     file = rankzero.folder / "other.py"
-    file.write_text("from lightning.pytorch import LightningModule\nclass Lit(LightningModule):\n    pass\n")
+    file.write_text(
+        "from lightning.pytorch import LightningModule\nclass Lit(LightningModule):\n    pass\n"
+    )
     code, output = rankzero("train", file)
-    assert code in (1, 2) and "Lit has no data: put a LightningDataModule or a function data() beside it" in output
+    assert (
+        code in (1, 2)
+        and "Lit has no data: put a LightningDataModule or a function data() beside it" in output
+    )

@@ -19,7 +19,7 @@ from rankzero import Goal
 from rankzero.events import CheckpointSaved, Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.integrations import values
 from rankzero.integrations.tracked_run import params_of
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status
@@ -35,7 +35,9 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_three_lines_are_tracked_to_the_end() -> None:
     model = torch.nn.Linear(2, 1)
-    with rankzero.track("mine", {"lr": 0.1, "net": {"width": 3}}, goal=Goal("val/loss"), name="r1") as run:
+    with rankzero.track(
+        "mine", {"lr": 0.1, "net": {"width": 3}}, goal=Goal("val/loss"), name="r1"
+    ) as run:
         for step in range(1, 6):
             loss = torch.tensor(float(step))
             run.log({"train/loss": loss, "other": step * 2}, step=step)
@@ -45,25 +47,36 @@ def test_three_lines_are_tracked_to_the_end() -> None:
     folder = RunFolder(run.folder)
     events = list(read_all(folder.events))
     logged = {event.steps[0]: event.metrics for event in events if isinstance(event, StepsLogged)}
-    assert {step: metrics["train/loss"][0] for step, metrics in logged.items()} == {n: float(n) for n in range(1, 6)}
+    assert {step: metrics["train/loss"][0] for step, metrics in logged.items()} == {
+        n: float(n) for n in range(1, 6)
+    }
     assert [type(event) for event in events if not isinstance(event, StepsLogged)] == [
-        RunStarted, Evaluated, CheckpointSaved, RunEnded]  # fmt: skip
+        RunStarted,
+        Evaluated,
+        CheckpointSaved,
+        RunEnded,
+    ]
     path, _ = files.newest_intact(folder.checkpoints)
     assert path is not None and torch.equal(files.load(path)["weight"], model.weight)
     delivery = delivery_status.wait(folder)
     assert delivery.done and delivery.run_id is not None
-    found = Tracker(folder.identity.tracking_uri).find_run("r1")
+    found = MlflowRuns(folder.identity.tracking_uri).find_run("r1")
     assert found.status == "FINISHED"
     assert found.params["net.width"] == "3" and found.metrics["train/loss"] == 5.0
 
 
 @pytest.mark.parametrize(
     ("raised", "status"),
-    [(RuntimeError("boom"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(3), "FAILED"),
-     (SystemExit(0), "FINISHED")],
-)  # fmt: skip
-def test_the_status_is_how_the_block_was_left(raised: BaseException, status: str,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    [
+        (RuntimeError("boom"), "FAILED"),
+        (KeyboardInterrupt(), "KILLED"),
+        (SystemExit(3), "FAILED"),
+        (SystemExit(0), "FINISHED"),
+    ],
+)
+def test_the_status_is_how_the_block_was_left(
+    raised: BaseException, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rankzero.tracking.recorder.start", lambda *words, **options: Closed())
     with pytest.raises(type(raised)), rankzero.track("mine") as run:
         raise raised
@@ -110,7 +123,9 @@ def test_what_is_no_number_is_told_and_does_not_stop_the_loop(
             odd = {"text": "x", "many": torch.ones(3), "array": np.ones(2), "none": None}
             run.log({**odd, "good": np.float32(1)}, step=step)
     assert run.folder is not None
-    logged = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)]
+    logged = [
+        event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)
+    ]
     assert len(logged) == 2
     for event in logged:
         assert event.metrics["good"] == [1.0]
@@ -132,7 +147,9 @@ def test_going_on_with_a_run_goes_on_with_its_best() -> None:
         with rankzero.track("mine", name="r1", goal=Goal("val/accuracy", "max")) as run:
             assert run.evaluated({"val/accuracy": value}, step=1) is best
     assert run.folder is not None
-    ended = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, RunEnded)]
+    ended = [
+        event for event in read_all(run.folder / "events.jsonl") if isinstance(event, RunEnded)
+    ]
     assert [event.metrics["best"] for event in ended] == [0.9, 0.9, 0.95]
 
 
@@ -144,7 +161,9 @@ def test_a_written_checkpoint_is_told_before_the_next(monkeypatch: pytest.Monkey
         run.checkpoint({"x": torch.zeros(1)}, step=1)
         run._checkpoints._pending.result()
         run.log({"loss": 1.0}, step=2)
-        assert any(isinstance(event, CheckpointSaved) for event in read_all(run.folder / "events.jsonl"))
+        assert any(
+            isinstance(event, CheckpointSaved) for event in read_all(run.folder / "events.jsonl")
+        )
 
 
 @pytest.mark.usefixtures("untracked")
@@ -161,7 +180,18 @@ def test_a_checkpoint_that_cannot_be_written_is_told(capsys: pytest.CaptureFixtu
 def test_odd_steps_and_names_cost_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     moving = np.array(5)
     with rankzero.track("mine") as run:
-        for step in (np.int64(1), torch.tensor(2), 3.0, np.float32(4), moving, "six", None, 2.5, 2**70, 7):
+        for step in (
+            np.int64(1),
+            torch.tensor(2),
+            3.0,
+            np.float32(4),
+            moving,
+            "six",
+            None,
+            2.5,
+            2**70,
+            7,
+        ):
             run.log({("a", 1): 1.0, 2: step}, step=step)  # type: ignore[arg-type, dict-item]
         moving += 90
         run.checkpoint({"x": torch.zeros(1)}, step=np.int64(8), metrics={"val/loss": 1.0})  # type: ignore[arg-type]
@@ -171,13 +201,23 @@ def test_odd_steps_and_names_cost_nothing_else(capsys: pytest.CaptureFixture[str
     assert [event.steps[0] for event in logged] == [1, 2, 3, 4, 5, 5, 5, 5, 5, 7]
     assert {name for event in logged for name in event.metrics} == {"('a', 1)", "2"}
     assert [event.metrics["2"][0] for event in logged][:5] == [1, 2, 3, 4, 5]
-    assert [event.step for event in events if isinstance(event, (Evaluated, CheckpointSaved))] == [8, 8]
+    assert [event.step for event in events if isinstance(event, (Evaluated, CheckpointSaved))] == [
+        8,
+        8,
+    ]
     assert isinstance(events[-1], RunEnded) and events[-1].status == "FINISHED"
-    assert capsys.readouterr().out.count("a step must be a whole number, not 'six': it counts as step 5") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "a step must be a whole number, not 'six': it counts as step 5"
+        )
+        == 1
+    )
 
 
 @pytest.mark.usefixtures("untracked")
-def test_tensors_that_cannot_be_read_leave_the_users_own_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensors_that_cannot_be_read_leave_the_users_own_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """As on a GPU after an assertion of the device: whatever asks it raises."""
     with pytest.raises(ValueError, match="mine"), rankzero.track("mine") as run:
         run.log({"lost": torch.zeros((), device="meta"), "kept": 3.0}, step=1)
@@ -186,7 +226,11 @@ def test_tensors_that_cannot_be_read_leave_the_users_own_error(capsys: pytest.Ca
     logged, noticed, end = list(read_all(run.folder / "events.jsonl"))[-1:-4:-1][::-1]
     assert {type(one) for one in (logged, noticed)} == {StepsLogged, Noticed}
     steps = logged if isinstance(logged, StepsLogged) else noticed
-    assert isinstance(steps, StepsLogged) and steps.metrics["kept"] == [3.0] and math.isnan(steps.metrics["lost"][0])
+    assert (
+        isinstance(steps, StepsLogged)
+        and steps.metrics["kept"] == [3.0]
+        and math.isnan(steps.metrics["lost"][0])
+    )
     assert isinstance(end, RunEnded) and (end.status, end.reason) == ("FAILED", "ValueError: mine")
     assert "what cannot be read of what was logged on meta is NaN" in capsys.readouterr().out
 
@@ -196,12 +240,18 @@ def test_an_odd_tensor_costs_only_itself_on_its_device(capsys: pytest.CaptureFix
     with rankzero.track("mine") as run:
         run.log({"odd": torch.tensor(1j), "kept": torch.tensor(3.0)}, step=1)
     assert run.folder is not None
-    logged = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)]
+    logged = [
+        event for event in read_all(run.folder / "events.jsonl") if isinstance(event, StepsLogged)
+    ]
     assert logged[0].metrics["kept"] == [3.0] and math.isnan(logged[0].metrics["odd"][0])
     assert capsys.readouterr().out.count("a complex number") == 1
     told: list[str] = []
-    (odd, kept) = values.numbers([torch.zeros(()).as_subclass(Unread), torch.tensor(3.0)], told.append)
-    assert math.isnan(odd) and kept == 3.0 and len(told) == 1 and "there is no such device" in told[0]
+    (odd, kept) = values.numbers(
+        [torch.zeros(()).as_subclass(Unread), torch.tensor(3.0)], told.append
+    )
+    assert (
+        math.isnan(odd) and kept == 3.0 and len(told) == 1 and "there is no such device" in told[0]
+    )
 
 
 class Unread(torch.Tensor):
@@ -228,7 +278,9 @@ class Spread:
 
 
 @pytest.mark.usefixtures("untracked")
-def test_of_a_tensor_that_is_spread_over_ranks_nothing_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_a_tensor_that_is_spread_over_ranks_nothing_is_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert hasattr(DTensor, "full_tensor"), "that is how they are told apart"
     spread = Spread()
     with rankzero.track("mine") as run:
@@ -259,10 +311,14 @@ def test_a_state_with_named_tuples_is_kept_as_plain_values() -> None:
 @pytest.mark.usefixtures("untracked")
 def test_two_processes_do_not_write_one_run() -> None:
     """One that is told of the other changes nothing; once that has said its end, the run can be gone on with."""
-    with subprocess.Popen([sys.executable, "-c", BESIDE], stdout=subprocess.PIPE, stdin=subprocess.PIPE) as beside:
+    with subprocess.Popen(
+        [sys.executable, "-c", BESIDE], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    ) as beside:
         assert beside.stdout is not None and beside.stdin is not None
         assert beside.stdout.readline() == b"open\n"
-        with pytest.raises(rankzero.UserError, match=rf"process {beside.pid} is writing r1: stop it first"):
+        with pytest.raises(
+            rankzero.UserError, match=rf"process {beside.pid} is writing r1: stop it first"
+        ):
             rankzero.track("mine", name="r1")
         beside.stdin.write(b"on\n")
         beside.stdin.flush()

@@ -13,7 +13,7 @@ import pytest
 
 from rankzero.launch import agent, rendezvous
 from rankzero.launch.agent import wait_by_looking
-from rankzero.launch.signals import Relay
+from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from support.returning import fail_without_words, meet, returned
 
@@ -45,8 +45,11 @@ def test_looking_ends_in_time() -> None:
 def test_a_rank_that_fails_on_a_full_disk_is_a_failure_like_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Relay() as signals, pytest.raises(agent.WorkersFailed, match="no room on the disk"):
-        agent.run(agent.Nodes(2), fail_without_words, str(tmp_path), tmp_path / "logs", signals)
+    with (
+        SignalForwarder() as signals,
+        pytest.raises(agent.WorkersFailed, match="no room on the disk"),
+    ):
+        agent.run(agent.Topology(2), fail_without_words, str(tmp_path), tmp_path / "logs", signals)
     other = int((tmp_path / "1").read_text())
     assert not psutil.pid_exists(other) or psutil.Process(other).status() == psutil.STATUS_ZOMBIE
     assert "Traceback" not in capfd.readouterr().err
@@ -54,8 +57,10 @@ def test_a_rank_that_fails_on_a_full_disk_is_a_failure_like_others(
 
 def test_on_one_machine_no_other_can_reach_what_the_processes_meet_by(tmp_path: Path) -> None:
     """Rendezvous states are unpickled: whoever can write one can run code."""
-    with Relay() as signals:
-        assert agent.run(agent.Nodes(2), meet, str(tmp_path), tmp_path / "logs", signals) == "met"
+    with SignalForwarder() as signals:
+        assert (
+            agent.run(agent.Topology(2), meet, str(tmp_path), tmp_path / "logs", signals) == "met"
+        )
     addresses = json.loads((tmp_path / "listening.json").read_text())
     assert addresses, "rank 0 serves a store"
     assert set(addresses) <= {"127.0.0.1", "::1"}
@@ -74,10 +79,19 @@ def test_gloo_talks_on_the_loopback_unless_somebody_has_chosen() -> None:
     [
         ({"MASTER_ADDR": "node-1", "MASTER_PORT": "1"}, Ranks(0, 2, 0, 2)),
         ({"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, Ranks(0, 4, 0, 2)),
-        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, Ranks(0, 2, 0, 2)),
+        (
+            {
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": "1",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            },
+            Ranks(0, 2, 0, 2),
+        ),
         ({"MASTER_ADDR": "localhost"}, Ranks(0, 2, 0, 2)),
         ({}, Ranks(0, 2, 0, 2)),
     ],
 )
-def test_other_launchers_and_several_machines_keep_their_store(environ: dict[str, str], ranks: Ranks) -> None:
+def test_other_launchers_and_several_machines_keep_their_store(
+    environ: dict[str, str], ranks: Ranks
+) -> None:
     assert rendezvous.on_loopback(ranks, datetime.timedelta(seconds=1), environ) is None

@@ -72,7 +72,15 @@ def boom():
 train(int(os.environ["RANK"]), boom)
 """
 
-UNKNOWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "RANKZERO_DIR", "MLFLOW_TRACKING_URI", "TF_CONFIG", "SLURM_STEP_ID")
+UNKNOWN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "RANKZERO_DIR",
+    "MLFLOW_TRACKING_URI",
+    "TF_CONFIG",
+    "SLURM_STEP_ID",
+)
 
 
 @pytest.fixture
@@ -84,9 +92,13 @@ def script(tmp_path: Path) -> Path:
 def start(script: Path, *command: str, **environ: str) -> subprocess.Popen[str]:
     known = {name: value for name, value in os.environ.items() if name not in UNKNOWN}
     return subprocess.Popen(
-        command, cwd=script.parent, env={**known, "OMP_NUM_THREADS": "1", **environ}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        cwd=script.parent,
+        env={**known, "OMP_NUM_THREADS": "1", **environ},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[str]:
@@ -117,13 +129,24 @@ def assert_one_whole_run(script: Path) -> None:
 def two_tasks(script: Path, variable: str, of_rank: Mapping[int, Mapping[str, str]]) -> None:
     """Run rank 1 and rank 0 as their launcher would, each with its own variables."""
     script.write_text(QUIET + TRAINING + BY_VARIABLE)
-    ended(*(start(script, sys.executable, str(script), variable, **of_rank[rank]) for rank in (1, 0)))
+    ended(
+        *(start(script, sys.executable, str(script), variable, **of_rank[rank]) for rank in (1, 0))
+    )
     assert_one_whole_run(script)
 
 
 def torchrun(script: Path) -> subprocess.Popen[str]:
-    return start(script, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                 str(script), "RANK")  # fmt: skip
+    return start(
+        script,
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        "RANK",
+    )
 
 
 def test_torchrun(script: Path) -> None:
@@ -138,7 +161,9 @@ def test_spawned_processes_ask_their_process_group(script: Path) -> None:
     assert_one_whole_run(script)
 
 
-def test_a_task_that_spawned_this_process_is_not_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_spawned_this_process_is_not_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -148,23 +173,51 @@ def test_a_task_that_spawned_this_process_is_not_its_rank(tmp_path: Path, monkey
     assert run.folder is None and not (tmp_path / "mlruns").exists()
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: Debian's package is openmpi-bin")
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="no mpirun: Debian's package is openmpi-bin"
+)
 def test_mpirun(script: Path) -> None:
     script.write_text(QUIET + TRAINING + BY_VARIABLE)
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    ended(start(script, "mpirun", "-np", "2", "--oversubscribe", sys.executable, str(script), "OMPI_COMM_WORLD_RANK",
-                **root))  # fmt: skip
+    ended(
+        start(
+            script,
+            "mpirun",
+            "-np",
+            "2",
+            "--oversubscribe",
+            sys.executable,
+            str(script),
+            "OMPI_COMM_WORLD_RANK",
+            **root,
+        )
+    )
     assert_one_whole_run(script)
 
 
 def test_srun(script: Path) -> None:
-    shared = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
-              "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}  # fmt: skip
-    two_tasks(script, "SLURM_PROCID", {n: {**shared, "SLURM_PROCID": f"{n}", "SLURM_LOCALID": f"{n}"} for n in (0, 1)})
+    shared = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }
+    two_tasks(
+        script,
+        "SLURM_PROCID",
+        {n: {**shared, "SLURM_PROCID": f"{n}", "SLURM_LOCALID": f"{n}"} for n in (0, 1)},
+    )
 
 
 def test_horovodrun(script: Path) -> None:
-    shared = {"HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"}
+    shared = {
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_CROSS_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+    }
     tasks = {n: {**shared, "HOROVOD_RANK": f"{n}", "HOROVOD_LOCAL_RANK": f"{n}"} for n in (0, 1)}
     two_tasks(script, "HOROVOD_RANK", tasks)
 
@@ -172,7 +225,9 @@ def test_horovodrun(script: Path) -> None:
 def test_tensorflows_workers(script: Path) -> None:
     cluster = {"worker": ["localhost:4001", "localhost:4002"]}
     configs = {n: {"cluster": cluster, "task": {"type": "worker", "index": n}} for n in (0, 1)}
-    two_tasks(script, "INDEX", {n: {"TF_CONFIG": json.dumps(configs[n]), "INDEX": f"{n}"} for n in (0, 1)})
+    two_tasks(
+        script, "INDEX", {n: {"TF_CONFIG": json.dumps(configs[n]), "INDEX": f"{n}"} for n in (0, 1)}
+    )
 
 
 def test_an_exception_on_rank_0_is_a_failed_run(script: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankzero.launch.signals import Relay, Stopped
+from rankzero.launch.signals import LaunchStopped, SignalForwarder
 
 WORKER = """
 import signal
@@ -30,7 +30,9 @@ class Agent:
         self.workers: list[subprocess.Popen[str]] = []
 
     def _start_workers(self) -> dict[int, int]:
-        self.workers.append(subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True))
+        self.workers.append(
+            subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
+        )
         assert self.says() == "listens"
         return {0: self.workers[-1].pid}
 
@@ -54,7 +56,11 @@ def agent() -> Iterator[Agent]:
 
 
 def test_who_was_told_to_stop_is_not_started_again_for_another_machines_sake(agent: Agent) -> None:
-    with Relay() as signals, signals.to(agent), pytest.raises(Stopped, match="SIGTERM, and not begun again"):
+    with (
+        SignalForwarder() as signals,
+        signals.to(agent),
+        pytest.raises(LaunchStopped, match="SIGTERM, and not begun again"),
+    ):
         agent._start_workers()
         os.kill(os.getpid(), signal.SIGTERM)
         agent._stop_workers()
@@ -67,7 +73,7 @@ def test_who_was_told_to_stop_is_not_started_again_for_another_machines_sake(age
 def test_a_second_signal_ends_workers_unless_who_steers_says_that_otherwise(
     agent: Agent, second_ends: bool, told: str
 ) -> None:
-    with Relay(second_ends=second_ends) as signals, signals.to(agent):
+    with SignalForwarder(second_ends=second_ends) as signals, signals.to(agent):
         agent._start_workers()
         os.kill(os.getpid(), signal.SIGINT)
         assert agent.says() == "SIGTERM"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
 from rankzero.errors import UserError
-from rankzero.lightning_module.lr_schedule import Factors, configured, undone
+from rankzero.lightning_module.lr_schedule import ReplayedScheduler, configured, undone
 
 STEPS = 30
 
@@ -30,10 +30,13 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
     "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=STEPS + 1, cycle_momentum=False),
+    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, 0.3, total_steps=STEPS + 1, cycle_momentum=False
+    ),
     "sequence": warm_then_cosine,
     "chain": lambda optimizer: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(optimizer, 0.5, 4), lr_scheduler.ExponentialLR(optimizer, 0.95)], optimizer
+        [lr_scheduler.ConstantLR(optimizer, 0.5, 4), lr_scheduler.ExponentialLR(optimizer, 0.95)],
+        optimizer,
     ),
 }
 
@@ -55,7 +58,7 @@ def test_the_factors_are_what_the_scheduler_does_to_the_rates(name: str) -> None
             theirs.step()
             wanted.append(real.param_groups[0]["lr"])
     optimizer = made()
-    factors = Factors(optimizer, SCHEDULERS[name](optimizer))
+    factors = ReplayedScheduler(optimizer, SCHEDULERS[name](optimizer))
     initial = undone(optimizer).param_groups[0]["lr"]
     backwards = [initial * factors.after(count) for count in range(STEPS, -1, -1)]
     assert backwards[::-1] == pytest.approx(wanted, abs=1e-12)
@@ -64,18 +67,21 @@ def test_the_factors_are_what_the_scheduler_does_to_the_rates(name: str) -> None
 def test_playing_a_scheduler_leaves_the_optimizer_alone() -> None:
     optimizer = made(AdamW, weight_decay=0.3)
     before = dict(optimizer.param_groups[0])
-    Factors(optimizer, SCHEDULERS["cosine"](optimizer)).after(20)
+    ReplayedScheduler(optimizer, SCHEDULERS["cosine"](optimizer)).after(20)
     assert undone(optimizer).param_groups[0] == before
 
 
 def test_a_scheduler_that_changes_more_than_one_rate_is_refused() -> None:
     optimizer = made(AdamW)
     with pytest.raises(UserError, match="cycle_momentum=False"):
-        Factors(optimizer, lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=50))
-    groups = SGD([{"params": [nn.Parameter(torch.zeros(1))]}, {"params": [nn.Parameter(torch.zeros(1))]}], lr=0.1)
+        ReplayedScheduler(optimizer, lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=50))
+    groups = SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))]}, {"params": [nn.Parameter(torch.zeros(1))]}],
+        lr=0.1,
+    )
     apart = lr_scheduler.LambdaLR(groups, [lambda step: 1.0, lambda step: 0.5**step])
     with pytest.raises(UserError, match="groups differently"):
-        Factors(groups, apart)
+        ReplayedScheduler(groups, apart)
 
 
 def test_every_form_that_lightning_allows_is_understood() -> None:
@@ -85,8 +91,18 @@ def test_every_form_that_lightning_allows_is_understood() -> None:
     assert configured([optimizer]) == (optimizer, None, "step", 1)
     assert configured(([optimizer], [scheduler])) == (optimizer, scheduler, "epoch", 1)
     each = {"scheduler": scheduler, "interval": "step", "frequency": 2}
-    assert configured({"optimizer": optimizer, "lr_scheduler": each}) == (optimizer, scheduler, "step", 2)
-    assert configured({"optimizer": optimizer, "lr_scheduler": scheduler}) == (optimizer, scheduler, "epoch", 1)
+    assert configured({"optimizer": optimizer, "lr_scheduler": each}) == (
+        optimizer,
+        scheduler,
+        "step",
+        2,
+    )
+    assert configured({"optimizer": optimizer, "lr_scheduler": scheduler}) == (
+        optimizer,
+        scheduler,
+        "epoch",
+        1,
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,11 @@ def test_a_training_step_gives_its_loss_and_what_it_logs() -> None:
     logged = {"train_loss": LOSS, "train_accuracy": torch.tensor([0.5]), "grad": 3}
     found = metrics_of({"loss": LOSS, "preds": [1]}, logged, training=True)
     assert found["loss"] is LOSS
-    assert {name: float(value) for name, value in found.items()} == {"loss": 2.0, "accuracy": 0.5, "grad": 3.0}
+    assert {name: float(value) for name, value in found.items()} == {
+        "loss": 2.0,
+        "accuracy": 0.5,
+        "grad": 3.0,
+    }
     assert all(value.dim() == 0 for value in found.values())
 
 
@@ -27,7 +31,9 @@ def test_a_validation_step_may_log_its_loss_or_return_it() -> None:
     assert metrics_of(LOSS, {"val_acc": 0.5}, training=False)["loss"] is LOSS
 
 
-@pytest.mark.parametrize(("training", "message"), [(True, "must return the loss"), (False, "must log val_loss")])
+@pytest.mark.parametrize(
+    ("training", "message"), [(True, "must return the loss"), (False, "must log val_loss")]
+)
 def test_a_step_without_a_loss_is_told(training: bool, message: str) -> None:
     with pytest.raises(UserError, match=message):
         metrics_of(None, {"acc": 0.5}, training=training)
@@ -35,15 +41,25 @@ def test_a_step_without_a_loss_is_told(training: bool, message: str) -> None:
 
 class Base:
     def __init__(
-        self, width: int = 8, learning_rate: float = 0.5, act: Literal["relu", "gelu"] = "relu", extra: Any = None,
-        data: str = "x", batch_size: int = 32, **rest: Any,
-    ) -> None:  # fmt: skip
+        self,
+        width: int = 8,
+        learning_rate: float = 0.5,
+        act: Literal["relu", "gelu"] = "relu",
+        extra: Any = None,
+        data: str = "x",
+        batch_size: int = 32,
+        **rest: Any,
+    ) -> None:
         self.got = (width, learning_rate, act, extra, data, batch_size, rest)
 
 
 def test_arguments_that_text_can_say_are_settings() -> None:
     fields = init_arguments.fields_of([Base])
-    assert fields == {"width": (int, 8), "act": (Literal["relu", "gelu"], "relu"), "data_": (str, "x")}
+    assert fields == {
+        "width": (int, 8),
+        "act": (Literal["relu", "gelu"], "relu"),
+        "data_": (str, "x"),
+    }
     assert init_arguments.learning_rate(Base) == 0.5
     assert init_arguments.batch_size_of(Base) == 32
     assert init_arguments.arguments_for(Base, {"width": 9, "other": 1, "learning_rate": 0.1}) == {

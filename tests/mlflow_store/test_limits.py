@@ -49,7 +49,16 @@ def test_long_names_stay_apart() -> None:
 
 @pytest.mark.parametrize(
     ("raw", "expected"),
-    [(1, 1.0), (True, 1.0), ("0.5", 0.5), (None, None), ("x", None), ([1], None), ({}, None), (-2.5, -2.5)],
+    [
+        (1, 1.0),
+        (True, 1.0),
+        ("0.5", 0.5),
+        (None, None),
+        ("x", None),
+        ([1], None),
+        ({}, None),
+        (-2.5, -2.5),
+    ],
 )
 def test_numbers(raw: object, expected: float | None) -> None:
     assert scalars.number(raw) == expected
@@ -62,12 +71,16 @@ def test_what_is_not_finite_becomes_nan(raw: float) -> None:
     assert math.isnan(value)
 
 
-@pytest.mark.parametrize(("raw", "expected"), [(5, 5), (5.0, 5), (5.5, None), ("5", None), (2**70, None), (None, None)])
+@pytest.mark.parametrize(
+    ("raw", "expected"), [(5, 5), (5.0, 5), (5.5, None), ("5", None), (2**70, None), (None, None)]
+)
 def test_steps(raw: object, expected: int | None) -> None:
     assert scalars.step(raw) == expected
 
 
-@pytest.mark.parametrize(("raw", "expected"), [(1.5, 1500), (math.nan, None), (-1, None), ("x", None), (1e30, None)])
+@pytest.mark.parametrize(
+    ("raw", "expected"), [(1.5, 1500), (math.nan, None), (-1, None), ("x", None), (1e30, None)]
+)
 def test_times(raw: object, expected: int | None) -> None:
     assert scalars.milliseconds(raw) == expected
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rankzero.mlflow_store import saved_view
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import Identity
 
 
@@ -34,21 +34,28 @@ def test_cards_and_sections_are_told_apart_also_without_a_goal() -> None:
         state = saved_view.state(goal)
         cards = [card["uuid"] for card in state["compareRunCharts"]]
         assert len(set(cards)) == len(cards) and "metrics.``" not in state["selectedColumns"]
-        assert {card["metricSectionId"] for card in state["compareRunCharts"]} == {"rankzero-What matters first"}
+        assert {card["metricSectionId"] for card in state["compareRunCharts"]} == {
+            "rankzero-What matters first"
+        }
 
 
-@pytest.mark.parametrize("value", ["", "[]", "null", "{}", '{"createdAt": 1, "updatedAt": 2}', "deflate;xxx"])
+@pytest.mark.parametrize(
+    "value", ["", "[]", "null", "{}", '{"createdAt": 1, "updatedAt": 2}', "deflate;xxx"]
+)
 def test_what_somebody_else_saved_is_not_ours(value: str) -> None:
     assert not saved_view.is_ours(value)
 
 
 def test_a_view_is_saved_and_kept_as_somebody_changed_it(sqlite: str) -> None:
-    tracker, value = Tracker(sqlite), saved_view.saved("val/loss")
+    tracker, value = MlflowRuns(sqlite), saved_view.saved("val/loss")
     assert tracker.save_view("new", saved_view.TAG, value, saved_view.is_ours) is None
     opened = tracker.open_run(Identity("a", "0" * 32, "new", sqlite), 1.0)
 
     def save(text: str) -> str:
-        assert tracker.save_view("new", saved_view.TAG, text, saved_view.is_ours) == opened.experiment_id
+        assert (
+            tracker.save_view("new", saved_view.TAG, text, saved_view.is_ours)
+            == opened.experiment_id
+        )
         return str(tracker._client.get_experiment(opened.experiment_id).tags[saved_view.TAG])
 
     assert save(value) == value and save(saved_view.saved("val/accuracy")) != value

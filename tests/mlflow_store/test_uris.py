@@ -12,7 +12,7 @@ import pytest
 
 from rankzero.cli.commands import search
 from rankzero.mlflow_store import uris
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import TrackingError, resolve_tracking_uri
 from rankzero.tuning import study
 from support.runs import T0, make_folder, saved
@@ -25,7 +25,9 @@ def test_the_flag_beats_the_environment_beats_the_default(tmp_path: Path) -> Non
     assert resolve_tracking_uri(None, {}, tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
 
 
-def test_a_relative_database_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_database_becomes_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert resolve_tracking_uri("sqlite:///x/m.db", {}, tmp_path) == f"sqlite:///{tmp_path}/x/m.db"
     assert uris.default_tracking_uri(Path("mlruns")) == f"sqlite:///{tmp_path}/mlruns/mlflow.db"
@@ -97,14 +99,16 @@ def test_a_folder_that_mlflow_would_take_for_another_is_refused(name: str, tmp_p
 def test_mlflow_keeps_everything_in_a_folder_of_any_other_name(name: str, tmp_path: Path) -> None:
     root = tmp_path / name
     uri = resolve_tracking_uri(None, {}, root)
-    folder, tracker = make_folder(root, uri), Tracker(uri)
+    folder, tracker = make_folder(root, uri), MlflowRuns(uri)
     run = tracker.open_run(folder.identity, T0)
     tracker.log_artifact(run.run_id, folder.path / "run.json")
     event = saved(folder, 4)
     model_id = tracker.models.save_checkpoint(run, event, folder.path / event.path, lambda _: [])
     assert (tracker.models.download_checkpoint(model_id, tmp_path / "back") / "state.pt").exists()
     assert not uris.is_empty(root / uris.DATABASE)
-    assert list(root.glob("artifacts/*/*/artifacts/run.json")) and list(root.glob("artifacts/*/models/*/artifacts/*"))
+    assert list(root.glob("artifacts/*/*/artifacts/run.json")) and list(
+        root.glob("artifacts/*/models/*/artifacts/*")
+    )
     assert {path.name for path in tmp_path.iterdir()} == {name, "back"}
 
 
@@ -125,7 +129,13 @@ def search_in(root: Path) -> argparse.Namespace:
     """The arguments of a search whose runs a server has, and whose study is below `root`."""
     numbers = dict.fromkeys(("minutes", "trials", "trial_minutes", "silence_seconds", "parallel"))
     return argparse.Namespace(
-        **numbers, seeds=3, objective="time", tolerance=0.1, tracking_uri="http://server", storage=None, dir=root
+        **numbers,
+        seeds=3,
+        objective="time",
+        tolerance=0.1,
+        tracking_uri="http://server",
+        storage=None,
+        dir=root,
     )
 
 

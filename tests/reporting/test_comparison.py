@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from rankzero.reporting import comparison, metric_table, reproduce, run_figures
-from rankzero.reporting.comparison import Side, sections
+from rankzero.reporting.comparison import RunSide, sections
 from rankzero.reporting.run_facts import fold
 from support.runs import append, ended, evaluated, make_folder, started, steps
 
@@ -14,33 +14,65 @@ PATCH = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-old\n+n
 
 
 def begun(command: str = "", attempt: int = 1, **environment: str) -> object:
-    tags = {"rankzero.command": command, **{key.replace("__", "."): text for key, text in environment.items()}}
+    tags = {
+        "rankzero.command": command,
+        **{key.replace("__", "."): text for key, text in environment.items()},
+    }
     return dataclasses.replace(started(attempt), environment=tags)
 
 
-def side(*events: object, **changes: object) -> Side:
-    one = Side("one", "FINISHED", fold(events), {"torch": "2.15", "numpy": "2.4"}, "")  # type: ignore[arg-type]
+def side(*events: object, **changes: object) -> RunSide:
+    one = RunSide("one", "FINISHED", fold(events), {"torch": "2.15", "numpy": "2.4"}, "")  # type: ignore[arg-type]
     return dataclasses.replace(one, **changes)  # type: ignore[arg-type]
 
 
 def test_only_what_differs_is_told() -> None:
-    left = side(started(lr="0.1"), steps(1, 4), evaluated(4, 0.5), ended(metrics={"samples_per_second": 100.0}))
-    right = side(started(lr="0.2"), steps(1, 4), evaluated(4, 0.6), ended(metrics={"samples_per_second": 250.0}),
-                 packages={"torch": "2.15", "scipy": "1"})  # fmt: skip
-    found = {section.title: {row.key: row for row in section.rows} for section in sections(left, right)}
+    left = side(
+        started(lr="0.1"),
+        steps(1, 4),
+        evaluated(4, 0.5),
+        ended(metrics={"samples_per_second": 100.0}),
+    )
+    right = side(
+        started(lr="0.2"),
+        steps(1, 4),
+        evaluated(4, 0.6),
+        ended(metrics={"samples_per_second": 250.0}),
+        packages={"torch": "2.15", "scipy": "1"},
+    )
+    found = {
+        section.title: {row.key: row for row in section.rows} for section in sections(left, right)
+    }
     assert found["Settings"].keys() == {"lr"} and found["Packages"].keys() == {"numpy", "scipy"}
-    assert found["Result"]["best val/accuracy"].change == "+20.0%" and "train/loss" not in found["Result"]
-    assert found["Speed"]["samples/s"] == comparison.Row("samples/s", "100", "250", "2.50x")
+    assert (
+        found["Result"]["best val/accuracy"].change == "+20.0%"
+        and "train/loss" not in found["Result"]
+    )
+    assert found["Speed"]["samples/s"] == comparison.ComparisonRow(
+        "samples/s", "100", "250", "2.50x"
+    )
     assert "Machine" not in found and sections(left, left) == []
-    assert {section.title for section in sections(left, left, everything=True)} >= {"Result", "Settings", "Code"}
+    assert {section.title for section in sections(left, left, everything=True)} >= {
+        "Result",
+        "Settings",
+        "Code",
+    }
 
 
 def test_uncommitted_changes_are_compared_by_file() -> None:
     untracked = "# untracked: y.py\n"
     assert list(comparison.patches(PATCH.format(1), untracked + PATCH.format(2))) == [
-        "x.py", "-+new 1", "++new 2", "untracked: y.py (second only)"]  # fmt: skip
+        "x.py",
+        "-+new 1",
+        "++new 2",
+        "untracked: y.py (second only)",
+    ]
     assert list(comparison.patches(PATCH.format(1), PATCH.format(1))) == []
-    assert list(comparison.patches("", PATCH.format(1))) == ["x.py (second only)", "+-old", "++new 1"]
+    assert list(comparison.patches("", PATCH.format(1))) == [
+        "x.py (second only)",
+        "+-old",
+        "++new 1",
+    ]
 
 
 def test_the_commands_that_do_it_again() -> None:
@@ -49,8 +81,9 @@ def test_the_commands_that_do_it_again() -> None:
 
     train = "/usr/bin/rankzero train x.py --run-name mine lr=1 'name=a b'"
     assert commands(begun(train)) == ["rankzero train x.py lr=1 'name=a b'"]
-    assert commands(begun(train, mlflow__source__git__commit="abc", rankzero__dirty="true"))[:2] == [
-        "git checkout abc", "git apply diff.patch   # of the run's artifacts, in provenance/"]  # fmt: skip
+    assert commands(begun(train, mlflow__source__git__commit="abc", rankzero__dirty="true"))[
+        :2
+    ] == ["git checkout abc", "git apply diff.patch   # of the run's artifacts, in provenance/"]
     again = begun("/x/rankzero/__main__.py resume mine train.epochs=8", 2)
     assert commands(begun(train), again) == [
         "rankzero train x.py lr=1 'name=a b' --run-name mine-again",
@@ -65,7 +98,10 @@ def test_the_commands_that_do_it_again() -> None:
 def test_curves_of_a_metric_share_a_frame(tmp_path: Path) -> None:
     names = ["train/loss", "lr", "val/loss", "val/accuracy", "train/accuracy"]
     assert run_figures.grouped(names, "val/accuracy") == {
-        "accuracy": ["val/accuracy", "train/accuracy"], "loss": ["train/loss", "val/loss"], "lr": ["lr"]}  # fmt: skip
+        "accuracy": ["val/accuracy", "train/accuracy"],
+        "loss": ["train/loss", "val/loss"],
+        "lr": ["lr"],
+    }
     folder = make_folder(tmp_path)
     assert not run_figures.write(tmp_path / "no.png", metric_table.metrics(folder))
     append(folder, started(), steps(1, 60), evaluated(60, 0.5))

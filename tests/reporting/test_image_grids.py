@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from rankzero.events import PicturesTaken
-from rankzero.faults import Impossible
-from rankzero.mlflow_store.client import Tracker
+from rankzero.faults import NeverAccepted
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.client.images import write_image
 from rankzero.reporting import image_grids
 from rankzero.run_store import picture_files
@@ -36,14 +36,21 @@ def folder(tmp_path: Path) -> RunFolder:
 def arrays(classes: int = 3, mistakes: int = 5, **others: Any) -> dict[str, Any]:
     random = np.random.default_rng(0)
     return {
-        "samples": np.int64(40), "total": np.int64(80), "wrong": np.int64(mistakes), "cut": np.bool_(False),
+        "samples": np.int64(40),
+        "total": np.int64(80),
+        "wrong": np.int64(mistakes),
+        "cut": np.bool_(False),
         "mistakes": random.integers(0, 256, (mistakes, 6, 6, 3)).astype(np.uint8),
-        "mistakes_true": np.arange(mistakes) % classes, "mistakes_predicted": np.ones(mistakes, int),
-        "mistakes_confidence": np.full(mistakes, 0.5), "confusion": random.integers(0, 9, (classes, classes)),
-        "batch": np.zeros((16, 6, 6, 1), np.uint8), "batch_labels": np.zeros(16, int),
-        "classes": np.array(["a $very$ long name of a class \\frac", "b", "c"], "U"), "own_names": np.array([], "U"),
+        "mistakes_true": np.arange(mistakes) % classes,
+        "mistakes_predicted": np.ones(mistakes, int),
+        "mistakes_confidence": np.full(mistakes, 0.5),
+        "confusion": random.integers(0, 9, (classes, classes)),
+        "batch": np.zeros((16, 6, 6, 1), np.uint8),
+        "batch_labels": np.zeros(16, int),
+        "classes": np.array(["a $very$ long name of a class \\frac", "b", "c"], "U"),
+        "own_names": np.array([], "U"),
         **others,
-    }  # fmt: skip
+    }
 
 
 def taken(folder: RunFolder, step: int, content: dict[str, Any] | bytes) -> PicturesTaken:
@@ -58,7 +65,9 @@ def taken(folder: RunFolder, step: int, content: dict[str, Any] | bytes) -> Pict
 
 @pytest.mark.parametrize("classes", [2, 10, 30, 31, 400])
 @pytest.mark.parametrize("mistakes", [0, 1, 4, 16])
-def test_every_number_of_classes_and_mistakes_can_be_drawn(tmp_path: Path, classes: int, mistakes: int) -> None:
+def test_every_number_of_classes_and_mistakes_can_be_drawn(
+    tmp_path: Path, classes: int, mistakes: int
+) -> None:
     if mistakes != 4 and classes != 10:
         classes = 2
     drawn = image_grids.draw(arrays(classes, mistakes), 7, tmp_path)
@@ -70,12 +79,19 @@ def test_every_number_of_classes_and_mistakes_can_be_drawn(tmp_path: Path, class
 
 @pytest.mark.parametrize("picture", [image_grids._mistakes, image_grids._confusion])
 def test_outputs_of_classes_without_names_are_said_to_be_a_guess(picture: Any) -> None:
-    found = arrays(samples=np.int64(65_536), wrong=np.int64(65_000), total=np.int64(120_000), cut=np.bool_(True))
+    found = arrays(
+        samples=np.int64(65_536),
+        wrong=np.int64(65_000),
+        total=np.int64(120_000),
+        cut=np.bool_(True),
+    )
     for classes, says in ((["a", "b", "c"], False), ([], True)):
         inches, on = picture(found, classes, 1_200_000)
         figure = Figure(figsize=inches, layout="constrained")
         on(figure)
-        texts = [text.get_text() for text in (*figure.texts, *(axes.xaxis.label for axes in figure.axes))]
+        texts = [
+            text.get_text() for text in (*figure.texts, *(axes.xaxis.label for axes in figure.axes))
+        ]
         assert any(image_grids.GUESSED in text for text in texts) == says
         if picture is image_grids._mistakes:
             assert figure.texts[1].get_window_extent().x1 < figure.bbox.width
@@ -95,7 +111,9 @@ def test_pictures_are_delivered_and_what_they_were_drawn_from_goes(folder: RunFo
     append(folder, started(), taken(folder, 5, arrays()), taken(folder, 9, arrays()), ended())
     deliverer = delivered(folder, tracker)
     keys = ["confusion_matrix", "hardest_mistakes", "training_batch"]
-    assert sorted(tracker.pictures) == [(key, step, int((T0 + step) * 1000)) for key in keys for step in (5, 9)]
+    assert sorted(tracker.pictures) == [
+        (key, step, int((T0 + step) * 1000)) for key in keys for step in (5, 9)
+    ]
     assert not list(folder.pictures.iterdir()) and not deliverer.progress.rejected
     assert tracker.status == "FINISHED"
 
@@ -138,9 +156,17 @@ def bomb() -> bytes:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"no archive", pickled(), arrays(mistakes_true=np.zeros(2)), arrays(own_names=np.array(["x"], "U"))],
+    [
+        b"",
+        b"no archive",
+        pickled(),
+        arrays(mistakes_true=np.zeros(2)),
+        arrays(own_names=np.array(["x"], "U")),
+    ],
 )
-def test_what_is_none_of_ours_is_set_aside(folder: RunFolder, content: dict[str, Any] | bytes) -> None:
+def test_what_is_none_of_ours_is_set_aside(
+    folder: RunFolder, content: dict[str, Any] | bytes
+) -> None:
     tracker = FakeTracker()
     append(folder, started(), taken(folder, 5, content), ended())
     progress = delivered(folder, tracker).progress
@@ -154,7 +180,9 @@ def test_a_bomb_is_not_unpacked(folder: RunFolder) -> None:
         picture_files.read(folder.path / event.path)
 
 
-@pytest.mark.parametrize("path", ["../victim.npz", "/etc/hostname", "pictures/link.npz", "pictures", "run.json"])
+@pytest.mark.parametrize(
+    "path", ["../victim.npz", "/etc/hostname", "pictures/link.npz", "pictures", "run.json"]
+)
 def test_nothing_outside_of_the_folder_is_read_or_deleted(folder: RunFolder, path: str) -> None:
     victim = folder.path.parent / "victim.npz"
     picture_files.write(victim, arrays())
@@ -208,7 +236,9 @@ def test_an_upload_that_asks_for_more_memory_than_there_is_holds_nothing_up(
     tracker = FakeTracker()
     progress = delivered(folder, tracker).progress
     assert progress.rejected == 1 and "not enough memory" in progress.reasons[0]
-    assert list(tracker.checkpoints) == [6] and list(folder.pictures.iterdir()), "what it is drawn from stays"
+    assert list(tracker.checkpoints) == [6] and list(folder.pictures.iterdir()), (
+        "what it is drawn from stays"
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENAMETOOLONG, errno.EISDIR, errno.EINVAL])
@@ -229,8 +259,19 @@ def test_what_no_file_system_takes_is_set_aside(folder: RunFolder, number: int) 
 def test_a_folder_and_names_that_no_file_has_are_set_aside(folder: RunFolder) -> None:
     (folder.pictures / "folder").mkdir(parents=True)
     os.mkfifo(folder.pictures / "fifo")
-    paths = ["pictures/folder", "pictures/fifo", "pictures/a\0b", "pictures/\ud800", "pictures/" + "x" * 300]
-    append(folder, started(), *(PicturesTaken(T0 + n, n, path) for n, path in enumerate(paths)), ended())
+    paths = [
+        "pictures/folder",
+        "pictures/fifo",
+        "pictures/a\0b",
+        "pictures/\ud800",
+        "pictures/" + "x" * 300,
+    ]
+    append(
+        folder,
+        started(),
+        *(PicturesTaken(T0 + n, n, path) for n, path in enumerate(paths)),
+        ended(),
+    )
     tracker = FakeTracker()
     progress = delivered(folder, tracker).progress
     assert progress.rejected == 4, progress.reasons
@@ -240,7 +281,9 @@ def test_a_folder_and_names_that_no_file_has_are_set_aside(folder: RunFolder) ->
 def test_an_array_that_claims_more_than_its_file_is_no_want_of_memory(folder: RunFolder) -> None:
     content = io.BytesIO()
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (1 << 60,)})
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|u1", "fortran_order": False, "shape": (1 << 60,)}
+    )
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("confusion.npy", header.getvalue())
     event = taken(folder, 5, content.getvalue())
@@ -250,8 +293,8 @@ def test_an_array_that_claims_more_than_its_file_is_no_want_of_memory(folder: Ru
 
 def test_an_image_that_cannot_be_made_smaller_is_impossible(tmp_path: Path, sqlite: str) -> None:
     (tmp_path / "big.png").write_bytes(b"no picture")
-    with pytest.raises(Impossible, match="own: UnidentifiedImageError"):
-        Tracker(sqlite).log_pictures("run", {"own": tmp_path / "big.png"}, 7, 1234)
+    with pytest.raises(NeverAccepted, match="own: UnidentifiedImageError"):
+        MlflowRuns(sqlite).log_pictures("run", {"own": tmp_path / "big.png"}, 7, 1234)
 
 
 @pytest.mark.parametrize("key", ["漢" * 85, "a" * 250, "pictures/" + "ü" * 120])
@@ -264,7 +307,9 @@ def test_files_of_long_names_can_be_written(tmp_path: Path, key: str) -> None:
     assert len(list((tmp_path / "pictures").iterdir())) == 2
 
 
-def test_too_large_pictures_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_pictures_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(picture_files, "MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="too large"):
         picture_files.write(tmp_path / "x.npz", {"big": np.zeros(1001, np.uint8)})
@@ -274,8 +319,12 @@ def test_too_large_pictures_are_not_written(tmp_path: Path, monkeypatch: pytest.
 def litter(folder: RunFolder) -> dict[str, Path]:
     """Leave what a killed writer leaves, and what is none of ours."""
     folder.pictures.mkdir(exist_ok=True)
-    names = {"whole": "step_00000007_1800000000000.npz", "half": ".step_00000009_1800000000000.npz.4711",
-             "theirs": "notes.txt", "folder": "step_00000008_1800000000000.npz"}  # fmt: skip
+    names = {
+        "whole": "step_00000007_1800000000000.npz",
+        "half": ".step_00000009_1800000000000.npz.4711",
+        "theirs": "notes.txt",
+        "folder": "step_00000008_1800000000000.npz",
+    }
     left = {key: folder.pictures / name for key, name in names.items()}
     left["folder"].mkdir()
     for key in ("whole", "half", "theirs"):
@@ -292,7 +341,9 @@ def test_what_a_killed_writer_left_goes_and_nothing_else_does(folder: RunFolder)
     assert set(folder.pictures.iterdir()) == {named, left["theirs"], left["folder"]}
 
 
-def test_a_folder_of_pictures_that_is_elsewhere_is_left_alone(folder: RunFolder, tmp_path: Path) -> None:
+def test_a_folder_of_pictures_that_is_elsewhere_is_left_alone(
+    folder: RunFolder, tmp_path: Path
+) -> None:
     elsewhere = make_folder(tmp_path / "elsewhere")
     left = litter(elsewhere)
     folder.pictures.symlink_to(elsewhere.pictures)
@@ -315,7 +366,9 @@ def test_files_are_named_as_mlflow_names_them_and_the_same_again(tmp_path: Path)
     assert tags["mlflow.loggedImages"] == "True"
 
 
-def logged_by_mlflow(path: Path, folder: Path, key: str, step: int, milliseconds: int) -> dict[str, str]:
+def logged_by_mlflow(
+    path: Path, folder: Path, key: str, step: int, milliseconds: int
+) -> dict[str, str]:
     """Log an image with MLflow's own client, into ``theirs``; return the run's tags."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations among MLflow's dependencies
@@ -325,6 +378,8 @@ def logged_by_mlflow(path: Path, folder: Path, key: str, step: int, milliseconds
         experiment = client.create_experiment("e", artifact_location=str(folder / "theirs"))
         run = client.create_run(experiment)
         with Image.open(path) as image:
-            client.log_image(run.info.run_id, image, key=key, step=step, timestamp=milliseconds, synchronous=True)
+            client.log_image(
+                run.info.run_id, image, key=key, step=step, timestamp=milliseconds, synchronous=True
+            )
         tags: dict[str, str] = client.get_run(run.info.run_id).data.tags
         return tags

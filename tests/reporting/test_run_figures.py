@@ -26,7 +26,9 @@ pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def speed(step: int, seconds: float = 0.01, wait: float = 0.2) -> Event:
-    return StepsLogged([step], [T0 + step], {metric_names.STEP_SECONDS: [seconds], metric_names.DATA_WAIT: [wait]})
+    return StepsLogged(
+        [step], [T0 + step], {metric_names.STEP_SECONDS: [seconds], metric_names.DATA_WAIT: [wait]}
+    )
 
 
 BOTH = {"figures/learning_curves.png", "figures/step_time.png"}
@@ -37,7 +39,9 @@ def test_a_run_has_its_curves_and_its_step_time_once_it_has_ended(tmp_path: Path
     append(folder, started(), steps(1, 20), speed(10), speed(20), evaluated(20, 0.5), ended())
     assert not delivered(folder, tracker).progress.rejected
     assert set(tracker.artifacts) == BOTH
-    assert tracker.calls.index("close_run") < tracker.calls.index("log_artifact"), "nobody waits for pictures"
+    assert tracker.calls.index("close_run") < tracker.calls.index("log_artifact"), (
+        "nobody waits for pictures"
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +53,9 @@ def test_a_run_has_its_curves_and_its_step_time_once_it_has_ended(tmp_path: Path
         (None, [started(), steps(1, 9, "search/value")]),
     ],
 )
-def test_runs_with_nothing_to_show_have_none(tmp_path: Path, parent: str | None, events: list[Event]) -> None:
+def test_runs_with_nothing_to_show_have_none(
+    tmp_path: Path, parent: str | None, events: list[Event]
+) -> None:
     folder, tracker = make_folder(tmp_path, parent=parent), FakeTracker()
     append(folder, *events, ended())
     assert not delivered(folder, tracker).progress.rejected
@@ -58,8 +64,17 @@ def test_runs_with_nothing_to_show_have_none(tmp_path: Path, parent: str | None,
 
 def test_values_that_cannot_be_drawn_cost_the_figures_alone(tmp_path: Path) -> None:
     folder, tracker = make_folder(tmp_path), FakeTracker()
-    infinite = StepsLogged([1, 2], [T0, T0], {"train/loss": [float("inf"), float("nan")], "val/x": [1e308, -1e308]})
-    append(folder, started(), infinite, speed(1, float("inf"), float("nan")), speed(2, 1e300, 7.0), ended())
+    infinite = StepsLogged(
+        [1, 2], [T0, T0], {"train/loss": [float("inf"), float("nan")], "val/x": [1e308, -1e308]}
+    )
+    append(
+        folder,
+        started(),
+        infinite,
+        speed(1, float("inf"), float("nan")),
+        speed(2, 1e300, 7.0),
+        ended(),
+    )
     delivered(folder, tracker)
     assert tracker.status == "FINISHED"
 
@@ -84,7 +99,9 @@ def test_nobody_waits_for_them(tmp_path: Path) -> None:
     assert not summary.read_summary(folder).undelivered
     assert state.glance(state.path_of(folder, 0)).undrawn
     away = False
-    assert delivered(folder, tracker).complete and "figures/learning_curves.png" in tracker.artifacts
+    assert (
+        delivered(folder, tracker).complete and "figures/learning_curves.png" in tracker.artifacts
+    )
     assert delivery_status.drawn(delivery_status.status(folder))
 
 
@@ -98,7 +115,10 @@ def test_they_hold_up_nothing_of_a_later_attempt(tmp_path: Path) -> None:
     append(folder, started(2, step=20), steps(21, 30), saved(folder, 30), ended())
     delivered(folder, tracker)
     calls = tracker.calls
-    assert calls.index("save_checkpoint") < calls.index("log_artifact") and calls.count("close_run") == 2
+    assert (
+        calls.index("save_checkpoint") < calls.index("log_artifact")
+        and calls.count("close_run") == 2
+    )
     assert calls.index("log_artifact") > len(calls) - 1 - calls[::-1].index("close_run")
     assert calls.count("log_artifact") == 1, "drawn once, after the end that counts"
 
@@ -124,10 +144,13 @@ def test_sync_draws_what_a_courier_that_died_has_left(tmp_path: Path, sqlite: st
     made.hasten()
     while not made.progress.undrawn:
         made.work()
-    assert delivery_status.told(delivery_status.status(folder)) and not list(tmp_path.rglob("learning_curves.png"))
+    assert delivery_status.told(delivery_status.status(folder)) and not list(
+        tmp_path.rglob("learning_curves.png")
+    )
     assert sync_command.run(argparse.Namespace(dir=tmp_path, run=None)) == 0
     assert (
-        delivery_status.drawn(delivery_status.status(folder)) and len(list(tmp_path.rglob("learning_curves.png"))) == 1
+        delivery_status.drawn(delivery_status.status(folder))
+        and len(list(tmp_path.rglob("learning_curves.png"))) == 1
     )
 
 
@@ -138,14 +161,18 @@ def test_names_are_taken_for_no_formulas(tmp_path: Path, name: str) -> None:
     assert not delivered(folder, tracker).progress.rejected and set(tracker.artifacts) == BOTH
 
 
-def test_a_figure_that_fails_leaves_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_that_fails_leaves_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(path: Path, table: object, goal: str) -> bool:
         raise RuntimeError("no")
 
     monkeypatch.setattr(run_figures, "write", fail)
     folder, tracker = make_folder(tmp_path), FakeTracker()
     append(folder, started(), steps(1, 20), speed(10), speed(20), ended())
-    assert delivered(folder, tracker).progress.reasons == ["figure learning_curves: RuntimeError: no"]
+    assert delivered(folder, tracker).progress.reasons == [
+        "figure learning_curves: RuntimeError: no"
+    ]
     assert set(tracker.artifacts) == {"figures/step_time.png"}
 
 
@@ -155,8 +182,12 @@ def test_what_no_figure_shows_is_not_kept() -> None:
         + [f"train/m{n}" for n in range(500)]
         + ["val/goal", "val/loss", metric_names.STEP_SECONDS]
     )
-    kept = {cell[0] for cell in run_figures.shown(((name, 1, T0, 1.0) for name in names), "val/goal")}
-    assert {"val/goal", "val/loss", metric_names.STEP_SECONDS} | {f"train/m{n}" for n in range(12)} == kept
+    kept = {
+        cell[0] for cell in run_figures.shown(((name, 1, T0, 1.0) for name in names), "val/goal")
+    }
+    assert {"val/goal", "val/loss", metric_names.STEP_SECONDS} | {
+        f"train/m{n}" for n in range(12)
+    } == kept
 
 
 def test_figures_read_a_journal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,17 +198,28 @@ def test_figures_read_a_journal_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(found) == 2 and not failed and len(read) == 1
 
 
-def test_long_curves_are_thinned_evenly_and_keep_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_curves_are_thinned_evenly_and_keep_their_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(run_figures, "MOST_POINTS", 100)
     cells = [(name, step, T0, float(step)) for step in range(10_007) for name in ("a", "b")]
     kept = [cell[1] for cell in run_figures.thinned(cells) if cell[0] == "a"]
     assert kept[0] == 0 and kept[-1] == 10_006 and 50 < len(kept) <= 202
     assert len({after - before for before, after in itertools.pairwise(kept[:-1])}) == 1
-    assert [cell[1] for cell in run_figures.thinned(cells[:40]) if cell[0] == "b"] == list(range(20))
+    assert [cell[1] for cell in run_figures.thinned(cells[:40]) if cell[0] == "b"] == list(
+        range(20)
+    )
 
 
 def test_the_parts_of_a_step_are_drawn(tmp_path: Path) -> None:
-    parts = {"forward": 0.3, "backward": 0.5, "optimizer": 0.1, "communication": 0.02, "data": 0.0, "other": 0.08}
+    parts = {
+        "forward": 0.3,
+        "backward": 0.5,
+        "optimizer": 0.1,
+        "communication": 0.02,
+        "data": 0.0,
+        "other": 0.08,
+    }
     run_figures.write_bar(tmp_path / "bar.png", parts, "A step of 1 ms")
     run_figures.write_bar(tmp_path / "nothing.png", dict.fromkeys(parts, 0.0), "A step of 0 ms")
     with Image.open(tmp_path / "bar.png") as image:

@@ -18,17 +18,30 @@ def report(*events: Event, **end: object) -> str:
 def test_the_report_says_what_happened(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     text = report(
-        started(**{"train.batch_size": "256", "train.precision": "bf16", "train.epochs": "5", "width": "32"}),
+        started(
+            **{
+                "train.batch_size": "256",
+                "train.precision": "bf16",
+                "train.epochs": "5",
+                "width": "32",
+            }
+        ),
         steps(1, 50),
         StepsLogged([50], [T0 + 50], {"throughput/samples_per_second": [900.0]}),
         evaluated(25, 0.6),
         saved(folder, 25),
         evaluated(50, 0.55, best=False),
         saved(folder, 50, best=False),
-        SystemSampled(T0, 0, {f"system/gpu_{i}_utilization_percentage": 80.0 + 10 * i for i in range(2)}),
+        SystemSampled(
+            T0, 0, {f"system/gpu_{i}_utilization_percentage": 80.0 + 10 * i for i in range(2)}
+        ),
         ended(),
         reason="best val/accuracy 0.6 (target reached)",
-        metrics={"samples_per_second": 1234.0, "samples_per_second_half_width": 5.0, "data_wait_fraction": 0.02},
+        metrics={
+            "samples_per_second": 1234.0,
+            "samples_per_second_half_width": 5.0,
+            "data_wait_fraction": 0.02,
+        },
     )
     for line in (
         "### FINISHED: best val/accuracy 0.6 (target reached)",
@@ -45,7 +58,12 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
 
 
 def test_a_failure_shows_the_end_of_its_traceback() -> None:
-    text = report(started(), status="FAILED", reason="ValueError: no", error="\n".join(f"line {i}" for i in range(100)))
+    text = report(
+        started(),
+        status="FAILED",
+        reason="ValueError: no",
+        error="\n".join(f"line {i}" for i in range(100)),
+    )
     assert "### FAILED: ValueError: no" in text
     assert "line 99" in text
     assert "line 50" not in text
@@ -87,7 +105,9 @@ def test_what_limited_the_speed() -> None:
     assert "| compute |" in said(0.01, world_size="1")
     assert "| compute or communication" in said(0.01, world_size="2")
     idle = SystemSampled(T0, 0, {"system/gpu_0_utilization_percentage": 20.0})
-    assert "neither data nor arithmetic" in report(started(), idle, metrics={"data_wait_fraction": 0.0})
+    assert "neither data nor arithmetic" in report(
+        started(), idle, metrics={"data_wait_fraction": 0.0}
+    )
 
 
 def test_a_run_that_goes_on_has_a_report() -> None:

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from rankzero.catalog import lookup
 from rankzero.cli.commands import runs as runs_command
 from rankzero.cli.display import diagnosis
-from rankzero.cli.display.progress import View, duration, progress_line, progress_panel
+from rankzero.cli.display.progress import ProgressModel, duration, progress_line, progress_panel
 from rankzero.events import Event, RunEnded, decode, encode
 from rankzero.experiment import Goal
 from rankzero.reporting import run_figures, run_report
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store import delivery_state
-from rankzero.run_store.delivery_state import Progress
+from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all, take
-from rankzero.run_store.names import BrokenRun
+from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
 from support.fake_tracker import FakeTracker
@@ -48,10 +48,28 @@ scalars = st.sampled_from(
 )
 values = scalars | st.text(max_size=5) | st.floats() | st.lists(scalars, max_size=3)
 tables = st.dictionaries(
-    st.sampled_from(["val/accuracy", "train/loss", "a", ""]) | st.text(max_size=4), values, max_size=3
+    st.sampled_from(["val/accuracy", "train/loss", "a", ""]) | st.text(max_size=4),
+    values,
+    max_size=3,
 )
-FIELDS = ("time", "params", "environment", "attempt", "step", "total_steps", "steps", "times", "metrics", "best",
-          "path", "sample", "status", "reason", "error", "text")  # fmt: skip
+FIELDS = (
+    "time",
+    "params",
+    "environment",
+    "attempt",
+    "step",
+    "total_steps",
+    "steps",
+    "times",
+    "metrics",
+    "best",
+    "path",
+    "sample",
+    "status",
+    "reason",
+    "error",
+    "text",
+)
 KNOWN = [started(), steps(1, 3), evaluated(2, 0.5), ended()]
 
 
@@ -68,7 +86,8 @@ def lines(draw: st.DrawFn) -> bytes:
             return text[: draw(st.integers(0, len(text)))]
         case 2:
             event["metrics"] = draw(
-                tables | st.dictionaries(st.text(max_size=3), st.lists(values, max_size=3), max_size=3)
+                tables
+                | st.dictionaries(st.text(max_size=3), st.lists(values, max_size=3), max_size=3)
             )
             return json.dumps(event).encode()
         case 3:
@@ -77,7 +96,8 @@ def lines(draw: st.DrawFn) -> bytes:
             return bytes(damaged)
         case _:
             return draw(
-                st.binary(max_size=40) | st.sampled_from([b"[" * 3000, b'{"event":' * 900, b"9" * 5000, b"\x00" * 9])
+                st.binary(max_size=40)
+                | st.sampled_from([b"[" * 3000, b'{"event":' * 900, b"9" * 5000, b"\x00" * 9])
             )
 
 
@@ -106,17 +126,25 @@ def test_every_reader_of_a_journal_bears_every_line(
     assert tracker.status in ("FINISHED", "FAILED", "KILLED") and not done.failures, done
     assert tracker.curve("train/loss").keys() >= {1, 2, 3} and 3 in tracker.curve("val/accuracy")
     assert "The report could not be written" not in tracker.tags["mlflow.note.content"]
-    counted = sum(not _is_event(line) for line in foreign if line.replace(b"\n", b"").decode(errors="replace").strip())
+    counted = sum(
+        not _is_event(line)
+        for line in foreign
+        if line.replace(b"\n", b"").decode(errors="replace").strip()
+    )
     assert done.rejected >= bool(counted)
     [listed] = lookup.listed(folder.path.parent)
-    assert listed.status == "FINISHED" and all(isinstance(cell, str) for cell in runs_command._cells(listed))
+    assert listed.status == "FINISHED" and all(
+        isinstance(cell, str) for cell in runs_command._cells(listed)
+    )
     _show(list(read_all(folder.events)))
     assert all(isinstance(line, str) for _, lines in diagnosis.told(folder) for line in lines)
 
 
 @seldom
 @given(st.lists(lines(), max_size=6))
-def test_figures_are_drawn_of_any_journal(tmp_path_factory: pytest.TempPathFactory, foreign: list[bytes]) -> None:
+def test_figures_are_drawn_of_any_journal(
+    tmp_path_factory: pytest.TempPathFactory, foreign: list[bytes]
+) -> None:
     folder = make_folder(tmp_path_factory.mktemp("run"))
     append(folder, started(), steps(1, 3))
     with folder.events.open("ab") as file:
@@ -135,7 +163,7 @@ def _is_event(line: bytes) -> bool:
 
 
 def _show(events: list[Event]) -> None:
-    view = View(Goal("val/accuracy", "max"))
+    view = ProgressModel(Goal("val/accuracy", "max"))
     for event in events:
         view(event)
         progress_line(view), progress_panel(view)
@@ -164,7 +192,8 @@ def test_foreign_lines_are_counted_and_told(tmp_path: Path) -> None:
     done = run_whole(folder, tracker)
     assert tracker.curve("train/loss").keys() == {1, 2} and done.progress.rejected == 1
     assert (
-        "events.jsonl before byte" in done.progress.reasons[0] and "3 lines are no events" in done.progress.reasons[0]
+        "events.jsonl before byte" in done.progress.reasons[0]
+        and "3 lines are no events" in done.progress.reasons[0]
     )
     assert "3 lines are no events" in tracker.tags["mlflow.note.content"]
     assert "3 lines are no events" in tracker.tags["rankzero.rejected"]
@@ -172,13 +201,22 @@ def test_foreign_lines_are_counted_and_told(tmp_path: Path) -> None:
 
 
 @often
-@given(st.text(max_size=60) | st.dictionaries(st.sampled_from([*vars(Progress()), "x"]), values).map(json.dumps))
-def test_any_progress_file_is_read_or_begun_anew(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+@given(
+    st.text(max_size=60)
+    | st.dictionaries(st.sampled_from([*vars(DeliveryState()), "x"]), values).map(json.dumps)
+)
+def test_any_progress_file_is_read_or_begun_anew(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
     folder = make_folder(tmp_path_factory.mktemp("run"))
     append(folder, started(), steps(1, 3), ended())
     delivery_state.path_of(folder, 0).write_bytes(text.encode("utf-8", "surrogatepass"))
     loaded = delivery_state.load(delivery_state.path_of(folder, 0))
-    assert isinstance(loaded.offsets, dict) and isinstance(loaded.waiting, list) and isinstance(loaded.rejected, int)
+    assert (
+        isinstance(loaded.offsets, dict)
+        and isinstance(loaded.waiting, list)
+        and isinstance(loaded.rejected, int)
+    )
     assert lookup.listed(folder.path.parent)
     assert delivery_status.status(folder).pending >= 0
 
@@ -186,11 +224,13 @@ def test_any_progress_file_is_read_or_begun_anew(tmp_path_factory: pytest.TempPa
 def test_waiting_uploads_that_are_no_events_are_set_aside(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     append(folder, started(), steps(1, 3), ended())
-    planted = Progress(waiting=["{", "[" * 5000, encode(started())], ending="no end")
+    planted = DeliveryState(waiting=["{", "[" * 5000, encode(started())], ending="no end")
     delivery_state.save(delivery_state.path_of(folder, 0), planted)
     tracker = FakeTracker()
     done = run_whole(folder, tracker)
-    assert tracker.status == "FINISHED" and done.progress.rejected >= 2 and not done.progress.failures
+    assert (
+        tracker.status == "FINISHED" and done.progress.rejected >= 2 and not done.progress.failures
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,7 +254,7 @@ def test_an_identity_that_is_none_of_ours_is_told_and_not_listed(text: str, tmp_
     append(sound, started(), ended())
     broken.path.mkdir()
     (broken.path / "run.json").write_text(text)
-    with pytest.raises(BrokenRun, match=r"broken/run\.json"):
+    with pytest.raises(InvalidRunFolder, match=r"broken/run\.json"):
         _ = broken.identity
     assert [one.name for one in lookup.listed(tmp_path / "runs")] == [sound.path.name]
     assert lookup.find(tmp_path / "runs", "some-id") is None
@@ -222,7 +262,9 @@ def test_an_identity_that_is_none_of_ours_is_told_and_not_listed(text: str, tmp_
 
 def test_names_of_children_that_lead_elsewhere_are_passed_over(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    (folder.path / "children.txt").write_bytes(b"../up\n/etc\n..\n.\nfine-1\n\xff\xfe\n" + b"x" * 5000)
+    (folder.path / "children.txt").write_bytes(
+        b"../up\n/etc\n..\n.\nfine-1\n\xff\xfe\n" + b"x" * 5000
+    )
     assert [child.path.name for child in folder.children] == ["fine-1"]
 
 

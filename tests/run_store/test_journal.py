@@ -37,15 +37,31 @@ from support.runs import make_folder, saved, steps
 numbers = st.floats()
 times = st.floats(-1e10, 1e10)
 metrics = st.dictionaries(st.text(max_size=8), numbers, max_size=3)
-paths = st.text().filter(lambda text: "\0" not in text)  # which no path has, and no event is read with
+paths = st.text().filter(
+    lambda text: "\0" not in text
+)  # which no path has, and no event is read with
 events = st.one_of(
-    st.builds(RunStarted, times, st.dictionaries(st.text(), st.text()), st.just({}), st.integers(1)),
-    st.builds(StepsLogged, st.lists(st.integers()), st.lists(numbers), st.dictionaries(st.text(), st.lists(numbers))),
+    st.builds(
+        RunStarted, times, st.dictionaries(st.text(), st.text()), st.just({}), st.integers(1)
+    ),
+    st.builds(
+        StepsLogged,
+        st.lists(st.integers()),
+        st.lists(numbers),
+        st.dictionaries(st.text(), st.lists(numbers)),
+    ),
     st.builds(Evaluated, times, st.integers(0), metrics, st.booleans()),
     st.builds(CheckpointSaved, times, st.integers(0), paths, st.booleans(), metrics),
     st.builds(CheckpointDeleted, times, st.integers(0), paths),
     st.builds(SystemSampled, times, st.integers(0), metrics),
-    st.builds(RunEnded, times, st.sampled_from(["FINISHED", "FAILED"]), st.text(), st.none() | st.text(), metrics),
+    st.builds(
+        RunEnded,
+        times,
+        st.sampled_from(["FINISHED", "FAILED"]),
+        st.text(),
+        st.none() | st.text(),
+        metrics,
+    ),
 )
 
 
@@ -61,7 +77,9 @@ def test_an_event_is_read_back(event: Event) -> None:
 
 
 @given(st.lists(events, max_size=8))
-def test_a_journal_is_read_back(tmp_path_factory: pytest.TempPathFactory, written: list[Event]) -> None:
+def test_a_journal_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Event]
+) -> None:
     path = tmp_path_factory.mktemp("journal") / "events.jsonl"
     journal = Journal(path)
     for event in written:
@@ -70,7 +88,9 @@ def test_a_journal_is_read_back(tmp_path_factory: pytest.TempPathFactory, writte
     assert repr(list(read_all(path))) == repr(written)
 
 
-@pytest.mark.parametrize("line", ["", "{", "[]", "3", '{"event":"Nothing"}', '{"event":"RunEnded"}', '{"time":1}'])
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", "3", '{"event":"Nothing"}', '{"event":"RunEnded"}', '{"time":1}']
+)
 def test_what_is_no_event_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match=r"not an event|Expecting"):
         decode(line)
@@ -92,7 +112,13 @@ def test_a_window_is_on_the_disk_at_once_and_together(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     journal = Journal(path)
     for window in (1, 2):
-        journal(StepsLogged([2 * window, 2 * window + 1], [1000.0 * window - 1, 1000.0 * window], {"loss": [1.0, 1.0]}))
+        journal(
+            StepsLogged(
+                [2 * window, 2 * window + 1],
+                [1000.0 * window - 1, 1000.0 * window],
+                {"loss": [1.0, 1.0]},
+            )
+        )
         journal(StepsLogged([2 * window + 1], [1000.0 * window], {"throughput": [1.0]}))
         assert len(read(path)[0]) == 2 * window
     journal.close()
@@ -147,10 +173,14 @@ def test_a_reader_follows_a_writer(tmp_path: Path) -> None:
             journal.flush()
     journal.close()
     reader.join(timeout=30)
-    assert [event.steps[0] for event in seen if isinstance(event, StepsLogged)] == list(range(count))
+    assert [event.steps[0] for event in seen if isinstance(event, StepsLogged)] == list(
+        range(count)
+    )
 
 
-def test_a_full_disk_loses_nothing_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_nothing_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal, room = Journal(tmp_path / "events.jsonl"), {"left": 30}
     real = os.write
 
@@ -167,7 +197,9 @@ def test_a_full_disk_loses_nothing_once_there_is_room(tmp_path: Path, monkeypatc
     room["left"] = 1 << 20
     journal(ended("5"))
     journal.close()
-    reasons = [event.reason for event in read_all(tmp_path / "events.jsonl") if isinstance(event, RunEnded)]
+    reasons = [
+        event.reason for event in read_all(tmp_path / "events.jsonl") if isinstance(event, RunEnded)
+    ]
     assert reasons == list("012345")
 
 
@@ -196,12 +228,20 @@ def test_a_disk_that_stays_full_costs_metrics_that_are_counted_and_no_run(
     found = list(read_all(folder.events))
     kept = [event.steps[0] for event in found if isinstance(event, StepsLogged)]
     (told,) = [event.text for event in found if isinstance(event, Noticed)]
-    assert kept[:3] == [1, 2, 3] and kept[-1] == 101, "what fitted, and what came once there was room"
-    assert f"{101 - len(kept) + 1} events" in told, "each is counted, the notice that found no room, too"
-    assert isinstance(found[-1], RunEnded) and any(isinstance(event, CheckpointSaved) for event in found)
+    assert kept[:3] == [1, 2, 3] and kept[-1] == 101, (
+        "what fitted, and what came once there was room"
+    )
+    assert f"{101 - len(kept) + 1} events" in told, (
+        "each is counted, the notice that found no room, too"
+    )
+    assert isinstance(found[-1], RunEnded) and any(
+        isinstance(event, CheckpointSaved) for event in found
+    )
 
 
-def test_a_disk_that_cannot_sync_stops_no_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_sync_stops_no_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
@@ -225,7 +265,9 @@ def test_a_writer_that_is_killed_loses_what_it_had_not_ended(tmp_path: Path) -> 
     assert list(read_all(path)) == [StepsLogged([1], [1.0], {}), Evaluated(0.0, 1, {}, True)]
 
 
-@pytest.mark.parametrize("damage", [b"\xff\xfe\x00", b"\x00" * 5000, b'{"event":"RunEnded"}', b"[" * 100])
+@pytest.mark.parametrize(
+    "damage", [b"\xff\xfe\x00", b"\x00" * 5000, b'{"event":"RunEnded"}', b"[" * 100]
+)
 def test_a_damaged_line_is_passed_over(damage: bytes, tmp_path: Path) -> None:
     path, line = tmp_path / "events.jsonl", encode(ended()).encode()
     path.write_bytes(b"\n".join([line, damage, line, b""]))
@@ -288,7 +330,9 @@ def test_a_notice_that_the_output_cannot_hold_is_in_the_journal_and_ends_nothing
 ) -> None:
     folder, text = make_folder(tmp_path), "no label called ‘é’"
     log = RunLog(folder, Journal(folder.events), 1, None)
-    with (tmp_path / "output").open("w", encoding="ascii" if encoding == "closed" else encoding) as output:
+    with (tmp_path / "output").open(
+        "w", encoding="ascii" if encoding == "closed" else encoding
+    ) as output:
         if encoding == "closed":
             output.close()
         monkeypatch.setattr("sys.stdout", output)

@@ -22,7 +22,7 @@ from rankzero.cli.commands import runs as runs_command
 from rankzero.cli.commands import sync as sync_command
 from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.client.experiments import folder_for
 from rankzero.run_store import claims, names, provenance, symlinks
 from rankzero.run_store.folder import Identity, RunFolder, new_name, write_atomically
@@ -80,7 +80,10 @@ def test_an_experiment_cannot_be_called_so(name: str, tmp_path: Path) -> None:
 
 
 @thorough
-@given(st.text(min_size=1, max_size=300) | st.sampled_from(["..", ".", "../..", "/etc", "x" * 500, "ü" * 500]))
+@given(
+    st.text(min_size=1, max_size=300)
+    | st.sampled_from(["..", ".", "../..", "/etc", "x" * 500, "ü" * 500])
+)
 def test_an_experiments_artifacts_lie_in_one_folder(name: str) -> None:
     try:
         names.check_experiment(name)
@@ -91,13 +94,18 @@ def test_an_experiments_artifacts_lie_in_one_folder(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", "../../up", "%2E%2E", "..%2Fup", "a/b", "."])
-def test_an_experiment_of_any_name_stays_in_the_store(name: str, sqlite: str, tmp_path: Path) -> None:
+def test_an_experiment_of_any_name_stays_in_the_store(
+    name: str, sqlite: str, tmp_path: Path
+) -> None:
     folder = make_folder(tmp_path, sqlite, experiment=name)
-    tracker = Tracker(sqlite)
+    tracker = MlflowRuns(sqlite)
     run = tracker.open_run(folder.identity, T0)
     tracker.log_artifact(run.run_id, folder.path / "run.json")
     [place] = tmp_path.parent.rglob(f"{run.run_id}/artifacts/run.json")
-    assert place.relative_to(tmp_path).parts[0] == "artifacts" and len(place.relative_to(tmp_path).parts) == 5
+    assert (
+        place.relative_to(tmp_path).parts[0] == "artifacts"
+        and len(place.relative_to(tmp_path).parts) == 5
+    )
 
 
 def test_uploads_that_lead_out_of_the_run_are_refused_and_told(tmp_path: Path) -> None:
@@ -113,7 +121,14 @@ def test_uploads_that_lead_out_of_the_run_are_refused_and_told(tmp_path: Path) -
     (folder.failures / "rank_0.json").symlink_to(tmp_path / "secret")
     (folder.checkpoints / "step_1" / "state.pt").symlink_to(tmp_path / "secret")
     (folder.checkpoints / "step_2").symlink_to(tmp_path / "private")
-    paths = ["../../private", str(tmp_path / "private"), "checkpoints/step_1", "checkpoints/step_2", "checkpoints", "."]
+    paths = [
+        "../../private",
+        str(tmp_path / "private"),
+        "checkpoints/step_1",
+        "checkpoints/step_2",
+        "checkpoints",
+        ".",
+    ]
     planted = [CheckpointSaved(T0 + n, n, path, False, {}) for n, path in enumerate(paths)]
     append(folder, started(), *planted, saved(folder, 50), ended())
     tracker = FakeTracker()
@@ -127,13 +142,15 @@ def test_uploads_that_lead_out_of_the_run_are_refused_and_told(tmp_path: Path) -
 
 
 @pytest.fixture
-def fetched(sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Tracker, RunFolder, Path]:
+def fetched(
+    sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[MlflowRuns, RunFolder, Path]:
     """A run that MLflow has and this disk has not; the current folder is a project of its own."""
     made = make_folder(tmp_path / "other", sqlite)
     project = tmp_path / "project"
     project.mkdir()
     monkeypatch.chdir(project)
-    tracker = Tracker(sqlite)
+    tracker = MlflowRuns(sqlite)
     run = tracker.open_run(made.identity, T0)
     (made.path / "config.yaml").write_text("lr: 0.1\n")
     tracker.log_artifact(run.run_id, made.path / "config.yaml")
@@ -141,7 +158,7 @@ def fetched(sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tup
 
 
 def test_a_run_of_any_name_in_mlflow_becomes_a_folder_among_the_runs(
-    fetched: tuple[Tracker, RunFolder, Path], sqlite: str
+    fetched: tuple[MlflowRuns, RunFolder, Path], sqlite: str
 ) -> None:
     tracker, made, project = fetched
     run_id = tracker.find_run(made.path.name).run_id
@@ -154,7 +171,7 @@ def test_a_run_of_any_name_in_mlflow_becomes_a_folder_among_the_runs(
 
 
 def test_a_run_in_mlflow_does_not_take_the_folder_of_another(
-    fetched: tuple[Tracker, RunFolder, Path], sqlite: str
+    fetched: tuple[MlflowRuns, RunFolder, Path], sqlite: str
 ) -> None:
     tracker, made, project = fetched
     runs = project / "mlruns" / "runs"
@@ -164,9 +181,11 @@ def test_a_run_in_mlflow_does_not_take_the_folder_of_another(
     assert folder.path != mine.path and mine.config.read_text() == "lr: 7\n"
 
 
-@pytest.mark.parametrize("planted", ["/tmp/evil.py", "../evil.py", "mlruns/artifacts/evil.py", "a/../../evil.py"])
+@pytest.mark.parametrize(
+    "planted", ["/tmp/evil.py", "../evil.py", "mlruns/artifacts/evil.py", "a/../../evil.py"]
+)
 def test_code_that_mlflow_names_is_not_executed(
-    fetched: tuple[Tracker, RunFolder, Path], sqlite: str, planted: str
+    fetched: tuple[MlflowRuns, RunFolder, Path], sqlite: str, planted: str
 ) -> None:
     tracker, made, project = fetched
     run_id = tracker.find_run(made.path.name).run_id
@@ -174,7 +193,9 @@ def test_code_that_mlflow_names_is_not_executed(
     folder = download.run_folder(project / "mlruns" / "runs", sqlite, run_id)
     assert folder.identity.experiment_file is None
     tracker.set_tags(run_id, {"rankzero.experiment_file": "experiments/digits.py"})
-    assert download._here("experiments/digits.py", project / "mlruns") == str(project / "experiments/digits.py")
+    assert download._here("experiments/digits.py", project / "mlruns") == str(
+        project / "experiments/digits.py"
+    )
 
 
 def test_code_that_came_with_a_run_is_not_executed(tmp_path: Path) -> None:
@@ -202,7 +223,13 @@ def lying_server() -> Iterator[str]:
             path = urllib.parse.urlsplit(self.path)
             if "logged-models" in path.path:
                 place = "mlflow-artifacts:/1/models/m-1/artifacts"
-                info = {"model_id": "m-1", "experiment_id": "1", "name": "x", "status": 2, "artifact_uri": place}
+                info = {
+                    "model_id": "m-1",
+                    "experiment_id": "1",
+                    "name": "x",
+                    "status": 2,
+                    "artifact_uri": place,
+                }
                 body = json.dumps({"model": {"info": info}})
             elif "mlflow-artifacts" in path.path and not path.path.endswith("planted"):
                 files = [{"path": "../../../planted", "is_dir": False, "file_size": 4}]
@@ -228,12 +255,20 @@ def lying_server() -> Iterator[str]:
 def test_a_server_cannot_write_outside_of_the_checkpoint(lying_server: str, tmp_path: Path) -> None:
     target = tmp_path / "a" / "b" / "c" / "checkpoint"
     with pytest.raises(Exception, match=r"(?i)invalid path|planted"):
-        Tracker(lying_server).models.download_checkpoint("m-1", target)
+        MlflowRuns(lying_server).models.download_checkpoint("m-1", target)
     assert not list(tmp_path.rglob("planted"))
 
 
-LINKED = ["events.jsonl", "recorder.log", "recorder.lock", "recorder.json", "delivery.json", "children.txt",
-          "config.yaml", "system-node_0.jsonl"]  # fmt: skip
+LINKED = [
+    "events.jsonl",
+    "recorder.log",
+    "recorder.lock",
+    "recorder.json",
+    "delivery.json",
+    "children.txt",
+    "config.yaml",
+    "system-node_0.jsonl",
+]
 
 
 def planted_link(tmp_path: Path, name: str) -> tuple[RunFolder, Path]:
@@ -241,7 +276,9 @@ def planted_link(tmp_path: Path, name: str) -> tuple[RunFolder, Path]:
     made, target = make_folder(tmp_path), tmp_path / "mine"
     target.write_text("# mine\n")
     made.failures.mkdir()
-    (made.failures / "rank_0.json").write_text(json.dumps({"time": 9e9, "reason": "$(touch evil)", "error": ""}))
+    (made.failures / "rank_0.json").write_text(
+        json.dumps({"time": 9e9, "reason": "$(touch evil)", "error": ""})
+    )
     if name != "events.jsonl":
         append(made, started())
     (made.path / name).unlink(missing_ok=True)
@@ -256,7 +293,9 @@ def test_nothing_is_written_through_a_link_in_a_run(
     monkeypatch.setattr(dead_runs, "QUIET_SECONDS", 0.0)
     folder, target = planted_link(tmp_path, name)
     runs = folder.path.parent
-    arguments = argparse.Namespace(dir=runs.parent, run=None, filters=[], all=True, json=False, sort=None, limit=None)
+    arguments = argparse.Namespace(
+        dir=runs.parent, run=None, filters=[], all=True, json=False, sort=None, limit=None
+    )
     assert sync_command.run(arguments) == 1
     output = capsys.readouterr().out
     assert f"passed over: {folder.path}" in output and "nothing else waits" in output
@@ -264,11 +303,16 @@ def test_nothing_is_written_through_a_link_in_a_run(
     for refused in (
         lambda: lookup.require(runs, folder.path.name),
         lambda: sync.deliver(folder),
-        lambda: RunFolder.open_or_create(runs, Identity(folder.path.name, "u", "tests", "sqlite:///x.db")),
+        lambda: RunFolder.open_or_create(
+            runs, Identity(folder.path.name, "u", "tests", "sqlite:///x.db")
+        ),
     ):
-        with pytest.raises(names.BrokenRun, match=re.escape(repr(name))):
+        with pytest.raises(names.InvalidRunFolder, match=re.escape(repr(name))):
             refused()
-    assert target.read_text() == "# mine\n" and [path.name for path in tmp_path.iterdir()].count("evil") == 0
+    assert (
+        target.read_text() == "# mine\n"
+        and [path.name for path in tmp_path.iterdir()].count("evil") == 0
+    )
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "artifacts", "logs", "failures", "pictures"])
@@ -276,7 +320,7 @@ def test_no_folder_of_a_run_may_be_elsewhere(name: str, tmp_path: Path) -> None:
     folder, target = make_folder(tmp_path), tmp_path / "mine"
     target.mkdir()
     (folder.path / name).symlink_to(target)
-    with pytest.raises(names.BrokenRun, match="put what a link leads to in its place"):
+    with pytest.raises(names.InvalidRunFolder, match="put what a link leads to in its place"):
         lookup.require(folder.path.parent, folder.path.name)
 
 
@@ -307,7 +351,9 @@ def test_a_file_that_goes_while_the_folder_is_looked_at_is_no_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_folder(tmp_path)
-    monkeypatch.setattr(Path, "iterdir", lambda path: iter([path / "run.json", path / ".delivery.json.123"]))
+    monkeypatch.setattr(
+        Path, "iterdir", lambda path: iter([path / "run.json", path / ".delivery.json.123"])
+    )
     symlinks.refuse(folder.path)
 
 
@@ -327,7 +373,7 @@ def test_a_run_that_is_known_by_its_id_is_looked_at_too(tmp_path: Path) -> None:
     append(folder, started(), ended())
     assert lookup.find(folder.path.parent, "a" * 32) == folder
     (folder.path / "checkpoints").symlink_to("/")
-    with pytest.raises(names.BrokenRun, match="'checkpoints'"):
+    with pytest.raises(names.InvalidRunFolder, match="'checkpoints'"):
         lookup.find(folder.path.parent, "a" * 32)
 
 
@@ -340,7 +386,9 @@ def test_a_run_whose_folder_is_a_link_is_the_users_own_arrangement(tmp_path: Pat
 
 
 @pytest.mark.parametrize("write", [claims.acquire, lambda folder, _: Journal(folder.events)])
-def test_who_opens_a_file_of_a_run_follows_no_link(write: Callable[[RunFolder, int], object], tmp_path: Path) -> None:
+def test_who_opens_a_file_of_a_run_follows_no_link(
+    write: Callable[[RunFolder, int], object], tmp_path: Path
+) -> None:
     """As another sees it who plants a link after the folder was looked at."""
     folder = make_folder(tmp_path)
     for name in ("events.jsonl", "recorder.lock"):
@@ -362,7 +410,7 @@ def test_what_is_replaced_is_the_link_and_not_what_it_leads_to(tmp_path: Path) -
     assert target.read_text() == "# mine\n" and not (place / "packages.txt").is_symlink()
     place.rename(tmp_path / "away")
     place.symlink_to(tmp_path / "away")
-    with pytest.raises(names.BrokenRun, match="is a link"):
+    with pytest.raises(names.InvalidRunFolder, match="is a link"):
         provenance.write_packages(folder.artifacts)
     temporary = folder.path / f".config.yaml.{os.getpid()}"
     temporary.symlink_to(target)
@@ -371,7 +419,9 @@ def test_what_is_replaced_is_the_link_and_not_what_it_leads_to(tmp_path: Path) -
     assert target.read_text() == "# mine\n"
 
 
-def test_a_trial_that_is_none_of_ours_keeps_no_other_from_mlflow(sqlite: str, tmp_path: Path) -> None:
+def test_a_trial_that_is_none_of_ours_keeps_no_other_from_mlflow(
+    sqlite: str, tmp_path: Path
+) -> None:
     study = make_folder(tmp_path, sqlite)
     append(study, started(), ended())
     trials = [make_folder(tmp_path, sqlite) for _ in range(2)]
@@ -379,7 +429,7 @@ def test_a_trial_that_is_none_of_ours_keeps_no_other_from_mlflow(sqlite: str, tm
         append(trial, started(), ended())
         study.add_child(trial.path.name)
     (trials[0].path / "logs").symlink_to(tmp_path)
-    with pytest.raises(names.BrokenRun, match="'logs'"):
+    with pytest.raises(names.InvalidRunFolder, match="'logs'"):
         sync.deliver(study, patience=20)
     assert delivery_status.drawn(delivery_status.status(study)) and delivery_status.drawn(
         delivery_status.status(trials[1])

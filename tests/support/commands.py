@@ -20,7 +20,7 @@ import pytest
 
 from rankzero.catalog.lookup import folders, mlflow_id
 from rankzero.events import Event, StepsLogged
-from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from support.paths import FIXTURES
@@ -40,9 +40,13 @@ class Command:
     def start(self, *words: object) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "rankzero", *map(str, words)],
-            cwd=self.folder, env=self.environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            cwd=self.folder,
+            env=self.environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         self.started.append(process)
         return process
 
@@ -54,7 +58,9 @@ class Command:
 
     @property
     def runs(self) -> list[RunFolder]:
-        return sorted(folders(self.folder / "mlruns" / "runs"), key=lambda folder: folder.path.stat().st_mtime)
+        return sorted(
+            folders(self.folder / "mlruns" / "runs"), key=lambda folder: folder.path.stat().st_mtime
+        )
 
     def wait_for_step(self, step: int, name: str | None = None) -> RunFolder:
         """Return the newest run once its journal has reached `step`."""
@@ -84,7 +90,7 @@ def tracked(folder: RunFolder) -> RunRecord:
     """Return a run as MLflow has it."""
     run_id = mlflow_id(folder)
     assert run_id is not None
-    return Tracker(folder.identity.tracking_uri).find_run(run_id)
+    return MlflowRuns(folder.identity.tracking_uri).find_run(run_id)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
@@ -109,7 +115,7 @@ def free_port() -> int:
 def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database without a run: making one takes seconds, a copy does not."""
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    Tracker(f"sqlite:///{path}").list_runs()
+    MlflowRuns(f"sqlite:///{path}").list_runs()
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all of it into the one file
     return path
@@ -124,8 +130,14 @@ def rankzero(tmp_path: Path, new_store: Path) -> Iterator[Command]:
 @contextlib.contextmanager
 def command_in(folder: Path, store: Path) -> Iterator[Command]:
     """The command in a folder with an empty store; what it has started ends with the block."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))}
-    command = Command(folder, {**environ, "OMP_NUM_THREADS": "1", "RANKZERO_DELIVERY_GRACE_SECONDS": "120"}, [])
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MLFLOW_", "RANKZERO_"))
+    }
+    command = Command(
+        folder, {**environ, "OMP_NUM_THREADS": "1", "RANKZERO_DELIVERY_GRACE_SECONDS": "120"}, []
+    )
     (folder / "mlruns").mkdir()
     shutil.copy(store, folder / "mlruns" / "mlflow.db")
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rankzero import Experiment, Goal, Train
 from rankzero.tuning import next_trial
-from rankzero.tuning.budget import Options
+from rankzero.tuning.budget import SearchOptions
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import Study, open_study
@@ -31,7 +31,9 @@ SPACE = make_space(Mine(), 1, 0.5, samples=1000)
 
 
 def opened(folder: Path) -> Study:
-    study = open_study(f"sqlite:///{folder / 'studies.db'}", "s", sampler="tpe", pruner="none", seed=0)
+    study = open_study(
+        f"sqlite:///{folder / 'studies.db'}", "s", sampler="tpe", pruner="none", seed=0
+    )
     study.draw_from(SPACE.parameters())
     return study
 
@@ -53,7 +55,9 @@ class Ledger:
     def told(self) -> list[int]:
         """Return the trials whose answer somebody gave."""
         return [
-            int(rest.split()[0]) for _, word, rest in self._lines() if word == "trial" and "interrupted" not in rest
+            int(rest.split()[0])
+            for _, word, rest in self._lines()
+            if word == "trial" and "interrupted" not in rest
         ]
 
     def _lines(self) -> list[list[str]]:
@@ -77,7 +81,9 @@ class Mortal(FakeLauncher):
 
 def session(folder: Path, trials: int, dies_at: int | None = None) -> Session:
     ledger = Ledger(folder / "ledger.txt")
-    return Session(opened(folder), SPACE, [Mortal(ledger, dies_at)], Options(trials=trials), ledger.write)
+    return Session(
+        opened(folder), SPACE, [Mortal(ledger, dies_at)], SearchOptions(trials=trials), ledger.write
+    )
 
 
 def take_part(folder: Path, trials: int, begin: Barrier, leads: bool, dies_at: int | None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from rankzero.mlflow_store.items import Point
+from rankzero.mlflow_store.items import MetricPoint
 from rankzero.run_store.folder import RunFolder
 from support.fake_tracker import FakeTracker, deliverer_to
 
@@ -24,7 +24,7 @@ class Counting(FakeTracker):
         super().__init__()
         self.count = 0
 
-    def log_metrics(self, run_id: str, points: Sequence[Point]) -> None:
+    def log_metrics(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         self.count += len(points)
 
 

@@ -40,7 +40,9 @@ def windows(first: int, count: int) -> Iterator[StepsLogged]:
     for start in range(first, first + count, WINDOW):
         steps = list(range(start, min(start + WINDOW, first + count)))
         yield StepsLogged(
-            steps, [began + step / WINDOW for step in steps], {key: [random.random() for _ in steps] for key in METRICS}
+            steps,
+            [began + step / WINDOW for step in steps],
+            {key: [random.random() for _ in steps] for key in METRICS},
         )
 
 

@@ -25,9 +25,13 @@ class FakeLauncher:
     """Gives every trial the journal that its configuration deserves."""
 
     def __init__(
-        self, fate: Fate = healthy, best_lr: float = 0.1, critical: float = 256.0, full: float = 128.0,
+        self,
+        fate: Fate = healthy,
+        best_lr: float = 0.1,
+        critical: float = 256.0,
+        full: float = 128.0,
         jitter: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.jitter, self.seconds = jitter, 0.0
         self.fate, self.best_lr, self.critical, self.full = fate, best_lr, critical, full
         self._moment = 0
@@ -36,13 +40,19 @@ class FakeLauncher:
 
     def start(self, experiment: Experiment, name: str) -> FakeRunning:
         self.started.append(experiment)
-        self.running.append(FakeRunning(self, experiment, name, self.fate(len(self.started) - 1, experiment)))
+        self.running.append(
+            FakeRunning(self, experiment, name, self.fate(len(self.started) - 1, experiment))
+        )
         return self.running[-1]
 
     @property
     def most_at_once(self) -> int:
         """Return how many ran at the same time, at most."""
-        moments = sorted(moment for running in self.running for moment in ((running.began, 1), (running.ended, -1)))
+        moments = sorted(
+            moment
+            for running in self.running
+            for moment in ((running.began, 1), (running.ended, -1))
+        )
         return max(itertools.accumulate(change for _, change in moments))
 
     def tick(self) -> int:
@@ -66,7 +76,9 @@ class FakeLauncher:
 class FakeRunning:
     """One trial: an epoch's events at a time."""
 
-    def __init__(self, launcher: FakeLauncher, experiment: Experiment, name: str, fate: str) -> None:
+    def __init__(
+        self, launcher: FakeLauncher, experiment: Experiment, name: str, fate: str
+    ) -> None:
         self.launcher, self.experiment, self.name, self.fate = launcher, experiment, name, fate
         self.asked: list[str] = []
         self.closed = False
@@ -112,8 +124,10 @@ class FakeRunning:
             step = epoch * SAMPLES // batch
             value = self.launcher.quality(self.experiment, epoch * SAMPLES)
             self.launcher.seconds += SAMPLES / speed
-            yield [StepsLogged([step], [float(epoch)], {"throughput/step_seconds": [batch / speed]}),
-                   Evaluated(float(epoch), step, {"val/accuracy": value}, best=True)]  # fmt: skip
+            yield [
+                StepsLogged([step], [float(epoch)], {"throughput/step_seconds": [batch / speed]}),
+                Evaluated(float(epoch), step, {"val/accuracy": value}, best=True),
+            ]
             if self.asked:
                 yield [RunEnded(9.0, "KILLED", f"pruned at step {step}", None, {})]
                 return
@@ -122,5 +136,8 @@ class FakeRunning:
         yield [RunEnded(9.0, "FINISHED", "done", None, {"samples_per_second": speed})]
 
 
-ENDS = {"crash": "RuntimeError: broken", "oom": "torch.OutOfMemoryError: CUDA out of memory",
-        "nan": "NotFinite: train/loss is not finite at step 3"}  # fmt: skip
+ENDS = {
+    "crash": "RuntimeError: broken",
+    "oom": "torch.OutOfMemoryError: CUDA out of memory",
+    "nan": "NotFinite: train/loss is not finite at step 3",
+}

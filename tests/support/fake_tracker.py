@@ -1,4 +1,4 @@
-"""A tracking store in memory, for tests: what `Deliverer` needs of `Tracker`, and failures on demand."""
+"""A tracking store in memory, for tests: what `Deliverer` needs of `MlflowRuns`, and failures on demand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rankzero.events import CheckpointSaved, DataDescribed, RunEnded, RunStarted
-from rankzero.mlflow_store.items import Point
+from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tracking.deliverer import Deliverer
@@ -22,7 +22,7 @@ class FakeTracker:
     """Keeps what it is told. `fail`: called before each write with its name and argument; it may raise."""
 
     def __init__(self) -> None:
-        self.points: list[Point] = []
+        self.points: list[MetricPoint] = []
         self.batches: list[int] = []
         self.tags: dict[str, str] = {}
         self.params: dict[str, str] = {}
@@ -30,7 +30,7 @@ class FakeTracker:
         self.artifacts: dict[str, str] = {}
         self.data: dict[str, DataDescribed] = {}
         self.pictures: dict[tuple[str, int, int], bytes] = {}
-        self.checkpoints: dict[int, list[Point]] = {}
+        self.checkpoints: dict[int, list[MetricPoint]] = {}
         self.status: str | None = None
         self.gone = False
         self.marks: dict[str, int] = {}
@@ -56,7 +56,7 @@ class FakeTracker:
         self._call("log_data", event)
         self.data[event.context] = event
 
-    def log_metrics(self, run_id: str, points: Sequence[Point]) -> None:
+    def log_metrics(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         self._call("log_metrics", points)
         self.batches.append(len(points))
         self.points += points
@@ -80,14 +80,24 @@ class FakeTracker:
 
     def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
         self._call("log_artifact", path)
-        self.artifacts[f"{folder}/{path.name}" if folder else path.name] = path.read_text(errors="replace")
+        self.artifacts[f"{folder}/{path.name}" if folder else path.name] = path.read_text(
+            errors="replace"
+        )
 
-    def log_pictures(self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int) -> None:
+    def log_pictures(
+        self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int
+    ) -> None:
         self._call("log_pictures", pictures)
-        self.pictures |= {(key, step, milliseconds): path.read_bytes() for key, path in pictures.items()}
+        self.pictures |= {
+            (key, step, milliseconds): path.read_bytes() for key, path in pictures.items()
+        }
 
     def save_checkpoint(
-        self, run: object, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]
+        self,
+        run: object,
+        event: CheckpointSaved,
+        folder: Path,
+        points: Callable[[str], Sequence[MetricPoint]],
     ) -> str:
         self._call("save_checkpoint", event)
         if not folder.is_dir():

@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, settings
 
 CASES = int(os.environ.get("RANKZERO_FUZZ_CASES") or 200)
 
-thorough = settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+thorough = settings(
+    max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
 often = settings(thorough, max_examples=min(CASES, max(200, CASES // 10)))
 """For cases that cost ten times as much."""
 seldom = settings(thorough, max_examples=max(10, CASES // 20))

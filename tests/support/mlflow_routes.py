@@ -28,13 +28,21 @@ METHODS = {"DELETE", "GET", "PATCH", "POST", "PUT"}
 
 def main(root: Path) -> None:
     environ, _ = server.with_users(root, server_environment(os.environ))
-    os.environ.update({**environ, **SERVED, "_MLFLOW_SERVER_FILE_STORE": default_tracking_uri(root)})
+    os.environ.update(
+        {**environ, **SERVED, "_MLFLOW_SERVER_FILE_STORE": default_tracking_uri(root)}
+    )
     from mlflow.server import app as flask_app
     from mlflow.server.auth import create_app
 
-    flask = ((method, rule.rule) for rule in flask_app.url_map.iter_rules() for method in rule.methods or ())
+    flask = (
+        (method, rule.rule)
+        for rule in flask_app.url_map.iter_rules()
+        for method in rule.methods or ()
+    )
     found = {
-        (method, PLACEHOLDERS.sub("1", path)) for method, path in (*flask, *_native(create_app())) if method in METHODS
+        (method, PLACEHOLDERS.sub("1", path))
+        for method, path in (*flask, *_native(create_app()))
+        if method in METHODS
     }
     print(json.dumps(sorted(found)))
 

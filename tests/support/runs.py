@@ -9,7 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankzero.events import CheckpointDeleted, CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, StepsLogged
+from rankzero.events import (
+    CheckpointDeleted,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    RunEnded,
+    RunStarted,
+    StepsLogged,
+)
 from rankzero.run_store import claims
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import Journal
@@ -36,7 +44,9 @@ def started(attempt: int = 1, step: int = 0, **params: str) -> RunStarted:
 
 def steps(first: int, last: int, key: str = "train/loss", offset: float = 0.0) -> StepsLogged:
     numbers = list(range(first, last + 1))
-    return StepsLogged(numbers, [T0 + n for n in numbers], {key: [1.0 / n + offset for n in numbers]})
+    return StepsLogged(
+        numbers, [T0 + n for n in numbers], {key: [1.0 / n + offset for n in numbers]}
+    )
 
 
 def evaluated(step: int, accuracy: float, best: bool = True) -> Evaluated:

@@ -61,13 +61,21 @@ class Server:
         ]
         with (self.root / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                command, env={**os.environ, **QUICK}, stdout=log, stderr=log, cwd=self.root, start_new_session=True
+                command,
+                env={**os.environ, **QUICK},
+                stdout=log,
+                stderr=log,
+                cwd=self.root,
+                start_new_session=True,
             )
 
     def wait(self) -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=2):
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"{self.uri}/health", timeout=2),
+            ):
                 return
             time.sleep(0.1)
         raise AssertionError((self.root / "server.log").read_text())
@@ -88,11 +96,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with MLflow's tables, to be copied, which takes no time, and never written to: all others begin so."""
-    from rankzero.mlflow_store.client import Tracker
+    from rankzero.mlflow_store.client import MlflowRuns
 
     path = tmp_path_factory.mktemp("template") / "mlflow.db"
     prepare_store(f"sqlite:///{path}")
-    Tracker(f"sqlite:///{path}").list_runs()
+    MlflowRuns(f"sqlite:///{path}").list_runs()
     return path
 
 

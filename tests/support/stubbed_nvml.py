@@ -10,7 +10,13 @@ from typing import Any
 HERE = Path(__file__).parent
 RECORDED: dict[str, Any] = json.loads((HERE / "recorded_gpu.json").read_text())
 MIB = 1 << 20
-NOT_SUPPORTED, UNKNOWN, GPU_IS_LOST, DRIVER_NOT_LOADED, RESET_REQUIRED = "E3", "E999", "E15", "E9", "E16"
+NOT_SUPPORTED, UNKNOWN, GPU_IS_LOST, DRIVER_NOT_LOADED, RESET_REQUIRED = (
+    "E3",
+    "E999",
+    "E15",
+    "E9",
+    "E16",
+)
 
 
 def uuid(card: int) -> str:
@@ -54,11 +60,15 @@ def mig_card(number: int) -> dict[str, str]:
             "nvmlDeviceGetMemoryInfo_total": str(device["memory_total_mib"] * MIB),
             "nvmlDeviceGetMemoryInfo_free": str(device["memory_free_mib"] * MIB),
         }
-        environment |= {f"{function}_gpu{number}mig{place}": answer for function, answer in answers.items()}
+        environment |= {
+            f"{function}_gpu{number}mig{place}": answer for function, answer in answers.items()
+        }
     return environment
 
 
 def compile_stub(folder: Path, *flags: str) -> dict[str, str]:
     library = folder / "libnvidia-ml.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", *flags, "-o", library, HERE / "nvml_stub.c"], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", *flags, "-o", library, HERE / "nvml_stub.c"], check=True
+    )
     return {"LD_LIBRARY_PATH": str(folder)}

@@ -18,9 +18,9 @@ from rankzero.ranks import Ranks
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.distributed.world import World
-from rankzero.training.job import Job, State
+from rankzero.training.job import State, TrainingContext
 from rankzero.training.loop import fit
-from rankzero.training.metrics.throughput import Tally
+from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.stop import SIGTERM, Stop
 from rankzero.training.worker import build
 from support.paths import FIXTURES
@@ -30,16 +30,24 @@ from support.paths import FIXTURES
 class Trained:
     """What a training in this process left."""
 
-    job: Job
+    job: TrainingContext
     state: State
     events: list[Event]
-    tally: Tally
+    tally: RunTotals
     reason: str | None
 
     def series(self, name: str) -> dict[int, float]:
         """Return a metric's values by step."""
-        logged = [event for event in self.events if isinstance(event, StepsLogged) and name in event.metrics]
-        return {step: value for event in logged for step, value in zip(event.steps, event.metrics[name], strict=True)}
+        logged = [
+            event
+            for event in self.events
+            if isinstance(event, StepsLogged) and name in event.metrics
+        ]
+        return {
+            step: value
+            for event in logged
+            for step, value in zip(event.steps, event.metrics[name], strict=True)
+        }
 
     def kinds(self) -> list[str]:
         return [type(event).__name__ for event in self.events]
@@ -61,12 +69,15 @@ def train(tmp_path: Path) -> Trainer:
     """Train an experiment in `folder`, from its newest checkpoint where there is one."""
 
     def run(
-        experiment: Experiment, folder: Path = tmp_path, stop_at: int | None = None, code: int = SIGTERM
+        experiment: Experiment,
+        folder: Path = tmp_path,
+        stop_at: int | None = None,
+        code: int = SIGTERM,
     ) -> Trained:
         job, state = build(experiment, World(Ranks(), torch.device("cpu")))
         restore.newest(folder / "checkpoints", job, state, pytest.fail)
         events: list[Event] = []
-        tally, stop = Tally(), Stop()
+        tally, stop = RunTotals(), Stop()
 
         def notice(text: str) -> None:
             events.append(Noticed(time.time(), text))
@@ -75,7 +86,11 @@ def train(tmp_path: Path) -> Trainer:
 
         def emit(event: Event) -> None:
             events.append(event)
-            if stop_at is not None and isinstance(event, StepsLogged) and event.steps[-1] >= stop_at:
+            if (
+                stop_at is not None
+                and isinstance(event, StepsLogged)
+                and event.steps[-1] >= stop_at
+            ):
                 stop(code)
 
         try:

@@ -16,14 +16,14 @@ from rankzero import config, experiment_file
 from rankzero import ranks as launcher
 from rankzero.events import Evaluated, Event, StepsLogged
 from rankzero.experiment import Experiment
-from rankzero.launch.request import Request
+from rankzero.launch.request import JobRequest
 from rankzero.training import stop as stopping
 from rankzero.training import worker
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.distributed.world import World, join
 from rankzero.training.loop import fit
-from rankzero.training.metrics.throughput import Tally
+from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.stop import Stop
 from rankzero.training.worker import build
 from support.paths import FIXTURES
@@ -64,7 +64,7 @@ def main(request: tuple[str, list[Case]]) -> str:
     return "FINISHED"
 
 
-def waits(request: Request) -> str:
+def waits(request: JobRequest) -> str:
     """Train; leave word for how many seconds the collectives of each of this rank's process groups wait."""
     ranks = launcher.detect()
     with contextlib.ExitStack() as watched, join(ranks, torch.device("cpu")) as world:
@@ -84,7 +84,9 @@ def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
     try:
         if case.stop_at is not None:
             stopped = layered(**case.changes | case.before)
-            with mock.patch.object(stopping, "LEAST_SECONDS", stopping.LEAST_SECONDS if case.told is None else 0.0):
+            with mock.patch.object(
+                stopping, "LEAST_SECONDS", stopping.LEAST_SECONDS if case.told is None else 0.0
+            ):
                 train(world, stopped, folder, seen, case.stop_at, case.told)
         train(world, layered(**case.changes), folder, seen, None)
     except Exception as error:
@@ -104,20 +106,28 @@ def train(
     job, state = build(experiment, world)
     restore.newest(folder / "checkpoints", job, state, print)
     seen["begun"].append(state.step)
-    checkpoints = Checkpoints(folder, experiment.train.keep, experiment.goal) if world.ranks.first else None
+    checkpoints = (
+        Checkpoints(folder, experiment.train.keep, experiment.goal) if world.ranks.first else None
+    )
     stop = Stop()
 
     def emit(event: Event) -> None:
         if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
             seen["trained"] += event.steps
-            seen["losses"] |= dict(zip(map(str, event.steps), event.metrics["train/loss"], strict=True))
-            if stop_at is not None and event.steps[-1] >= stop_at and told in (None, world.ranks.rank):
+            seen["losses"] |= dict(
+                zip(map(str, event.steps), event.metrics["train/loss"], strict=True)
+            )
+            if (
+                stop_at is not None
+                and event.steps[-1] >= stop_at
+                and told in (None, world.ranks.rank)
+            ):
                 stop(1)
         if isinstance(event, Evaluated):
             seen["evaluated"][str(event.step)] = dict(event.metrics)
 
     try:
-        tally = Tally()
+        tally = RunTotals()
         reason = fit(job, state, emit, stop, checkpoints, tally)
         seen["ends"].append([reason, state.step, state.owed])
         seen["straggler"] = tally.paces.straggler()

@@ -20,11 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero.telemetry.host import HostSampler, resident_bytes
-from rankzero.telemetry.node_sampler import SAMPLE_SECONDS, SystemSampler, mean_of, publish_interval
+from rankzero.telemetry.node_sampler import SAMPLE_SECONDS, NodeSampler, mean_of, publish_interval
 from support.paths import SUPPORT
 
 readings = st.floats(min_value=-1e12, max_value=1e12)
-names = st.sampled_from(["a", "b", "system/gpu_0_energy_joules", "system/network_receive_megabytes"])
+names = st.sampled_from(
+    ["a", "b", "system/gpu_0_energy_joules", "system/network_receive_megabytes"]
+)
 samples = st.lists(st.dictionaries(names, readings), max_size=8)
 
 
@@ -36,7 +38,11 @@ class TestMean:
         assert mean_of([{"a": 1.0}, {"b": 5.0}, {"a": 2.0}]) == {"a": 1.5, "b": 5.0}
 
     def test_of_a_counter_is_its_last_value(self) -> None:
-        names = ("system/gpu_0_energy_joules", "system/gpu_energy_joules", "system/node_1/network_transmit_megabytes")
+        names = (
+            "system/gpu_0_energy_joules",
+            "system/gpu_energy_joules",
+            "system/node_1/network_transmit_megabytes",
+        )
         for name in names:
             assert mean_of([{name: 1.0}, {name: 7.0}, {}]) == {name: 7.0}
 
@@ -50,7 +56,9 @@ class TestMean:
             assert min(values) - slack <= mean <= max(values) + slack
 
     @given(samples, readings)
-    def test_of_constant_readings_is_that_reading(self, samples: list[dict[str, float]], value: float) -> None:
+    def test_of_constant_readings_is_that_reading(
+        self, samples: list[dict[str, float]], value: float
+    ) -> None:
         constant = [dict.fromkeys(sample, value) for sample in samples]
         assert all(math.isclose(mean, value, rel_tol=1e-9) for mean in mean_of(constant).values())
 
@@ -72,7 +80,7 @@ def mlflows_host_metrics() -> dict[str, float]:
     return metrics
 
 
-def two_samples(sampler: HostSampler | SystemSampler) -> dict[str, float]:
+def two_samples(sampler: HostSampler | NodeSampler) -> dict[str, float]:
     """Return the second sample: the processor's load is known from then on."""
     sampler.sample()
     return sampler.sample()
@@ -86,11 +94,16 @@ class TestHost:
             if name.startswith(("disk", "system_memory")):
                 assert ours[name] == pytest.approx(theirs[name], rel=0.05, abs=1)
 
-    def test_memory_in_use_is_not_what_is_unavailable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_memory_in_use_is_not_what_is_unavailable(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         memory = types.SimpleNamespace(total=100e6, available=30e6, used=40e6, percent=70.0)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
         sample = HostSampler().sample()
-        assert sample["system_memory_usage_megabytes"] == 40 and sample["system_memory_usage_percentage"] == 40
+        assert (
+            sample["system_memory_usage_megabytes"] == 40
+            and sample["system_memory_usage_percentage"] == 40
+        )
 
     def test_the_disk_is_the_folders(self) -> None:
         shared_memory = Path("/dev/shm")
@@ -131,8 +144,14 @@ class TestHost:
         sampler = HostSampler(process=os.getpid())
         alone = sampler.sample()["process_memory_megabytes"]
         hold = "held = b'x' * 200_000_000; print('ready', flush=True); input()"
-        command = ["sh", "-c", f'{sys.executable} -c "{hold}"; true']  # a grandchild, as a launcher's worker is
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        command = [
+            "sh",
+            "-c",
+            f'{sys.executable} -c "{hold}"; true',
+        ]  # a grandchild, as a launcher's worker is
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as child:
             assert child.stdout and child.stdout.readline() == "ready\n"
             both = resident_bytes(os.getpid()) / 1e6
             child.communicate("\n")
@@ -146,33 +165,37 @@ class TestHost:
 
 class TestSampler:
     def test_one_node_has_mlflows_names(self, tmp_path: Path) -> None:
-        sample = two_samples(SystemSampler((), 0, 1, folder=tmp_path))
+        sample = two_samples(NodeSampler((), 0, 1, folder=tmp_path))
         assert "system/cpu_utilization_percentage" in sample
         assert all(re.fullmatch(r"system/[a-z_]+", name) for name in sample)
 
     def test_several_nodes_have_theirs(self) -> None:
-        sample = SystemSampler((), 3, 4).sample()
+        sample = NodeSampler((), 3, 4).sample()
         assert sample and all(re.fullmatch(r"system/node_3/[a-z_]+", name) for name in sample)
 
     def test_a_job_without_gpus_has_nothing_to_say(self) -> None:
-        sampler = SystemSampler((), 0, 1)
+        sampler = NodeSampler((), 0, 1)
         assert list(sampler.notices) == [] and sampler.describe() == {}
 
     def test_closes_twice(self) -> None:
-        sampler = SystemSampler((), 0, 1)
+        sampler = NodeSampler((), 0, 1)
         sampler.close()
         sampler.close()
         assert sampler.sample()
 
-    @pytest.mark.parametrize("broken", ["cpu_percent", "virtual_memory", "disk_usage", "net_io_counters"])
-    def test_a_failing_reading_costs_only_itself(self, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-        sampler = SystemSampler((), 0, 1)
+    @pytest.mark.parametrize(
+        "broken", ["cpu_percent", "virtual_memory", "disk_usage", "net_io_counters"]
+    )
+    def test_a_failing_reading_costs_only_itself(
+        self, monkeypatch: pytest.MonkeyPatch, broken: str
+    ) -> None:
+        sampler = NodeSampler((), 0, 1)
         everything = two_samples(sampler)
         monkeypatch.setattr(psutil, broken, failing(PermissionError("/proc")))
         assert 0 < len(sampler.sample()) < len(everything)
 
     def test_never_raises_and_says_so_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        sampler = SystemSampler((), 0, 1)
+        sampler = NodeSampler((), 0, 1)
         monkeypatch.setattr(psutil, "virtual_memory", failing(KeyError("MemTotal")))
         assert [sampler.sample(), sampler.sample()] == [{}, {}]
         assert list(sampler.notices) == ["no system metrics: KeyError('MemTotal')"]

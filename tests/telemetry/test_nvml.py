@@ -37,7 +37,11 @@ from support.stubbed_nvml import (
 )
 
 # A stub's environment must not decide what a real driver's probe sees, nor the other way round.
-INHERITED = {key: value for key, value in os.environ.items() if key not in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")}
+INHERITED = {
+    key: value
+    for key, value in os.environ.items()
+    if key not in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+}
 
 PROBE = """
 import json, os, sys, time
@@ -64,14 +68,22 @@ class Seen:
 def run(environment: Mapping[str, str], *arguments: str | Path) -> Any:
     command = [sys.executable, "-W", "error", *arguments]
     result = subprocess.run(
-        command, env={**INHERITED, **environment}, capture_output=True, text=True, timeout=60, check=False
+        command,
+        env={**INHERITED, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
 def probe(
-    environment: Mapping[str, str], uuids: Sequence[str] | None = None, samples: int = 1, pause_seconds: float = 0.0
+    environment: Mapping[str, str],
+    uuids: Sequence[str] | None = None,
+    samples: int = 1,
+    pause_seconds: float = 0.0,
 ) -> Seen:
     return Seen(*run(environment, "-c", PROBE, json.dumps([uuids, samples, pause_seconds])))
 
@@ -112,7 +124,10 @@ class TestEveryDriver:
         for name, value in probe(driver).samples[0].items():
             assert value >= 0
             # The power of a moment may exceed the limit, which is kept on average.
-            assert value <= (150 if "power" in name else 100) or "percentage" not in name, (name, value)
+            assert value <= (150 if "power" in name else 100) or "percentage" not in name, (
+                name,
+                value,
+            )
 
     def test_energy_never_falls(self, driver: dict[str, str]) -> None:
         samples = probe(driver, samples=4, pause_seconds=0.05).samples
@@ -183,11 +198,22 @@ def test_several_gpus_are_summarised(stub: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("reasons", "power", "thermal", "hardware"),
-    [("0x1", 0, 0, 0), ("0x4", 100, 0, 0), ("0x88", 100, 0, 100), ("0x20", 0, 100, 0), ("0x48", 0, 100, 100)],
+    [
+        ("0x1", 0, 0, 0),
+        ("0x4", 100, 0, 0),
+        ("0x88", 100, 0, 100),
+        ("0x20", 0, 100, 0),
+        ("0x48", 0, 100, 100),
+    ],
 )
-def test_throttling_has_its_reason(stub: dict[str, str], reasons: str, power: int, thermal: int, hardware: int) -> None:
+def test_throttling_has_its_reason(
+    stub: dict[str, str], reasons: str, power: int, thermal: int, hardware: int
+) -> None:
     (sample,) = probe({**stub, **card(0, nvmlDeviceGetCurrentClocksEventReasons=reasons)}).samples
-    seen = [sample[f"gpu_0_throttled_{reason}_percentage"] for reason in ("power", "thermal", "hardware")]
+    seen = [
+        sample[f"gpu_0_throttled_{reason}_percentage"]
+        for reason in ("power", "thermal", "hardware")
+    ]
     assert seen == [power, thermal, hardware]
 
 
@@ -214,10 +240,16 @@ def test_what_is_not_supported_is_left_out_and_nothing_else(stub: dict[str, str]
     assert seen.notices == []
     for sample in seen.samples:
         everything = {
-            name.removeprefix(f"gpu_{len(CALLS)}_") for name in sample if name.startswith(f"gpu_{len(CALLS)}_")
+            name.removeprefix(f"gpu_{len(CALLS)}_")
+            for name in sample
+            if name.startswith(f"gpu_{len(CALLS)}_")
         }
         for number, missing in enumerate(CALLS.values()):
-            names = {name.removeprefix(f"gpu_{number}_") for name in sample if name.startswith(f"gpu_{number}_")}
+            names = {
+                name.removeprefix(f"gpu_{number}_")
+                for name in sample
+                if name.startswith(f"gpu_{number}_")
+            }
             assert names == everything - missing
 
 
@@ -227,7 +259,10 @@ def test_a_sum_that_lacks_a_card_is_left_out(stub: dict[str, str]) -> None:
 
 
 def test_a_reading_that_fails_once_comes_back(stub: dict[str, str]) -> None:
-    script = {"nvmlDeviceGetUtilizationRates": f"100,{UNKNOWN},99", "nvmlDeviceGetPowerUsage": f"{UNKNOWN},627400"}
+    script = {
+        "nvmlDeviceGetUtilizationRates": f"100,{UNKNOWN},99",
+        "nvmlDeviceGetPowerUsage": f"{UNKNOWN},627400",
+    }
     samples = probe({**stub, **card(0, **script)}, samples=3).samples
     assert [sample.get("gpu_0_utilization_percentage") for sample in samples] == [100, None, 99]
     assert [sample.get("gpu_0_power_usage_percentage") for sample in samples] == [
@@ -237,11 +272,19 @@ def test_a_reading_that_fails_once_comes_back(stub: dict[str, str]) -> None:
 
 
 def test_readings_that_go_on_failing_are_said_once_a_gpu(stub: dict[str, str]) -> None:
-    failing = {"nvmlDeviceGetTemperature": f"52,{UNKNOWN}", "nvmlDeviceGetPowerUsage": f"627400,627400,{UNKNOWN}"}
+    failing = {
+        "nvmlDeviceGetTemperature": f"52,{UNKNOWN}",
+        "nvmlDeviceGetPowerUsage": f"627400,627400,{UNKNOWN}",
+    }
     seen = probe({**stub, **card(0), **card(1, **failing)}, samples=8)
     (notice,) = seen.notices
-    assert notice.startswith(f"GPU 1 (NVIDIA H200, {uuid(1)}, index 1) lacks some metrics: temperature: ")
-    assert "gpu_1_temperature_celsius" not in seen.samples[-1] and "gpu_1_sm_clock_megahertz" in seen.samples[-1]
+    assert notice.startswith(
+        f"GPU 1 (NVIDIA H200, {uuid(1)}, index 1) lacks some metrics: temperature: "
+    )
+    assert (
+        "gpu_1_temperature_celsius" not in seen.samples[-1]
+        and "gpu_1_sm_clock_megahertz" in seen.samples[-1]
+    )
 
 
 def test_a_reading_that_fails_now_and_then_is_nothing_to_tell_of(stub: dict[str, str]) -> None:
@@ -253,7 +296,9 @@ def test_a_reading_that_fails_now_and_then_is_nothing_to_tell_of(stub: dict[str,
 def test_a_lost_gpu_is_said_once_and_the_others_go_on(stub: dict[str, str], error: str) -> None:
     lost = card(1, nvmlDeviceGetTemperature=f"52,52,{error}")
     seen = probe({**stub, **card(0), **lost, **card(2)}, samples=6)
-    per_sample = [{name[:5] for name in sample if re.match("gpu_[0-9]", name)} for sample in seen.samples]
+    per_sample = [
+        {name[:5] for name in sample if re.match("gpu_[0-9]", name)} for sample in seen.samples
+    ]
     assert per_sample == [{"gpu_0", "gpu_1", "gpu_2"}] * 2 + [{"gpu_0", "gpu_2"}] * 4
     (notice,) = seen.notices
     assert notice.startswith(f"GPU 1 (NVIDIA H200, {uuid(1)}, index 1) gives no more metrics: GPU ")
@@ -277,7 +322,10 @@ def test_a_gpu_that_is_lost_from_the_start_is_not_listed(stub: dict[str, str]) -
 class TestEnergy:
     def test_is_integrated_from_power_without_a_counter(self, stub: dict[str, str]) -> None:
         environment = {**stub, **card(0, nvmlDeviceGetTotalEnergyConsumption=NOT_SUPPORTED)}
-        first, *_, last = [s["gpu_0_energy_joules"] for s in probe(environment, samples=5, pause_seconds=0.05).samples]
+        first, *_, last = [
+            s["gpu_0_energy_joules"]
+            for s in probe(environment, samples=5, pause_seconds=0.05).samples
+        ]
         assert first == 0
         assert last >= 627.40 * 4 * 0.05 * 0.99  # the pauses are at least that long
 
@@ -292,7 +340,11 @@ class TestEnergy:
 
     def test_survives_a_counter_that_restarts(self, stub: dict[str, str]) -> None:
         environment = {**stub, **card(0, nvmlDeviceGetTotalEnergyConsumption="5000,8000,1000,2500")}
-        assert [s["gpu_0_energy_joules"] for s in probe(environment, samples=3).samples] == [3.0, 3.0, 4.5]
+        assert [s["gpu_0_energy_joules"] for s in probe(environment, samples=3).samples] == [
+            3.0,
+            3.0,
+            4.5,
+        ]
 
 
 class TestMig:
@@ -303,7 +355,9 @@ class TestMig:
         assert seen.devices == {"gpu_0": f"NVIDIA H200 MIG 2g.35gb, {mig_uuid(2)}, index 0"}
         sample = seen.samples[0]
         assert sample["gpu_0_memory_usage_megabytes"] == pytest.approx((33280 - 33264) * MIB / 1e6)
-        assert sample["gpu_0_memory_usage_percentage"] == pytest.approx((33280 - 33264) / 33280 * 100)
+        assert sample["gpu_0_memory_usage_percentage"] == pytest.approx(
+            (33280 - 33264) / 33280 * 100
+        )
         assert sample["gpu_0_power_usage_watts"] == pytest.approx(295.01)
         assert sample["gpu_0_temperature_celsius"] == 36
         assert "gpu_0_utilization_percentage" not in sample
@@ -315,7 +369,9 @@ class TestMig:
         assert sample["gpu_power_usage_watts"] == pytest.approx(295.01)
 
     def test_two_cards_have_two_powers(self, stub: dict[str, str]) -> None:
-        (sample,) = probe({**stub, **mig_card(0), **mig_card(1)}, [mig_uuid(0), mig_uuid(5)]).samples
+        (sample,) = probe(
+            {**stub, **mig_card(0), **mig_card(1)}, [mig_uuid(0), mig_uuid(5)]
+        ).samples
         assert sample["gpu_power_usage_watts"] == pytest.approx(2 * 295.01)
 
     @pytest.mark.parametrize("visible", [None, "0", uuid(0), mig_uuid(0), f"MIG-{uuid(0)}/2/0"])
@@ -323,7 +379,9 @@ class TestMig:
         environment = {**stub, **mig_card(0), **card(1)}
         if visible is not None:
             environment["CUDA_VISIBLE_DEVICES"] = visible
-        assert probe(environment).devices == {"gpu_0": f"NVIDIA H200 MIG 1c.3g.71gb, {mig_uuid(0)}, index 0"}
+        assert probe(environment).devices == {
+            "gpu_0": f"NVIDIA H200 MIG 1c.3g.71gb, {mig_uuid(0)}, index 0"
+        }
 
 
 class TestWithoutADriver:
@@ -342,7 +400,9 @@ class TestWithoutADriver:
     def test_no_binding(self, stub: dict[str, str]) -> None:
         hidden = "import sys; sys.modules['pynvml'] = None\n" + PROBE
         samples, notices, _ = run({**stub, **card(0)}, "-c", hidden, "[null, 1, 0]")
-        assert samples == [{}] and notices == ["no GPU metrics: the package nvidia-ml-py is not installed"]
+        assert samples == [{}] and notices == [
+            "no GPU metrics: the package nvidia-ml-py is not installed"
+        ]
 
 
 def test_old_drivers_call_it_throttling(tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def notices(folder: RunFolder, environment: Mapping[str, str], gpus: str) -> list[str]:
     """Sample for a few seconds; return what was told."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+    }
     command = [sys.executable, "-c", SAMPLE, str(folder.path), gpus]
     subprocess.run(command, env={**kept, **environment}, check=True, timeout=60)
     events = list(folder.all_events())
@@ -47,26 +51,36 @@ def notices(folder: RunFolder, environment: Mapping[str, str], gpus: str) -> lis
 
 def test_a_lost_gpu_is_told_once_in_the_nodes_journal(folder: RunFolder, tmp_path: Path) -> None:
     lost = card(1, nvmlDeviceGetTemperature=f"52,{GPU_IS_LOST}")
-    told = notices(folder, {**compile_stub(tmp_path), **card(0), **lost}, f'["{uuid(0)}", "{uuid(1)}"]')
-    assert len(told) == 1 and told[0].startswith(f"GPU 1 (NVIDIA H200, {uuid(1)}, index 1) gives no more metrics")
+    told = notices(
+        folder, {**compile_stub(tmp_path), **card(0), **lost}, f'["{uuid(0)}", "{uuid(1)}"]'
+    )
+    assert len(told) == 1 and told[0].startswith(
+        f"GPU 1 (NVIDIA H200, {uuid(1)}, index 1) gives no more metrics"
+    )
 
 
-def test_sampling_that_ends_before_its_time_is_told(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_that_ends_before_its_time_is_told(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(self: object) -> None:
         raise RuntimeError("no /proc")
 
     monkeypatch.setattr(sampling_thread.SystemSampler, "sample", fail)
-    sampling_thread.Sampling(folder, [], 0, 1, 1).stop()
+    sampling_thread.SamplingThread(folder, [], 0, 1, 1).stop()
     assert fold(folder.all_events()).notices == [
         "no more system metrics of this machine: RuntimeError: no /proc",
     ]
 
 
-def test_no_driver_is_news_to_a_job_that_names_its_gpus_alone(folder: RunFolder, tmp_path: Path) -> None:
+def test_no_driver_is_news_to_a_job_that_names_its_gpus_alone(
+    folder: RunFolder, tmp_path: Path
+) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
     without = {"LD_LIBRARY_PATH": str(tmp_path)}
     assert notices(folder, without, "null") == []
-    assert notices(folder, without, f'["{uuid(0)}"]') == ["no GPU metrics: NVML Shared Library Not Found"]
+    assert notices(folder, without, f'["{uuid(0)}"]') == [
+        "no GPU metrics: NVML Shared Library Not Found"
+    ]
 
 
 def test_where_no_thread_can_be_made_there_are_no_metrics_and_it_is_said(
@@ -76,5 +90,5 @@ def test_where_no_thread_can_be_made_there_are_no_metrics_and_it_is_said(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    sampling_thread.Sampling(folder, [], 0, 1, 1).stop()
+    sampling_thread.SamplingThread(folder, [], 0, 1, 1).stop()
     assert "no more system metrics of this machine" in folder.system(0).read_text()

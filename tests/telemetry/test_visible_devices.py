@@ -20,7 +20,13 @@ UUIDS = [
 ]
 WHOLE = [Device(uuid, "NVIDIA H200", index, uuid) for index, uuid in enumerate(UUIDS)]
 MIG = [
-    Device(f"MIG-{digit}eb88891-0321-5fef-9c87-d4af3b54259e", "NVIDIA H200 MIG 1g.18gb", 1, UUIDS[1], (gpu, compute))
+    Device(
+        f"MIG-{digit}eb88891-0321-5fef-9c87-d4af3b54259e",
+        "NVIDIA H200 MIG 1g.18gb",
+        1,
+        UUIDS[1],
+        (gpu, compute),
+    )
     for digit, gpu, compute in (("f", 9, 0), ("a", 2, 0), ("b", 2, 1))
 ]
 PARTITIONED = [*WHOLE[:2], *MIG, *WHOLE[2:]]
@@ -122,8 +128,12 @@ def test_without_the_variable_every_card() -> None:
 @given(st.permutations(WHOLE + MIG), st.sampled_from(["NVML", "torch", "torch, taken for a GPU"]))
 def test_the_trainers_uuids_win(order: list[Device], spelling: str) -> None:
     bare = [device.uuid[4:] for device in order]
-    uuids = {"NVML": [device.uuid for device in order], "torch": bare}.get(spelling, ["GPU-" + uuid for uuid in bare])
-    assert select_devices(PARTITIONED, {"CUDA_VISIBLE_DEVICES": "1"}, uuids) == dict(enumerate(order))
+    uuids = {"NVML": [device.uuid for device in order], "torch": bare}.get(
+        spelling, ["GPU-" + uuid for uuid in bare]
+    )
+    assert select_devices(PARTITIONED, {"CUDA_VISIBLE_DEVICES": "1"}, uuids) == dict(
+        enumerate(order)
+    )
 
 
 def test_an_unlisted_uuid_keeps_its_ordinal() -> None:

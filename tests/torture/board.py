@@ -44,7 +44,9 @@ class Board:
 
     def results(self) -> list[Result]:
         """Return what there is by now, in the order of the numbers."""
-        return [Result(**json.loads(path.read_text())) for path in sorted(self._results.glob("*.json"))]
+        return [
+            Result(**json.loads(path.read_text())) for path in sorted(self._results.glob("*.json"))
+        ]
 
     def injected(self) -> int:
         """Return how many faults there were by now."""

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from torture import curves, promises, room
 from torture.board import Board
 from torture.curves import Curves
@@ -68,17 +68,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fuzzed = fuzz(options.fuzz) if options.fuzz else None
     print(summary(results) + (f"\n{fuzzed.line}" if fuzzed else ""))
     if options.report:
-        told = report(results, options.seed, fuzzed) | {"minutes": round(minutes, 1), "side_by_side": options.parallel}
+        told = report(results, options.seed, fuzzed) | {
+            "minutes": round(minutes, 1),
+            "side_by_side": options.parallel,
+        }
         Path(options.report).write_text(json.dumps(told, indent=1) + "\n")
     if fuzzed is not None and not fuzzed.passed:
         print(fuzzed.output)
     shutil.rmtree(folder)
-    return int(any(codes) or any(one.broken for one in results) or (fuzzed is not None and not fuzzed.passed))
+    return int(
+        any(codes)
+        or any(one.broken for one in results)
+        or (fuzzed is not None and not fuzzed.passed)
+    )
 
 
 def _part(words: Sequence[str], board: Path) -> subprocess.Popen[bytes]:
     """Start a part of a campaign, which enters a room of its own: what is left there is one scenario's."""
-    return subprocess.Popen([sys.executable, "-m", "torture.campaign", *words, "--board", str(board)])
+    return subprocess.Popen(
+        [sys.executable, "-m", "torture.campaign", *words, "--board", str(board)]
+    )
 
 
 def take_part(arguments: Sequence[str]) -> None:
@@ -93,7 +102,11 @@ def take_part(arguments: Sequence[str]) -> None:
     with prepared(options.crowd) as field:
         board, names = Board(options.board), options.only or list(SCENARIOS)
         until = time.monotonic() + 60 * options.minutes
-        while board.injected() < options.faults and time.monotonic() < until and not _all_omitted(board, names):
+        while (
+            board.injected() < options.faults
+            and time.monotonic() < until
+            and not _all_omitted(board, names)
+        ):
             number = board.take()
             turn = Turn(options.seed, number // len(names))
             scenario = names[number % len(names)]
@@ -139,7 +152,7 @@ def prepared(crowd: int = CROWD) -> Iterator[Field]:
     """Make what all scenarios share: an empty store, a server, the undisturbed losses."""
     folder = Path(tempfile.mkdtemp(prefix="rankzero-torture-"))
     store = folder / "empty.db"
-    Tracker(f"sqlite:///{store}").list_runs()
+    MlflowRuns(f"sqlite:///{store}").list_runs()
     with contextlib.closing(sqlite3.connect(store)) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all of it into the one file
     with Server(folder / "server", store) as server:
@@ -166,18 +179,34 @@ def _bearable() -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", type=int, default=500, help="how many to inject (default: 500, most of an hour)")
     parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="stop after so long; with --faults 1000000, for hours of it"
+        "--faults", type=int, default=500, help="how many to inject (default: 500, most of an hour)"
     )
-    parser.add_argument("--parallel", type=int, default=2, help="how many scenarios side by side (%(default)s)")
-    parser.add_argument("--only", nargs="*", choices=list(SCENARIOS), default=[], help="these scenarios")
     parser.add_argument(
-        "--crowd", type=int, default=_bearable(), help=f"how many runs at once are a crowd (up to {CROWD}: %(default)s)"
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="stop after so long; with --faults 1000000, for hours of it",
     )
-    parser.add_argument("--fuzz", type=int, default=0, help="then so many cases for each fuzz test (default: none)")
+    parser.add_argument(
+        "--parallel", type=int, default=2, help="how many scenarios side by side (%(default)s)"
+    )
+    parser.add_argument(
+        "--only", nargs="*", choices=list(SCENARIOS), default=[], help="these scenarios"
+    )
+    parser.add_argument(
+        "--crowd",
+        type=int,
+        default=_bearable(),
+        help=f"how many runs at once are a crowd (up to {CROWD}: %(default)s)",
+    )
+    parser.add_argument(
+        "--fuzz", type=int, default=0, help="then so many cases for each fuzz test (default: none)"
+    )
     parser.add_argument("--report", help="a file for the results")
     parser.add_argument("--board", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

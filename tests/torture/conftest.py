@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from torture.ground import Ground
 
 
@@ -16,7 +16,7 @@ from torture.ground import Ground
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database without a run: a copy is quicker than a new one."""
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    Tracker(f"sqlite:///{path}").list_runs()
+    MlflowRuns(f"sqlite:///{path}").list_runs()
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return path

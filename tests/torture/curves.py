@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rankzero.events import Evaluated, Event, RunStarted, StepsLogged
-from rankzero.mlflow_store.client import Tracker
-from rankzero.mlflow_store.items import Point
+from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.mlflow_store.items import MetricPoint
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from torture.ground import Broken
@@ -36,27 +36,33 @@ def first(run: RunFolder) -> Curves:
     told: dict[str, int] = {}
     for event in read_all(run.events):
         if isinstance(event, RunStarted):
-            told = {name: max(values) for name, values in found.items() if not name.startswith(WHOLE)}
+            told = {
+                name: max(values) for name, values in found.items() if not name.startswith(WHOLE)
+            }
         for name, step, value in _points_of(event):
             if step > told.get(name, step - 1):
                 found.setdefault(name, {}).setdefault(step, value)
     return found
 
 
-def in_mlflow(run: RunFolder, run_id: str, names: Iterable[str]) -> dict[str, list[Point]]:
+def in_mlflow(run: RunFolder, run_id: str, names: Iterable[str]) -> dict[str, list[MetricPoint]]:
     """Return the points that MLflow has, by metric."""
-    tracker = Tracker(run.identity.tracking_uri)
+    tracker = MlflowRuns(run.identity.tracking_uri)
     return {name: tracker.history(run_id, name) for name in names}
 
 
-def have_arrived(journaled: Curves, points: Mapping[str, Sequence[Point]]) -> None:
+def have_arrived(journaled: Curves, points: Mapping[str, Sequence[MetricPoint]]) -> None:
     """MLflow has each journaled step once, with the value that was journaled first."""
     for name, wanted in journaled.items():
         told = {point.step: point.value for point in points[name]}
         if len(told) != len(points[name]):
-            raise Broken(f"wrong: MLflow has {len(points[name])} points of {name} for {len(told)} steps")
+            raise Broken(
+                f"wrong: MLflow has {len(points[name])} points of {name} for {len(told)} steps"
+            )
         if missing := sorted(set(wanted) - set(told)):
-            raise Broken(f"lost: {len(missing)} points of {name} are not in MLflow, the first of step {missing[0]}")
+            raise Broken(
+                f"lost: {len(missing)} points of {name} are not in MLflow, the first of step {missing[0]}"
+            )
         _require_same("MLflow", name, told, wanted)
 
 
@@ -98,7 +104,9 @@ def _journaled(run: RunFolder) -> Iterator[tuple[str, int, float]]:
 def _points_of(event: Event) -> Iterator[tuple[str, int, float]]:
     if isinstance(event, StepsLogged):
         for name, values in event.metrics.items():
-            yield from ((name, step, value) for step, value in zip(event.steps, values, strict=True))
+            yield from (
+                (name, step, value) for step, value in zip(event.steps, values, strict=True)
+            )
     elif isinstance(event, Evaluated):
         yield from ((name, event.step, value) for name, value in event.metrics.items())
 
@@ -107,13 +115,17 @@ def _before(told: Mapping[int, float], spoiled: int | None) -> Mapping[int, floa
     return {step: value for step, value in told.items() if spoiled is None or step < spoiled}
 
 
-def _require_same(whose: str, name: str, told: Mapping[int, float], wanted: Mapping[int, float]) -> None:
+def _require_same(
+    whose: str, name: str, told: Mapping[int, float], wanted: Mapping[int, float]
+) -> None:
     """Raise Broken where a value is another than the one wanted; steps that are not wanted are foreign."""
     for step, value in sorted(told.items()):
         if step not in wanted:
             raise Broken(f"wrong: {whose} has {name} of step {step}, which nobody told of")
         if not _same(value, wanted[step]):
-            raise Broken(f"wrong: in {whose} {name} of step {step} is {value}, wanted {wanted[step]}")
+            raise Broken(
+                f"wrong: in {whose} {name} of step {step} is {value}, wanted {wanted[step]}"
+            )
 
 
 def _same(value: float, wanted: float) -> bool:

@@ -53,7 +53,9 @@ def zeroed(step: Path, choose: random.Random, _: Path) -> None:
 
 def another_runs(step: Path, choose: random.Random, _: Path) -> None:
     """The state of another model, under this manifest."""
-    torch.save({"model": {"weight": torch.zeros(3)}, "step": choose.randrange(1000)}, step / "state.pt")
+    torch.save(
+        {"model": {"weight": torch.zeros(3)}, "step": choose.randrange(1000)}, step / "state.pt"
+    )
 
 
 def malicious(step: Path, _choose: random.Random, proof: Path) -> None:
@@ -65,7 +67,9 @@ def malicious(step: Path, _choose: random.Random, proof: Path) -> None:
         def __reduce__(self) -> Any:
             return os.system, (f"touch {proof}",)
 
-    content = pickle.dumps({"model": Attack(), "step": 1}, protocol=2)  # which PyTorch reads without a warning
+    content = pickle.dumps(
+        {"model": Attack(), "step": 1}, protocol=2
+    )  # which PyTorch reads without a warning
     (step / "state.pt").write_bytes(content)
     seen = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     told = manifest.read(step)
@@ -77,7 +81,14 @@ def another_models(step: Path, choose: random.Random, _: Path) -> None:
     """A whole checkpoint, right in every checksum, of a training of another model."""
     told, saved = manifest.read(step), files.load(step)
     saved["model"] = {"weight": torch.zeros(choose.randrange(1, 9))}
-    files.write(step, lambda path: torch.save(saved, path), told.step, told.metrics, told.best, told.world_size)
+    files.write(
+        step,
+        lambda path: torch.save(saved, path),
+        told.step,
+        told.metrics,
+        told.best,
+        told.world_size,
+    )
 
 
 def a_file(step: Path, _choose: random.Random, _: Path) -> None:

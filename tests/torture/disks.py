@@ -68,7 +68,9 @@ class FailingDisk:
     def repair(self) -> None:
         """Mount it anew, as after a look by fsck; nobody may use it, but for who looks over it in passing."""
         unmount = ["umount", str(self._path)]
-        if not wait_for(lambda: subprocess.run(unmount, capture_output=True, check=False).returncode == 0):
+        if not wait_for(
+            lambda: subprocess.run(unmount, capture_output=True, check=False).returncode == 0
+        ):
             _do(*unmount)
         subprocess.run(["e2fsck", "-fy", str(self._image)], capture_output=True, check=False)
         self.mount()
@@ -76,7 +78,11 @@ class FailingDisk:
 
 def can_fail() -> bool:
     """Tell whether this machine lets file systems be made in files, and errors be found in them."""
-    return os.geteuid() == 0 and Path("/dev/loop-control").exists() and shutil.which("mkfs.ext4") is not None
+    return (
+        os.geteuid() == 0
+        and Path("/dev/loop-control").exists()
+        and shutil.which("mkfs.ext4") is not None
+    )
 
 
 @contextlib.contextmanager

@@ -38,13 +38,18 @@ def fuzz(cases: int) -> Fuzzed:
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-show-statistics"]
     done = subprocess.run(
         [sys.executable, *words, *(str(TESTS / name) for name in FUZZ)],
-        cwd=TESTS.parent, env={**os.environ, "RANKZERO_FUZZ_CASES": str(cases)}, capture_output=True, text=True,
+        cwd=TESTS.parent,
+        env={**os.environ, "RANKZERO_FUZZ_CASES": str(cases)},
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     return counted(done.stdout + done.stderr, done.returncode == 0)
 
 
 def counted(output: str, passed: bool) -> Fuzzed:
     """Return the cases that Hypothesis tells of: those that a test was given and did not turn away."""
-    counts = [(int(good), int(bad)) for good, bad in re.findall(r"(\d+) passing, (\d+) failing", output)]
+    counts = [
+        (int(good), int(bad)) for good, bad in re.findall(r"(\d+) passing, (\d+) failing", output)
+    ]
     return Fuzzed(sum(map(sum, counts)), sum(bad for _, bad in counts), passed, output)

@@ -103,7 +103,9 @@ class Turn:
 
         With the same number for both, six moments would always meet the same of two processes.
         """
-        behind = dataclasses.replace(self, number=self.number + self.number // math.lcm(len(choices), len(others)))
+        behind = dataclasses.replace(
+            self, number=self.number + self.number // math.lcm(len(choices), len(others))
+        )
         return next(self.of(choices)), next(behind.of(others))
 
 
@@ -132,12 +134,17 @@ class Ground:
         self.idling = self.leaving = 0.0
         """The longest that those took to leave who had nothing to deliver, and all of them."""
         self.environ = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "RANKZERO_"))},
-            "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("MLFLOW_", "RANKZERO_"))
+            },
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
             "RANKZERO_DELIVERY_GRACE_SECONDS": f"{GRACE_SECONDS:g}",
             "TORTURE_EVALUATING": str(self.evaluating),
             MARK: self.mark,
-        }  # fmt: skip
+        }
         self.runs_folder.mkdir(parents=True, exist_ok=True)
         self.database.write_bytes(empty.read_bytes())
 
@@ -177,9 +184,14 @@ class Ground:
         with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "rankzero", *map(str, words)],
-                cwd=self.folder, env=self.environ, text=True, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                cwd=self.folder,
+                env=self.environ,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         return Command(process, output)
 
     def run(self, *words: object, code: int | None = 0) -> Command:
@@ -187,7 +199,9 @@ class Ground:
         command = self.start(*words)
         found = command.wait()
         if code is not None and found != code:
-            raise Broken(f"wrong status: {' '.join(map(str, words))} ended with {found}: {command.tail()}")
+            raise Broken(
+                f"wrong status: {' '.join(map(str, words))} ended with {found}: {command.tail()}"
+            )
         return command
 
     def processes(self) -> list[psutil.Process]:
@@ -215,12 +229,18 @@ class Ground:
     def _first_rank(self) -> int | None:
         run = self.the_run()
         try:
-            return None if run is None else int(json.loads((run.path / "recorder.json").read_text())["pid"])
+            return (
+                None
+                if run is None
+                else int(json.loads((run.path / "recorder.json").read_text())["pid"])
+            )
         except (OSError, ValueError, KeyError):
             return None
 
     def the_run(self, name: str | None = None) -> RunFolder | None:
-        return next((one for one in folders(self.runs_folder) if name in (None, one.path.name)), None)
+        return next(
+            (one for one in folders(self.runs_folder) if name in (None, one.path.name)), None
+        )
 
     def clean_up(self) -> None:
         for process in self.processes():
@@ -255,7 +275,9 @@ def _role(process: psutil.Process, first_rank: int | None) -> str | None:
     if "forkserver" not in words:
         return None
     generations = len(list(itertools.takewhile(_is_forked, process.parents())))
-    if FORKED not in words:  # a server that a rank has of its own, and the data workers that are its forks
+    if (
+        FORKED not in words
+    ):  # a server that a rank has of its own, and the data workers that are its forks
         return "data worker" if generations else None
     if generations != 1:
         return "data worker" if generations else "server"

@@ -12,7 +12,10 @@ from support.runs import append, make_folder
 from torture.ground import Broken, Ground
 
 STEPS = 4
-REFERENCE = {"train/loss": {step: 1.0 / step for step in range(1, STEPS + 1)}, "val/accuracy": {4: 0.5}}
+REFERENCE = {
+    "train/loss": {step: 1.0 / step for step in range(1, STEPS + 1)},
+    "val/accuracy": {4: 0.5},
+}
 REFERENCE["val/loss"] = {4: 0.5}
 
 

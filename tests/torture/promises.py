@@ -11,7 +11,7 @@ import psutil
 
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, RunEnded
-from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status, sync
@@ -29,7 +29,9 @@ LOGGED = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z]+ ", re.MULTILINE
 """How a line begins that a recorder or courier logs."""
 
 
-def nobody_is_left(ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS) -> None:
+def nobody_is_left(
+    ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS
+) -> None:
     """Every process of the scenario ends by itself, and with it goes its port: soon, or once it has delivered.
 
     `seconds`: what who delivers has for it; `leave`: what everybody else gets, launchers, ranks, trials.
@@ -51,7 +53,11 @@ def _told(process: psutil.Process) -> str:
     told, ports = f"{process.pid} (gone by now)", []
     with contextlib.suppress(psutil.Error):
         told = f"{process.pid} {' '.join(' '.join(process.cmdline()).split())[:120]}"
-        ports = [one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        ports = [
+            one.laddr.port
+            for one in process.net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN
+        ]
     return " ".join([told, *(f"which listens on port {port}" for port in sorted(set(ports)))])
 
 
@@ -65,10 +71,12 @@ def delivered(run: RunFolder) -> RunRecord:
     run_id = mlflow_id(run)
     if run_id is None:
         raise Broken(f"lost: {run.path.name} is not in MLflow")
-    return Tracker(run.identity.tracking_uri).find_run(run_id)
+    return MlflowRuns(run.identity.tracking_uri).find_run(run_id)
 
 
-def nothing_is_lost(run: RunFolder, reference: Curves, *, steps: int | None = None, spoiled: int | None = None) -> None:
+def nothing_is_lost(
+    run: RunFolder, reference: Curves, *, steps: int | None = None, spoiled: int | None = None
+) -> None:
     """MLflow has every journaled value once, and those are the values of a training that nobody disturbed.
 
     `steps`: as many there must be, with their evaluations; None: as far as the journal goes, without a gap.
@@ -90,9 +98,13 @@ def arrived_by_itself(run: RunFolder) -> None:
     found, journaled = delivery_status.status(run), curves.first(run)
     curves.have_arrived(journaled, curves.in_mlflow(run, run_id, journaled))
     if found.pending:
-        raise Broken(f"lost: {found.pending} of {run.path.name} are not in MLflow without `sync`: {found.error}")
+        raise Broken(
+            f"lost: {found.pending} of {run.path.name} are not in MLflow without `sync`: {found.error}"
+        )
     if not found.done:
-        raise Broken(f"wrong: all of {run.path.name} is in MLflow, and the recorder leaves it to `sync`: {found.error}")
+        raise Broken(
+            f"wrong: all of {run.path.name} is in MLflow, and the recorder leaves it to `sync`: {found.error}"
+        )
 
 
 def pictures_are_there(ground: Ground, run: RunFolder) -> None:
@@ -102,10 +114,14 @@ def pictures_are_there(ground: Ground, run: RunFolder) -> None:
     if left:
         raise Broken(f"orphan: pictures/ holds {', '.join(left)}")
     steps = {event.step for event in read_all(run.events) if isinstance(event, PicturesTaken)}
-    images = ground.folder.glob(f"mlruns/artifacts/*/{record.run_id}/artifacts/images/pictures~confusion_matrix+step+*")
+    images = ground.folder.glob(
+        f"mlruns/artifacts/*/{record.run_id}/artifacts/images/pictures~confusion_matrix+step+*"
+    )
     missing = steps - {int(path.name.split("+")[2]) for path in images}
     if missing or not steps:
-        raise Broken(f"lost: of {len(steps)} steps with pictures {sorted(missing)} are not in MLflow")
+        raise Broken(
+            f"lost: of {len(steps)} steps with pictures {sorted(missing)} are not in MLflow"
+        )
 
 
 def status_is(run: RunFolder, *allowed: str) -> str:
@@ -113,7 +129,9 @@ def status_is(run: RunFolder, *allowed: str) -> str:
     record = delivered(run)
     ended = [event for event in read_all(run.events) if isinstance(event, RunEnded)]
     if record.status not in allowed:
-        raise Broken(f"wrong status: {run.path.name} is {record.status}, wanted {' or '.join(allowed)}")
+        raise Broken(
+            f"wrong status: {run.path.name} is {record.status}, wanted {' or '.join(allowed)}"
+        )
     if ended and ended[-1].status != record.status:
         raise Broken(f"wrong status: the journal says {ended[-1].status}, MLflow {record.status}")
     return record.status
@@ -152,11 +170,22 @@ def _newest_and_best_are_there(run: RunFolder) -> None:
     """
     there = {told.step: told.best for told in map(manifest.read, run.checkpoints.glob("step_*"))}
     saved = _saved(run)
-    newest, best = max(saved, default=0), max((step for step, best in saved.items() if best), default=0)
+    newest, best = (
+        max(saved, default=0),
+        max((step for step, best in saved.items() if best), default=0),
+    )
     if newest > max(there, default=0):
-        raise Broken(f"lost: the newest checkpoint, of step {newest}, is gone: there are {sorted(there)}")
-    if best and best not in there and not any(better for step, better in there.items() if step > best):
-        raise Broken(f"lost: the best checkpoint, of step {best}, is gone: there are {sorted(there)}")
+        raise Broken(
+            f"lost: the newest checkpoint, of step {newest}, is gone: there are {sorted(there)}"
+        )
+    if (
+        best
+        and best not in there
+        and not any(better for step, better in there.items() if step > best)
+    ):
+        raise Broken(
+            f"lost: the best checkpoint, of step {best}, is gone: there are {sorted(there)}"
+        )
 
 
 def _saved(run: RunFolder) -> dict[int, bool]:
@@ -173,7 +202,7 @@ def _saved(run: RunFolder) -> dict[int, bool]:
 def no_run_is_running(ground: Ground) -> None:
     """Nothing waits for delivery after `sync`, and MLflow has no run that seems to go on."""
     ground.run("sync")
-    left = [run.name for run in Tracker(ground.store).list_runs() if run.status == "RUNNING"]
+    left = [run.name for run in MlflowRuns(ground.store).list_runs() if run.status == "RUNNING"]
     if left:
         raise Broken(f"wrong status: still RUNNING in MLflow: {', '.join(left)}")
 
@@ -192,7 +221,9 @@ def nobody_saw_a_traceback(ground: Ground) -> None:
             raise Broken(f"wrong: {log.name} ends with a traceback: …{rest[-400:]}")
 
 
-def nothing_is_left(ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS) -> None:
+def nothing_is_left(
+    ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS
+) -> None:
     """No process of the scenario lives, so none of its ports is open, and none of its shared memory is left."""
     nobody_is_left(ground, seconds, leave)
     files = sorted(shared_memory() - ground.shared_memory)

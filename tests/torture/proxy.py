@@ -58,7 +58,10 @@ class Proxy:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._over = True
         self._listener.close()
@@ -77,11 +80,17 @@ class Proxy:
                 return
             aimed_at = threading.Event()
             with socket.create_connection(self._target) as server:
-                threading.Thread(target=self._answers, args=(server, client, aimed_at), daemon=True).start()
+                threading.Thread(
+                    target=self._answers, args=(server, client, aimed_at), daemon=True
+                ).start()
                 self._requests(client, server, aimed_at)
-                server.shutdown(socket.SHUT_RDWR)  # closing alone tells it nothing while the other thread reads
+                server.shutdown(
+                    socket.SHUT_RDWR
+                )  # closing alone tells it nothing while the other thread reads
 
-    def _requests(self, client: socket.socket, server: socket.socket, aimed_at: threading.Event) -> None:
+    def _requests(
+        self, client: socket.socket, server: socket.socket, aimed_at: threading.Event
+    ) -> None:
         while request := client.recv(1 << 16):
             self._take_aim(request, aimed_at)
             if aimed_at.is_set() and not self._passes(client):
@@ -106,7 +115,9 @@ class Proxy:
         client.sendall(ANSWERS.get(mode, b""))
         return False
 
-    def _answers(self, server: socket.socket, client: socket.socket, aimed_at: threading.Event) -> None:
+    def _answers(
+        self, server: socket.socket, client: socket.socket, aimed_at: threading.Event
+    ) -> None:
         with contextlib.suppress(OSError):
             while answer := server.recv(1 << 16):
                 mode, met = (self.mode if aimed_at.is_set() else "good"), self.met
@@ -119,7 +130,9 @@ class Proxy:
                     client.shutdown(socket.SHUT_RDWR)
                     return
                 client.sendall(answer)
-            if self.mode != "hang":  # the server has closed: who kept the connection must know, as through real proxies
+            if (
+                self.mode != "hang"
+            ):  # the server has closed: who kept the connection must know, as through real proxies
                 client.shutdown(socket.SHUT_RDWR)
 
     def _hang(self, met: threading.Event) -> None:

@@ -49,21 +49,29 @@ def summary(results: Sequence[Result]) -> str:
     lines = [f"{'scenario':<22}{'times':>6}{'faults':>8}{'broken':>8}"]
     for name in dict.fromkeys(result.scenario for result in results):
         mine = [result for result in results if result.scenario == name]
-        faults, broken = sum(len(one.faults) for one in mine), sum(one.broken is not None for one in mine)
+        faults, broken = (
+            sum(len(one.faults) for one in mine),
+            sum(one.broken is not None for one in mine),
+        )
         lines.append(f"{name:<22}{len(mine):>6}{faults:>8}{broken:>8}")
     return "\n".join([*lines, _left(results), *omitted(results), verdict(results)])
 
 
 def _left(results: Sequence[Result]) -> str:
     idling, leaving = (f"{seconds:.0f} s" for seconds in longest(results).values())
-    return f"after a command its processes left within {idling}, those that deliver within {leaving}"
+    return (
+        f"after a command its processes left within {idling}, those that deliver within {leaving}"
+    )
 
 
 def omitted(results: Sequence[Result]) -> list[str]:
     """Return what was not tried or not looked at, in a line each: no fault is claimed to have been survived there."""
     told = [f"not run: {result.scenario}: {result.not_run}" for result in results if result.not_run]
     told += [what for result in results for what in result.unchecked]
-    return [f"{what} ({times} of {len(results)} scenarios)" for what, times in collections.Counter(told).items()]
+    return [
+        f"{what} ({times} of {len(results)} scenarios)"
+        for what, times in collections.Counter(told).items()
+    ]
 
 
 def longest(results: Sequence[Result]) -> dict[str, float]:
@@ -77,7 +85,9 @@ def verdict(results: Sequence[Result]) -> str:
     """Return the campaign in a line. A fault has survived where its scenario broke no promise."""
     faults = [fault for result in results for fault in result.faults]
     survived = sum(len(result.faults) for result in results if result.broken is None)
-    broken = collections.Counter(result.broken.partition(":")[0] for result in results if result.broken)
+    broken = collections.Counter(
+        result.broken.partition(":")[0] for result in results if result.broken
+    )
     told = ", ".join(f"{kind} {broken.pop(kind, 0)}" for kind in PROMISES)
     other = f", other {broken.total()}" if broken else ""
     return f"faults tried {len(faults)} over {len(set(faults))} kinds; survived {survived}; {told}{other}"
@@ -96,9 +106,16 @@ def report(results: Sequence[Result], seed: int, fuzzed: Fuzzed | None = None) -
         "longest_seconds": longest(results),
         "fuzz": fuzzed and fuzzed.line,
         "faults": sum(len(result.faults) for result in results),
-        "by_fault": dict(collections.Counter(fault for result in results for fault in result.faults).most_common()),
+        "by_fault": dict(
+            collections.Counter(
+                fault for result in results for fault in result.faults
+            ).most_common()
+        ),
         "scenarios": [
-            {**dataclasses.asdict(result), "broken": result.broken and without_folders(result.broken)}
+            {
+                **dataclasses.asdict(result),
+                "broken": result.broken and without_folders(result.broken),
+            }
             for result in results
         ],
     }
@@ -111,7 +128,10 @@ def without_folders(text: str) -> str:
 
 def commit() -> dict[str, object]:
     """Return which commit is tried, and whether anything of it is changed."""
-    return {"commit": _git("rev-parse", "HEAD") or None, "dirty": bool(_git("status", "--porcelain"))}
+    return {
+        "commit": _git("rev-parse", "HEAD") or None,
+        "dirty": bool(_git("status", "--porcelain")),
+    }
 
 
 def _git(*words: str) -> str:

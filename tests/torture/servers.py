@@ -34,7 +34,10 @@ class Server:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.kill()
 
@@ -43,15 +46,21 @@ class Server:
         if self._process is None:
             environ = {name: value for name, value in os.environ.items() if name != MARK}
             self._process = subprocess.Popen(
-                server_command(self._root, self._port), env=server_environment(environ), start_new_session=True,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                server_command(self._root, self._port),
+                env=server_environment(environ),
+                start_new_session=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         if not wait_for(self.answers, START_SECONDS):
             raise Broken(f"error: MLflow's server does not come up on {self.uri}")
 
     def answers(self) -> bool:
         """Tell whether it is up."""
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=1) as answer:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{self.uri}/health", timeout=1) as answer,
+        ):
             return bool(answer.status == 200)
         time.sleep(0.1)
         return False

@@ -21,7 +21,9 @@ def field() -> Iterator[Field]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("scenario", ["killed ranks", "damaged checkpoints", "full disk", "jumping clock"])
+@pytest.mark.parametrize(
+    "scenario", ["killed ranks", "damaged checkpoints", "full disk", "jumping clock"]
+)
 def test_promises_hold(field: Field, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "MOST_KILLS", 3)
     result = tried(field, scenario, SEED)
@@ -39,17 +41,29 @@ def test_what_is_broken_is_counted_by_its_kind() -> None:
     ]
     told = summary(results)
     kinds = "corrupt 0, wrong 0, wrong status 0, hang 0, orphan 0"
-    assert told.splitlines()[-1] == f"faults tried 4 over 3 kinds; survived 1; lost 1, {kinds}, other 1"
+    assert (
+        told.splitlines()[-1]
+        == f"faults tried 4 over 3 kinds; survived 1; lost 1, {kinds}, other 1"
+    )
     assert verdict(results[:1]) == f"faults tried 1 over 1 kinds; survived 1; lost 0, {kinds}"
-    assert report(results, 1)["by_fault"] == {"SIGINT to rank 0": 2, "SIGTERM to launcher": 1, "disk full": 1}
+    assert report(results, 1)["by_fault"] == {
+        "SIGINT to rank 0": 2,
+        "SIGTERM to launcher": 1,
+        "disk full": 1,
+    }
 
 
-def test_what_was_not_tried_or_not_looked_at_is_told(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_tried_or_not_looked_at_is_told(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disks, "can_fail", lambda: False)
     monkeypatch.delenv(room.INSIDE, raising=False)
     result = tried(field, "failing disk", SEED)
     assert result.not_run and not result.faults and result.broken is None
-    told = [f"not run: failing disk: {result.not_run} (1 of 2 scenarios)", f"{room.UNCHECKED} (1 of 2 scenarios)"]
+    told = [
+        f"not run: failing disk: {result.not_run} (1 of 2 scenarios)",
+        f"{room.UNCHECKED} (1 of 2 scenarios)",
+    ]
     results = [result, Result("signals", 1, ["SIGTERM"], 2.0, None, idling=1.0, leaving=3.0)]
     assert report(results, 1)["omitted"] == told
     assert report(results, 1)["longest_seconds"] == {"idling": 1.0, "leaving": 3.0}
@@ -70,6 +84,8 @@ def test_what_is_kept_names_no_folder_of_the_machine() -> None:
 
 
 def test_the_cases_of_the_fuzz_are_counted() -> None:
-    output = "during generate phase (1.2 seconds): - 498 passing, 2 failing, and 30 invalid test cases"
+    output = (
+        "during generate phase (1.2 seconds): - 498 passing, 2 failing, and 30 invalid test cases"
+    )
     found = fuzzing.counted(f"{output}\n{output}\n", passed=False)
     assert found.line == "fuzz cases tried 1,000; failed 4" and not found.passed

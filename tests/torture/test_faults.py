@@ -35,7 +35,9 @@ def sleeping(tmp_path: Path, code: str = "import time; time.sleep(60)") -> Itera
         process.wait()
 
 
-def test_a_command_without_end_is_a_hang_in_every_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_without_end_is_a_hang_in_every_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with sleeping(tmp_path) as command:
         assert command.busy()
         monkeypatch.setattr(ground, "DEADLINE_SECONDS", 0.0)
@@ -73,10 +75,16 @@ def _asked(uri: str, path: str) -> bytes:
         return client.recv(1 << 16)
 
 
-def test_a_mode_that_nobody_met_is_none(place: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_that_nobody_met_is_none(
+    place: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "MEET_SECONDS", 0.1)
     with answering() as uri, Proxy(uri) as proxy, sleeping(tmp_path) as command:
-        for aim, path, faults in ((EVERYTHING, "", []), (UPLOADS, "/api", []), (UPLOADS, "/mlflow-artifacts/a", [0])):
+        for aim, path, faults in (
+            (EVERYTHING, "", []),
+            (UPLOADS, "/api", []),
+            (UPLOADS, "/mlflow-artifacts/a", [0]),
+        ):
             proxy.misbehave("500", aim)
             answer = _asked(proxy.uri, path) if path else b"nobody asked"
             assert (b"oops" in answer) == bool(faults)
@@ -88,7 +96,9 @@ def test_a_mode_that_nobody_met_is_none(place: Ground, tmp_path: Path, monkeypat
         assert _asked(proxy.uri, "/api").endswith(b"ok") and proxy.behave()
 
 
-def test_a_lock_that_nobody_met_is_none(place: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_nobody_met_is_none(
+    place: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "MEET_SECONDS", 0.1)
     run_of(place, started(), steps(1, STEPS))
     with sleeping(tmp_path) as command:
@@ -102,14 +112,29 @@ def test_variants_are_gone_round_and_each_campaign_has_its_order() -> None:
     turns = [Turn(7, number) for number in range(4)]
     drawn = [next(turn.of("abcd")) for turn in turns]
     assert sorted(drawn) == list("abcd")
-    pairs = [value for turn in turns[:2] for value, _ in zip(turn.of("abcd", 2), range(2), strict=False)]
+    pairs = [
+        value for turn in turns[:2] for value, _ in zip(turn.of("abcd", 2), range(2), strict=False)
+    ]
     assert sorted(pairs) == list("abcd")
     for many, others in ((6, 2), (6, 4), (4, 2), (5, 4), (3, 3)):
         met = [Turn(3, number).pair(range(many), range(others)) for number in range(many * others)]
         assert len(set(met)) == many * others, "each met each"
         assert {one for one, _ in met[:many]} == set(range(many))
-    assert len({"".join(next(Turn(seed, number).of("abcd")) for number in range(4)) for seed in range(9)}) > 1
-    assert {blow.number for blow in signals.ONCE} == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
+    assert (
+        len(
+            {
+                "".join(next(Turn(seed, number).of("abcd")) for number in range(4))
+                for seed in range(9)
+            }
+        )
+        > 1
+    )
+    assert {blow.number for blow in signals.ONCE} == {
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+    }
 
 
 def test_parts_of_a_campaign_take_each_scenario_once(tmp_path: Path) -> None:
@@ -120,7 +145,9 @@ def test_parts_of_a_campaign_take_each_scenario_once(tmp_path: Path) -> None:
     assert one.injected() == 3 and [result.seed for result in other.results()] == [1, 2]
 
 
-def test_a_scenario_that_needs_the_machine_alone_waits_for_the_others_and_they_for_it(tmp_path: Path) -> None:
+def test_a_scenario_that_needs_the_machine_alone_waits_for_the_others_and_they_for_it(
+    tmp_path: Path,
+) -> None:
     one, other, order = Board(tmp_path), Board(tmp_path), list[str]()
 
     def enter(word: str, alone: bool) -> None:
@@ -144,4 +171,6 @@ def test_a_scenario_that_needs_the_machine_alone_waits_for_the_others_and_they_f
 
 def test_a_report_says_what_was_tried() -> None:
     told = results.report([], 1)
-    assert str(told["date"]) <= time.strftime("%Y-%m-%d") and {"commit", "dirty", "fuzz"} <= set(told)
+    assert str(told["date"]) <= time.strftime("%Y-%m-%d") and {"commit", "dirty", "fuzz"} <= set(
+        told
+    )

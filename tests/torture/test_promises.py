@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from rankzero.events import CheckpointSaved, StepsLogged
-from rankzero.mlflow_store.items import Point
+from rankzero.mlflow_store.items import MetricPoint
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
@@ -62,7 +62,12 @@ def test_what_is_planted_in_a_run_is_found(whole: RunFolder) -> None:
     assert promises.status_is(whole, "FINISHED") == "FINISHED"
     refused("wrong status", promises.status_is, whole, "KILLED")
     _another_value(whole, '"val/loss":0.5', '"val/loss":0.25')
-    refused("wrong: MLflow has|wrong: in MLflow val/loss of step 4 is 0.5", promises.nothing_is_lost, whole, REFERENCE)
+    refused(
+        "wrong: MLflow has|wrong: in MLflow val/loss of step 4 is 0.5",
+        promises.nothing_is_lost,
+        whole,
+        REFERENCE,
+    )
     _another_value(whole, '"val/loss":0.25', '"val/loss":0.5')
     append(whole, steps(STEPS + 1, STEPS + 1))
     refused("lost: 1 points of train/loss are not in MLflow", promises.arrived_by_itself, whole)
@@ -73,7 +78,11 @@ def test_a_recorder_that_does_not_know_that_it_is_done_is_found(whole: RunFolder
     path = state.path_of(whole, 0)
     known = state.load(path)
     state.save(path, dataclasses.replace(known, ended=False))
-    refused("wrong: all of .* is in MLflow, and the recorder leaves it", promises.arrived_by_itself, whole)
+    refused(
+        "wrong: all of .* is in MLflow, and the recorder leaves it",
+        promises.arrived_by_itself,
+        whole,
+    )
     state.save(path, dataclasses.replace(known, waiting=["artifacts"]))
     refused("lost: 1 of .* are not in MLflow without `sync`", promises.arrived_by_itself, whole)
 
@@ -107,21 +116,33 @@ def test_a_checkpoint_of_another_step_is_found(saved: RunFolder) -> None:
     refused("corrupt: step_00000003 holds step 2", promises.checkpoints_are_intact, saved)
 
 
-def test_a_checkpoint_that_is_gone_is_found_and_one_that_was_superseded_is_not_missed(saved: RunFolder) -> None:
+def test_a_checkpoint_that_is_gone_is_found_and_one_that_was_superseded_is_not_missed(
+    saved: RunFolder,
+) -> None:
     _tell(saved, 2, best=True)
     _tell(saved, STEPS, best=False)
     assert promises.checkpoints_are_intact(saved) == STEPS
     _moved(saved, STEPS, ".tmp-replaced-")
     assert promises.checkpoints_are_intact(saved) == STEPS, "an interrupted replacement is put back"
     aside = _moved(saved, STEPS, "gone-")
-    refused(r"lost: the newest checkpoint, of step 4, is gone: there are \[2\]", promises.checkpoints_are_intact, saved)
+    refused(
+        r"lost: the newest checkpoint, of step 4, is gone: there are \[2\]",
+        promises.checkpoints_are_intact,
+        saved,
+    )
     append(saved, deleted(STEPS))
     assert promises.checkpoints_are_intact(saved) == 2
     aside.rename(files.folder_of(saved.checkpoints, STEPS))
     best = _moved(saved, 2, "gone-")
-    refused(r"lost: the best checkpoint, of step 2, is gone: there are \[4\]", promises.checkpoints_are_intact, saved)
+    refused(
+        r"lost: the best checkpoint, of step 2, is gone: there are \[4\]",
+        promises.checkpoints_are_intact,
+        saved,
+    )
     files.write(files.folder_of(saved.checkpoints, 3), _save(3), 3, {}, best=True)
-    assert promises.checkpoints_are_intact(saved) == STEPS, "a better one was saved, and its word got lost"
+    assert promises.checkpoints_are_intact(saved) == STEPS, (
+        "a better one was saved, and its word got lost"
+    )
     shutil.rmtree(files.folder_of(saved.checkpoints, 3))
     append(saved, deleted(2))
     assert promises.checkpoints_are_intact(saved) == STEPS
@@ -143,8 +164,19 @@ def test_a_damaged_checkpoint_that_is_used_is_found(saved: RunFolder, tmp_path: 
     shutil.copytree(saved.checkpoints, whole)
     newest, before = (files.folder_of(saved.checkpoints, step) for step in (STEPS, 2))
     wanted = "wanted step_00000002"
-    refused(f"corrupt: after nothing, step_00000004 is offered, {wanted}", _offered, saved, whole, "nothing")
-    refused("corrupt: step_00000004 is loaded, though damaged", checkpoints._is_not_loaded, newest, "damaged")
+    refused(
+        f"corrupt: after nothing, step_00000004 is offered, {wanted}",
+        _offered,
+        saved,
+        whole,
+        "nothing",
+    )
+    refused(
+        "corrupt: step_00000004 is loaded, though damaged",
+        checkpoints._is_not_loaded,
+        newest,
+        "damaged",
+    )
     (newest / "state.pt").write_bytes(b"")
     _offered(saved, whole, "emptied")
     checkpoints._is_not_loaded(newest, "emptied")
@@ -152,13 +184,18 @@ def test_a_damaged_checkpoint_that_is_used_is_found(saved: RunFolder, tmp_path: 
     refused("corrupt: after emptied, step_00000002 is another", _offered, saved, whole, "emptied")
     shutil.rmtree(before)
     refused(f"corrupt: after emptied, None is offered, {wanted}", _offered, saved, whole, "emptied")
-    refused(f"corrupt: the run went on from step 0, {wanted}", checkpoints._went_on_from, saved, whole / before.name)
+    refused(
+        f"corrupt: the run went on from step 0, {wanted}",
+        checkpoints._went_on_from,
+        saved,
+        whole / before.name,
+    )
     append(saved, started(attempt=2, step=2))
     checkpoints._went_on_from(saved, whole / before.name)
 
 
-def _points(*values: tuple[int, float]) -> list[Point]:
-    return [Point("train/loss", value, 0, step) for step, value in values]
+def _points(*values: tuple[int, float]) -> list[MetricPoint]:
+    return [MetricPoint("train/loss", value, 0, step) for step, value in values]
 
 
 @pytest.mark.parametrize(
@@ -168,24 +205,38 @@ def _points(*values: tuple[int, float]) -> list[Point]:
         (_points((1, 1.0), (2, 0.25)), "wrong: in MLflow train/loss of step 2 is 0.25, wanted 0.5"),
         (_points((1, 1.0), (2, math.nan)), "wrong: in MLflow train/loss of step 2 is nan"),
         (_points((1, 1.0), (2, 0.5), (2, 0.5)), "wrong: MLflow has 3 points"),
-        (_points((1, 1.0), (2, 0.5), (3, 0.3)), "wrong: MLflow has train/loss of step 3, which nobody"),
+        (
+            _points((1, 1.0), (2, 0.5), (3, 0.3)),
+            "wrong: MLflow has train/loss of step 3, which nobody",
+        ),
     ],
 )
-def test_what_is_wrong_in_mlflow_is_found(points: Sequence[Point], begin: str) -> None:
+def test_what_is_wrong_in_mlflow_is_found(points: Sequence[MetricPoint], begin: str) -> None:
     refused(begin, curves.have_arrived, {"train/loss": {1: 1.0, 2: 0.5}}, {"train/loss": points})
 
 
 @pytest.mark.parametrize("name", ["lr", "throughput/step_seconds", "grad_norm"])
-def test_a_window_that_did_not_arrive_is_found_and_what_is_cut_anew_is_not_missed(place: Ground, name: str) -> None:
+def test_a_window_that_did_not_arrive_is_found_and_what_is_cut_anew_is_not_missed(
+    place: Ground, name: str
+) -> None:
     run = run_of(place, started(), steps(1, STEPS), _window(2, name), _window(4, name))
     append(run, started(attempt=2, step=2), _window(3, name, 8.0), _window(5, name, 8.0))
     assert curves.first(run)[name] == {2: 1.0, 4: 1.0, 5: 8.0}
     record = promises.delivered(run)
     points = curves.in_mlflow(run, record.run_id, [name])
     curves.have_arrived({name: curves.first(run)[name]}, points)
-    refused(f"lost: 1 points of {name}", curves.have_arrived, {name: curves.first(run)[name]}, {name: points[name][1:]})
+    refused(
+        f"lost: 1 points of {name}",
+        curves.have_arrived,
+        {name: curves.first(run)[name]},
+        {name: points[name][1:]},
+    )
     append(run, _window(7, name))
-    refused(f"lost: 1 points of {name} are not in MLflow, the first of step 7", promises.arrived_by_itself, run)
+    refused(
+        f"lost: 1 points of {name} are not in MLflow, the first of step 7",
+        promises.arrived_by_itself,
+        run,
+    )
 
 
 def _window(step: int, name: str, value: float = 1.0) -> StepsLogged:
@@ -193,23 +244,52 @@ def _window(step: int, name: str, value: float = 1.0) -> StepsLogged:
 
 
 def test_what_is_wrong_in_a_journal_is_found() -> None:
-    nan, gap = {"train/loss": {1: 1.0, 2: math.nan, 3: math.nan}}, {"train/loss": {1: 1.0, 3: 1 / 3}}
-    refused("wrong: in the journal train/loss of step 2 is nan", curves.are_undisturbed, nan, REFERENCE)
-    refused("wrong: in the journal train/loss of step 2 is nan", curves.are_undisturbed, nan, REFERENCE, 3)
+    nan, gap = (
+        {"train/loss": {1: 1.0, 2: math.nan, 3: math.nan}},
+        {"train/loss": {1: 1.0, 3: 1 / 3}},
+    )
+    refused(
+        "wrong: in the journal train/loss of step 2 is nan", curves.are_undisturbed, nan, REFERENCE
+    )
+    refused(
+        "wrong: in the journal train/loss of step 2 is nan",
+        curves.are_undisturbed,
+        nan,
+        REFERENCE,
+        3,
+    )
     curves.are_undisturbed(nan, REFERENCE, 2)
-    refused("wrong: in the journal val/loss of step 4", curves.are_undisturbed, {"val/loss": {4: 0.75}}, REFERENCE)
+    refused(
+        "wrong: in the journal val/loss of step 4",
+        curves.are_undisturbed,
+        {"val/loss": {4: 0.75}},
+        REFERENCE,
+    )
     refused("lost: the journal has 2 steps up to 3, wanted no gap", curves.have_no_gap, gap, None)
     refused("lost: the journal has 3 steps up to 3, wanted 4", curves.have_no_gap, nan, 4)
-    refused("lost: 1 points of val/accuracy", curves.have_all, {"train/loss": REFERENCE["train/loss"]}, REFERENCE)
+    refused(
+        "lost: 1 points of val/accuracy",
+        curves.have_all,
+        {"train/loss": REFERENCE["train/loss"]},
+        REFERENCE,
+    )
 
 
-def test_a_run_without_a_journal_is_told_and_so_is_one_that_finished_too_early(place: Ground) -> None:
+def test_a_run_without_a_journal_is_told_and_so_is_one_that_finished_too_early(
+    place: Ground,
+) -> None:
     refused("lost: there is no run", training.goes_on, place, REFERENCE, ("FINISHED",))
     run = run_of(place)
     run.events.unlink(missing_ok=True)
     refused("lost: the run has no journal", training.goes_on, place, REFERENCE, ("FINISHED",))
     append(run, started(), steps(1, STEPS), ended())
-    refused("wrong status: FINISHED after 4 of 200 steps", training.goes_on, place, REFERENCE, ("FINISHED",))
+    refused(
+        "wrong status: FINISHED after 4 of 200 steps",
+        training.goes_on,
+        place,
+        REFERENCE,
+        ("FINISHED",),
+    )
 
 
 def test_a_training_that_was_begun_again_or_stopped_elsewhere_is_found(place: Ground) -> None:
@@ -228,12 +308,16 @@ def _stopped(place: Ground) -> None:
 
 
 @contextlib.contextmanager
-def _left_over(place: Ground, code: str = "", words: Sequence[str] = (), marked: bool = True) -> Iterator[int]:
+def _left_over(
+    place: Ground, code: str = "", words: Sequence[str] = (), marked: bool = True
+) -> Iterator[int]:
     """A process in the scenario's folder that does not leave; it is there once it has said so."""
     environ = place.environ if marked else {"PATH": os.environ["PATH"]}
     stays = f"{code}\nprint('here', flush=True)\nimport time; time.sleep(600)"
     command = [sys.executable, "-c", stays, *words]
-    with subprocess.Popen(command, cwd=place.folder, env=environ, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=place.folder, env=environ, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "here\n"
         try:
             yield process.pid
@@ -242,7 +326,9 @@ def _left_over(place: Ground, code: str = "", words: Sequence[str] = (), marked:
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_a_process_that_is_left_is_found_and_one_that_is_gone_is_not(place: Ground, marked: bool) -> None:
+def test_a_process_that_is_left_is_found_and_one_that_is_gone_is_not(
+    place: Ground, marked: bool
+) -> None:
     promises.nothing_is_left(place, 0.2, 0.2)
     with _left_over(place, marked=marked) as pid:
         refused(f"orphan: {pid} ", promises.nobody_is_left, place, 0.2, 0.2)
@@ -287,14 +373,26 @@ def test_shared_memory_that_is_left_is_found_and_what_was_there_before_is_not(
 def test_a_traceback_that_a_user_would_see_is_found(place: Ground) -> None:
     (place.folder / "output-0.txt").write_text("error: the disk is full\n")
     promises.nobody_saw_a_traceback(place)
-    (place.folder / "output-1.txt").write_text('Traceback (most recent call last):\n  File "x.py"\nBrokenPipeError\n')
-    refused(r"wrong: a traceback in output-1.txt: (?s:.*)BrokenPipeError", promises.nobody_saw_a_traceback, place)
+    (place.folder / "output-1.txt").write_text(
+        'Traceback (most recent call last):\n  File "x.py"\nBrokenPipeError\n'
+    )
+    refused(
+        r"wrong: a traceback in output-1.txt: (?s:.*)BrokenPipeError",
+        promises.nobody_saw_a_traceback,
+        place,
+    )
     (place.folder / "output-1.txt").unlink()
     log = run_of(place).path / "recorder-node_1.log"
     log.write_text("Traceback (most recent call last):\nKeyError: 'run'\n")
-    refused(r"wrong: recorder-node_1.log ends with a traceback: (?s:.*)'run'", promises.nobody_saw_a_traceback, place)
+    refused(
+        r"wrong: recorder-node_1.log ends with a traceback: (?s:.*)'run'",
+        promises.nobody_saw_a_traceback,
+        place,
+    )
     log.write_text(f"{log.read_text()}  File 'x.p")
     promises.nobody_saw_a_traceback(place)
     log.write_text("Traceback (most recent call last):\nKeyError: 'run'\n")
-    log.write_text(f"{log.read_text()}2026-11-22 17:33:55,944 WARNING try 1 failed: KeyError: 'run'\n")
+    log.write_text(
+        f"{log.read_text()}2026-11-22 17:33:55,944 WARNING try 1 failed: KeyError: 'run'\n"
+    )
     promises.nobody_saw_a_traceback(place)

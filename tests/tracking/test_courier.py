@@ -17,15 +17,15 @@ import pytest
 from rankzero.events import RunEnded
 from rankzero.run_store import attempt as attempts
 from rankzero.run_store import claims, delivery_state
-from rankzero.run_store.attempt import Attempt
-from rankzero.run_store.delivery_state import Progress
+from rankzero.run_store.attempt import LiveAttempt
+from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import courier as module
 from rankzero.tracking import courier_supervisor as supervisor
 from rankzero.tracking import recorder, retry
 from rankzero.tracking.courier import MODEST
-from rankzero.tracking.courier_supervisor import FAIR, UNWANTED, Courier
+from rankzero.tracking.courier_supervisor import FAIR, UNWANTED, CourierSupervisor
 from support.runs import append, make_folder
 from support.runs import started as begun
 
@@ -66,13 +66,13 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def courier(folder: RunFolder, started: Couriers) -> Courier:
-    made = Courier(Attempt(folder, 0, claims.claim(folder, 0).token))
+def courier(folder: RunFolder, started: Couriers) -> CourierSupervisor:
+    made = CourierSupervisor(LiveAttempt(folder, 0, claims.claim(folder, 0).token))
     made.tend()
     return made
 
 
-def tended(courier: Courier, seconds: float) -> None:
+def tended(courier: CourierSupervisor, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         assert courier.tend()
@@ -80,16 +80,18 @@ def tended(courier: Courier, seconds: float) -> None:
 
 
 def says(folder: RunFolder, error: str | None = None) -> None:
-    delivery_state.save(delivery_state.path_of(folder, 0), Progress(error=error))
+    delivery_state.save(delivery_state.path_of(folder, 0), DeliveryState(error=error))
 
 
-def test_one_that_never_gets_to_begin_is_started_anew_with_a_little(courier: Courier, started: Couriers) -> None:
+def test_one_that_never_gets_to_begin_is_started_anew_with_a_little(
+    courier: CourierSupervisor, started: Couriers
+) -> None:
     tended(courier, 4 * IDLE_SECONDS)
     assert started.nice == [UNWANTED, MODEST]
 
 
 def test_one_that_has_begun_is_left_alone_during_the_training(
-    courier: Courier, started: Couriers, folder: RunFolder
+    courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
     says(folder)
     tended(courier, 4 * IDLE_SECONDS)
@@ -97,7 +99,7 @@ def test_one_that_has_begun_is_left_alone_during_the_training(
 
 
 def test_one_that_cannot_end_is_started_anew_with_a_fair_share(
-    courier: Courier, started: Couriers, folder: RunFolder
+    courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
     says(folder)
     courier.finish()
@@ -108,7 +110,7 @@ def test_one_that_cannot_end_is_started_anew_with_a_fair_share(
 
 
 def test_one_that_gets_on_or_whose_mlflow_is_away_is_left_alone(
-    courier: Courier, started: Couriers, folder: RunFolder
+    courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
     courier.finish()
     for _ in range(6):
@@ -119,7 +121,9 @@ def test_one_that_gets_on_or_whose_mlflow_is_away_is_left_alone(
     assert started.nice == [UNWANTED]
 
 
-def test_one_whose_run_is_gone_is_not_started_anew(courier: Courier, started: Couriers, folder: RunFolder) -> None:
+def test_one_whose_run_is_gone_is_not_started_anew(
+    courier: CourierSupervisor, started: Couriers, folder: RunFolder
+) -> None:
     folder.path.rename(folder.path.with_name("elsewhere"))
     courier.finish()
     tended(courier, 4 * IDLE_SECONDS)
@@ -127,7 +131,7 @@ def test_one_whose_run_is_gone_is_not_started_anew(courier: Courier, started: Co
 
 
 def test_one_that_has_done_nothing_yet_makes_way_for_a_newer_attempts(
-    courier: Courier, started: Couriers, folder: RunFolder
+    courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
     claims.claim(folder, 0)
     tended(courier, 0.1)
@@ -138,7 +142,7 @@ def test_one_that_has_done_nothing_yet_makes_way_for_a_newer_attempts(
 
 
 def test_one_that_has_begun_may_end_by_itself_when_a_newer_attempt_begins(
-    courier: Courier, started: Couriers, folder: RunFolder
+    courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
     time.sleep(0.01)
     says(folder)
@@ -152,7 +156,7 @@ def test_one_whose_right_is_held_for_long_is_waited_for_from_the_end_on(
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.5")
     with claims.lock(folder, 0):
-        waiting = Courier(Attempt(folder, 0, claims.claim(folder, 0).token))
+        waiting = CourierSupervisor(LiveAttempt(folder, 0, claims.claim(folder, 0).token))
         time.sleep(0.6)  # a training that is longer than the grace
         waiting.finish()
         assert waiting.tend()
@@ -163,7 +167,7 @@ def test_none_is_started_for_an_attempt_that_waited_for_the_right_until_it_was_o
     started: Couriers, folder: RunFolder
 ) -> None:
     with claims.lock(folder, 0):
-        waiting = Courier(Attempt(folder, 0, claims.claim(folder, 0).token))
+        waiting = CourierSupervisor(LiveAttempt(folder, 0, claims.claim(folder, 0).token))
         assert waiting.tend()
         claims.claim(folder, 0)
     waiting.finish()
@@ -181,11 +185,17 @@ class TestFailingCalls:
         monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.3")
 
     def test_where_no_process_can_be_made_it_is_tried_again(
-        self, courier: Courier, started: Couriers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self,
+        courier: CourierSupervisor,
+        started: Couriers,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         started.processes[0].kill()
         started.processes[0].wait()
-        monkeypatch.setattr(supervisor.subprocess, "Popen", failing(BlockingIOError(errno.EAGAIN, "no process")))
+        monkeypatch.setattr(
+            supervisor.subprocess, "Popen", failing(BlockingIOError(errno.EAGAIN, "no process"))
+        )
         tended(courier, 0.3)
         assert caplog.text.count("cannot be tended") == 1
         monkeypatch.setattr(supervisor.subprocess, "Popen", started.start)
@@ -197,23 +207,25 @@ class TestFailingCalls:
         self, folder: RunFolder, started: Couriers
     ) -> None:
         (folder.path / "recorder.lock").symlink_to("nowhere")
-        waiting = Courier(Attempt(folder, 0, claims.claim(folder, 0).token))
+        waiting = CourierSupervisor(LiveAttempt(folder, 0, claims.claim(folder, 0).token))
         tended(waiting, 0.5)
         waiting.finish()
         tended(waiting, 0.1)
         time.sleep(0.3)
         assert not waiting.tend() and not started.processes
 
-    def test_what_is_to_end_the_process_does(self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_to_end_the_process_does(
+        self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(supervisor.subprocess, "Popen", failing(SystemExit()))
         with pytest.raises(SystemExit):
-            Courier(Attempt(folder, 0, claims.claim(folder, 0).token)).tend()
+            CourierSupervisor(LiveAttempt(folder, 0, claims.claim(folder, 0).token)).tend()
 
     def test_a_dead_rank_0_is_seen_and_its_end_said_once_the_disk_is_back(
         self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         reader, writer = os.pipe()
-        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, reader)
+        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader)
         append(folder, begun())
         real, stale = attempts.read, [OSError(errno.ESTALE, "stale")] * 4
 
@@ -235,7 +247,7 @@ class TestFailingCalls:
         self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         reader, writer = os.pipe()
-        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, reader)
+        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader)
         monkeypatch.setattr(attempts, "read", failing(OSError(errno.EIO, "input/output")))
         monkeypatch.setattr(module, "TICK_SECONDS", 0.0)
         monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.1)
@@ -249,7 +261,7 @@ class TestFailingCalls:
     ) -> None:
         reader, writer = os.pipe()
         os.close(writer)
-        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, reader)
+        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader)
         tries: list[int] = []
 
         def say() -> None:

@@ -52,11 +52,20 @@ def failing(times: int, name: str, error: Callable[[], Exception]) -> Callable[[
 
 
 def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
-    folder.config.write_text("lr: 0.1, with a secret")  # stays here: what MLflow gets lies among the artifacts
+    folder.config.write_text(
+        "lr: 0.1, with a secret"
+    )  # stays here: what MLflow gets lies among the artifacts
     (folder.artifacts / "logs").mkdir(parents=True)
     (folder.artifacts / "config.yaml").write_text("lr: 0.1")
     (folder.artifacts / "logs" / "a.txt").write_text("hello")
-    append(folder, started(), steps(1, 50), evaluated(50, 0.6), saved(folder, 50), ended(metrics={"best": 0.6}))
+    append(
+        folder,
+        started(),
+        steps(1, 50),
+        evaluated(50, 0.6),
+        saved(folder, 50),
+        ended(metrics={"best": 0.6}),
+    )
     done = run(deliverer_to(tracker, folder))
     assert tracker.curve("train/loss") == {n: 1.0 / n for n in range(1, 51)}
     assert tracker.curve("val/accuracy") == {50: 0.6}
@@ -83,10 +92,12 @@ def test_what_is_delivered_late_is_not_written_into_another_run_of_that_name(
     append(folder, started(), steps(1, 3), ended())
     with pytest.raises(FolderGone, match="moved or deleted"):
         late.commit()
-    assert state.load(state.path_of(folder, 0)) == state.Progress()
+    assert state.load(state.path_of(folder, 0)) == state.DeliveryState()
 
 
-def test_a_backlog_of_a_hundred_thousand_points_goes_in_full_batches(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_a_backlog_of_a_hundred_thousand_points_goes_in_full_batches(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     append(folder, started(), *(steps(first, first + 999) for first in range(1, 100_001, 1000)))
     run(deliverer_to(tracker, folder))
     assert len(tracker.points) == 100_000
@@ -162,7 +173,9 @@ def test_a_crash_anywhere_replays_and_loses_nothing(tmp_path: Path) -> None:
         assert delivery_status.status(folder).done, crash
 
 
-def test_one_bad_point_does_not_take_its_batch_along(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_one_bad_point_does_not_take_its_batch_along(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     append(folder, started(), steps(1, 1000), ended())
 
     def picky(name: str, argument: Any) -> None:
@@ -178,7 +191,9 @@ def test_one_bad_point_does_not_take_its_batch_along(folder: RunFolder, tracker:
     assert tracker.status == "FINISHED"
 
 
-def test_what_always_fails_while_the_store_answers_is_set_aside(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_what_always_fails_while_the_store_answers_is_set_aside(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     append(folder, started(), steps(1, 2), steps(1, 2, key="poison"), ended())
 
     def poisoned(name: str, argument: Any) -> None:
@@ -197,7 +212,9 @@ def test_a_server_that_answers_now_and_then_is_to_blame_and_not_what_it_did_not_
 ) -> None:
     append(folder, started(), steps(1, 20), ended())
     chosen = random.Random(7)
-    windows = ([False] * chosen.randint(3, 30) + [True] * chosen.randint(1, 3) for _ in itertools.count())
+    windows = (
+        [False] * chosen.randint(3, 30) + [True] * chosen.randint(1, 3) for _ in itertools.count()
+    )
     answers = itertools.chain.from_iterable(windows)
 
     def mostly_away(name: str, argument: object) -> None:
@@ -218,16 +235,25 @@ def test_a_store_whose_disk_is_full_answers_and_loses_nothing(
     left = iter(range(tries))
 
     def full(name: str, argument: object) -> None:
-        if name in ("start_attempt", "log_metrics", "set_tags", "close_run") and next(left, None) is not None:
+        if (
+            name in ("start_attempt", "log_metrics", "set_tags", "close_run")
+            and next(left, None) is not None
+        ):
             raise OSError("database or disk is full")
 
     tracker.fail = full
     done = run(deliverer_to(tracker, folder))
     assert done.progress.rejected == 0, done.progress.reasons
-    assert tracker.params and tracker.curve("train/loss").keys() == set(range(1, 21)) and tracker.status == "FINISHED"
+    assert (
+        tracker.params
+        and tracker.curve("train/loss").keys() == set(range(1, 21))
+        and tracker.status == "FINISHED"
+    )
 
 
-def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     append(folder, started(), saved(folder, 10), steps(1, 20), ended())
     tracker.fail = failing(50, "save_checkpoint", lambda: OSError("no space left on device"))
     deliverer = deliverer_to(tracker, folder)
@@ -244,7 +270,9 @@ def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(folder: RunFolder,
 NOTE = "mlflow.note.content"
 
 
-def _delivered_with_late_trouble(folder: RunFolder, tracker: FakeTracker, edited: str | None = None) -> dict[str, str]:
+def _delivered_with_late_trouble(
+    folder: RunFolder, tracker: FakeTracker, edited: str | None = None
+) -> dict[str, str]:
     """Deliver a run whose uploads fail some more times after its page has been written; return the tags."""
     append(folder, started(), saved(folder, 10), steps(1, 20), ended())
     tracker.fail = failing(9, "save_checkpoint", lambda: OSError("no space left on device"))
@@ -259,21 +287,29 @@ def _delivered_with_late_trouble(folder: RunFolder, tracker: FakeTracker, edited
     return tracker.tags
 
 
-def test_trouble_after_the_end_is_told_on_the_page_once_more(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_trouble_after_the_end_is_told_on_the_page_once_more(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     tags = _delivered_with_late_trouble(folder, tracker)
     assert "9 tries to deliver failed" in tags[NOTE] and "all was delivered later" in tags[NOTE]
     assert tags["rankzero.retries"] == "9"
     written = [call for call in tracker.calls if call == "set_tags"]
     run(deliverer_to(tracker, folder))
-    assert [call for call in tracker.calls if call == "set_tags"] == written, "again: nothing more to tell"
+    assert [call for call in tracker.calls if call == "set_tags"] == written, (
+        "again: nothing more to tell"
+    )
 
 
-def test_a_page_that_a_user_has_rewritten_stays_theirs(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_a_page_that_a_user_has_rewritten_stays_theirs(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     tags = _delivered_with_late_trouble(folder, tracker, edited="Our best so far.")
     assert (tags[NOTE], tags["rankzero.retries"]) == ("Our best so far.", "9")
 
 
-def test_the_page_of_a_study_tells_its_troubles_too(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_the_page_of_a_study_tells_its_troubles_too(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     folder.description.write_text("# The sweet spot\n")
     append(folder, Noticed(T0, "a trial's folder was lost"))
     tags = _delivered_with_late_trouble(folder, tracker)
@@ -289,14 +325,18 @@ def test_a_checkpoint_that_is_gone_is_no_trouble(folder: RunFolder, tracker: Fak
     assert not tracker.checkpoints
 
 
-def test_a_checkpoint_deleted_later_in_the_journal_is_not_uploaded(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_a_checkpoint_deleted_later_in_the_journal_is_not_uploaded(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     append(folder, started(), saved(folder, 10), saved(folder, 20), deleted(10))
     run(deliverer_to(tracker, folder))
     assert list(tracker.checkpoints) == [20]
     assert tracker.calls.count("save_checkpoint") == 1
 
 
-def test_artifacts_that_change_are_uploaded_again_at_the_end(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_artifacts_that_change_are_uploaded_again_at_the_end(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     folder.artifacts.mkdir()
     (folder.artifacts / "config.yaml").write_text("old")
     append(folder, started())
@@ -327,7 +367,9 @@ def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: F
     assert delivery_status.status(folder).done
 
 
-def test_lost_progress_goes_on_from_what_mlflow_has(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_lost_progress_goes_on_from_what_mlflow_has(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     append(folder, started(), steps(1, 100))
     run(deliverer_to(tracker, folder))
     state.path_of(folder, 0).write_text("{ damaged")
@@ -337,7 +379,9 @@ def test_lost_progress_goes_on_from_what_mlflow_has(folder: RunFolder, tracker: 
     assert [point.step for point in tracker.points] == list(range(1, 121))
 
 
-def test_a_resume_on_another_machine_goes_on_with_the_samples(tmp_path: Path, tracker: FakeTracker) -> None:
+def test_a_resume_on_another_machine_goes_on_with_the_samples(
+    tmp_path: Path, tracker: FakeTracker
+) -> None:
     folder = make_folder(tmp_path, mlflow_run_id="run-1")
     tracker.marks = {"train/loss": 50, "system/cpu_utilization_percentage": 9}
     append(folder, started(2, step=40), steps(41, 60))
@@ -349,7 +393,9 @@ def test_a_resume_on_another_machine_goes_on_with_the_samples(tmp_path: Path, tr
     assert list(tracker.curve("system/cpu_utilization_percentage")) == [10]
 
 
-def test_another_node_waits_for_the_run_and_sends_its_samples_only(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_another_node_waits_for_the_run_and_sends_its_samples_only(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     journal = Journal(folder.system(1))
     journal(SystemSampled(T0, 0, {"system/node_1/cpu_utilization_percentage": 1.0}))
     journal.close()

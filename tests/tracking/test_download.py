@@ -10,7 +10,7 @@ import torch
 
 from rankzero.events import CheckpointSaved
 from rankzero.experiment import Goal
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import download
 from rankzero.training.checkpoints import files, manifest
@@ -22,11 +22,13 @@ from support.runs import T0, make_folder
 def uploaded(sqlite: str, tmp_path: Path) -> RunFolder:
     """A run whose three checkpoints are in MLflow, and nowhere else."""
     folder = make_folder(tmp_path, sqlite, artifact_root=str(tmp_path / "artifacts"))
-    tracker = Tracker(sqlite)
+    tracker = MlflowRuns(sqlite)
     run = tracker.open_run(folder.identity, T0)
     writer = Checkpoints(folder.path, 9, Goal("val/loss"))
     events = [
-        event for step in (1, 2, 3) for event in writer.save({"at": torch.tensor(step)}, step, {"val/loss": 1.0}, False)
+        event
+        for step in (1, 2, 3)
+        for event in writer.save({"at": torch.tensor(step)}, step, {"val/loss": 1.0}, False)
     ]
     for event in [*events, *writer.close()]:
         assert isinstance(event, CheckpointSaved)
@@ -38,8 +40,11 @@ def uploaded(sqlite: str, tmp_path: Path) -> RunFolder:
 
 
 def _in_mlflow(folder: RunFolder, step: int) -> Path:
-    (found,) = [path for path in Path(folder.identity.artifact_root or "").rglob("state.pt")
-                if manifest.read(path.parent).step == step]  # fmt: skip
+    (found,) = [
+        path
+        for path in Path(folder.identity.artifact_root or "").rglob("state.pt")
+        if manifest.read(path.parent).step == step
+    ]
     return found
 
 
@@ -58,7 +63,10 @@ def test_a_broken_one_is_passed_over_and_told(uploaded: RunFolder) -> None:
     state.write_bytes(b"torn")
     steps, (problem,) = _fetched(uploaded)
     assert steps == [2]
-    assert "the checkpoint of step 3 that MLflow has is not used" in problem and "truncated or altered" in problem
+    assert (
+        "the checkpoint of step 3 that MLflow has is not used" in problem
+        and "truncated or altered" in problem
+    )
 
 
 def test_what_is_here_stays_where_mlflow_has_nothing_better(uploaded: RunFolder) -> None:
@@ -70,4 +78,6 @@ def test_what_is_here_stays_where_mlflow_has_nothing_better(uploaded: RunFolder)
     mine.mkdir(parents=True)
     (mine / "manifest.json").write_text('{"format": 99}')
     assert len(download.newest_checkpoint(uploaded, manifest.problem_with)) == 3
-    assert [path.name for path in uploaded.checkpoints.iterdir()] == [mine.name] and (mine / "manifest.json").exists()
+    assert [path.name for path in uploaded.checkpoints.iterdir()] == [mine.name] and (
+        mine / "manifest.json"
+    ).exists()

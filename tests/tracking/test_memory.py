@@ -33,7 +33,9 @@ ALLOWED = {"emitter": 4 << 20, "recorder": 16 << 20, "courier": 32 << 20}
 time, about five as events; the courier another one, about ten more as points. All of it would be 200."""
 QUICK = {"RANKZERO_DELIVERY_GRACE_SECONDS": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"}
 PATIENCE = 100.0  # seconds
-Away = Callable[[pytest.FixtureRequest], contextlib.AbstractContextManager[tuple[str, Callable[[], None]]]]
+Away = Callable[
+    [pytest.FixtureRequest], contextlib.AbstractContextManager[tuple[str, Callable[[], None]]]
+]
 """Makes what stands in a server's place; yields its address, and what sends it away if it is not."""
 
 
@@ -60,11 +62,15 @@ class Emitting:
     def memory(self) -> dict[str, int]:
         found = {"emitter": psutil.Process(self.process.pid)}
         for child in found["emitter"].children(recursive=True):
-            with contextlib.suppress(psutil.Error, IndexError):  # one that ends, or is about to become what it will be
+            with contextlib.suppress(
+                psutil.Error, IndexError
+            ):  # one that ends, or is about to become what it will be
                 name = child.cmdline()[3].rpartition(".")[2]  # python -P -m rankzero.tracking.…
                 found |= {name: child} if name in ALLOWED else {}
         if "courier" in found:
-            with contextlib.suppress(OSError):  # else it would wait for whatever else this machine does
+            with contextlib.suppress(
+                OSError
+            ):  # else it would wait for whatever else this machine does
                 os.sched_setscheduler(found["courier"].pid, os.SCHED_OTHER, os.sched_param(0))
         return {name: one.memory_info().rss for name, one in found.items()}
 
@@ -79,7 +85,9 @@ class Emitting:
     def fail_again(self) -> None:
         """Wait for a try that fails, after now: each is written down."""
         before = self.progress.updated
-        self.until(lambda: self.progress.error is not None and self.progress.updated > before, "a try")
+        self.until(
+            lambda: self.progress.error is not None and self.progress.updated > before, "a try"
+        )
 
     @property
     def progress(self) -> progress.Progress:
@@ -92,8 +100,11 @@ def emitting(root: Path, uri: str) -> Iterator[Emitting]:
     name = f"run-{uuid.uuid4().hex[:6]}"
     process = subprocess.Popen(
         [sys.executable, SUPPORT / "fake_emitter.py", root, name, uri, str(PART), str(REST)],
-        text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **QUICK},
-    )  # fmt: skip
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **QUICK},
+    )
     try:
         assert process.stdout is not None and process.stdout.readline() == "written\n"
         yield Emitting(process, RunFolder(root / name))
@@ -146,7 +157,10 @@ def test_memory_stays_while_the_server_is_away_and_the_journal_grows(
         run.fail_again()
         assert set(before) == set(run.most) == {"emitter", "recorder", "courier"}
         grown = {name: run.most[name] - before[name] for name in before}
-        assert run.folder.events.stat().st_size > JOURNAL_BYTES and run.progress.pending_bytes > JOURNAL_BYTES // 2
+        assert (
+            run.folder.events.stat().st_size > JOURNAL_BYTES
+            and run.progress.pending_bytes > JOURNAL_BYTES // 2
+        )
         assert all(size < ALLOWED[name] for name, size in grown.items()), grown
 
 
@@ -157,8 +171,11 @@ def test_memory_stays_while_all_that_has_waited_is_delivered(tmp_path: Path) -> 
     assert folder.events.stat().st_size > JOURNAL_BYTES
     done = subprocess.run(
         [sys.executable, SUPPORT / "fake_delivery.py", folder.path],
-        check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
     begin, most, count = map(int, done.stdout.split())
     assert count == (PART + REST) * len(METRICS)
     assert most - begin < ALLOWED["courier"], f"{(most - begin) / 1e6:.1f} MB"

@@ -16,14 +16,14 @@ import psutil
 import pytest
 
 from rankzero.events import RunEnded
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import default_tracking_uri
 from rankzero.run_store import claims
-from rankzero.run_store.attempt import UNSAID, Attempt
+from rankzero.run_store.attempt import DIED_WITHOUT_WORD, LiveAttempt
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status, recorder, sync
-from rankzero.tracking.recorder import Recording
+from rankzero.tracking.recorder import RecorderHandle
 from rankzero.tracking.retry import grace_seconds
 from support.paths import SUPPORT
 from support.runs import append, ended, make_folder, started, steps
@@ -39,7 +39,9 @@ def folder(tmp_path: Path, sqlite: str) -> RunFolder:
 
 def rank0(folder: RunFolder, count: int, seconds: float, end: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, FAKE, folder.path, str(count), str(seconds), end], text=True, stdout=subprocess.PIPE
+        [sys.executable, FAKE, folder.path, str(count), str(seconds), end],
+        text=True,
+        stdout=subprocess.PIPE,
     )
 
 
@@ -57,7 +59,7 @@ def last(folder: RunFolder) -> RunEnded:
 
 
 def curve(uri: str, run_id: str | None) -> list[int]:
-    return [point.step for point in Tracker(uri).history(str(run_id), "train/loss")]
+    return [point.step for point in MlflowRuns(uri).history(str(run_id), "train/loss")]
 
 
 def log_of(folder: RunFolder) -> str:
@@ -68,16 +70,22 @@ def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
     """All that reached the journal is in MLflow, the status is true, a forked child that lives on is no obstacle."""
     process = rank0(folder, 40, 0.05, "die")
     until(lambda: claims.is_recording(folder))
-    [beside] = [child for child in psutil.Process(process.pid).children() if "recorder" in " ".join(child.cmdline())]
+    [beside] = [
+        child
+        for child in psutil.Process(process.pid).children()
+        if "recorder" in " ".join(child.cmdline())
+    ]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         beside.send_signal(number)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     delivery = delivery_status.wait(folder, 60)
     assert delivery.done, log_of(folder)
-    assert (last(folder).status, last(folder).reason) == ("FAILED", UNSAID)
-    record = Tracker(sqlite).find_run(str(delivery.run_id))
-    assert record.status == "FAILED" and record.tags["rankzero.reason"].startswith(UNSAID)
+    assert (last(folder).status, last(folder).reason) == ("FAILED", DIED_WITHOUT_WORD)
+    record = MlflowRuns(sqlite).find_run(str(delivery.run_id))
+    assert record.status == "FAILED" and record.tags["rankzero.reason"].startswith(
+        DIED_WITHOUT_WORD
+    )
     assert curve(sqlite, delivery.run_id) == list(range(1, 41))
     assert "system/cpu_utilization_percentage" in record.metrics
     assert log_of(folder) == ""
@@ -100,7 +108,7 @@ def test_a_server_is_killed_and_comes_back(tmp_path: Path, server: Server) -> No
         delivery = delivery_status.wait(folder, 60)
         assert delivery.done, log_of(folder)
         assert curve(server.uri, delivery.run_id) == list(range(1, 451))
-        assert Tracker(server.uri).find_run(str(delivery.run_id)).status == "FINISHED"
+        assert MlflowRuns(server.uri).find_run(str(delivery.run_id)).status == "FINISHED"
         assert float(slowest) < 0.5
     finally:
         process.kill()
@@ -109,7 +117,9 @@ def test_a_server_is_killed_and_comes_back(tmp_path: Path, server: Server) -> No
 
 
 @pytest.fixture
-def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunFolder, Recording]]:
+def recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[RunFolder, RecorderHandle]]:
     """A recorder of this process for a server that is not there, and that gives up soon."""
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "2")
     folder = make_folder(tmp_path, "http://127.0.0.1:9")
@@ -134,15 +144,24 @@ def test_starting_costs_milliseconds(tmp_path: Path) -> None:
     assert min(seconds) < 0.010
 
 
-def test_a_newer_attempt_ends_the_older_recorder_at_once(recording: tuple[RunFolder, Recording], sqlite: str) -> None:
+def test_a_newer_attempt_ends_the_older_recorder_at_once(
+    recording: tuple[RunFolder, RecorderHandle], sqlite: str
+) -> None:
     """The older one neither delivers nor closes; the newer gives up on the dead server; `sync` delivers both."""
     folder, older = recording
     append(folder, started(), steps(1, 10))
     until(lambda: claims.is_recording(folder))
     newer = recorder.start(folder, [], 0)
     begin = time.monotonic()
-    until(lambda: not psutil.pid_exists(older.pid) or psutil.Process(older.pid).status() == psutil.STATUS_ZOMBIE)
-    assert time.monotonic() - begin < 10  # it does not wait for its courier, which may be importing mlflow
+    until(
+        lambda: (
+            not psutil.pid_exists(older.pid)
+            or psutil.Process(older.pid).status() == psutil.STATUS_ZOMBIE
+        )
+    )
+    assert (
+        time.monotonic() - begin < 10
+    )  # it does not wait for its courier, which may be importing mlflow
     assert not any(isinstance(event, RunEnded) for event in read_all(folder.events))
     append(folder, started(2, step=5), steps(6, 20, offset=3.0), ended())
     newer.close()
@@ -154,7 +173,7 @@ def test_a_newer_attempt_ends_the_older_recorder_at_once(recording: tuple[RunFol
     delivery = sync.deliver(folder, patience=20)
     assert delivery.done
     assert curve(sqlite, delivery.run_id) == list(range(1, 21))
-    assert Tracker(sqlite).find_run(str(delivery.run_id)).status == "FINISHED"
+    assert MlflowRuns(sqlite).find_run(str(delivery.run_id)).status == "FINISHED"
 
 
 def test_a_recorder_that_waits_for_the_right_is_seen_to_live(
@@ -189,8 +208,10 @@ def test_sync_closes_what_nobody_is_left_to_close(folder: RunFolder, sqlite: str
     delivery = sync.deliver(folder, on_progress=told.append, patience=20)
     assert delivery.done
     assert told
-    record = Tracker(sqlite).find_run(str(delivery.run_id))
-    assert record.status == "FAILED" and record.tags["rankzero.reason"].startswith(UNSAID)
+    record = MlflowRuns(sqlite).find_run(str(delivery.run_id))
+    assert record.status == "FAILED" and record.tags["rankzero.reason"].startswith(
+        DIED_WITHOUT_WORD
+    )
     assert curve(sqlite, delivery.run_id) == list(range(1, 21))
     assert sync.deliver(folder, patience=5) == delivery
 
@@ -199,7 +220,7 @@ def test_sync_leaves_a_run_open_whose_writer_lives(folder: RunFolder, sqlite: st
     claims.claim(folder, 0)
     append(folder, started(), steps(1, 5))
     delivery = sync.deliver(folder, patience=20)
-    assert Tracker(sqlite).find_run(str(delivery.run_id)).status == "RUNNING"
+    assert MlflowRuns(sqlite).find_run(str(delivery.run_id)).status == "RUNNING"
     assert not delivery.done
     assert delivery.pending == 0
 
@@ -217,10 +238,14 @@ class TestAttempt:
         yield reader, writer
         os.close(reader)
 
-    def test_the_first_failure_of_any_rank_is_the_reason(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
+    def test_the_first_failure_of_any_rank_is_the_reason(
+        self, folder: RunFolder, pipe: tuple[int, int]
+    ) -> None:
+        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
         folder.failures.mkdir()
-        for rank, (after, why) in enumerate([(2, "second"), (1, "first"), (-999, "an earlier attempt's")]):
+        for rank, (after, why) in enumerate(
+            [(2, "second"), (1, "first"), (-999, "an earlier attempt's")]
+        ):
             word = {"time": time.time() + after, "reason": why, "error": "trace"}
             (folder.failures / f"rank_{rank}.json").write_text(json.dumps(word))
         (folder.failures / "rank_9.json").write_text("{ torn")
@@ -229,13 +254,15 @@ class TestAttempt:
         assert attempt.over
         attempt.say_end_if_unsaid()
         attempt.say_end_if_unsaid()
-        assert [(e.status, e.reason, e.error) for e in read_all(folder.events) if isinstance(e, RunEnded)] == [
-            ("FAILED", "first", "trace")
-        ]
+        assert [
+            (e.status, e.reason, e.error)
+            for e in read_all(folder.events)
+            if isinstance(e, RunEnded)
+        ] == [("FAILED", "first", "trace")]
 
     def test_what_rank_0_said_stands(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
         append(folder, started(), ended("FAILED", "of an earlier attempt"))
-        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
+        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
         attempt.wait(0)
         assert not attempt.over
         append(folder, started(2), ended("KILLED", "time limit"))
@@ -246,7 +273,7 @@ class TestAttempt:
         os.close(pipe[1])
 
     def test_a_torn_last_line_is_closed_off(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
+        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
         append(folder, started())
         with folder.events.open("a") as file:
             file.write('{"event":"StepsLogged","steps":[1')
@@ -256,7 +283,7 @@ class TestAttempt:
         assert last(folder).status == "FAILED"
 
     def test_an_older_attempt_says_nothing(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
+        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
         assert attempt.is_latest
         claims.claim(folder, 0)
         os.close(pipe[1])
@@ -265,8 +292,10 @@ class TestAttempt:
         assert not attempt.is_latest
         assert not folder.events.exists()
 
-    def test_another_run_of_the_same_name_is_not_given_an_end(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = Attempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
+    def test_another_run_of_the_same_name_is_not_given_an_end(
+        self, folder: RunFolder, pipe: tuple[int, int]
+    ) -> None:
+        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
         identity = folder.identity
         folder.path.rename(folder.path.with_name("elsewhere"))
         assert attempt.is_latest
@@ -293,7 +322,11 @@ def test_a_writer_that_lives_is_told_from_a_dead_one(tmp_path: Path) -> None:
 
 def test_one_holds_the_right_to_deliver(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    with claims.lock(folder, 0) as first, claims.lock(folder, 0) as second, claims.lock(folder, 1) as other:
+    with (
+        claims.lock(folder, 0) as first,
+        claims.lock(folder, 0) as second,
+        claims.lock(folder, 1) as other,
+    ):
         assert (first, second, other) == (True, False, True)
         assert claims.is_recording(folder)
     assert not claims.is_recording(folder)
@@ -301,7 +334,7 @@ def test_one_holds_the_right_to_deliver(tmp_path: Path) -> None:
 
 def test_a_forked_child_lets_go_of_the_pipe() -> None:
     reader, writer = os.pipe()
-    kept = Recording(0, writer)
+    kept = RecorderHandle(0, writer)
     child = os.fork()
     if child == 0:
         time.sleep(20)

@@ -31,11 +31,15 @@ def test_hooks_are_called_in_order_and_an_object_goes_by_its_class() -> None:
             seen.append("broken")
             raise OSError("disk full")
 
-    emit = Emitter([lambda _: seen.append("first"), Broken(), Broken(), lambda _: seen.append("last")])
+    emit = Emitter(
+        [lambda _: seen.append("first"), Broken(), Broken(), lambda _: seen.append("last")]
+    )
     emit(EVENT)
     emit(EVENT)
     assert seen == ["first", "broken", "broken", "last", "first", "last"]
-    assert [problem.split(":")[0] for problem in emit.problems] == ["the hook Broken failed and was disabled"] * 2
+    assert [problem.split(":")[0] for problem in emit.problems] == [
+        "the hook Broken failed and was disabled"
+    ] * 2
 
 
 def test_an_interrupt_is_no_failure_of_a_hook() -> None:

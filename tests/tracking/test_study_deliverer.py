@@ -10,7 +10,7 @@ from rankzero.run_store import claims
 from rankzero.run_store.folder import FolderGone, Identity, RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.study_deliverer import Family
+from rankzero.tracking.study_deliverer import StudyDeliverer
 from support.fake_tracker import FakeTracker
 from support.runs import append, ended, started, steps
 
@@ -19,19 +19,19 @@ def make(runs: Path, name: str, parent: str | None = None) -> RunFolder:
     return RunFolder.create(runs, Identity(name, name, "e", "sqlite:////nowhere.db", parent=parent))
 
 
-def family(folder: RunFolder, trackers: dict[str, FakeTracker]) -> Family:
+def family(folder: RunFolder, trackers: dict[str, FakeTracker]) -> StudyDeliverer:
     def deliverer(found: RunFolder, node: int) -> Deliverer:
         tracker = trackers.setdefault(found.path.name, FakeTracker())
         made = Deliverer(found, node, connect=lambda uri: tracker)  # type: ignore[arg-type, return-value]
         made.hasten()
         return made
 
-    found = Family(folder, make=deliverer)
+    found = StudyDeliverer(folder, make=deliverer)
     found._look_at = 0.0
     return found
 
 
-def work(found: Family) -> None:
+def work(found: StudyDeliverer) -> None:
     for _ in range(200):
         found._look_at = 0.0
         found.work()
@@ -54,7 +54,9 @@ def test_trials_follow_their_study_and_name_it(tmp_path: Path) -> None:
     assert found.complete
     for name in ("one", "two"):
         assert delivery_status.status(RunFolder(tmp_path / name)).done
-        assert not claims.is_recording(RunFolder(tmp_path / name)), "the right to deliver is given back"
+        assert not claims.is_recording(RunFolder(tmp_path / name)), (
+            "the right to deliver is given back"
+        )
 
 
 def test_a_trial_waits_for_its_study(tmp_path: Path) -> None:

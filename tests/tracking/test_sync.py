@@ -42,7 +42,9 @@ def waited(folder: RunFolder) -> float:
     return time.monotonic() - began
 
 
-def test_no_longer_than_the_grace_that_is_set(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_longer_than_the_grace_that_is_set(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.3")
     assert 0.3 <= waited(folder) < LONG
 
@@ -52,14 +54,18 @@ def test_a_server_that_refuses_is_not_waited_for_as_one_that_may_answer(
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
     monkeypatch.setattr(delivery_status, "TROUBLED_SECONDS", 0.3)
-    state.save(state.path_of(folder, 0), state.Progress(error="ConnectionError: refused"))
+    state.save(state.path_of(folder, 0), state.DeliveryState(error="ConnectionError: refused"))
     assert 0.3 <= waited(folder) < LONG
 
 
-def test_another_failed_try_is_no_reason_to_wait_longer(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_failed_try_is_no_reason_to_wait_longer(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
     monkeypatch.setattr(delivery_status, "TROUBLED_SECONDS", 0.5)
-    with progress_of(folder, lambda number: state.Progress(error=f"try {number}: refused", failures=number)):
+    with progress_of(
+        folder, lambda number: state.DeliveryState(error=f"try {number}: refused", failures=number)
+    ):
         assert 0.5 <= waited(folder) < 5.0
 
 
@@ -71,7 +77,9 @@ def test_a_server_that_is_slow_for_ever_is_waited_for_no_longer_than_the_grace(
         assert 1.0 <= waited(folder) < 5.0
 
 
-def test_who_asked_for_the_delivery_waits_while_it_goes_on(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asked_for_the_delivery_waits_while_it_goes_on(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.5")
     with progress_of(folder, slowly, tries=20):
         began = time.monotonic()
@@ -79,13 +87,15 @@ def test_who_asked_for_the_delivery_waits_while_it_goes_on(folder: RunFolder, mo
         assert time.monotonic() - began > 2.0
 
 
-def slowly(number: int) -> state.Progress:
+def slowly(number: int) -> state.DeliveryState:
     """Return what a recorder has reached whose server answers, and never quickly."""
-    return state.Progress(run_id="abc", delivered=number)
+    return state.DeliveryState(run_id="abc", delivered=number)
 
 
 @contextlib.contextmanager
-def progress_of(folder: RunFolder, reached: Callable[[int], state.Progress], tries: int = 1000) -> Iterator[None]:
+def progress_of(
+    folder: RunFolder, reached: Callable[[int], state.DeliveryState], tries: int = 1000
+) -> Iterator[None]:
     """Write down another progress ten times a second, some times."""
     over = threading.Event()
 
@@ -107,14 +117,23 @@ def progress_of(folder: RunFolder, reached: Callable[[int], state.Progress], tri
 def test_what_is_missing_is_said(folder: RunFolder) -> None:
     assert delivery_status.status(folder).lacks == ("the whole run",)
     read = {folder.events.name: folder.events.stat().st_size}
-    state.save(state.path_of(folder, 0), state.Progress(run_id="abc", waiting=["artifacts", "figures"], offsets=read))
-    assert delivery_status.status(folder).lacks == ("an upload",), "nobody waits for pictures of the whole run"
-    state.save(state.path_of(folder, 0), state.Progress(run_id="abc", ending=encode(ended())))
+    state.save(
+        state.path_of(folder, 0),
+        state.DeliveryState(run_id="abc", waiting=["artifacts", "figures"], offsets=read),
+    )
+    assert delivery_status.status(folder).lacks == ("an upload",), (
+        "nobody waits for pictures of the whole run"
+    )
+    state.save(state.path_of(folder, 0), state.DeliveryState(run_id="abc", ending=encode(ended())))
     assert delivery_status.status(folder).lacks == ("the latest values", "its end")
     trial = make_folder(folder.path.parent.parent, parent=folder.path.name)
     append(trial, started())
     folder.add_child(trial.path.name)
-    assert delivery_status.of_family(folder).lacks == ("the latest values", "its end", "1 of its 1 trials")
+    assert delivery_status.of_family(folder).lacks == (
+        "the latest values",
+        "its end",
+        "1 of its 1 trials",
+    )
 
 
 def test_a_run_that_has_not_begun_is_not_ended_by_who_would_deliver_it(tmp_path: Path) -> None:
@@ -148,7 +167,11 @@ def test_a_recorder_that_lives_says_the_end_itself(tmp_path: Path) -> None:
         sync.deliver(folder, patience=20.0)
         says_it.join()
         end = lookup.last_end(folder)
-        assert end is not None and end.reason == "what the recorder knows" and delivery_status.status(folder).done
+        assert (
+            end is not None
+            and end.reason == "what the recorder knows"
+            and delivery_status.status(folder).done
+        )
     assert folder.events.read_text().count("RunEnded") == 1
 
 
@@ -189,7 +212,9 @@ def recorder_of_a_dead_rank_0(folder: RunFolder) -> Iterator[int]:
             os.close(recorder)
 
 
-def test_a_clock_that_goes_back_leaves_a_delivery_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_goes_back_leaves_a_delivery_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, tracker = make_folder(tmp_path), FakeTracker()
     append(folder, started(), ended())
     claims.claim(folder, 0)

@@ -7,44 +7,54 @@ from collections.abc import Iterable
 from typing import Any
 
 from rankzero.events import Evaluated, Event, StepsLogged, SystemSampled
-from rankzero.mlflow_store.items import Item, Point, Points, Tags
-from rankzero.run_store.delivery_state import Progress
+from rankzero.mlflow_store.items import MetricBatch, MetricPoint, MlflowItem, Tags
+from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.tracking.translate import ending, linked, translate
 from support.runs import T0, ended, evaluated, keys, started, steps
 
 
-def items(progress: Progress, *events: Event) -> list[Item]:
+def items(progress: DeliveryState, *events: Event) -> list[MlflowItem]:
     return list(translate(events, progress))
 
 
-def points(found: Iterable[Item]) -> list[Point]:
-    return [point for item in found if isinstance(item, Points) for point in item.points]
+def points(found: Iterable[MlflowItem]) -> list[MetricPoint]:
+    return [point for item in found if isinstance(item, MetricBatch) for point in item.points]
 
 
 def test_columns_become_points() -> None:
-    found = points(items(Progress(), steps(1, 3)))
+    found = points(items(DeliveryState(), steps(1, 3)))
     assert found == [
-        Point("train/loss", 1.0, int(T0 + 1) * 1000, 1),
-        Point("train/loss", 0.5, int(T0 + 2) * 1000, 2),
-        Point("train/loss", 1 / 3, int(T0 + 3) * 1000, 3),
+        MetricPoint("train/loss", 1.0, int(T0 + 1) * 1000, 1),
+        MetricPoint("train/loss", 0.5, int(T0 + 2) * 1000, 2),
+        MetricPoint("train/loss", 1 / 3, int(T0 + 3) * 1000, 3),
     ]
 
 
 def test_points_travel_in_full_batches_across_events() -> None:
     events = [steps(first, first + 99) for first in range(1, 2501, 100)]
-    sizes = [len(item.points) for item in items(Progress(), *events) if isinstance(item, Points)]
+    sizes = [
+        len(item.points)
+        for item in items(DeliveryState(), *events)
+        if isinstance(item, MetricBatch)
+    ]
     assert sizes == [1000, 1000, 500]
 
 
 def test_one_huge_event_is_cut_into_batches() -> None:
-    sizes = [len(item.points) for item in items(Progress(), steps(1, 5001)) if isinstance(item, Points)]
+    sizes = [
+        len(item.points)
+        for item in items(DeliveryState(), steps(1, 5001))
+        if isinstance(item, MetricBatch)
+    ]
     assert sizes == [1000, 1000, 1000, 1000, 1000, 1]
 
 
 def test_a_later_attempt_does_not_send_again_what_an_earlier_one_sent() -> None:
-    progress = Progress()
+    progress = DeliveryState()
     first = points(items(progress, started(), steps(1, 10)))
-    second = points(items(progress, started(2, step=5), steps(6, 15, offset=7.0), steps(6, 15, key="new")))
+    second = points(
+        items(progress, started(2, step=5), steps(6, 15, offset=7.0), steps(6, 15, key="new"))
+    )
     assert [point.step for point in first] == list(range(1, 11))
     assert [point.step for point in second if point.key == "train/loss"] == list(range(11, 16))
     assert [point.step for point in second if point.key == "new"] == list(range(6, 16))
@@ -52,14 +62,16 @@ def test_a_later_attempt_does_not_send_again_what_an_earlier_one_sent() -> None:
 
 
 def test_within_an_attempt_nothing_is_held_back() -> None:
-    progress = Progress()
+    progress = DeliveryState()
     found = points(items(progress, started(), steps(5, 10), steps(1, 6)))
     assert len(found) == 12
     assert progress.skipped == 0
 
 
 def test_both_attempts_in_one_chunk() -> None:
-    found = points(items(Progress(), started(), steps(1, 4), started(2), steps(3, 6, offset=9.0)))
+    found = points(
+        items(DeliveryState(), started(), steps(1, 4), started(2), steps(3, 6, offset=9.0))
+    )
     assert [(point.step, point.value > 5) for point in found] == [
         (1, False),
         (2, False),
@@ -71,14 +83,14 @@ def test_both_attempts_in_one_chunk() -> None:
 
 
 def test_infinity_becomes_nan_and_a_tag() -> None:
-    progress = Progress()
+    progress = DeliveryState()
     found = items(progress, StepsLogged([1, 2], [T0, T0], {"train/loss": [1.0, math.inf]}))
     assert math.isnan(points(found)[1].value)
     assert Tags({"rankzero.infinite": "train/loss from step 2"}) in found
 
 
 def test_hostile_values_are_counted_and_the_rest_is_sent() -> None:
-    progress = Progress()
+    progress = DeliveryState()
     metrics = {"ok": [1.0, 2.0], "text": ["x", 3.0], "missing": [None, 4.0], "short": [5.0]}
     found = points(items(progress, StepsLogged([1, 2], [T0, T0], metrics)))  # type: ignore[arg-type]
     assert {(point.key, point.step) for point in found} == {
@@ -93,14 +105,17 @@ def test_hostile_values_are_counted_and_the_rest_is_sent() -> None:
 
 
 def test_illegal_steps_and_times_are_counted() -> None:
-    progress = Progress()
-    no_time, no_step = Evaluated(math.nan, 1, {"a": 1.0}, False), Evaluated(T0, 2**80, {"a": 1.0}, True)
+    progress = DeliveryState()
+    no_time, no_step = (
+        Evaluated(math.nan, 1, {"a": 1.0}, False),
+        Evaluated(T0, 2**80, {"a": 1.0}, True),
+    )
     assert not points(items(progress, no_time, no_step))
     assert progress.rejected == 2
 
 
 def test_malformed_events_are_counted_and_the_rest_is_sent() -> None:
-    progress = Progress()
+    progress = DeliveryState()
     odd: Any = [
         StepsLogged(None, [], {"a": [1.0]}),
         StepsLogged("ab", [T0, T0], {"a": [1.0, 2.0]}),  # type: ignore[arg-type]
@@ -113,28 +128,34 @@ def test_malformed_events_are_counted_and_the_rest_is_sent() -> None:
 
 
 def test_the_best_goal_value_becomes_a_tag_once_a_chunk() -> None:
-    progress = Progress()
-    found = items(progress, started(), evaluated(1, 0.3), evaluated(2, 0.4), evaluated(3, 0.2, best=False))
+    progress = DeliveryState()
+    found = items(
+        progress, started(), evaluated(1, 0.3), evaluated(2, 0.4), evaluated(3, 0.2, best=False)
+    )
     assert [item for item in found if isinstance(item, Tags)] == [Tags({"rankzero.best": "0.4"})]
 
 
 def test_samples_go_on_where_another_machine_stopped() -> None:
-    progress = Progress(sample_offset=7)
-    found = points(items(progress, SystemSampled(T0, 0, {"system/cpu_utilization_percentage": 50.0})))
+    progress = DeliveryState(sample_offset=7)
+    found = points(
+        items(progress, SystemSampled(T0, 0, {"system/cpu_utilization_percentage": 50.0}))
+    )
     assert [point.step for point in found] == [7]
 
 
 def test_a_checkpoints_metrics_are_linked_as_the_points_of_its_evaluation() -> None:
     from rankzero.events import CheckpointSaved
 
-    progress = Progress()
+    progress = DeliveryState()
     sent = points(items(progress, evaluated(10, 0.5)))
-    event = CheckpointSaved(T0 + 99, 10, "checkpoints/x", True, {"val/accuracy": 0.5, "val/loss": math.nan})
+    event = CheckpointSaved(
+        T0 + 99, 10, "checkpoints/x", True, {"val/accuracy": 0.5, "val/loss": math.nan}
+    )
     assert linked(event, progress, "m-1") == [sent[0]._replace(model_id="m-1")]
 
 
 def test_the_end_sends_the_figures_that_have_no_curve() -> None:
-    progress = Progress()
+    progress = DeliveryState()
     items(progress, started(), evaluated(10, 0.5))
     event = ended(
         metrics={"best": 0.5, "samples_per_second": 99.0, "val/accuracy": 0.5, "val/new": 1.0},

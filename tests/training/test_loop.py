@@ -22,7 +22,9 @@ from support.training import Trainer, tiny, weights
 from torture.damage import malicious
 
 
-def test_accumulating_four_times_eight_is_a_batch_of_thirty_two(train: Trainer, tmp_path: Path) -> None:
+def test_accumulating_four_times_eight_is_a_batch_of_thirty_two(
+    train: Trainer, tmp_path: Path
+) -> None:
     whole = train(tiny(train__steps=10), tmp_path / "whole")
     parts = train(tiny(train__steps=10, train__micro_batch=8), tmp_path / "parts")
     assert parts.job.plan.accumulation == 4
@@ -41,18 +43,26 @@ def test_accumulating_four_times_eight_is_a_batch_of_thirty_two(train: Trainer, 
         {"train__schedule": "one_cycle"},
     ],
 )
-def test_ten_and_ten_more_is_twenty_bit_for_bit(train: Trainer, tmp_path: Path, settings: dict[str, object]) -> None:
+def test_ten_and_ten_more_is_twenty_bit_for_bit(
+    train: Trainer, tmp_path: Path, settings: dict[str, object]
+) -> None:
     experiment = tiny(train__steps=20, train__log_every=1, train__eval_every=5, **settings)
     straight = train(experiment, tmp_path / "straight")
     first = train(experiment, tmp_path / "parts", stop_at=9)
     second = train(experiment, tmp_path / "parts")
     assert first.state.step == 10 and first.reason == "stopped by SIGTERM"
     assert second.state.step == 20
-    assert list(second.series("train/loss")) == list(range(11, 21)), "what the first had trained was trained again"
+    assert list(second.series("train/loss")) == list(range(11, 21)), (
+        "what the first had trained was trained again"
+    )
     for one, other in zip(weights(straight), weights(second), strict=True):
         assert torch.equal(one, other)
-    assert {**first.series("train/loss"), **second.series("train/loss")} == straight.series("train/loss")
-    for one, other in zip(straight.state.optimizer.state.values(), second.state.optimizer.state.values(), strict=True):
+    assert {**first.series("train/loss"), **second.series("train/loss")} == straight.series(
+        "train/loss"
+    )
+    for one, other in zip(
+        straight.state.optimizer.state.values(), second.state.optimizer.state.values(), strict=True
+    ):
         assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
 
 
@@ -63,7 +73,9 @@ def test_every_step_is_logged_once_whatever_the_windows(train: Trainer) -> None:
 
 
 def test_evaluation_is_the_mean_over_every_sample(train: Trainer) -> None:
-    trained = train(tiny(train__steps=5, train__micro_batch=8))  # 51 validation samples: six batches of 8, one of 3
+    trained = train(
+        tiny(train__steps=5, train__micro_batch=8)
+    )  # 51 validation samples: six batches of 8, one of 3
     _, validation = trained.job.experiment.data()
     x, y = validation.tensors
     model = trained.state.model.eval()
@@ -71,7 +83,9 @@ def test_evaluation_is_the_mean_over_every_sample(train: Trainer) -> None:
         logits = model(x)
     (event,) = [event for event in trained.events if isinstance(event, Evaluated)]
     assert event.metrics["val/loss"] == pytest.approx(cross_entropy(logits, y).item(), rel=1e-5)
-    assert event.metrics["val/accuracy"] == pytest.approx((logits.argmax(-1) == y).double().mean().item())
+    assert event.metrics["val/accuracy"] == pytest.approx(
+        (logits.argmax(-1) == y).double().mean().item()
+    )
 
 
 def test_a_due_action_fires_once_and_evaluation_comes_before_the_checkpoint(train: Trainer) -> None:
@@ -85,18 +99,28 @@ def test_a_due_action_fires_once_and_evaluation_comes_before_the_checkpoint(trai
 def test_checkpoints_between_evaluations_carry_no_metrics(train: Trainer) -> None:
     trained = train(tiny(train__steps=10, train__eval_every=10, train__save_every=4))
     saved = [event for event in trained.events if isinstance(event, CheckpointSaved)]
-    assert [(event.step, bool(event.metrics)) for event in saved] == [(4, False), (8, False), (10, True)]
+    assert [(event.step, bool(event.metrics)) for event in saved] == [
+        (4, False),
+        (8, False),
+        (10, True),
+    ]
 
 
-def test_a_stop_is_obeyed_at_the_next_report_and_leaves_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
+def test_a_stop_is_obeyed_at_the_next_report_and_leaves_a_checkpoint(
+    train: Trainer, tmp_path: Path
+) -> None:
     trained = train(tiny(train__steps=50, train__log_every=3), stop_at=3)
     path, _ = files.newest_intact(tmp_path / "checkpoints")
     assert path is not None and manifest.read(path).step == trained.state.step == 6
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(train: Trainer, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(
+    train: Trainer, tmp_path: Path
+) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    trained = train(tiny(train__steps=9, train__eval_every=9, train__save_every=3, train__log_every=1))
+    trained = train(
+        tiny(train__steps=9, train__eval_every=9, train__save_every=3, train__log_every=1)
+    )
     told = [index for index, event in enumerate(trained.events) if isinstance(event, Noticed)]
     assert len(told) == 3 and "could not be written" in str(trained.events[told[0]])
     logged = [index for index, event in enumerate(trained.events) if isinstance(event, StepsLogged)]
@@ -116,9 +140,16 @@ def test_a_stop_waits_a_second_and_not_for_log_every(train: Trainer, tmp_path: P
 def test_steps_that_take_long_are_told_as_they_are_done_and_their_speed_every_log_every(
     train: Trainer, tmp_path: Path
 ) -> None:
-    slow = train(tiny(train__steps=12, train__log_every=5, train__eval_every=12, step_seconds=0.3), tmp_path / "slow")
+    slow = train(
+        tiny(train__steps=12, train__log_every=5, train__eval_every=12, step_seconds=0.3),
+        tmp_path / "slow",
+    )
     fast = train(tiny(train__steps=12, train__log_every=5, train__eval_every=12), tmp_path / "fast")
-    told = [len(event.steps) for event in slow.events if isinstance(event, StepsLogged) and "lr" not in event.metrics]
+    told = [
+        len(event.steps)
+        for event in slow.events
+        if isinstance(event, StepsLogged) and "lr" not in event.metrics
+    ]
     assert max(told) <= 3 and sum(told) == 12
     assert slow.series("train/loss") == fast.series("train/loss")
     assert sorted(slow.series("lr")) == sorted(fast.series("lr")) == [5, 10, 12]
@@ -133,8 +164,16 @@ def test_the_learning_rate_is_warmed_up(train: Trainer) -> None:
 
 def test_clipping_bounds_the_step(train: Trainer, tmp_path: Path) -> None:
     before = weights(train(tiny(train__steps=1, lr=1e-30), tmp_path / "still"))
-    trained = train(tiny(train__steps=1, train__clip=1e-3, momentum=0.0, lr=1.0), tmp_path / "clipped")
-    moved = sum(float((one - other).norm() ** 2) for one, other in zip(before, weights(trained), strict=True)) ** 0.5
+    trained = train(
+        tiny(train__steps=1, train__clip=1e-3, momentum=0.0, lr=1.0), tmp_path / "clipped"
+    )
+    moved = (
+        sum(
+            float((one - other).norm() ** 2)
+            for one, other in zip(before, weights(trained), strict=True)
+        )
+        ** 0.5
+    )
     assert 0 < moved <= 1.01e-3
 
 
@@ -152,7 +191,9 @@ def test_a_loss_that_is_no_number_ends_the_run(train: Trainer) -> None:
         ("model", ZeroDivisionError, "no such model"),
     ],
 )
-def test_the_users_mistakes_come_through(train: Trainer, fail: str, error: type[Exception], says: str) -> None:
+def test_the_users_mistakes_come_through(
+    train: Trainer, fail: str, error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         train(tiny(fail=fail))
 
@@ -179,13 +220,19 @@ def test_a_checkpoint_whose_checksums_hold_and_that_would_run_code_is_refused_by
 ) -> None:
     train(tiny(train__steps=5))
     malicious(tmp_path / "checkpoints/step_00000005", random.Random(1), tmp_path / "executed")
-    with pytest.raises(UserError, match=r"step_00000005 holds more than tensors .* refused; .* delete this one"):
+    with pytest.raises(
+        UserError, match=r"step_00000005 holds more than tensors .* refused; .* delete this one"
+    ):
         train(tiny(train__steps=9))
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize(("dropped", "says"), [("randoms", "holds no randoms"), ("optimizer", "does not fit")])
-def test_a_checkpoint_that_lacks_something_is_refused_in_words(train: Trainer, dropped: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("dropped", "says"), [("randoms", "holds no randoms"), ("optimizer", "does not fit")]
+)
+def test_a_checkpoint_that_lacks_something_is_refused_in_words(
+    train: Trainer, dropped: str, says: str
+) -> None:
     trained = train(tiny(train__steps=2))
     whole = state_dict(trained.job, trained.state)
     del whole[dropped]
@@ -207,13 +254,15 @@ def test_the_clock_is_read_once_the_device_has_caught_up(monkeypatch: pytest.Mon
     assert World(Ranks(), torch.device("cpu")).now() == 3.0, "nothing to wait for"
 
 
-def test_a_windows_seconds_are_those_of_the_device(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_windows_seconds_are_those_of_the_device(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = itertools.count(0.0, 0.006)
     monkeypatch.setattr(World, "now", lambda world: next(clock))
     trained = train(tiny(train__steps=6, train__log_every=2, train__eval_every=6))
-    assert list(trained.series("throughput/step_seconds").values()) == pytest.approx([0.006, 0.003, 0.003]), (
-        "two windows, then one"
-    )
+    assert list(trained.series("throughput/step_seconds").values()) == pytest.approx(
+        [0.006, 0.003, 0.003]
+    ), "two windows, then one"
 
 
 class Counting(torch.optim.SGD):
@@ -233,7 +282,9 @@ def test_a_changed_option_of_the_optimizer_is_used_and_what_it_learnt_is_kept(
 ) -> None:
     first = tiny(train__steps=5)
     monkeypatch.setattr(
-        type(first), "optimizer", lambda self, model: Counting(model.parameters(), lr=self.lr, momentum=self.momentum)
+        type(first),
+        "optimizer",
+        lambda self, model: Counting(model.parameters(), lr=self.lr, momentum=self.momentum),
     )
     train(first)
     (group,) = train(tiny(train__steps=8, momentum=0.5)).state.optimizer.param_groups

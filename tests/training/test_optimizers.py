@@ -70,7 +70,11 @@ def test_sgd_whose_first_step_overflows_has_no_momentum_out_of_nowhere() -> None
     chosen, made = linear(), linear()
     made.load_state_dict(chosen.state_dict())
     settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    assert after_an_overflow(optim.SGD(chosen.parameters(), **settings, fused=True), chosen).isnan().any()  # PyTorch's
+    assert (
+        after_an_overflow(optim.SGD(chosen.parameters(), **settings, fused=True), chosen)
+        .isnan()
+        .any()
+    )  # PyTorch's
     before = made.weight.detach().clone()
     weight = after_an_overflow(fused(optim.SGD(made.parameters(), **settings), made, "fp16"), made)
     assert torch.allclose(weight, before - 0.1)

@@ -22,9 +22,9 @@ from rankzero.training.stop import (
     REASONS,
     SIGTERM,
     TIME_LIMIT,
-    Interruption,
-    Left,
+    EvaluationInterrupted,
     Stop,
+    StopPoll,
     foremost,
     next_length,
 )
@@ -56,7 +56,9 @@ class Clock:
         return values.unsqueeze(0)
 
 
-def evaluated(clock: Clock, interruption: Interruption, stop: Stop, batches: int, each: float, told: float) -> bool:
+def evaluated(
+    clock: Clock, interruption: StopPoll, stop: Stop, batches: int, each: float, told: float
+) -> bool:
     """Evaluate so many batches of `each` seconds; SIGTERM comes at `told`. Return whether it came to the end."""
     try:
         for _ in range(batches):
@@ -64,24 +66,28 @@ def evaluated(clock: Clock, interruption: Interruption, stop: Stop, batches: int
             clock.seconds += each
             if clock.seconds >= told:
                 stop(SIGTERM)
-    except Left as left:
+    except EvaluationInterrupted as left:
         assert left.code == SIGTERM
         return False
     return True
 
 
 @given(each=some.floats(1e-2, 100.0), told=some.floats(0.0, 1000.0))
-def test_a_stop_leaves_an_evaluation_within_two_seconds_or_a_batch(each: float, told: float) -> None:
+def test_a_stop_leaves_an_evaluation_within_two_seconds_or_a_batch(
+    each: float, told: float
+) -> None:
     clock, stop = Clock(), Stop()
     batches = int((told + 4.0) / each) + 4
-    assert not evaluated(clock, Interruption(cast(World, clock), stop), stop, batches, each, told)
+    assert not evaluated(clock, StopPoll(cast(World, clock), stop), stop, batches, each, told)
     assert clock.seconds <= max(told, 1.0) + 1.0 + 2 * each
 
 
 @given(fast=some.floats(1e-4, 0.1), slow=some.floats(0.1, 20.0), first=some.integers(0, 2000))
-def test_batches_that_get_slower_put_a_stop_off_by_no_more_than_some(fast: float, slow: float, first: int) -> None:
+def test_batches_that_get_slower_put_a_stop_off_by_no_more_than_some(
+    fast: float, slow: float, first: int
+) -> None:
     clock, stop = Clock(), Stop()
-    interruption = Interruption(cast(World, clock), stop)
+    interruption = StopPoll(cast(World, clock), stop)
     assert evaluated(clock, interruption, stop, first, fast, told=1e9)
     began = clock.seconds
     assert not evaluated(clock, interruption, stop, 100, slow, told=began)
@@ -91,7 +97,7 @@ def test_batches_that_get_slower_put_a_stop_off_by_no_more_than_some(fast: float
 @given(each=some.floats(1e-6, 1.0), batches=some.integers(1, 5000))
 def test_ranks_talk_about_once_a_second_or_every_so_many_batches(each: float, batches: int) -> None:
     clock, stop = Clock(), Stop()
-    interruption = Interruption(cast(World, clock), stop)
+    interruption = StopPoll(cast(World, clock), stop)
     assert evaluated(clock, interruption, stop, batches, each, told=1e9)
     assert clock.asked <= MOST_BATCHES.bit_length() + 2 * clock.seconds + batches / MOST_BATCHES
 
@@ -100,13 +106,17 @@ def test_a_short_evaluation_is_never_left() -> None:
     clock, stop = Clock(), Stop()
     talks = []
     for _ in range(5):
-        assert evaluated(clock, Interruption(cast(World, clock), stop), stop, batches=8, each=0.1, told=0.0)
+        assert evaluated(
+            clock, StopPoll(cast(World, clock), stop), stop, batches=8, each=0.1, told=0.0
+        )
         talks.append(clock.asked)
         clock.asked = 0
     assert talks == [3] * 5
 
 
-def test_a_time_limit_asks_for_a_stop_and_who_is_in_a_hurry_counts_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_asks_for_a_stop_and_who_is_in_a_hurry_counts_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr("rankzero.training.stop.time.monotonic", lambda: now)
     stop = Stop()
@@ -127,12 +137,19 @@ def test_of_several_ranks_wishes_the_one_in_a_hurry_counts() -> None:
 
 def slow_to_evaluate(**changes: Any) -> Experiment:
     """Return an experiment of 13 validation batches, one a quarter of a second."""
-    found = {"train__batch_size": 4, "train__steps": 10, "train__eval_every": 5, "evaluation_seconds": 0.25} | changes
+    found = {
+        "train__batch_size": 4,
+        "train__steps": 10,
+        "train__eval_every": 5,
+        "evaluation_seconds": 0.25,
+    } | changes
     settings = {key.replace("__", "."): value for key, value in found.items()}
     return config.override(experiment_file.load(str(FIXTURES / "clocked.py"))(), settings)
 
 
-def test_a_stop_amid_an_evaluation_leaves_a_checkpoint_that_owes_it(train: Trainer, tmp_path: Path) -> None:
+def test_a_stop_amid_an_evaluation_leaves_a_checkpoint_that_owes_it(
+    train: Trainer, tmp_path: Path
+) -> None:
     experiment = slow_to_evaluate()
     straight = train(slow_to_evaluate(evaluation_seconds=0.0), tmp_path / "straight")
     stopped = train(experiment, tmp_path / "stopped", stop_at=5)
@@ -141,20 +158,28 @@ def test_a_stop_amid_an_evaluation_leaves_a_checkpoint_that_owes_it(train: Train
     assert saved.step == 5 and not saved.metrics and stopped.state.best is None
     assert not [event for event in stopped.events if isinstance(event, Evaluated)]
     on = train(slow_to_evaluate(evaluation_seconds=0.0), tmp_path / "stopped")
-    assert evaluations(on.events) == evaluations(straight.events) and len(evaluations(on.events)) == 2
+    assert (
+        evaluations(on.events) == evaluations(straight.events) and len(evaluations(on.events)) == 2
+    )
     assert on.state.best == straight.state.best and not on.state.owed
     again = [event for event in on.events if isinstance(event, CheckpointSaved)]
-    assert [(event.step, event.metrics) for event in again] == list(evaluations(straight.events).items())
+    assert [(event.step, event.metrics) for event in again] == list(
+        evaluations(straight.events).items()
+    )
 
 
 @pytest.mark.parametrize("code", PATIENT)
-def test_who_is_in_no_hurry_waits_for_an_evaluation(train: Trainer, tmp_path: Path, code: int) -> None:
+def test_who_is_in_no_hurry_waits_for_an_evaluation(
+    train: Trainer, tmp_path: Path, code: int
+) -> None:
     limited = train(slow_to_evaluate(), tmp_path, stop_at=5, code=code)
     assert limited.reason == REASONS[code] and not limited.state.owed
     assert list(evaluations(limited.events)) == [5]
 
 
-def test_an_evaluation_that_is_made_anew_sees_what_the_step_before_left(train: Trainer, tmp_path: Path) -> None:
+def test_an_evaluation_that_is_made_anew_sees_what_the_step_before_left(
+    train: Trainer, tmp_path: Path
+) -> None:
     """A LightningModule, for one, learns from `schedule` which step it is."""
     seen: list[int] = []
 
@@ -166,10 +191,16 @@ def test_an_evaluation_that_is_made_anew_sees_what_the_step_before_left(train: T
         def measure(self, model: Any, batch: Any) -> Any:
             return {**super().measure(model, batch), "last": torch.tensor(float(seen[-1]))}
 
-    slow, quick = (Counting(**{**vars(slow_to_evaluate()), "evaluation_seconds": seconds}) for seconds in (0.25, 0.0))
+    slow, quick = (
+        Counting(**{**vars(slow_to_evaluate()), "evaluation_seconds": seconds})
+        for seconds in (0.25, 0.0)
+    )
     train(slow, tmp_path, stop_at=5)
     seen.append(-1)
-    assert [found["val/last"] for found in evaluations(train(quick, tmp_path).events).values()] == [4.0, 9.0]
+    assert [found["val/last"] for found in evaluations(train(quick, tmp_path).events).values()] == [
+        4.0,
+        9.0,
+    ]
 
 
 def test_a_step_after_an_evaluation_that_was_made_anew_is_compiled_as_if_it_came_first(

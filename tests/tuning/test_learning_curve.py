@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rankzero.events import Evaluated, Event, RunEnded, StepsLogged
 from rankzero.experiment import Goal
-from rankzero.tuning.learning_curve import Curve, folded
+from rankzero.tuning.learning_curve import LearningCurve, folded
 
 ACCURACY = Goal("val/accuracy", "max")
 
@@ -18,7 +18,11 @@ def epochs(*values: float, seconds: float = 2.0, steps: int = 10) -> list[Event]
     events: list[Event] = []
     for number, value in enumerate(values, start=1):
         step = number * steps
-        events.append(StepsLogged([step], [100.0 + number * 50], {"throughput/step_seconds": [seconds / steps]}))
+        events.append(
+            StepsLogged(
+                [step], [100.0 + number * 50], {"throughput/step_seconds": [seconds / steps]}
+            )
+        )
         events.append(Evaluated(100.0 + number * 50, step, {"val/accuracy": value}, best=False))
     return events
 
@@ -33,13 +37,17 @@ def test_between_two_evaluations_the_metric_is_a_straight_line() -> None:
     curve = folded(epochs(0.5, 0.7, 0.9), ACCURACY)
     assert curve.seconds_to(0.8) == pytest.approx(5.0)
     assert curve.seconds_to(0.9) == pytest.approx(6.0)
-    assert curve.seconds_to(0.3) == pytest.approx(2.0)  # nothing is known before the first evaluation
+    assert curve.seconds_to(0.3) == pytest.approx(
+        2.0
+    )  # nothing is known before the first evaluation
     assert curve.seconds_to(0.95) is None
 
 
 def test_a_dip_does_not_start_the_line_anew() -> None:
     curve = folded(epochs(0.6, 0.2, 0.8), ACCURACY)
-    assert curve.seconds_to(0.7) == pytest.approx(5.0)  # from 0.6 at the dip's time, which is the best so far
+    assert curve.seconds_to(0.7) == pytest.approx(
+        5.0
+    )  # from 0.6 at the dip's time, which is the best so far
 
 
 def test_for_a_loss_less_is_better() -> None:
@@ -54,7 +62,7 @@ def test_nan_never_reaches_anything() -> None:
 
 
 def test_how_it_ended() -> None:
-    curve = Curve(ACCURACY)
+    curve = LearningCurve(ACCURACY)
     curve(RunEnded(1.0, "FINISHED", "done", None, {"samples_per_second": 12.0}))
     assert curve.samples_per_second == 12.0
 

@@ -63,7 +63,9 @@ def test_other_machines_live_by_their_beat(board: Board, silent: float, alive: b
 
 def test_who_never_said_anything_is_dead(board: Board) -> None:
     assert (
-        not Members(board).live("elsewhere/1/2 3 4") and not Members(board).live(None) and not Members(board).live("")
+        not Members(board).live("elsewhere/1/2 3 4")
+        and not Members(board).live(None)
+        and not Members(board).live("")
     )
 
 

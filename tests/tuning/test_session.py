@@ -10,9 +10,9 @@ import pytest
 
 from rankzero import Choice, Experiment, Goal, Train
 from rankzero.errors import RunFailed, UserError
-from rankzero.tuning.budget import Options
+from rankzero.tuning.budget import SearchOptions
 from rankzero.tuning.next_trial import guesses
-from rankzero.tuning.session import Found, Session
+from rankzero.tuning.session import SearchResult, Session
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, make_space
 from rankzero.tuning.study import PRUNERS, SAMPLERS, Study, find_study, open_study
 from rankzero.tuning.trial import Trial
@@ -27,20 +27,33 @@ class Mine(Experiment):
     lr: float = 0.03
 
 
-Searcher = Callable[..., tuple[Found, Study, FakeLauncher, list[str]]]
+Searcher = Callable[..., tuple[SearchResult, Study, FakeLauncher, list[str]]]
 
 
 @pytest.fixture
 def search(tmp_path: Path) -> Searcher:
-    def run(launcher: FakeLauncher | None = None, experiment: Experiment | None = None, sampler: str = "tpe",
-            pruner: str = "asha", parallel: int = 1,
-            **options: Any) -> tuple[Found, Study, FakeLauncher, list[str]]:  # fmt: skip
+    def run(
+        launcher: FakeLauncher | None = None,
+        experiment: Experiment | None = None,
+        sampler: str = "tpe",
+        pruner: str = "asha",
+        parallel: int = 1,
+        **options: Any,
+    ) -> tuple[SearchResult, Study, FakeLauncher, list[str]]:
         launcher = launcher or FakeLauncher()
         space = make_space(experiment or Mine(), 1, 0.5, samples=1000)
-        study = open_study(f"sqlite:///{tmp_path / 'studies.db'}", "s", sampler=sampler, pruner=pruner, seed=0)
+        study = open_study(
+            f"sqlite:///{tmp_path / 'studies.db'}", "s", sampler=sampler, pruner=pruner, seed=0
+        )
         study.draw_from(space.parameters())
         said: list[str] = []
-        session = Session(study, space, [launcher] * parallel, Options(**{"trials": 12, **options}), said.append)
+        session = Session(
+            study,
+            space,
+            [launcher] * parallel,
+            SearchOptions(**{"trials": 12, **options}),
+            said.append,
+        )
         return session.run(guesses(space)), study, launcher, said
 
     run.folder = tmp_path  # type: ignore[attr-defined]
@@ -62,7 +75,9 @@ def of(study: Study, state: str) -> list[Trial]:
 
 def test_the_reference_comes_first_and_something_better_is_found(search: Searcher) -> None:
     found, study, launcher, said = search()
-    assert launcher.started[0].train.batch_size == 32 and launcher.started[0].lr == pytest.approx(0.03)
+    assert launcher.started[0].train.batch_size == 32 and launcher.started[0].lr == pytest.approx(
+        0.03
+    )
     assert study.trials()[0].parameters == {BATCH_INDEX: 5, FACTOR: 1.0}  # 1, 2, 4, 8, 16, 32
     assert found.verdict.beaten and found.verdict.gain is not None and found.verdict.gain > 1.5
     assert found.verdict.winner.trial != 0 and len(found.verdict.winner.runs) == 3
@@ -93,11 +108,15 @@ def test_without_a_target_the_reference_sets_it(search: Searcher) -> None:
     assert found.target == study.trials()[0].facts["best"] == study.facts["target"]
 
 
-@pytest.mark.parametrize(("objective", "options"), [("throughput", {}), ("quality", {"trial_minutes": 1.0})])
+@pytest.mark.parametrize(
+    ("objective", "options"), [("throughput", {}), ("quality", {"trial_minutes": 1.0})]
+)
 def test_the_other_objectives(search: Searcher, objective: str, options: dict[str, Any]) -> None:
     found, study, launcher, _ = search(objective=objective, trials=6, **options)
     assert found.verdict.objective == objective
-    best = min(trial.value for trial in study.trials() if trial.feasible and trial.value is not None)
+    best = min(
+        trial.value for trial in study.trials() if trial.feasible and trial.value is not None
+    )
     assert best <= (study.trials()[0].value or 0.0)
     if objective == "throughput":
         assert found.target == pytest.approx(0.99 * study.trials()[0].facts["best"])
@@ -105,12 +124,15 @@ def test_the_other_objectives(search: Searcher, objective: str, options: dict[st
         assert launcher.started[1].train.max_minutes == 1.0
 
 
-@pytest.mark.parametrize(("fate", "state", "constraints"), [
-    ("oom", "PRUNED", {"quality": 1.0, "memory": 1.0}),
-    ("nan", "PRUNED", {"quality": 1.0, "memory": 0.0}),
-    ("crash", "FAIL", {}),
-    ("hang", "FAIL", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fate", "state", "constraints"),
+    [
+        ("oom", "PRUNED", {"quality": 1.0, "memory": 1.0}),
+        ("nan", "PRUNED", {"quality": 1.0, "memory": 0.0}),
+        ("crash", "FAIL", {}),
+        ("hang", "FAIL", {}),
+    ],
+)
 def test_a_trial_that_fails_does_not_end_the_search(
     search: Searcher, fate: str, state: str, constraints: dict[str, float]
 ) -> None:
@@ -125,7 +147,9 @@ def test_a_trial_that_fails_does_not_end_the_search(
 
 def test_every_other_trial_has_the_same_constraints(search: Searcher) -> None:
     _, study, _, _ = search(trials=10)
-    assert {frozenset(trial.constraints) for trial in study.trials()} == {frozenset(["quality", "memory"])}
+    assert {frozenset(trial.constraints) for trial in study.trials()} == {
+        frozenset(["quality", "memory"])
+    }
 
 
 def test_a_trial_that_cannot_win_is_stopped(search: Searcher) -> None:
@@ -143,7 +167,9 @@ def test_a_failing_reference_ends_the_search_with_its_reason(search: Searcher) -
         search(FakeLauncher(lambda number, _: "crash"))
 
 
-def test_an_interrupted_study_has_the_same_trials_as_one_that_was_not(search: Searcher, tmp_path: Path) -> None:
+def test_an_interrupted_study_has_the_same_trials_as_one_that_was_not(
+    search: Searcher, tmp_path: Path
+) -> None:
     whole, study, _, _ = search(trials=9)
     expected, confirmed = drawn(study), whole.verdict.winner.trial
     (tmp_path / "studies.db").unlink()
@@ -202,9 +228,13 @@ def test_nothing_is_trained_twice_and_a_small_space_ends(search: Searcher) -> No
 
     _, study, launcher, _ = search(experiment=Small(), trials=10, sampler="grid")
     assert {experiment.train.batch_size for experiment in launcher.started[:2]} == {32, 64}
-    assert all(experiment.train.seed >= 1000 for experiment in launcher.started[2:])  # confirmations only
+    assert all(
+        experiment.train.seed >= 1000 for experiment in launcher.started[2:]
+    )  # confirmations only
     repeats = [trial for trial in study.trials() if "same_as" in trial.facts]
-    assert repeats and all(trial.value == study.trials()[trial.facts["same_as"]].value for trial in repeats)
+    assert repeats and all(
+        trial.value == study.trials()[trial.facts["same_as"]].value for trial in repeats
+    )
 
 
 def test_a_foreign_database_is_told_and_left_alone(tmp_path: Path) -> None:
@@ -226,7 +256,9 @@ def test_trials_side_by_side_are_the_same_in_number_and_none_is_doubled(search: 
     launcher = FakeLauncher()
     found, study, _, _ = search(launcher, trials=12, parallel=3)
     configurations = [
-        repr(sorted(trial.parameters.items())) for trial in study.trials() if "same_as" not in trial.facts
+        repr(sorted(trial.parameters.items()))
+        for trial in study.trials()
+        if "same_as" not in trial.facts
     ]
     assert len(configurations) == len(set(configurations)) == 12
     assert launcher.most_at_once == 3 and found.verdict.beaten
@@ -237,7 +269,9 @@ def test_ctrl_c_stops_all_that_run_and_they_are_tried_again(search: Searcher) ->
     launcher = FakeLauncher(lambda number, _: "ctrl-c" if number == 5 else "")
     with pytest.raises(KeyboardInterrupt):
         search(launcher, trials=9, parallel=3)
-    assert {running.closed for running in launcher.running} == {True} and not of(find(search), "RUNNING")
+    assert {running.closed for running in launcher.running} == {True} and not of(
+        find(search), "RUNNING"
+    )
     lost = find(search).abandoned
     assert lost
     _, study, _, _ = search(trials=9, parallel=3)
@@ -248,14 +282,20 @@ def test_ctrl_c_stops_all_that_run_and_they_are_tried_again(search: Searcher) ->
 def test_a_helper_does_trials_and_leaves_the_rest_to_the_leader(tmp_path: Path) -> None:
     space = make_space(Mine(), 1, 0.5, samples=1000)
     storage, launcher = f"sqlite:///{tmp_path / 'studies.db'}", FakeLauncher()
-    leads, helps = (open_study(storage, "s", sampler="tpe", pruner="none", seed=0) for _ in range(2))
+    leads, helps = (
+        open_study(storage, "s", sampler="tpe", pruner="none", seed=0) for _ in range(2)
+    )
     for study in (leads, helps):
         study.draw_from(space.parameters())
-    first = Session(leads, space, [launcher], Options(trials=1), lambda text: None)
+    first = Session(leads, space, [launcher], SearchOptions(trials=1), lambda text: None)
     first.run()
-    Session(helps, space, [launcher], Options(trials=6), lambda text: None).help(guesses(space))
+    Session(helps, space, [launcher], SearchOptions(trials=6), lambda text: None).help(
+        guesses(space)
+    )
     assert len(helps.trials()) == 6 and "confirmations" not in helps.facts
-    found = Session(leads, space, [launcher], Options(trials=6), lambda text: None).run(guesses(space))
+    found = Session(leads, space, [launcher], SearchOptions(trials=6), lambda text: None).run(
+        guesses(space)
+    )
     assert len(leads.trials()) == 6 and found.verdict.beaten and leads.facts["confirmations"]
 
 
@@ -266,7 +306,10 @@ def test_what_is_too_close_to_call_is_trained_twice_as_often(search: Searcher) -
         lr: float = 0.1
 
     found, study, _, _ = search(FakeLauncher(jitter=0.6), Close(), trials=3)
-    runs = {trial: [one["seed"] for one in study.facts["confirmations"] if one["trial"] == trial] for trial in (0, 1)}
+    runs = {
+        trial: [one["seed"] for one in study.facts["confirmations"] if one["trial"] == trial]
+        for trial in (0, 1)
+    }
     assert found.verdict.beaten or runs[0] == runs[1] == [1000, 1001, 1002, 1003, 1004, 1005]
 
 
@@ -275,7 +318,9 @@ def test_minutes_are_kept_with_the_confirmation_in_them(tmp_path: Path) -> None:
     space, launcher = make_space(Mine(), 1, 0.5, samples=1000), FakeLauncher()
     study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
     study.draw_from(space.parameters())
-    options = Options(trials=None, minutes=1.5)
-    found = Session(study, space, [launcher], options, lambda text: None, lambda: launcher.seconds).run(guesses(space))
+    options = SearchOptions(trials=None, minutes=1.5)
+    found = Session(
+        study, space, [launcher], options, lambda text: None, lambda: launcher.seconds
+    ).run(guesses(space))
     assert len(study.trials()) > 5 and study.facts["confirmations"]
     assert 30 < found.seconds <= 92

@@ -14,7 +14,7 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from rankzero.tuning import members, next_trial
-from rankzero.tuning.budget import Options
+from rankzero.tuning.budget import SearchOptions
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import BATCH_INDEX
 from rankzero.tuning.study import OWNER, Study
@@ -28,7 +28,9 @@ WORKERS, TRIALS = 8, 24
 
 
 def session(study: Study, trials: int, launcher: FakeLauncher | None = None) -> Session:
-    return Session(study, SPACE, [launcher or FakeLauncher()], Options(trials=trials), lambda text: None)
+    return Session(
+        study, SPACE, [launcher or FakeLauncher()], SearchOptions(trials=trials), lambda text: None
+    )
 
 
 def counted(study: Study) -> list[int]:
@@ -90,12 +92,16 @@ def test_two_that_find_the_same_dead_trials_both_go_on(tmp_path: Path) -> None:
 def test_several_at_once_do_no_more_trials_than_were_asked_for(tmp_path: Path) -> None:
     study = opened(tmp_path)
     session(study, 1).run()
-    at_once(*(lambda: session(opened(tmp_path), 7).help(next_trial.guesses(SPACE)) for _ in range(4)))
+    at_once(
+        *(lambda: session(opened(tmp_path), 7).help(next_trial.guesses(SPACE)) for _ in range(4))
+    )
     session(study, 7).run(next_trial.guesses(SPACE))
     assert len(counted(study)) == 7 and not next_trial.running(study.trials())
 
 
-def test_one_that_others_took_for_dead_goes_on_and_its_trial_counts_for_nothing(tmp_path: Path) -> None:
+def test_one_that_others_took_for_dead_goes_on_and_its_trial_counts_for_nothing(
+    tmp_path: Path,
+) -> None:
     study, other = opened(tmp_path), opened(tmp_path)
     number, _ = study.ask()
     study._open[number].set_user_attr(OWNER, DEAD)  # as if it had been silent for minutes
@@ -111,7 +117,9 @@ def test_a_trial_that_is_being_drawn_gets_a_while_by_the_clock_of_who_looks(
 ) -> None:
     study, other = opened(tmp_path), opened(tmp_path)
     number = study._study.ask().number
-    monkeypatch.setattr(FrozenTrial, "datetime_start", datetime.datetime(1999, 1, 1))  # another zone, a wrong clock
+    monkeypatch.setattr(
+        FrozenTrial, "datetime_start", datetime.datetime(1999, 1, 1)
+    )  # another zone, a wrong clock
     assert other.recover() == []
     monkeypatch.setattr("rankzero.tuning.study.ASKING_SECONDS", 0.0)
     assert other.recover() == [number]
@@ -126,16 +134,22 @@ def test_what_an_older_version_abandoned_stays_abandoned(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("victim", [0, 3], ids=["who leads", "who helps"])
-def test_eight_processes_share_a_study_and_the_others_end_it_where_one_is_killed(tmp_path: Path, victim: int) -> None:
+def test_eight_processes_share_a_study_and_the_others_end_it_where_one_is_killed(
+    tmp_path: Path, victim: int
+) -> None:
     company.session(tmp_path, 1).run()  # the reference, for which helpers wait
     killed = _work_together(tmp_path, victim)
     ledger = Ledger(tmp_path / "ledger.txt")
     assert victim == 0 or any("confirm" in name for _, name in ledger.starts())
-    found = company.session(tmp_path, TRIALS).run(next_trial.guesses(SPACE))  # the same command, given again
+    found = company.session(tmp_path, TRIALS).run(
+        next_trial.guesses(SPACE)
+    )  # the same command, given again
     study = opened(tmp_path)
     assert found.verdict.winner is not None and not next_trial.running(study.trials())
     assert len(counted(study)) == TRIALS
-    assert _most(repr(sorted(study.trials()[one].parameters.items())) for one in counted(study)) == 1
+    assert (
+        _most(repr(sorted(study.trials()[one].parameters.items())) for one in counted(study)) == 1
+    )
     starts = ledger.starts()
     names = [name for _, name in starts if "confirm" not in name]
     assert _most(names) == 1 and {f"s-{number:03d}" for number in counted(study)} <= set(names)
@@ -150,12 +164,17 @@ def _work_together(folder: Path, victim: int) -> int:
     context.set_forkserver_preload(["support.company"])
     begin = context.Barrier(WORKERS)
     fates = [(number == 0, 1 if number == victim else None) for number in range(WORKERS)]
-    workers = [context.Process(target=company.take_part, args=(folder, TRIALS, begin, *fate)) for fate in fates]
+    workers = [
+        context.Process(target=company.take_part, args=(folder, TRIALS, begin, *fate))
+        for fate in fates
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(120)
-    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL * (one == victim) for one in range(WORKERS)]
+    assert [worker.exitcode for worker in workers] == [
+        -signal.SIGKILL * (one == victim) for one in range(WORKERS)
+    ]
     return int(workers[victim].pid or 0)
 
 

@@ -22,17 +22,30 @@ class Plain(Experiment):
 
 
 def searching(**ranges: Range) -> Experiment:
-    cls: Any = type("Searching", (Plain,), {"search": {key.replace("__", "."): found for key, found in ranges.items()}})
+    cls: Any = type(
+        "Searching",
+        (Plain,),
+        {"search": {key.replace("__", "."): found for key, found in ranges.items()}},
+    )
     found: Experiment = cls()
     return found
 
 
-@given(st.integers(0, 9), st.floats(0.25, 4.0), st.sampled_from([16, 32, 64]), st.sampled_from([0.5, 1.0]),
-       st.sampled_from([1, 2, 4]))  # fmt: skip
-def test_what_is_drawn_is_what_is_trained(power: int, factor: float, width: int, exponent: float, world: int) -> None:
+@given(
+    st.integers(0, 9),
+    st.floats(0.25, 4.0),
+    st.sampled_from([16, 32, 64]),
+    st.sampled_from([0.5, 1.0]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_what_is_drawn_is_what_is_trained(
+    power: int, factor: float, width: int, exponent: float, world: int
+) -> None:
     space = make_space(Plain(), world, exponent, ("fp32", "bf16"))
     power = min(power, len(space.batch_sizes) - 1)
-    found = flatten(space.experiment({BATCH_INDEX: power, FACTOR: factor, PRECISION: "bf16", "width": width}))
+    found = flatten(
+        space.experiment({BATCH_INDEX: power, FACTOR: factor, PRECISION: "bf16", "width": width})
+    )
     batch = space.batch_sizes[power]
     assert (found[BATCH], found["width"], found[PRECISION]) == (batch, width, "bf16")
     assert batch % world == 0
@@ -60,8 +73,16 @@ def test_steps_count_the_same_samples() -> None:
 
 
 def test_the_experiments_own_ranges_win() -> None:
-    space = make_space(searching(train__batch_size=Choice(32, 128), lr=LogUniform(0.01, 0.2),
-                                 train__precision=Choice("fp16")), 2, 1.0, ("fp32", "tf32"))  # fmt: skip
+    space = make_space(
+        searching(
+            train__batch_size=Choice(32, 128),
+            lr=LogUniform(0.01, 0.2),
+            train__precision=Choice("fp16"),
+        ),
+        2,
+        1.0,
+        ("fp32", "tf32"),
+    )
     assert space.batch_sizes == (32, 64, 128)
     assert space.precisions == ("fp32", "fp16")
     assert space.factors == LogUniform(pytest.approx(0.1), pytest.approx(2.0))
@@ -74,16 +95,19 @@ def test_a_narrowed_space_keeps_the_reference() -> None:
     assert BATCH_INDEX not in narrowed(space, [], []).parameters()
 
 
-@pytest.mark.parametrize(("ranges", "says"), [
-    ({"width": Choice()}, "no options"),
-    ({"width": Integer(5, 4)}, "above the upper bound 4: swap"),
-    ({"lr": LogUniform(0.0, 1.0)}, "above 0"),
-    ({"lr": Uniform(0.0, math.inf)}, "swap"),
-    ({"widht": Choice(1)}, "did you mean 'width'"),
-    ({"width": Choice("wide")}, "expected int"),
-    ({"train__precision": Choice("fp8")}, "expected fp32"),
-    ({"width": (1, 2)}, "expected Choice, Uniform"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranges", "says"),
+    [
+        ({"width": Choice()}, "no options"),
+        ({"width": Integer(5, 4)}, "above the upper bound 4: swap"),
+        ({"lr": LogUniform(0.0, 1.0)}, "above 0"),
+        ({"lr": Uniform(0.0, math.inf)}, "swap"),
+        ({"widht": Choice(1)}, "did you mean 'width'"),
+        ({"width": Choice("wide")}, "expected int"),
+        ({"train__precision": Choice("fp8")}, "expected fp32"),
+        ({"width": (1, 2)}, "expected Choice, Uniform"),
+    ],
+)
 def test_a_range_that_cannot_be_is_told(ranges: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make_space(searching(**ranges), 1, 1.0)
@@ -91,15 +115,30 @@ def test_a_range_that_cannot_be_is_told(ranges: dict[str, Any], says: str) -> No
 
 def test_neighbours_are_one_step_away_in_one_direction() -> None:
     class Wide(Plain):
-        search = {"train.batch_size": Choice(32, 64, 128), "width": Choice(16, 64, 32), "kind": Choice("a", "b")}
+        search = {
+            "train.batch_size": Choice(32, 64, 128),
+            "width": Choice(16, 64, 32),
+            "kind": Choice("a", "b"),
+        }
         width: int = 32
         kind: str = "a"
 
     space = make_space(Wide(), 1, 1.0)
     own = space.reference_parameters()
     found = space.neighbours(own)
-    changed = [{name: value for name, value in near.items() if value != own[name]} for near in found]
-    assert changed == [{FACTOR: 2.0}, {FACTOR: 0.5}, {BATCH_INDEX: 2}, {BATCH_INDEX: 0}, {"width": 64}, {"width": 16}]
+    changed = [
+        {name: value for name, value in near.items() if value != own[name]} for near in found
+    ]
+    assert changed == [
+        {FACTOR: 2.0},
+        {FACTOR: 0.5},
+        {BATCH_INDEX: 2},
+        {BATCH_INDEX: 0},
+        {"width": 64},
+        {"width": 16},
+    ]
     edge = {**own, FACTOR: 4.0, BATCH_INDEX: 2, "width": 64}
-    assert [near for near in space.neighbours(edge) if near[FACTOR] > 4 or near[BATCH_INDEX] > 2] == []
+    assert [
+        near for near in space.neighbours(edge) if near[FACTOR] > 4 or near[BATCH_INDEX] > 2
+    ] == []
     assert len(space.neighbours(edge)) == 3

@@ -33,37 +33,55 @@ _STUDY = re.compile(r"study  (\S+)  ")
 
 
 def train(
-    experiment: Experiment, *, nproc: int | None = None, run_name: str | None = None, dir: str | Path | None = None,
+    experiment: Experiment,
+    *,
+    nproc: int | None = None,
+    run_name: str | None = None,
+    dir: str | Path | None = None,
     **options: Any,
-) -> Run:  # fmt: skip
+) -> Run:
     """Train as ``rankzero train`` does, on `nproc` processes; return the run, one that stopped with a checkpoint, too.
 
     `options`: the command's others, ``tracking_uri="http://…"``. Raises RunFailed with the reason, UserError.
     """
     reference = reference_of(experiment)
     name = run_name or new_name(Path(reference.rpartition(":")[0]).stem)
-    words = ["train", reference, *changed(experiment), "--run-name", name, *_options(nproc=nproc, dir=dir, **options)]
+    words = [
+        "train",
+        reference,
+        *changed(experiment),
+        "--run-name",
+        name,
+        *_options(nproc=nproc, dir=dir, **options),
+    ]
     _call(words, showing=sys.stdout.isatty())
     return run_of(name, dir=dir)
 
 
 def search(
-    experiment: Experiment, *, minutes: float | None = None, trials: int | None = None, nproc: int | None = None,
-    dir: str | Path | None = None, **options: Any,
-) -> Study:  # fmt: skip
+    experiment: Experiment,
+    *,
+    minutes: float | None = None,
+    trials: int | None = None,
+    nproc: int | None = None,
+    dir: str | Path | None = None,
+    **options: Any,
+) -> SearchHandle:
     """Search as ``rankzero search`` does, around this configuration; return what was found. Again: goes on with it.
 
     `options`: the command's others, ``parallel=2, no_probe=True``. Raises RunFailed with the reason, UserError.
     """
     wanted = _options(minutes=minutes, trials=trials, nproc=nproc, dir=dir, **options)
-    printed = _call(["search", reference_of(experiment), *changed(experiment), *wanted], showing=False)
+    printed = _call(
+        ["search", reference_of(experiment), *changed(experiment), *wanted], showing=False
+    )
     named = _STUDY.search(printed)
     if named is None:
         raise RunFailed("the search did not say what its study is called")
-    return Study(run_of(named[1], dir=dir), experiment)
+    return SearchHandle(run_of(named[1], dir=dir), experiment)
 
 
-class Study:
+class SearchHandle:
     """What a search found."""
 
     def __init__(self, run: Run, experiment: Experiment) -> None:
@@ -83,7 +101,9 @@ class Study:
         """The trials, a row each, by number."""
         import pandas
 
-        table = json.loads((self.run.folder / "artifacts" / "trials.json").read_text(encoding="utf-8"))
+        table = json.loads(
+            (self.run.folder / "artifacts" / "trials.json").read_text(encoding="utf-8")
+        )
         return pandas.DataFrame(table["data"], columns=table["columns"])
 
     @property
@@ -125,7 +145,9 @@ def reference_of(experiment: Experiment) -> str:
 def changed(experiment: Experiment) -> list[str]:
     """Return the settings that differ from the class's own, as the command line takes them."""
     own = config.rendered(type(experiment)())
-    return [f"{key}={text}" for key, text in config.rendered(experiment).items() if text != own[key]]
+    return [
+        f"{key}={text}" for key, text in config.rendered(experiment).items() if text != own[key]
+    ]
 
 
 def _options(**wanted: Any) -> Iterator[str]:
@@ -149,7 +171,12 @@ def _call(words: Sequence[str], *, showing: bool) -> str:
         command = [sys.executable, "-P", "-m", "rankzero", *words]
         pipe = None if showing else subprocess.PIPE
         process = subprocess.Popen(
-            command, text=True, errors="backslashreplace", stdout=pipe, stderr=errors, start_new_session=True
+            command,
+            text=True,
+            errors="backslashreplace",
+            stdout=pipe,
+            stderr=errors,
+            start_new_session=True,
         )
         printed = _to_its_end(process)
         errors.seek(0)
@@ -179,5 +206,7 @@ def _judge(code: int, errors: IO[str]) -> None:
     said, _, message = errors.read().rpartition("error: ")
     if code not in (FINISHED, RESUMABLE):
         print(said, end="", file=sys.stderr)
-        raise (UserError if code == USAGE else RunFailed)(message.strip() or f"it ended with exit code {code}")
+        raise (UserError if code == USAGE else RunFailed)(
+            message.strip() or f"it ended with exit code {code}"
+        )
     print(said + message, end="", file=sys.stderr)

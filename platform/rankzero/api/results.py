@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from rankzero.experiment import Experiment
 
 
-def runs(*filters: str, sort: str | None = None, all: bool = False, dir: str | Path | None = None) -> DataFrame:
+def runs(
+    *filters: str, sort: str | None = None, all: bool = False, dir: str | Path | None = None
+) -> DataFrame:
     """Return the runs, newest first: a row each, params as ``params.lr``, metrics as ``metrics.val/loss``.
 
     `filters`, `sort` and `all` as in ``rankzero runs``: ``runs("val/accuracy>0.9", sort="-samples/s")``.
@@ -32,7 +34,9 @@ def runs(*filters: str, sort: str | None = None, all: bool = False, dir: str | P
     listed = lookup.listed(root_of(dir) / "runs")
     top = [one for one in listed if all or one.parent is None]
     found = selection.select(top, map(selection.parse, filters), sort)
-    table = pandas.DataFrame.from_records([_row(one) for one in found], columns=None if found else list(_COLUMNS))
+    table = pandas.DataFrame.from_records(
+        [_row(one) for one in found], columns=None if found else list(_COLUMNS)
+    )
     for name in table.columns:
         if name.startswith("params."):
             table[name] = _numbers(table[name])
@@ -93,7 +97,10 @@ class Run:
     def checkpoints(self) -> list[Checkpoint]:
         """Those that retention has kept, by step."""
         found = sorted(self._facts.checkpoints.items())
-        return [Checkpoint(step, best, self._folder.checkpoints / f"step_{step:08d}") for step, best in found]
+        return [
+            Checkpoint(step, best, self._folder.checkpoints / f"step_{step:08d}")
+            for step, best in found
+        ]
 
     @property
     def report(self) -> str:
@@ -131,8 +138,21 @@ class Run:
         return self.report
 
 
-_COLUMNS = ("name", "experiment", "status", "reason", "started", "seconds", "goal", "best", "samples_per_second",
-            "undelivered", "parent", "mlflow_run_id", "data")  # fmt: skip
+_COLUMNS = (
+    "name",
+    "experiment",
+    "status",
+    "reason",
+    "started",
+    "seconds",
+    "goal",
+    "best",
+    "samples_per_second",
+    "undelivered",
+    "parent",
+    "mlflow_run_id",
+    "data",
+)
 
 
 def _row(one: Summary) -> dict[str, Any]:

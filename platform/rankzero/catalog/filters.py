@@ -68,13 +68,19 @@ def parse(word: str) -> Condition:
             f"{word!r} is not a filter: write KEY=VALUE, or with !=, <, <=, > or >=; in quotes, since the shell takes "
             "< and > for itself: 'val/accuracy>0.9'"
         )
-    condition = Condition(found["key"].strip(), found["sign"].replace("==", "="), found["value"].strip())
+    condition = Condition(
+        found["key"].strip(), found["sign"].replace("==", "="), found["value"].strip()
+    )
     if condition.sign in _COMPARE and _real(condition.value) is None:
-        raise UserError(f"{word!r}: {condition.sign} compares numbers, and {condition.value!r} is none")
+        raise UserError(
+            f"{word!r}: {condition.sign} compares numbers, and {condition.value!r} is none"
+        )
     return condition
 
 
-def select(runs: Sequence[Summary], conditions: Iterable[Condition], sort: str | None = None) -> list[Summary]:
+def select(
+    runs: Sequence[Summary], conditions: Iterable[Condition], sort: str | None = None
+) -> list[Summary]:
     """Return the runs for which all conditions hold, sorted by a key (``-key``: the largest first).
 
     Runs without the key come last. Raises UserError for a key that no run has.
@@ -99,7 +105,9 @@ def _require(key: str, runs: Sequence[Summary]) -> None:
     if not runs or any(value_of(one, key) is not None for one in runs) or key in COLUMNS:
         return
     known = sorted({*COLUMNS, *(key for one in runs for key in (*one.metrics, *one.params))})
-    near = [name for name in known if name.rpartition("/")[2] == key or name.rpartition(".")[2] == key]
+    near = [
+        name for name in known if name.rpartition("/")[2] == key or name.rpartition(".")[2] == key
+    ]
     near = near or difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
     raise UserError(f"no run has {key!r}; {hint}")

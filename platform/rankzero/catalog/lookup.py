@@ -33,7 +33,11 @@ SPARE_LINES = 1000  # outdated ones, before the cache is begun anew
 def folders(runs: Path) -> list[RunFolder]:
     """Return every run's folder."""
     with contextlib.suppress(FileNotFoundError), os.scandir(runs) as entries:
-        return [RunFolder(Path(entry.path)) for entry in entries if os.path.exists(f"{entry.path}/{IDENTITY}")]  # noqa: PTH110
+        return [
+            RunFolder(Path(entry.path))
+            for entry in entries
+            if os.path.exists(f"{entry.path}/{IDENTITY}")  # noqa: PTH110
+        ]
     return []
 
 
@@ -66,7 +70,7 @@ def require(runs: Path, name_or_id: str) -> RunFolder:
 
 def mlflow_id(folder: RunFolder) -> str | None:
     """Return the run's id in MLflow, once it is there."""
-    with contextlib.suppress(names.BrokenRun):
+    with contextlib.suppress(names.InvalidRunFolder):
         return delivery.load(delivery.path_of(folder, 0)).run_id or folder.identity.mlflow_run_id
     return None
 
@@ -102,7 +106,7 @@ def listed(runs: Path, told: Callable[[str], object] = log.debug) -> list[Summar
             continue
         try:
             made = summary.read_summary(folder)
-        except names.BrokenRun as error:
+        except names.InvalidRunFolder as error:
             told(str(error))
             continue
         found.append(made)
@@ -156,7 +160,10 @@ def _cached(path: Path) -> tuple[dict[str, tuple[Signature, dict[str, Any]]], in
 
 def _keep(path: Path, new: Sequence[tuple[str, Signature, Summary]], *, anew: bool) -> None:
     """Append to the cache; on a disk that cannot be written to, the next list reads the journals again."""
-    lines = [json.dumps([name, signature, one.fields()], separators=(",", ":")) + "\n" for name, signature, one in new]
+    lines = [
+        json.dumps([name, signature, one.fields()], separators=(",", ":")) + "\n"
+        for name, signature, one in new
+    ]
     with contextlib.suppress(OSError):
         if anew:
             path.unlink()

@@ -107,9 +107,12 @@ def read_summary(folder: RunFolder) -> Summary:
         started=begun,
         seconds=max([0.0, *(_time(event) - begun for event in events[-1:])]),
         goal=goal,
-        best=number(ended.metrics.get("best")) if ended else _best(events, goal, params.get("goal.mode", "min")),
+        best=number(ended.metrics.get("best"))
+        if ended
+        else _best(events, goal, params.get("goal.mode", "min")),
         samples_per_second=number(told.get("samples_per_second", metrics.get(SPEED))),
-        undelivered=seen.waits or delivery.unread_bytes(folder, {folder.events.name: 0, **seen.offsets}) > 0,
+        undelivered=seen.waits
+        or delivery.unread_bytes(folder, {folder.events.name: 0, **seen.offsets}) > 0,
         parent=identity.parent,
         mlflow_run_id=seen.run_id or identity.mlflow_run_id,
         data=started.environment.get(TRAINING_DATA) if started else None,
@@ -138,7 +141,9 @@ def _ends(path: Path) -> tuple[RunStarted | None, list[Event]]:
     try:
         with path.open("rb") as file:
             first = _decoded_from_the_end([file.readline(LONGEST_TAIL_BYTES)])
-            return next((event for event in first if isinstance(event, RunStarted)), None), _tail(file)
+            return next((event for event in first if isinstance(event, RunStarted)), None), _tail(
+                file
+            )
     except FileNotFoundError:
         return None, []
 
@@ -165,7 +170,7 @@ def last_end(events: Iterable[Event]) -> RunEnded | None:
 def _decoded_from_the_end(lines: Sequence[bytes]) -> list[Event]:
     """Return the events, oldest first; of a run that has ended, from the last whole report on, if that tells all."""
     found: list[Event] = []
-    told = _Told()
+    told = _TailScan()
     for line in reversed(lines):
         try:
             event = decode(line.decode(errors="replace"))
@@ -179,13 +184,13 @@ def _decoded_from_the_end(lines: Sequence[bytes]) -> list[Event]:
 
 
 def _tells_all(events: Sequence[Event]) -> bool:
-    told = _Told()
+    told = _TailScan()
     for event in reversed(events):
         told.add(event)
     return told.all
 
 
-class _Told:
+class _TailScan:
     """What is known of a run when its newest events, in this order, have been read."""
 
     def __init__(self) -> None:
@@ -231,7 +236,10 @@ def _newest(events: Iterable[Event]) -> dict[str, float]:
             case Evaluated():
                 found |= event.metrics
             case RunEnded():
-                found |= {key if "/" in key else f"{WHOLE_RUN}/{key}": value for key, value in event.metrics.items()}
+                found |= {
+                    key if "/" in key else f"{WHOLE_RUN}/{key}": value
+                    for key, value in event.metrics.items()
+                }
             case _:
                 pass
     return numbers(found)
@@ -248,4 +256,8 @@ def _best(events: Iterable[Event], goal: str, mode: str) -> float | None:
 
 
 def _time(event: Event) -> float:
-    return (number((event.times or [0.0])[-1]) or 0.0) if isinstance(event, StepsLogged) else event.time
+    return (
+        (number((event.times or [0.0])[-1]) or 0.0)
+        if isinstance(event, StepsLogged)
+        else event.time
+    )

@@ -34,7 +34,9 @@ def candidates(line: str, root: Path) -> list[str]:
     return sorted({name for name in found if name.startswith(word)})
 
 
-def _after(parser: argparse.ArgumentParser, before: Sequence[str], word: str, root: Path) -> Iterator[str]:
+def _after(
+    parser: argparse.ArgumentParser, before: Sequence[str], word: str, root: Path
+) -> Iterator[str]:
     options = {name: action for action in parser._actions for name in action.option_strings}
     waiting = options.get(before[-1]) if before else None
     if waiting is not None and not isinstance(waiting, TAKES_NOTHING):
@@ -47,7 +49,11 @@ def _after(parser: argparse.ArgumentParser, before: Sequence[str], word: str, ro
     wanted = [action for action in parser._actions if not action.option_strings]
     if wanted and (len(given) < len(wanted) or wanted[-1].nargs in ("*", "+")):
         action = wanted[min(len(given), len(wanted) - 1)]
-        yield from _settings(given, word, root) if action.metavar == SETTING else _values(action, word, root)
+        yield from (
+            _settings(given, word, root)
+            if action.metavar == SETTING
+            else _values(action, word, root)
+        )
 
 
 def _positionals(words: Sequence[str], options: dict[str, argparse.Action]) -> Iterator[str]:
@@ -73,7 +79,9 @@ def _values(action: argparse.Action, word: str, root: Path) -> Iterator[str]:
 
 def _runs(root: Path) -> Iterator[str]:
     if (root / "runs").is_dir():
-        yield from (path.name for path in os.scandir(root / "runs") if not path.name.startswith("."))
+        yield from (
+            path.name for path in os.scandir(root / "runs") if not path.name.startswith(".")
+        )
 
 
 def _files(word: str, suffix: str) -> Iterator[str]:
@@ -109,10 +117,18 @@ def _source(reference: str, root: Path) -> str:
     try:
         identity = root / "runs" / reference / "run.json"
         if identity.is_file():
-            reference = str(json.loads(identity.read_text(encoding="utf-8"))["experiment_file"] or "")
+            reference = str(
+                json.loads(identity.read_text(encoding="utf-8"))["experiment_file"] or ""
+            )
         file = reference if reference.endswith(".py") else reference.rpartition(":")[0]
         return Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # a file that is none of ours
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ):  # a file that is none of ours
         return ""
 
 
@@ -123,16 +139,26 @@ def own_settings(source: str) -> dict[str, list[str]]:
     except (SyntaxError, ValueError):
         return {}
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-    groups = {name for node in classes.values() for name, kind in _fields(node).items() if kind in classes}
+    groups = {
+        name for node in classes.values() for name, kind in _fields(node).items() if kind in classes
+    }
     kinds = {kind for node in classes.values() for kind in _fields(node).values()}
     found: dict[str, list[str]] = {}
     for name, node in classes.items():
-        if name not in kinds:  # of those that are groups, the keys come with the class that has them
+        if (
+            name not in kinds
+        ):  # of those that are groups, the keys come with the class that has them
             found |= _keys(node, classes, "")
-    return {key: values for key, values in found.items() if key not in (*groups, "train", "goal", "search")}
+    return {
+        key: values
+        for key, values in found.items()
+        if key not in (*groups, "train", "goal", "search")
+    }
 
 
-def _keys(node: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str) -> dict[str, list[str]]:
+def _keys(
+    node: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str
+) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, kind in _fields(node).items():
         key = prefix + name.rstrip("_")
@@ -144,8 +170,16 @@ def _keys(node: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str) -> 
 
 
 def _fields(node: ast.ClassDef) -> dict[str, str]:
-    declared = (item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name))
-    return {item.target.id: ast.unparse(item.annotation) for item in declared if isinstance(item.target, ast.Name)}
+    declared = (
+        item
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    )
+    return {
+        item.target.id: ast.unparse(item.annotation)
+        for item in declared
+        if isinstance(item.target, ast.Name)
+    }
 
 
 def _spelled(kind: str) -> list[str]:

@@ -19,7 +19,7 @@ from rankzero.errors import FAILED, FINISHED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent, failures
 from rankzero.launch.request import OUT_OF_MEMORY, request_for, write_config
-from rankzero.launch.signals import Relay
+from rankzero.launch.signals import SignalForwarder
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
 from rankzero.telemetry.host import usable_cores
@@ -46,12 +46,12 @@ SLOW_LIBRARIES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempt:
+class LaunchPlan:
     """What to launch."""
 
     folder: RunFolder
     experiment: Experiment
-    nodes: agent.Nodes
+    nodes: agent.Topology
     root: Path
     argv: Sequence[str]
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -61,12 +61,12 @@ class Attempt:
     """Whether another machine began the run in this folder, and does what is done once."""
 
 
-def run(attempt: Attempt) -> int:
+def run(attempt: LaunchPlan) -> int:
     """Launch, follow and report; return the exit code. Raises RunFailed with the reason.
 
     Where a device runs out of memory, all ranks begin again from the newest checkpoint with half the micro-batch.
     """
-    with Relay() as signals:
+    with SignalForwarder() as signals:
         attempt, launched = _trained(attempt, signals)
         if not launched.is_heard_of:
             return _without_rank_zero(attempt, launched, stopped=bool(signals.received))
@@ -76,7 +76,7 @@ def run(attempt: Attempt) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Launched:
+class _LaunchResult:
     """How a launch went: what was shown, the status, and whether rank 0 came so far as to start an attempt."""
 
     console: Console
@@ -84,41 +84,61 @@ class _Launched:
     is_heard_of: bool
 
 
-def _trained(attempt: Attempt, signals: Relay) -> tuple[Attempt, _Launched]:
+def _trained(attempt: LaunchPlan, signals: SignalForwarder) -> tuple[LaunchPlan, _LaunchResult]:
     """Launch until memory suffices; return the attempt that it sufficed, and how its launch went."""
     launched = _launched(attempt, signals)
-    while launched.status == "FAILED" and (smaller := _with_half_the_micro_batch(attempt)) is not None:
+    while (
+        launched.status == "FAILED" and (smaller := _with_half_the_micro_batch(attempt)) is not None
+    ):
         attempt = smaller
-        launched.console.notice(f"out of memory: {attempt.tags[OUT_OF_MEMORY]}, and on from the newest checkpoint")
+        launched.console.notice(
+            f"out of memory: {attempt.tags[OUT_OF_MEMORY]}, and on from the newest checkpoint"
+        )
         write_config(attempt.folder, attempt.experiment)
         launched = _launched(attempt, signals)
     return attempt, launched
 
 
-def _launched(attempt: Attempt, signals: Relay) -> _Launched:
+def _launched(attempt: LaunchPlan, signals: SignalForwarder) -> _LaunchResult:
     """Launch and show until all processes have ended."""
     from rankzero.training import worker
 
     folder, status = attempt.folder, "FAILED"
     before = lookup.journal_bytes(folder)
-    request = request_for(folder, attempt.experiment, {**_provenance(attempt), **attempt.tags}, resumes=attempt.resumes)
-    advice = DataWait(attempt.experiment.train.workers, attempt.nodes.processes, len(usable_cores()))
+    request = request_for(
+        folder,
+        attempt.experiment,
+        {**_provenance(attempt), **attempt.tags},
+        resumes=attempt.resumes,
+    )
+    advice = DataWait(
+        attempt.experiment.train.workers, attempt.nodes.processes, len(usable_cores())
+    )
     console = Console(folder, attempt.experiment.goal, attempt.root, advise=advice)
     with console:
         try:
             status = agent.run(attempt.nodes, worker.main, request, folder.path / "logs", signals)
         except agent.WorkersFailed as error:
             console.failed = str(error)
-    return _Launched(console, status, lookup.is_heard_of(folder, before))
+    return _LaunchResult(console, status, lookup.is_heard_of(folder, before))
 
 
-def _with_half_the_micro_batch(attempt: Attempt) -> Attempt | None:
+def _with_half_the_micro_batch(attempt: LaunchPlan) -> LaunchPlan | None:
     """Return the next attempt after an out-of-memory; None where that was not it, or nothing can be halved.
 
     With several machines, only one of them knows why the ranks ended: there it fails.
     """
-    train, nodes, first = attempt.experiment.train, attempt.nodes, failures.first(attempt.folder.failures)
-    if first is None or not failures.is_out_of_memory(first.reason) or train.oom == "fail" or nodes.nodes > 1:
+    train, nodes, first = (
+        attempt.experiment.train,
+        attempt.nodes,
+        failures.first(attempt.folder.failures),
+    )
+    if (
+        first is None
+        or not failures.is_out_of_memory(first.reason)
+        or train.oom == "fail"
+        or nodes.nodes > 1
+    ):
         return None
     from rankzero.training import strategies
     from rankzero.training.data.order import check_even
@@ -131,7 +151,7 @@ def _with_half_the_micro_batch(attempt: Attempt) -> Attempt | None:
     return dataclasses.replace(attempt, experiment=experiment, tags={OUT_OF_MEMORY: told})
 
 
-def _without_rank_zero(attempt: Attempt, launched: _Launched, *, stopped: bool) -> int:
+def _without_rank_zero(attempt: LaunchPlan, launched: _LaunchResult, *, stopped: bool) -> int:
     """Report where rank 0 ran on another machine, or did not come so far as to start an attempt.
 
     What an earlier attempt has said of its end is not this one's.
@@ -152,7 +172,7 @@ def _may_go_on(folder: RunFolder) -> bool:
     return any(folder.checkpoints.glob("step_*"))
 
 
-def nodes_of(arguments: argparse.Namespace, train: Train) -> agent.Nodes:
+def nodes_of(arguments: argparse.Namespace, train: Train) -> agent.Topology:
     """Return the processes that the command line asks for. Raises UserError where they cannot be."""
     import torch
 
@@ -161,15 +181,23 @@ def nodes_of(arguments: argparse.Namespace, train: Train) -> agent.Nodes:
     from rankzero.training.distributed.device import check_gpus
 
     asked = arguments.nproc
-    processes = asked if asked is not None else strategies.processes(train.strategy, torch.cuda.device_count())
+    processes = (
+        asked
+        if asked is not None
+        else strategies.processes(train.strategy, torch.cuda.device_count())
+    )
     if processes < 1 or arguments.nnodes < 1:
         raise UserError("--nproc and --nnodes must be at least 1")
     if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
-        raise UserError("--nnodes needs --rdzv-endpoint HOST:PORT, the first machine's, on every machine")
+        raise UserError(
+            "--nnodes needs --rdzv-endpoint HOST:PORT, the first machine's, on every machine"
+        )
     check_gpus(processes)
     check_even(train, strategies.shards(train.strategy, processes * arguments.nnodes))
     endpoint = arguments.rdzv_endpoint or "localhost:0"
-    return agent.Nodes(processes, arguments.nnodes, endpoint, arguments.rdzv_id, arguments.max_restarts)
+    return agent.Topology(
+        processes, arguments.nnodes, endpoint, arguments.rdzv_id, arguments.max_restarts
+    )
 
 
 def libraries_of(path: Path) -> list[str]:
@@ -185,14 +213,14 @@ def libraries_of(path: Path) -> list[str]:
     return [name for name in named if name in SLOW_LIBRARIES]
 
 
-def _provenance(attempt: Attempt) -> Mapping[str, str]:
+def _provenance(attempt: LaunchPlan) -> Mapping[str, str]:
     found = provenance.collect(Path.cwd(), attempt.argv, os.environ)
     provenance.write_artifacts(found, attempt.folder.artifacts)
     reference = os.path.relpath(attempt.folder.identity.experiment_file or "", Path.cwd())
     return {**provenance.environment(found), "rankzero.experiment_file": reference}
 
 
-def _finish_tracking(attempt: Attempt, console: Console, hurried: Callable[[], bool]) -> None:
+def _finish_tracking(attempt: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:
     """Wait while the recorder gets on; log the final model of a finished run: both within `grace_seconds`.
 
     Who is `hurried` waits for nothing. What is left then, the recorder goes on with, and `rankzero sync` brings.
@@ -204,7 +232,9 @@ def _finish_tracking(attempt: Attempt, console: Console, hurried: Callable[[], b
         delivery = delivery_status.wait(
             attempt.folder, enough=lambda delivery: delivery_status.told(delivery) or hurried()
         )
-    ended = lookup.last_end(attempt.folder)  # not what was shown: showing may fail, as where the output's reader goes
+    ended = lookup.last_end(
+        attempt.folder
+    )  # not what was shown: showing may fail, as where the output's reader goes
     finished = ended is not None and ended.status == "FINISHED"
     logs_model = finished and attempt.experiment.train.log_model and not attempt.joined
     why = "nobody waited" if hurried() else "it takes long"
@@ -215,13 +245,17 @@ def _finish_tracking(attempt: Attempt, console: Console, hurried: Callable[[], b
         best_model.note(attempt.folder, late=True)
     elif logs_model:
         with console.status("logging the best model to MLflow"):
-            best_model.in_new_process(attempt.folder, console.notice, hurried, until - time.monotonic())
+            best_model.in_new_process(
+                attempt.folder, console.notice, hurried, until - time.monotonic()
+            )
 
 
-def _report(attempt: Attempt, console: Console) -> int:
+def _report(attempt: LaunchPlan, console: Console) -> int:
     ended = lookup.last_end(attempt.folder)
     if ended is None:
-        raise RunFailed(f"the run did not say how it ended ({console.failed}); see {attempt.folder.path / 'logs'}")
+        raise RunFailed(
+            f"the run did not say how it ended ({console.failed}); see {attempt.folder.path / 'logs'}"
+        )
     console.result(ended)
     if ended.status == "FAILED":
         killed = f" ({console.failed})" if "was killed by" in console.failed else ""

@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.take_anything()
     try:
         arguments = parse(words)  # imports the verb's module: Ctrl-C may come amid that
-        return int(importlib.import_module(f"rankzero.cli.commands.{arguments.verb}").run(arguments))
+        return int(
+            importlib.import_module(f"rankzero.cli.commands.{arguments.verb}").run(arguments)
+        )
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return FAILED
@@ -54,7 +56,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     """Read the words; only the module of the verb that is called is imported."""
     verb = _top_parser().parse_args(words[:1]).verb
     words = list(_with_their_values(words[1:]))
-    arguments = parser_of(verb).parse_intermixed_args(words)  # options may stand between key=value words
+    arguments = parser_of(verb).parse_intermixed_args(
+        words
+    )  # options may stand between key=value words
     arguments.verb = verb
     return arguments
 
@@ -103,7 +107,9 @@ def _top_parser() -> argparse.ArgumentParser:
         + "\n`rankzero VERB --help` tells more. Exit codes: 0 finished, 1 failed, 2 usage, 75 stopped but resumable.",
     )
     parser.add_argument("--version", action="version", version=f"rankzero {__version__}")
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="what to do, one of the verbs below")
+    parser.add_argument(
+        "verb", choices=VERBS, metavar="VERB", help="what to do, one of the verbs below"
+    )
     return parser
 
 
@@ -128,5 +134,8 @@ def _report(error: Exception) -> int:
         return FAILED if isinstance(error, RunFailed) else USAGE
     from rankzero.launch.failures import reason
 
-    print(f"error: {url_without_secrets(reason(error))}\n(--debug shows the traceback)", file=sys.stderr)
+    print(
+        f"error: {url_without_secrets(reason(error))}\n(--debug shows the traceback)",
+        file=sys.stderr,
+    )
     return FAILED

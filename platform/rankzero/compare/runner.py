@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rankzero import config
 from rankzero.compare import plots, results, tables
-from rankzero.compare.results import Entry, Measured, Row
+from rankzero.compare.results import StrategyResult, StrategyRow, StrategyRun
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.launch import failures as failure
-from rankzero.launch.agent import Nodes
+from rankzero.launch.agent import Topology
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
@@ -22,16 +22,16 @@ from rankzero.training.profiling import profiler
 from rankzero.training.profiling.profiler import Profile
 from rankzero.tuning.objective import Objective
 from rankzero.tuning.reports.study_run import Record
-from rankzero.tuning.trials.follower import OF_A_TRIAL, Followed, Say, Terms
+from rankzero.tuning.trials.follower import OF_A_TRIAL, Say, StopRules, TrialResult
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
-from rankzero.tuning.trials.pool import Crew, Job, in_turn
+from rankzero.tuning.trials.pool import TrialJob, TrialPool, in_turn
 
 OVER_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class CompareContext:
     """Where comparisons happen."""
 
     host: Host
@@ -43,7 +43,9 @@ class Bench:
     say: Say
 
 
-def compare(bench: Bench, plan: Sequence[Entry], argv: Sequence[str]) -> tuple[list[Row], list[str], RunFolder]:
+def compare(
+    bench: CompareContext, plan: Sequence[StrategyRun], argv: Sequence[str]
+) -> tuple[list[StrategyRow], list[str], RunFolder]:
     """Train the same work under each entry; return the rows, why they may not be fair, and the run they are in."""
     with Record(bench.runs, bench.identity, params_of(bench.reference), argv) as kept:
         measured = [_measured(bench, kept, entry) for entry in plan]
@@ -51,7 +53,10 @@ def compare(bench: Bench, plan: Sequence[Entry], argv: Sequence[str]) -> tuple[l
         notes = results.warnings(measured, bench.device == "cpu", "OMP_NUM_THREADS" in os.environ)
         says = tables.sentence(rows)
         kept.write(
-            "compare.json", json.dumps({"columns": list(tables.COLUMNS), "data": [tables.cells(row) for row in rows]})
+            "compare.json",
+            json.dumps(
+                {"columns": list(tables.COLUMNS), "data": [tables.cells(row) for row in rows]}
+            ),
         )
         kept.write_description(f"**{says}**\n\n{tables.markdown(rows, notes)}\n")
         _draw(kept, lambda: plots.write(kept.folder.artifacts, rows))
@@ -59,32 +64,56 @@ def compare(bench: Bench, plan: Sequence[Entry], argv: Sequence[str]) -> tuple[l
     return rows, notes, kept.folder
 
 
-def profile(bench: Bench, processes: int, argv: Sequence[str]) -> tuple[Profile, RunFolder]:
+def profile(
+    bench: CompareContext, processes: int, argv: Sequence[str]
+) -> tuple[Profile, RunFolder]:
     """Profile a few steady steps; traces and the verdict become artifacts of a run. Raises RunFailed."""
     with Record(bench.runs, bench.identity, params_of(bench.reference), argv) as kept:
-        found = profiled(bench, bench.reference, processes, kept.folder.artifacts / "profile", trace=True)
+        found = profiled(
+            bench, bench.reference, processes, kept.folder.artifacts / "profile", trace=True
+        )
         says = tables.verdict(found)
-        kept.write_description(f"{says}\n\n{tables.costs_markdown(found)}\n\nTraces: `profile/`, for ui.perfetto.dev\n")
-        summary = {"step_seconds": found.step_seconds, "samples_per_second": found.batch_size / found.step_seconds}
+        kept.write_description(
+            f"{says}\n\n{tables.costs_markdown(found)}\n\nTraces: `profile/`, for ui.perfetto.dev\n"
+        )
+        summary = {
+            "step_seconds": found.step_seconds,
+            "samples_per_second": found.batch_size / found.step_seconds,
+        }
         shares = {"compute": found.breakdown.compute, **dataclasses.asdict(found.breakdown)}
-        _draw(kept, lambda: plots.write_step(kept.folder.artifacts / "figures" / "step_time.png", found))
-        kept.finished(says, {**summary, **{f"{name}_fraction": value for name, value in shares.items()}})
+        _draw(
+            kept,
+            lambda: plots.write_step(kept.folder.artifacts / "figures" / "step_time.png", found),
+        )
+        kept.finished(
+            says, {**summary, **{f"{name}_fraction": value for name, value in shares.items()}}
+        )
     return found, kept.folder
 
 
-def profiled(bench: Bench, experiment: Experiment, processes: int, folder: Path, *, trace: bool) -> Profile:
+def profiled(
+    bench: CompareContext, experiment: Experiment, processes: int, folder: Path, *, trace: bool
+) -> Profile:
     """Return a profile of the experiment. Raises RunFailed with the reason where it could not be made."""
     failures = folder / "failures"
     folder.mkdir(parents=True, exist_ok=True)
-    request = profiler.Request(
-        bench.identity.experiment_file or "", config.to_yaml(experiment), str(folder), str(failures), trace
+    request = profiler.ProfileRequest(
+        bench.identity.experiment_file or "",
+        config.to_yaml(experiment),
+        str(folder),
+        str(failures),
+        trace,
     )
-    bench.host.run("rankzero.training.profiling.profiler:main", Nodes(processes), request, folder / "logs")
+    bench.host.run(
+        "rankzero.training.profiling.profiler:main", Topology(processes), request, folder / "logs"
+    )
     while not bench.host.over(OVER_SECONDS):
         pass
     if not (folder / "profile.json").exists():
         first = failure.first(failures)
-        raise RunFailed(first.reason if first else f"its processes ended without a word; see {folder / 'logs'}")
+        raise RunFailed(
+            first.reason if first else f"its processes ended without a word; see {folder / 'logs'}"
+        )
     return profiler.read(folder)
 
 
@@ -93,19 +122,23 @@ def params_of(reference: Experiment) -> dict[str, str]:
     return settings_without_secrets(config.rendered(reference))
 
 
-def _measured(bench: Bench, kept: Record, entry: Entry) -> Measured:
+def _measured(bench: CompareContext, kept: Record, entry: StrategyRun) -> StrategyResult:
     """Train under one entry, then profile it: what limits it is measured, too."""
     if entry.strategy == "dp" and entry.devices != bench.gpus > 0:
-        return Measured(entry, reason=f"dp takes all {bench.gpus} GPUs that it sees; set CUDA_VISIBLE_DEVICES")
+        return StrategyResult(
+            entry, reason=f"dp takes all {bench.gpus} GPUs that it sees; set CUDA_VISIBLE_DEVICES"
+        )
     experiment = config.override(bench.reference, {"train.strategy": entry.strategy, **OF_A_TRIAL})
-    name, ends = f"{bench.identity.name}-{entry.name}", list[Followed]()
-    launcher = TrainLauncher(bench.host, kept.folder, Nodes(entry.processes), kept.environment)
-    job = Job(experiment, name, Objective("throughput", experiment.goal, None), Terms(), ends.append)
-    Crew([launcher]).work(in_turn([job]))
+    name, ends = f"{bench.identity.name}-{entry.name}", list[TrialResult]()
+    launcher = TrainLauncher(bench.host, kept.folder, Topology(entry.processes), kept.environment)
+    job = TrialJob(
+        experiment, name, Objective("throughput", experiment.goal, None), StopRules(), ends.append
+    )
+    TrialPool([launcher]).work(in_turn([job]))
     found = ends[0]
     if found.state != "COMPLETE":
         bench.say(f"{entry.name:10} not run: {found.reason}")
-        return Measured(entry, reason=found.reason)
+        return StrategyResult(entry, reason=found.reason)
     parts = kept.folder.path / "profiles" / entry.name
     try:
         limits = profiled(bench, experiment, entry.processes, parts, trace=False).breakdown
@@ -117,15 +150,19 @@ def _measured(bench: Bench, kept: Record, entry: Entry) -> Measured:
     return dataclasses.replace(one, breakdown=limits)
 
 
-def _of_run(entry: Entry, found: Followed, folder: RunFolder, batch_size: int) -> Measured:
+def _of_run(
+    entry: StrategyRun, found: TrialResult, folder: RunFolder, batch_size: int
+) -> StrategyResult:
     assert found.curve.ended is not None
     figures, sampled = found.curve.ended.metrics, list(read_all(folder.system(0)))
     joules = found.curve.joules
     samples = found.curve.step * batch_size
-    return Measured(
+    return StrategyResult(
         entry,
         seconds=figures.get("train_seconds", found.curve.seconds),
-        samples_per_second=figures.get("samples_per_second", samples / max(found.curve.seconds, 1e-9)),
+        samples_per_second=figures.get(
+            "samples_per_second", samples / max(found.curve.seconds, 1e-9)
+        ),
         half_width=figures.get("samples_per_second_half_width"),
         memory_megabytes=figures.get("peak_memory_megabytes"),
         gpu_percent=results.mean_of(sampled, "utilization_percentage"),
@@ -133,8 +170,12 @@ def _of_run(entry: Entry, found: Followed, folder: RunFolder, batch_size: int) -
     )
 
 
-def _summary(rows: Sequence[Row]) -> dict[str, float]:
-    return {f"speed_up/{row.measured.entry.name}": row.speed_up for row in rows if row.speed_up is not None}
+def _summary(rows: Sequence[StrategyRow]) -> dict[str, float]:
+    return {
+        f"speed_up/{row.measured.entry.name}": row.speed_up
+        for row in rows
+        if row.speed_up is not None
+    }
 
 
 def _draw(kept: Record, draw: Callable[[], None]) -> None:

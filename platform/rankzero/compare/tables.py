@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rankzero.compare.results import Measured, Row
+from rankzero.compare.results import StrategyResult, StrategyRow
 from rankzero.training.profiling.profiler import Profile
-from rankzero.training.profiling.spans import Breakdown
+from rankzero.training.profiling.spans import StepBreakdown
 
 COLUMNS = (
     "strategy",
@@ -29,7 +29,7 @@ ADVICE = {
 }
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: StrategyRow) -> list[str]:
     """Return a row of the table, by `COLUMNS`."""
     one = row.measured
     if one.reason:
@@ -49,28 +49,37 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def table(rows: Sequence[StrategyRow]) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the table, without columns in which nothing was measured."""
     whole = [cells(row) for row in rows]
     kept = [number for number in range(len(COLUMNS)) if any(line[number] for line in whole)]
-    return [COLUMNS[number] for number in kept], [[line[number] for number in kept] for line in whole]
+    return [COLUMNS[number] for number in kept], [
+        [line[number] for number in kept] for line in whole
+    ]
 
 
-def reasons(rows: Sequence[Row]) -> list[str]:
+def reasons(rows: Sequence[StrategyRow]) -> list[str]:
     """Return why what was not run was not."""
-    return [f"{row.measured.entry.name}: {row.measured.reason}" for row in rows if row.measured.reason]
+    return [
+        f"{row.measured.entry.name}: {row.measured.reason}" for row in rows if row.measured.reason
+    ]
 
 
-def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
+def markdown(rows: Sequence[StrategyRow], notes: Sequence[str]) -> str:
     """Return the table, what was not run and the warnings, for a run's page."""
     head, body = table(rows)
     lines = [head, ["---"] * len(head), *body]
     shown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n\n".join([shown, *(f"Not run: {reason}" for reason in reasons(rows)),
-                         *(f"**Not fair:** {note}" for note in notes)])  # fmt: skip
+    return "\n\n".join(
+        [
+            shown,
+            *(f"Not run: {reason}" for reason in reasons(rows)),
+            *(f"**Not fair:** {note}" for note in notes),
+        ]
+    )
 
 
-def sentence(rows: Sequence[Row]) -> str:
+def sentence(rows: Sequence[StrategyRow]) -> str:
     """Return the comparison in a sentence."""
     known = [row for row in rows if row.speed_up is not None]
     if not known:
@@ -100,15 +109,16 @@ def costs_markdown(profile: Profile) -> str:
     """Return the top costs as a table."""
     head = ["| operator | ms a step | share | calls a step |", "|---|---|---|---|"]
     rows = [
-        f"| {cost.name} | {cost.milliseconds:.3g} | {cost.share:.0%} | {cost.calls:.3g} |" for cost in profile.costs
+        f"| {cost.name} | {cost.milliseconds:.3g} | {cost.share:.0%} | {cost.calls:.3g} |"
+        for cost in profile.costs
     ]
     return "\n".join([*head, *rows])
 
 
-def _share(breakdown: Breakdown) -> str:
+def _share(breakdown: StepBreakdown) -> str:
     return f"{getattr(breakdown, breakdown.bound):.0%}"
 
 
-def _name(one: Measured) -> str:
+def _name(one: StrategyResult) -> str:
     plural = "s" if one.entry.devices > 1 else ""
     return f"{one.entry.strategy} on {one.entry.devices} device{plural}"

@@ -94,11 +94,15 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         return read_yaml(path.read_bytes().removeprefix(codecs.BOM_UTF8).decode())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): name a file of settings") from error
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}): name a file of settings"
+        ) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         byte = error.object[error.start]
-        raise ConfigError(f"{path} is not UTF-8 text (byte 0x{byte:02x} in line {line}): save it as UTF-8") from error
+        raise ConfigError(
+            f"{path} is not UTF-8 text (byte 0x{byte:02x} in line {line}): save it as UTF-8"
+        ) from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -135,7 +139,11 @@ def _suggestion(key: str, known: Iterable[str]) -> str:
         return f": it is a group; set one of {', '.join(group)}"
     known = list(known)
     near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.6) or _nearest_last_part(key, known)
+    near = (
+        near
+        or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        or _nearest_last_part(key, known)
+    )
     return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(known)}"
 
 
@@ -166,16 +174,25 @@ def _coerce_setting(key: str, value: Any, annotation: Any) -> Any:
     try:
         return coerce(value, annotation)
     except ValueError as error:
-        raise ConfigError(f"{key}: expected {describe_type(annotation)}, got {_shown(value)}") from error
+        raise ConfigError(
+            f"{key}: expected {describe_type(annotation)}, got {_shown(value)}"
+        ) from error
 
 
 def _shown(value: Any) -> str:
     """Return a value as a message may show it: its beginning, where it is long."""
     try:
         text = render(value)
-    except (ValueError, TypeError):  # a number of more digits than Python writes, a list of what JSON has no word for
+    except (
+        ValueError,
+        TypeError,
+    ):  # a number of more digits than Python writes, a list of what JSON has no word for
         text = f"<{type(value).__name__}>"
-    return repr(text) if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]!r}… of {len(text):,} characters"
+    return (
+        repr(text)
+        if len(text) <= LONGEST_SHOWN
+        else f"{text[:LONGEST_SHOWN]!r}… of {len(text):,} characters"
+    )
 
 
 def _nested(config: object, instead: Mapping[str, str], prefix: str = "") -> dict[str, Any]:

@@ -13,7 +13,16 @@ from rankzero.config import yaml_text
 
 NONE_WORDS = {"none", "null", "~"}
 LARGEST_EXACT = 2.0**53
-BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+BOOLEANS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 
 
 def render(value: object) -> str:
@@ -110,7 +119,9 @@ def _coerce_float(value: Any) -> float:
         number = float(value)
     except (OverflowError, TypeError) as error:
         raise ValueError("not a number") from error
-    if number != number or (isinstance(value, str) and math.isinf(number) and "inf" not in value.lower()):
+    if number != number or (
+        isinstance(value, str) and math.isinf(number) and "inf" not in value.lower()
+    ):
         raise ValueError("not a number, or none that a float holds")
     return number
 
@@ -163,7 +174,9 @@ def _coerce_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _coerce_literal(value: Any, options: tuple[Any, ...]) -> Any:
     for option in options:
-        if (type(option) is type(value) and option == value) or (isinstance(value, str) and render(option) == value):
+        if (type(option) is type(value) and option == value) or (
+            isinstance(value, str) and render(option) == value
+        ):
             return option
     raise ValueError("not one of the choices")
 
@@ -180,5 +193,7 @@ def _items_of_text(text: str) -> list[Any]:
     if not text.startswith("["):
         return [item.strip() for item in text.split(",")] if text else []
     with contextlib.suppress(ValueError, RecursionError):
-        return list(json.loads(text))  # what `render` wrote; YAML reads some characters of JSON otherwise
+        return list(
+            json.loads(text)
+        )  # what `render` wrote; YAML reads some characters of JSON otherwise
     return list(yaml_text.load(text))

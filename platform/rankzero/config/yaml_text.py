@@ -18,7 +18,13 @@ def load(text: str) -> Any:
         return _Loader(text).get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(f"not valid YAML: {str(error)[:1000]}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:  # what its constructors raise
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # what its constructors raise
         raise ValueError(f"not valid YAML: {type(error).__name__}: {str(error)[:1000]}") from error
 
 
@@ -33,21 +39,27 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, "an alias (*name): say the value itself", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "an alias (*name): say the value itself", mark
+            )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         for key, count in keys.items():
             if count > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key[:80]!r} is said twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key[:80]!r} is said twice", node.start_mark
+                )
         return super().construct_mapping(node, deep)
 
 
 def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     number = float(loader.construct_yaml_float(node))
     if math.isinf(number) and "inf" not in node.value.lower():
-        raise yaml.constructor.ConstructorError(None, None, f"{node.value[:80]} is too large", node.start_mark)
+        raise yaml.constructor.ConstructorError(
+            None, None, f"{node.value[:80]} is too large", node.start_mark
+        )
     return number
 
 
@@ -59,7 +71,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    )
 
 
 _Loader.add_constructor("tag:yaml.org,2002:float", _float)

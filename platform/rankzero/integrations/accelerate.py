@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero.integrations.deferred_run import LateRun
+from rankzero.integrations.deferred_run import DeferredRun
 from rankzero.integrations.tracked_run import TrackedRun
 
 try:
     from accelerate.tracking import GeneralTracker
 except ImportError as error:
-    raise ImportError("rankzero.integrations.accelerate needs it: pip install rankzero[accelerate]") from error
+    raise ImportError(
+        "rankzero.integrations.accelerate needs it: pip install rankzero[accelerate]"
+    ) from error
 
 
 class RankZeroTracker(GeneralTracker):
@@ -22,7 +24,7 @@ class RankZeroTracker(GeneralTracker):
     main_process_only = True
 
     def __init__(self, experiment: str = "accelerate", **options: Any) -> None:
-        self._late = LateRun(experiment, **options)
+        self._late = DeferredRun(experiment, **options)
         super().__init__()
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 from rankzero.integrations.tracked_run import TrackedRun, track
 
 
-class LateRun:
+class DeferredRun:
     """A `TrackedRun` whose params are collected until it begins. Safe on every rank.
 
     `options`: those of `rankzero.track`. A script that ends without saying so ends the run: FINISHED, or FAILED with
@@ -18,7 +18,9 @@ class LateRun:
     where it did not.
     """
 
-    def __init__(self, experiment: str, unless_said: BaseException | None = None, **options: Any) -> None:
+    def __init__(
+        self, experiment: str, unless_said: BaseException | None = None, **options: Any
+    ) -> None:
         self._experiment, self._options, self._unless_said = experiment, options, unless_said
         self._params: dict[str, Any] = {}
         self._run: TrackedRun | None = None
@@ -51,4 +53,6 @@ class LateRun:
 
     def give_up(self) -> None:
         """End the run, whose end nobody will say any more."""
-        self.end(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or self._unless_said)
+        self.end(
+            getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or self._unless_said
+        )

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero.integrations.deferred_run import LateRun
+from rankzero.integrations.deferred_run import DeferredRun
 
 try:
     from ignite.engine import Engine, Events
 except ImportError as error:
-    raise ImportError("rankzero.integrations.ignite needs it: pip install rankzero[ignite]") from error
+    raise ImportError(
+        "rankzero.integrations.ignite needs it: pip install rankzero[ignite]"
+    ) from error
 
 
 class RankZeroHandler:
     """Sends a trainer's outputs and an evaluator's metrics to MLflow. `options`: those of `rankzero.track`."""
 
-    def __init__(self, experiment: str = "ignite", params: Mapping[str, Any] | None = None, **options: Any) -> None:
-        self._late = LateRun(experiment, **options)
+    def __init__(
+        self, experiment: str = "ignite", params: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        self._late = DeferredRun(experiment, **options)
         self._late.params(params or {})
 
     def attach(self, trainer: Engine, evaluator: Engine | None = None) -> RankZeroHandler:
@@ -32,7 +36,9 @@ class RankZeroHandler:
     def _iteration(self, trainer: Engine) -> None:
         output = trainer.state.output
         metrics = output if isinstance(output, Mapping) else {"loss": output}
-        self._late.run.log({f"train/{name}": value for name, value in metrics.items()}, trainer.state.iteration)
+        self._late.run.log(
+            {f"train/{name}": value for name, value in metrics.items()}, trainer.state.iteration
+        )
 
     def _evaluated(self, evaluator: Engine, trainer: Engine) -> None:
         metrics = {f"val/{name}": value for name, value in evaluator.state.metrics.items()}

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rankzero.integrations.deferred_run import LateRun
+from rankzero.integrations.deferred_run import DeferredRun
 
 try:
     import keras
 except ImportError as error:
-    raise ImportError("rankzero.integrations.keras needs it: pip install rankzero[keras]") from error
+    raise ImportError(
+        "rankzero.integrations.keras needs it: pip install rankzero[keras]"
+    ) from error
 
 LEFT = "fit was left before its end"
 
@@ -29,12 +31,18 @@ class RankZeroCallback(keras.callbacks.Callback):
     such as the batch size. Where `fit` was not seen to end well, the run FAILED.
     """
 
-    async_safe = True  # else Keras would wait for every batch's loss, also where its backend can do without
+    async_safe = (
+        True  # else Keras would wait for every batch's loss, also where its backend can do without
+    )
 
     def __init__(
-        self, experiment: str = "keras", params: Mapping[str, Any] | None = None, *, checkpoints: bool = True,
+        self,
+        experiment: str = "keras",
+        params: Mapping[str, Any] | None = None,
+        *,
+        checkpoints: bool = True,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self._experiment, self._given, self._options = experiment, dict(params or {}), options
         self._checkpoints = checkpoints
@@ -58,7 +66,9 @@ class RankZeroCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Log what Keras has of the batch; it may call from threads of its own."""
-        number = min(batch + 1, self._length() or batch + 1)  # several batches at a time may end behind the epoch
+        number = min(
+            batch + 1, self._length() or batch + 1
+        )  # several batches at a time may end behind the epoch
         with self._lock:
             self._seen = max(self._seen, number)
             values = {f"train/{name}": value for name, value in (logs or {}).items()}
@@ -68,8 +78,14 @@ class RankZeroCallback(keras.callbacks.Callback):
         """Log the learning rate and the validation's metrics, and keep a checkpoint."""
         run, step = self._late.run, self._before + self._seen
         run.log(_learning_rate(self.model), step)
-        metrics = {f"val/{name[4:]}": value for name, value in (logs or {}).items() if name.startswith("val_")}
-        weights = _weights(self.model) if self._checkpoints else {}  # where they are shared out, all workers must ask
+        metrics = {
+            f"val/{name[4:]}": value
+            for name, value in (logs or {}).items()
+            if name.startswith("val_")
+        }
+        weights = (
+            _weights(self.model) if self._checkpoints else {}
+        )  # where they are shared out, all workers must ask
         if weights and run.folder is not None:
             run.checkpoint(_tensors(weights), step, metrics)
         else:
@@ -79,8 +95,8 @@ class RankZeroCallback(keras.callbacks.Callback):
         """End the run."""
         self._late.end()
 
-    def _new_run(self) -> LateRun:
-        return LateRun(self._experiment, RuntimeError(LEFT), **self._options)
+    def _new_run(self) -> DeferredRun:
+        return DeferredRun(self._experiment, RuntimeError(LEFT), **self._options)
 
     def _length(self) -> int | None:
         """Return the batches of an epoch, where they are known before it ends."""
@@ -103,16 +119,24 @@ def restore(model: keras.Model, checkpoint: str | Path) -> None:
 
 
 def _assign(variables: list[Any], values: list[Any], what: str) -> None:
-    shapes, found = [tuple(variable.shape) for variable in variables], [tuple(value.shape) for value in values]
+    shapes, found = (
+        [tuple(variable.shape) for variable in variables],
+        [tuple(value.shape) for value in values],
+    )
     if shapes != found:
-        raise ValueError(f"the {what} is another model's: its shapes are {found}, this one's {shapes}")
+        raise ValueError(
+            f"the {what} is another model's: its shapes are {found}, this one's {shapes}"
+        )
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value.numpy())
 
 
 def _variables(model: keras.Model) -> dict[str, list[Any]]:
     optimizer = getattr(model, "optimizer", None)
-    return {"model": list(model.weights), "optimizer": list(optimizer.variables if optimizer is not None else ())}
+    return {
+        "model": list(model.weights),
+        "optimizer": list(optimizer.variables if optimizer is not None else ()),
+    }
 
 
 def _weights(model: keras.Model) -> dict[str, dict[str, Any]]:
@@ -141,7 +165,11 @@ def _known(array: Any) -> Any:
 
 def _learning_rate(model: keras.Model) -> dict[str, float]:
     optimizer = getattr(model, "optimizer", None)
-    return {} if optimizer is None else {"lr": float(keras.ops.convert_to_numpy(optimizer.learning_rate))}
+    return (
+        {}
+        if optimizer is None
+        else {"lr": float(keras.ops.convert_to_numpy(optimizer.learning_rate))}
+    )
 
 
 def _settings(model: keras.Model, params: Mapping[str, Any]) -> dict[str, Any]:

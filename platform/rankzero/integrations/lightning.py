@@ -10,14 +10,16 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero.integrations.deferred_run import LateRun
+from rankzero.integrations.deferred_run import DeferredRun
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.utilities import rank_zero_only
 except ImportError as error:
-    raise ImportError("rankzero.integrations.lightning needs Lightning: pip install rankzero[lightning]") from error
+    raise ImportError(
+        "rankzero.integrations.lightning needs Lightning: pip install rankzero[lightning]"
+    ) from error
 
 WHOLE = ("SingleDeviceStrategy", "DDPStrategy")
 """Strategies under which rank 0 has the whole model."""
@@ -29,7 +31,7 @@ class RankZeroLogger(Logger):
     def __init__(self, experiment: str = "lightning", **options: Any) -> None:
         super().__init__()
         self._experiment = experiment
-        self._late = LateRun(experiment, **options)
+        self._late = DeferredRun(experiment, **options)
 
     @property
     def name(self) -> str:
@@ -40,7 +42,7 @@ class RankZeroLogger(Logger):
         return self._late.run.name if self._late.begun else None
 
     @property
-    def late(self) -> LateRun:
+    def late(self) -> DeferredRun:
         """The run, for `RankZeroCallback`."""
         return self._late
 
@@ -52,12 +54,16 @@ class RankZeroLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log metrics at a step."""
-        self._late.run.log({name: value for name, value in metrics.items() if name != "epoch"}, step or 0)
+        self._late.run.log(
+            {name: value for name, value in metrics.items() if name != "epoch"}, step or 0
+        )
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """End the run: Lightning says success, failed or interrupted. What the callback said before counts."""
-        self._late.end({"success": None, "interrupted": KeyboardInterrupt()}.get(status, RuntimeError(status)))
+        self._late.end(
+            {"success": None, "interrupted": KeyboardInterrupt()}.get(status, RuntimeError(status))
+        )
 
 
 class RankZeroCallback(Callback):
@@ -78,13 +84,21 @@ class RankZeroCallback(Callback):
         """Log the validation metrics under their goal's name, and keep a checkpoint."""
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        metrics = {_grouped(name): value for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+        metrics = {
+            _grouped(name): value
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith("val")
+        }
         if self._checkpoints and type(trainer.strategy).__name__ in WHOLE:
-            self._late.run.checkpoint({"model": pl_module.state_dict()}, trainer.global_step, metrics)
+            self._late.run.checkpoint(
+                {"model": pl_module.state_dict()}, trainer.global_step, metrics
+            )
         else:
             self._late.run.evaluated(metrics, trainer.global_step)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """End the run as FAILED, or KILLED by Ctrl-C."""
         self._late.end(exception)
 

@@ -75,14 +75,20 @@ def track(
     )
     take_over(RunFolder.open_or_create(root / "runs", identity))
     log = RunLog.open(root / "runs", identity, mine, gpu_uuids=None)
-    wanted = {} if goal is None else {f"goal.{key}": value for key, value in params_of(goal).items()}
-    return TrackedRun(log, goal or Goal(), keep, settings_without_secrets({**params_of(config), **wanted}))
+    wanted = (
+        {} if goal is None else {f"goal.{key}": value for key, value in params_of(goal).items()}
+    )
+    return TrackedRun(
+        log, goal or Goal(), keep, settings_without_secrets({**params_of(config), **wanted})
+    )
 
 
 class TrackedRun:
     """A run that is being tracked. Every method is safe on every rank."""
 
-    def __init__(self, log: RunLog | None, goal: Goal, keep: int, params: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, log: RunLog | None, goal: Goal, keep: int, params: Mapping[str, str] | None = None
+    ) -> None:
         self._log, self._goal, self._keep, self._params = log, goal, keep, dict(params or {})
         self._rows: list[Row] = []
         self._told: set[str | None] = set()
@@ -111,7 +117,10 @@ class TrackedRun:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._log is None:
             return
@@ -140,9 +149,13 @@ class TrackedRun:
         if self._log is None:
             return False
         self._flush()
-        return self._evaluated({str(name): number(value) for name, value in metrics.items()}, self._at(step))
+        return self._evaluated(
+            {str(name): number(value) for name, value in metrics.items()}, self._at(step)
+        )
 
-    def checkpoint(self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any] | None = None) -> None:
+    def checkpoint(
+        self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         """Keep `state_dict` (tensors and plain values) as the checkpoint of `step`; returns once it is copied.
 
         `metrics` are validation metrics; the goal's metric among them decides which checkpoints are kept.
@@ -150,7 +163,10 @@ class TrackedRun:
         if self._log is None:
             return
         self._flush()
-        measured, at = {str(name): number(value) for name, value in (metrics or {}).items()}, self._at(step)
+        measured, at = (
+            {str(name): number(value) for name, value in (metrics or {}).items()},
+            self._at(step),
+        )
         better = self._evaluated(measured, at)
         self._guarded(
             f"the checkpoint of step {at} is not kept",
@@ -180,7 +196,9 @@ class TrackedRun:
 
         if self._checkpoints is None:
             assert self._log is not None
-            self._checkpoints = Checkpoints(self._log.folder.path, self._keep, self._goal, notice=self._log.notice)
+            self._checkpoints = Checkpoints(
+                self._log.folder.path, self._keep, self._goal, notice=self._log.notice
+            )
         return self._checkpoints
 
     def _evaluated(self, metrics: Mapping[str, float], step: int) -> bool:
@@ -200,7 +218,11 @@ class TrackedRun:
         if self._checkpoints is not None:
             self._tell(self._checkpoints.poll())
         self._tell_what_is_no_number(rows)
-        found = iter(numbers([value for _, _, metrics in rows for value in metrics.values()], self._log.notice))
+        found = iter(
+            numbers(
+                [value for _, _, metrics in rows for value in metrics.values()], self._log.notice
+            )
+        )
         for step, moment, metrics in rows:
             columns = {name: [next(found)] for name in metrics}
             self._log(StepsLogged([self._at(step)], [moment], columns))
@@ -214,15 +236,24 @@ class TrackedRun:
         elif None not in self._told:  # a metric may be called anything
             assert self._log is not None
             self._told.add(None)
-            self._log.notice(f"a step must be a whole number, not {step!r:.80}: it counts as step {self._step}")
+            self._log.notice(
+                f"a step must be a whole number, not {step!r:.80}: it counts as step {self._step}"
+            )
         return self._step
 
     def _tell_what_is_no_number(self, rows: list[Row]) -> None:
         assert self._log is not None
-        odd = {name: value for _, _, metrics in rows for name, value in metrics.items() if isinstance(value, str)}
+        odd = {
+            name: value
+            for _, _, metrics in rows
+            for name, value in metrics.items()
+            if isinstance(value, str)
+        }
         for name in sorted(odd.keys() - self._told):
             self._told.add(name)
-            self._log.notice(f"{name} is no number but {odd[name]!r}: it is logged as NaN; log its mean, for instance")
+            self._log.notice(
+                f"{name} is no number but {odd[name]!r}: it is logged as NaN; log its mean, for instance"
+            )
 
 
 def _mine() -> ranks.Ranks:
@@ -246,13 +277,19 @@ def params_of(config: object) -> dict[str, str]:
         return {key: render(value) for key, value in _dotted(config, "")}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {key: render(value) for key, value in _dotted(dataclasses.asdict(config), "")}
-    raise configs.ConfigError(f"a config must be a mapping or a dataclass, got {type(config).__name__}")
+    raise configs.ConfigError(
+        f"a config must be a mapping or a dataclass, got {type(config).__name__}"
+    )
 
 
 def _dotted(nested: Mapping[Any, Any], prefix: str) -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for key, value in nested.items():
-        pairs += _dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+        pairs += (
+            _dotted(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else [(f"{prefix}{key}", value)]
+        )
     return pairs
 
 

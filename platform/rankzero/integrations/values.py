@@ -18,10 +18,20 @@ def kept(value: Any) -> Any:
         if hasattr(value, "is_complex") and value.is_complex():
             return "a complex number"
         if hasattr(value, "detach"):
-            return value.detach().clone() if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+            return (
+                value.detach().clone()
+                if value.numel() == 1
+                else f"a tensor of shape {tuple(value.shape)}"
+            )
         if hasattr(value, "__array__") and hasattr(value, "copy"):
-            return value.copy() if getattr(value, "size", 1) == 1 else f"an array of shape {tuple(value.shape)}"
-        return value if hasattr(value, "__float__") or hasattr(value, "__index__") else str(value)[:80]
+            return (
+                value.copy()
+                if getattr(value, "size", 1) == 1
+                else f"an array of shape {tuple(value.shape)}"
+            )
+        return (
+            value if hasattr(value, "__float__") or hasattr(value, "__index__") else str(value)[:80]
+        )
     except Exception as error:  # on a GPU that has failed, nothing can be copied: the loop will hear of that by itself
         return f"{type(error).__name__}: {error}"[:80]
 
@@ -44,7 +54,9 @@ def numbers(values: list[Any], failed: Callable[[str], None]) -> list[float]:
         try:
             column = _column(tensors)
         except Exception as error:
-            failed(f"what cannot be read of what was logged on {device} is NaN: {type(error).__name__}: {error}")
+            failed(
+                f"what cannot be read of what was logged on {device} is NaN: {type(error).__name__}: {error}"
+            )
             column = [number(one) for one in tensors]
         for index, read in zip(indices, column, strict=True):
             found[index] = read
@@ -52,7 +64,9 @@ def numbers(values: list[Any], failed: Callable[[str], None]) -> list[float]:
 
 
 def _column(tensors: Iterable[Any]) -> list[float]:
-    column: list[float] = sys.modules["torch"].stack([one.reshape(()).double() for one in tensors]).tolist()
+    column: list[float] = (
+        sys.modules["torch"].stack([one.reshape(()).double() for one in tensors]).tolist()
+    )
     return column
 
 
@@ -67,6 +81,8 @@ def whole(value: Any) -> int | None:
 def number(value: Any) -> float:
     """Return the value as a float; NaN for what is none."""
     try:
-        return NAN if hasattr(value, "full_tensor") else float(value)  # of such one, rank 0 would wait for the others
+        return (
+            NAN if hasattr(value, "full_tensor") else float(value)
+        )  # of such one, rank 0 would wait for the others
     except Exception:  # whatever a user's type raises: telemetry cannot kill a run
         return NAN

@@ -21,22 +21,24 @@ from typing import Any
 
 from rankzero.launch import rendezvous
 from rankzero.launch import signals as relay
-from rankzero.launch.signals import Relay
+from rankzero.launch.signals import SignalForwarder
 
 START_METHOD = "forkserver"
 # Making the first optimizer imports torch._dynamo, which takes about as long as PyTorch itself.
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.data", "numpy", "rankzero.training.worker"]
 NOISY = (
-    "torch.distributed", "torch.multiprocessing", "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed",
+    "torch.multiprocessing",
+    "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.multiprocessing.errors",
-)  # fmt: skip
+)
 MONITOR_SECONDS = 0.5  # between looks at the workers: each costs them a moment of a core
 LOOK_SECONDS = 0.01
 SHUTDOWN_SECONDS = 30  # what a rank gets to leave once another has failed, before SIGKILL
 
 
 @dataclasses.dataclass(frozen=True)
-class Nodes:
+class Topology:
     """Where the processes run. The defaults are this machine alone."""
 
     processes: int
@@ -59,7 +61,9 @@ def warm_up(modules: Sequence[str] = ()) -> None:
     relay.start_server()
 
 
-def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path, signals: Relay) -> str:
+def run(
+    nodes: Topology, entry: Callable[[Any], str], request: Any, logs: Path, signals: SignalForwarder
+) -> str:
     """Run `entry(request)` in every process of this node; return what the first of them returned.
 
     SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process reach the workers, which stop at the same step; a second
@@ -86,14 +90,22 @@ def run(nodes: Nodes, entry: Callable[[Any], str], request: Any, logs: Path, sig
         try:
             with signals.to(agent):
                 result = agent.run()
-        except relay.Stopped as stopped:
+        except relay.LaunchStopped as stopped:
             raise WorkersFailed(str(stopped)) from None
         except RendezvousError as error:
-            raise WorkersFailed(f"the machines did not come together: {error or type(error).__name__}") from error
-        except json.JSONDecodeError as error:  # the file in which the agent looks for a failed rank's last words
-            raise WorkersFailed("a rank failed, and there was no room on the disk to say why") from error
+            raise WorkersFailed(
+                f"the machines did not come together: {error or type(error).__name__}"
+            ) from error
+        except (
+            json.JSONDecodeError
+        ) as error:  # the file in which the agent looks for a failed rank's last words
+            raise WorkersFailed(
+                "a rank failed, and there was no room on the disk to say why"
+            ) from error
     if result.is_failed():
-        raise WorkersFailed(", ".join(_obituary(rank, failed.exitcode) for rank, failed in result.failures.items()))
+        raise WorkersFailed(
+            ", ".join(_obituary(rank, failed.exitcode) for rank, failed in result.failures.items())
+        )
     return str(result.return_values[min(result.return_values)])
 
 
@@ -106,10 +118,12 @@ def _obituary(rank: int, exit_code: int) -> str:
 def log_files(logs: Path, local_rank: int) -> list[Path]:
     """Return the files that a local rank's output goes to, of all attempts, oldest first."""
     found = logs.glob(f"*/attempt_*/{local_rank}/std*.log")
-    return sorted(found, key=lambda path: (path.parent.stat().st_mtime_ns, path.name != "stdout.log"))
+    return sorted(
+        found, key=lambda path: (path.parent.stat().st_mtime_ns, path.name != "stdout.log")
+    )
 
 
-def _spec(nodes: Nodes, entry: Callable[[Any], str], request: Any) -> Any:
+def _spec(nodes: Topology, entry: Callable[[Any], str], request: Any) -> Any:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 

@@ -15,7 +15,12 @@ from rankzero.errors import UserError
 from rankzero.redaction.text import text_without_secrets
 from rankzero.run_store.folder import write_atomically
 
-OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
+OUT_OF_MEMORY = (
+    "OutOfMemoryError",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator",
+)
 OURS = str(Path(__file__).parents[1])
 
 
@@ -52,7 +57,9 @@ def is_out_of_memory(text: str) -> bool:
 def write(failure: Failure, folder: Path) -> None:
     """Leave word in ``<folder>/rank_<r>.json``, without secrets: it goes to MLflow. A full disk takes none."""
     told = dataclasses.replace(
-        failure, reason=text_without_secrets(failure.reason), error=text_without_secrets(failure.error)
+        failure,
+        reason=text_without_secrets(failure.reason),
+        error=text_without_secrets(failure.error),
     )
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,9 @@ def handler_of_one_agent(parameters: Any) -> Any:
     return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
 
 
-def on_loopback(ranks: Ranks, timeout: datetime.timedelta, environ: Mapping[str, str] = os.environ) -> Any:
+def on_loopback(
+    ranks: Ranks, timeout: datetime.timedelta, environ: Mapping[str, str] = os.environ
+) -> Any:
     """Return the store of a job whose ranks are all on this machine, which rank 0 serves to it alone.
 
     None where the launcher's environment names another machine, or serves a store itself (torchrun, of itself).
@@ -39,7 +41,12 @@ def on_loopback(ranks: Ranks, timeout: datetime.timedelta, environ: Mapping[str,
     port = int(environ["MASTER_PORT"])
     listening = _listening(port, ranks.world_size).detach() if ranks.first else None
     return _distributed().TCPStore(
-        LOOPBACK, port, ranks.world_size, is_master=ranks.first, timeout=timeout, master_listen_fd=listening
+        LOOPBACK,
+        port,
+        ranks.world_size,
+        is_master=ranks.first,
+        timeout=timeout,
+        master_listen_fd=listening,
     )
 
 

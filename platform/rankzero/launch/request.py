@@ -22,7 +22,7 @@ OUT_OF_MEMORY = "rankzero.out_of_memory"
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class JobRequest:
     """What a launcher asks of every worker of a node. Plain values: it crosses process boundaries."""
 
     experiment_file: str
@@ -41,12 +41,16 @@ class Request:
 
 
 def request_for(
-    folder: RunFolder, experiment: Experiment, environment: Mapping[str, str], *, resumes: bool = False
-) -> Request:
+    folder: RunFolder,
+    experiment: Experiment,
+    environment: Mapping[str, str],
+    *,
+    resumes: bool = False,
+) -> JobRequest:
     """Return the request to train `experiment` into `folder`, whose earlier words of failure are forgotten."""
     for path in folder.failures.glob("rank_*.json"):
         path.unlink()
-    return Request(
+    return JobRequest(
         experiment_file=folder.identity.experiment_file or "",
         config=config.to_yaml(experiment),
         runs=str(folder.path.parent),
@@ -75,7 +79,9 @@ def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFold
             f"rankzero resume {identity.name}"
         ) from None
     except OSError as error:
-        raise UserError(f"cannot write to {runs}: {error.strerror}; choose another folder with --dir") from error
+        raise UserError(
+            f"cannot write to {runs}: {error.strerror}; choose another folder with --dir"
+        ) from error
 
 
 def with_secrets(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dict[str, Any]:
@@ -86,7 +92,9 @@ def with_secrets(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dic
     hidden = [key for key, value in settings.items() if BLOT in str(value)]
     unknown = [key for key in hidden if key not in changes]
     if unknown:
-        raise UserError(f"what looks like a secret is not written down there: say it again, {'=… '.join(unknown)}=…")
+        raise UserError(
+            f"what looks like a secret is not written down there: say it again, {'=… '.join(unknown)}=…"
+        )
     return {**settings, **{key: changes[key] for key in hidden}}
 
 
@@ -103,4 +111,6 @@ def write_config(folder: RunFolder, experiment: Experiment) -> None:
     hidden = blotted(config.rendered(experiment))
     write_atomically(folder.config, config.to_yaml(experiment), private=bool(hidden))
     folder.artifacts.mkdir(exist_ok=True)
-    write_atomically(folder.artifacts / folder.config.name, config.to_yaml(experiment, instead=hidden))
+    write_atomically(
+        folder.artifacts / folder.config.name, config.to_yaml(experiment, instead=hidden)
+    )

@@ -20,9 +20,11 @@ from types import FrameType
 from typing import Any, Self, TypeVar
 
 PASSED_ON = {
-    signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGINT: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
-}  # fmt: skip
+}
 TRANSLATED = {signal.SIGUSR2: signal.SIGUSR2, signal.SIGQUIT: signal.SIGKILL}
 HELD = frozenset({*PASSED_ON, *TRANSLATED})
 LISTENS = "listens_to_signals"
@@ -31,14 +33,18 @@ Entry = TypeVar("Entry", bound=Callable[..., Any])
 
 def heard(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
     """Return those to listen to: not SIGHUP where the command was begun with that ignored, as ``nohup`` begins it."""
-    return [one for one in numbers if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+    return [
+        one
+        for one in numbers
+        if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN
+    ]
 
 
-class Stopped(Exception):
+class LaunchStopped(Exception):
     """A signal asked the launcher to stop where no worker could hear it."""
 
 
-class Relay:
+class SignalForwarder:
     """What signals ask of this process inside its ``with`` block, and of the workers that it has. Main thread only."""
 
     def __init__(self, *, second_ends: bool = True) -> None:
@@ -63,7 +69,7 @@ class Relay:
         self._workers = _Workers(agent)
         try:
             if self.received:
-                raise Stopped(f"stopped by {self.received[0].name} before it began")
+                raise LaunchStopped(f"stopped by {self.received[0].name} before it began")
             yield
         finally:
             self._workers = None
@@ -99,7 +105,7 @@ class _Workers:
         """Send `number`, after which nothing is started again. Raises Stopped where nobody could hear it."""
         self._agent._remaining_restarts, self._stopped = 0, received
         if self._pids is None and not self._starting:
-            raise Stopped(f"stopped by {received.name} before it began")
+            raise LaunchStopped(f"stopped by {received.name} before it began")
         self.send(number)
 
     def send(self, number: signal.Signals) -> None:
@@ -113,7 +119,7 @@ class _Workers:
 
     def _started(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
         if self._stopped is not None:
-            raise Stopped(f"stopped by {self._stopped.name}, and not begun again")
+            raise LaunchStopped(f"stopped by {self._stopped.name}, and not begun again")
         self._starting = True
         ids: dict[int, Any] = self._start(*args, **kwargs)
         self._pids, self._starting = list(ids.values()), False

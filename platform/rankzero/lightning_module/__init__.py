@@ -35,8 +35,15 @@ def _own(module: ModuleType, base: str) -> dict[str, type[Any]]:
         for value in vars(module).values()
         if isinstance(value, type) and value.__module__ == module.__name__ and _derives(value, base)
     }
-    return {name: cls for name, cls in found.items() if not any(cls in other.__mro__[1:] for other in found.values())}
+    return {
+        name: cls
+        for name, cls in found.items()
+        if not any(cls in other.__mro__[1:] for other in found.values())
+    }
 
 
 def _derives(cls: type, base: str) -> bool:
-    return any(parent.__name__ == base and parent.__module__.startswith(LIGHTNING) for parent in cls.__mro__[1:])
+    return any(
+        parent.__name__ == base and parent.__module__.startswith(LIGHTNING)
+        for parent in cls.__mro__[1:]
+    )

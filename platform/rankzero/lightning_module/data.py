@@ -12,7 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from rankzero.errors import UserError
 
@@ -20,7 +26,7 @@ LIGHTNINGS_OWN = ("lightning.", "pytorch_lightning.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedData:
     """What a run needs of its loaders: RankZero makes its own, for its data order."""
 
     train: Any
@@ -28,7 +34,7 @@ class Loaded:
     collate: Any
 
 
-def from_hooks(source: Any) -> Loaded:
+def from_hooks(source: Any) -> LoadedData:
     """Prepare and set up a data module, or a module with loaders of its own, and return its data sets.
 
     `prepare_data` runs on one process of a machine at a time. Raises UserError for loaders whose order or whose
@@ -38,16 +44,18 @@ def from_hooks(source: Any) -> Loaded:
         source.prepare_data()
     source.setup("fit")
     train, val = _loader(source, "train_dataloader"), _loader(source, "val_dataloader")
-    return Loaded(train.dataset, val.dataset, train.collate_fn)
+    return LoadedData(train.dataset, val.dataset, train.collate_fn)
 
 
-def from_pair(pair: Any) -> Loaded:
+def from_pair(pair: Any) -> LoadedData:
     """Return what a plain ``data()`` beside the module gave."""
     try:
         train, val = pair
     except (TypeError, ValueError) as error:
-        raise UserError(f"data() must return two map-style data sets (training, validation): {error}") from error
-    return Loaded(train, val, default_collate)
+        raise UserError(
+            f"data() must return two map-style data sets (training, validation): {error}"
+        ) from error
+    return LoadedData(train, val, default_collate)
 
 
 def has_loaders(cls: type[Any]) -> bool:
@@ -62,7 +70,9 @@ def _loader(source: Any, name: str) -> DataLoader[Any]:
     if not isinstance(found, DataLoader):
         raise UserError(f"{where} must return one torch DataLoader, got {type(found).__name__}")
     if isinstance(found.dataset, IterableDataset):
-        raise UserError(f"{where}: an IterableDataset has no order that can be resumed; use a map-style data set")
+        raise UserError(
+            f"{where}: an IterableDataset has no order that can be resumed; use a map-style data set"
+        )
     if type(found.sampler) not in (RandomSampler, SequentialSampler):
         raise UserError(
             f"{where} has a {type(found.sampler).__name__}: RankZero draws each epoch's order itself; put what the "

@@ -23,15 +23,21 @@ from rankzero.lightning_module.init_arguments import (
     fields_of,
     learning_rate,
 )
-from rankzero.lightning_module.lr_schedule import Factors, configured, undone
-from rankzero.lightning_module.steps import Steps
-from rankzero.lightning_module.trainer_stub import StandIn
+from rankzero.lightning_module.lr_schedule import ReplayedScheduler, configured, undone
+from rankzero.lightning_module.steps import LightningSteps
+from rankzero.lightning_module.trainer_stub import TrainerStub
 
 HARMLESS = {"on_fit_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint", "on_gpu"}
 HOOKS = {
-    "backward", "configure_gradient_clipping", "configure_model", "configure_sharded_model", "lr_scheduler_step",
-    "optimizer_step", "optimizer_zero_grad", "transfer_batch_to_device",
-}  # fmt: skip
+    "backward",
+    "configure_gradient_clipping",
+    "configure_model",
+    "configure_sharded_model",
+    "lr_scheduler_step",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "transfer_batch_to_device",
+}
 """What a `Trainer` calls and RankZero's loop does not, besides everything that begins with ``on_``."""
 OTHER_STAGES = ("on_test_", "on_predict_")
 SETTINGS = {"train": Train, "goal": Goal, "search": Mapping}
@@ -48,7 +54,7 @@ class Source:
     """The function beside the module, if there is one."""
 
 
-class Adopted(Experiment):
+class LightningExperiment(Experiment):
     """The experiment that a `LightningModule` is; `adopt` derives a class of it for each."""
 
     source: ClassVar[Source]
@@ -61,9 +67,9 @@ class Adopted(Experiment):
         collate: Callable[[list[Any]], Any] = self._loaded.collate
         return collate  # the user's own function, which loading processes can be sent
 
-    def model(self) -> Steps:
-        trainer = StandIn(self.train, len(self._loaded.train), self._data_module)
-        return Steps(self._made(self.source.module), trainer)
+    def model(self) -> LightningSteps:
+        trainer = TrainerStub(self.train, len(self._loaded.train), self._data_module)
+        return LightningSteps(self._made(self.source.module), trainer)
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
         return model(batch)
@@ -71,23 +77,29 @@ class Adopted(Experiment):
     def optimizer(self, model: Any) -> Any:
         optimizer, scheduler, interval, frequency = configured(model.module.configure_optimizers())
         steps = frequency * (model.trainer.num_training_batches if interval == "epoch" else 1)
-        factors = None if scheduler is None else Factors(optimizer, scheduler)
+        factors = None if scheduler is None else ReplayedScheduler(optimizer, scheduler)
         if factors is not None and (self.train.schedule != "constant" or self.train.warmup_steps):
-            raise UserError("configure_optimizers has a scheduler: leave train.schedule=constant and no warm-up, or it")
+            raise UserError(
+                "configure_optimizers has a scheduler: leave train.schedule=constant and no warm-up, or it"
+            )
         vars(self)["_playing"] = model.trainer, factors, steps
         return undone(optimizer)
 
     def schedule(self, step: int, total_steps: int) -> float:
         trainer, factors, steps_each = vars(self)["_playing"]
         trainer.global_step = step  # the loop asks before each step: so the module knows it, too
-        return super().schedule(step, total_steps) if factors is None else factors.after(step // steps_each)
+        return (
+            super().schedule(step, total_steps)
+            if factors is None
+            else factors.after(step // steps_each)
+        )
 
     @functools.cached_property
     def _data_module(self) -> Any:
         return None if self.source.data_module is None else self._made(self.source.data_module)
 
     @functools.cached_property
-    def _loaded(self) -> loaders.Loaded:
+    def _loaded(self) -> loaders.LoadedData:
         if self.source.data is not None:
             return loaders.from_pair(self.source.data())
         return loaders.from_hooks(self._data_module or self._made(self.source.module))
@@ -99,7 +111,9 @@ class Adopted(Experiment):
         return cls(**arguments_for(cls, {**values, **rates, BATCH_SIZE: self.train.batch_size}))
 
 
-def adopt(module: type[Any], data_modules: Sequence[type[Any]], beside: Mapping[str, Any]) -> type[Experiment]:
+def adopt(
+    module: type[Any], data_modules: Sequence[type[Any]], beside: Mapping[str, Any]
+) -> type[Experiment]:
     """Return the experiment that a `LightningModule` is, with what its file has `beside` it.
 
     That is ``data()``, and ``train = Train(…)``, ``goal = Goal(…)``, ``search = {…}`` for the defaults. Raises
@@ -108,7 +122,9 @@ def adopt(module: type[Any], data_modules: Sequence[type[Any]], beside: Mapping[
     data = beside.get("data")
     data_module = None if data is not None else _only(data_modules, module)
     if data is None and data_module is None and not loaders.has_loaders(module):
-        raise UserError(f"{module.__name__} has no data: put a LightningDataModule or a function data() beside it")
+        raise UserError(
+            f"{module.__name__} has no data: put a LightningDataModule or a function data() beside it"
+        )
     classes = [module, *([data_module] if data_module else [])]
     for cls in classes:
         _refuse_hooks(cls)
@@ -125,11 +141,15 @@ def adopt(module: type[Any], data_modules: Sequence[type[Any]], beside: Mapping[
         },
         **{name: default for name, (_, default) in fields.items()},
         "train": _train_of(classes),
-        **{name: beside[name] for name, kind in SETTINGS.items() if isinstance(beside.get(name), kind)},
+        **{
+            name: beside[name]
+            for name, kind in SETTINGS.items()
+            if isinstance(beside.get(name), kind)
+        },
         "lr": learning_rate(module),
         "source": Source(module, data_module, data),
     }
-    return type(module.__name__, (Adopted,), namespace)
+    return type(module.__name__, (LightningExperiment,), namespace)
 
 
 def _train_of(classes: Sequence[type[Any]]) -> Train:
@@ -141,17 +161,25 @@ def _train_of(classes: Sequence[type[Any]]) -> Train:
 def _only(data_modules: Sequence[type[Any]], module: type[Any]) -> type[Any] | None:
     if len(data_modules) > 1:
         names = ", ".join(cls.__name__ for cls in data_modules)
-        raise UserError(f"several data modules beside {module.__name__}: {names}; leave one, or write data()")
+        raise UserError(
+            f"several data modules beside {module.__name__}: {names}; leave one, or write data()"
+        )
     return data_modules[0] if data_modules else None
 
 
 def _refuse_hooks(cls: type[Any]) -> None:
     """Raise UserError where a class relies on what RankZero's loop does not call."""
-    own = {name for parent in cls.__mro__ if not parent.__module__.startswith(FRAMEWORK) for name in vars(parent)}
+    own = {
+        name
+        for parent in cls.__mro__
+        if not parent.__module__.startswith(FRAMEWORK)
+        for name in vars(parent)
+    }
     missed = sorted(
         name
         for name in own
-        if name in HOOKS or (name.startswith("on_") and name not in HARMLESS and not name.startswith(OTHER_STAGES))
+        if name in HOOKS
+        or (name.startswith("on_") and name not in HARMLESS and not name.startswith(OTHER_STAGES))
     )
     if missed:
         raise UserError(

@@ -13,15 +13,30 @@ from rankzero.errors import UserError
 LEARNING_RATES = ("lr", "learning_rate")
 BATCH_SIZE = "batch_size"
 NO_FIELDS = {"train", "goal", "search", *LEARNING_RATES}
-METHODS = {"data", "model", "measure", "collate", "optimizer", "schedule", "parallelize", "split_points"}
+METHODS = {
+    "data",
+    "model",
+    "measure",
+    "collate",
+    "optimizer",
+    "schedule",
+    "parallelize",
+    "split_points",
+}
 
 
 def defaults_of(cls: type[Any]) -> dict[str, Any]:
     """Return {name: default} of what `cls` takes. Raises UserError for an argument without a default."""
-    found = {name: parameter.default for name, parameter in _parameters(cls).items() if name != BATCH_SIZE}
+    found = {
+        name: parameter.default
+        for name, parameter in _parameters(cls).items()
+        if name != BATCH_SIZE
+    }
     missing = [name for name, default in found.items() if default is inspect.Parameter.empty]
     if missing:
-        raise UserError(f"{cls.__name__}.__init__: give {', '.join(missing)} a default value, to make it a setting")
+        raise UserError(
+            f"{cls.__name__}.__init__: give {', '.join(missing)} a default value, to make it a setting"
+        )
     return found
 
 
@@ -50,7 +65,9 @@ def fields_of(classes: Iterable[type[Any]]) -> dict[str, tuple[Any, Any]]:
 def learning_rate(cls: type[Any]) -> float:
     """Return the default of the learning rate that `cls` takes. Raises UserError where it takes none."""
     defaults = defaults_of(cls)
-    found = [defaults[name] for name in LEARNING_RATES if isinstance(defaults.get(name), (int, float))]
+    found = [
+        defaults[name] for name in LEARNING_RATES if isinstance(defaults.get(name), (int, float))
+    ]
     if not found:
         raise UserError(
             f"{cls.__name__}.__init__ has no learning rate: let it take `lr`, and use that in configure_optimizers"

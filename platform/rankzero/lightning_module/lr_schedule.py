@@ -33,11 +33,18 @@ def configured(found: Any) -> tuple[Optimizer, Any, str, int]:
     settings = schedulers[0] if isinstance(schedulers[0], Mapping) else {"scheduler": schedulers[0]}
     scheduler = settings["scheduler"]
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise UserError("ReduceLROnPlateau waits for a metric: use a scheduler that depends on the step alone")
-    return optimizers[0], scheduler, settings.get("interval", "epoch"), int(settings.get("frequency", 1))
+        raise UserError(
+            "ReduceLROnPlateau waits for a metric: use a scheduler that depends on the step alone"
+        )
+    return (
+        optimizers[0],
+        scheduler,
+        settings.get("interval", "epoch"),
+        int(settings.get("frequency", 1)),
+    )
 
 
-class Factors:
+class ReplayedScheduler:
     """What a scheduler multiplies the initial learning rates by after so many of its steps.
 
     The scheduler is played on a stand-in for its optimizer, as far as was asked for. Raises UserError for one that
@@ -56,7 +63,9 @@ class Factors:
     def after(self, count: int) -> float:
         """Return the factor after `count` of the scheduler's steps."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that optimizer.step() was not called before: it never is
+            warnings.simplefilter(
+                "ignore"
+            )  # that optimizer.step() was not called before: it never is
             while len(self._factors) <= count:
                 self._scheduler.step()
                 self._note()
@@ -64,9 +73,14 @@ class Factors:
 
     def _note(self) -> None:
         groups = self._shadow.param_groups
-        factors = [float(group["lr"]) / rate if rate else 1.0 for group, rate in zip(groups, self._rates, strict=True)]
+        factors = [
+            float(group["lr"]) / rate if rate else 1.0
+            for group, rate in zip(groups, self._rates, strict=True)
+        ]
         if max(factors) - min(factors) > 1e-6 * max(map(abs, factors)):
-            raise UserError("the scheduler treats parameter groups differently, which RankZero's loop does not do")
+            raise UserError(
+                "the scheduler treats parameter groups differently, which RankZero's loop does not do"
+            )
         if self._others() != self._beside:
             raise UserError(
                 f"{type(self._scheduler).__name__} cycles the momentum, too, which RankZero's loop does not do: give "
@@ -100,7 +114,10 @@ def _pair(found: Any) -> tuple[list[Any], list[Any]]:
 def _shadow(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer of nothing, with the same groups' settings."""
     groups = [
-        {**{name: value for name, value in group.items() if name != "params"}, "params": [torch.zeros(1)]}
+        {
+            **{name: value for name, value in group.items() if name != "params"},
+            "params": [torch.zeros(1)],
+        }
         for group in optimizer.param_groups
     ]
     return torch.optim.SGD(groups, lr=0.0)

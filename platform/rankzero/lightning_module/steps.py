@@ -10,16 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from rankzero.errors import UserError
-from rankzero.lightning_module.trainer_stub import StandIn
+from rankzero.lightning_module.trainer_stub import TrainerStub
 
-PREFIXES = {True: ("train_", "train/"), False: ("val_", "val/", "valid_", "valid/", "validation_", "validation/")}
+PREFIXES = {
+    True: ("train_", "train/"),
+    False: ("val_", "val/", "valid_", "valid/", "validation_", "validation/"),
+}
 """What Lightning users put before a metric's name, by whether it is the training's; the journal has groups for it."""
 
 
-class Steps(nn.Module):
+class LightningSteps(nn.Module):
     """Wraps a module so that a wrapper (DDP, FSDP, a compiler) sees its steps as its forward."""
 
-    def __init__(self, module: Any, trainer: StandIn) -> None:
+    def __init__(self, module: Any, trainer: TrainerStub) -> None:
         if not module.automatic_optimization:
             raise UserError(
                 "the module optimizes by hand (automatic_optimization=False), which RankZero's loop does not"
@@ -53,11 +56,13 @@ class Steps(nn.Module):
         """Stand for `LightningModule.log`: every metric is reported, averaged over samples and ranks."""
         self._logged[name] = value
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Steps:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LightningSteps:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         first = next(self.module.parameters(), None)
         if first is not None:
-            self.module.to(first.device)  # Lightning's `self.device` learns of a move from `to` alone
+            self.module.to(
+                first.device
+            )  # Lightning's `self.device` learns of a move from `to` alone
         return self
 
 
@@ -68,9 +73,17 @@ def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dic
     if loss is None and not training:
         loss = _value("loss", named["loss"], None) if "loss" in named else None
     if loss is None:
-        wanted = "training_step must return the loss" if training else "validation_step must log val_loss or return it"
-        raise UserError(f"{wanted}, or a dict with the key 'loss'; it returned {type(result).__name__}")
-    others = {name: _value(name, value, loss.device) for name, value in named.items() if name != "loss"}
+        wanted = (
+            "training_step must return the loss"
+            if training
+            else "validation_step must log val_loss or return it"
+        )
+        raise UserError(
+            f"{wanted}, or a dict with the key 'loss'; it returned {type(result).__name__}"
+        )
+    others = {
+        name: _value(name, value, loss.device) for name, value in named.items() if name != "loss"
+    }
     return {"loss": loss, **others}
 
 
@@ -81,7 +94,9 @@ def _returned_loss(result: Any) -> Tensor | None:
 
 def _value(name: str, value: Any, device: torch.device | None) -> Tensor:
     """Return a logged value as a 0-d tensor. Raises UserError where it is none."""
-    batch_value = getattr(value, "_forward_cache", None)  # a torchmetrics object: this batch's value
+    batch_value = getattr(
+        value, "_forward_cache", None
+    )  # a torchmetrics object: this batch's value
     if isinstance(value, nn.Module) and batch_value is None:
         raise UserError(
             f"log({name!r}): call the metric for each batch, self.log({name!r}, self.metric(output, target))"
@@ -89,7 +104,9 @@ def _value(name: str, value: Any, device: torch.device | None) -> Tensor:
     value = value if batch_value is None else batch_value
     if isinstance(value, Tensor):
         return value.detach().reshape(()) if value.numel() == 1 else value.detach()
-    return torch.full((), float(value), dtype=torch.float32, device=device)  # a copy would wait for the device
+    return torch.full(
+        (), float(value), dtype=torch.float32, device=device
+    )  # a copy would wait for the device
 
 
 def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:

@@ -11,7 +11,7 @@ from rankzero.experiment import Train
 
 
 @dataclasses.dataclass
-class StandIn:
+class TrainerStub:
     """Answers what modules commonly ask of their trainer. Anything else is a UserError that names it."""
 
     train: Train

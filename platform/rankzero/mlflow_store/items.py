@@ -15,7 +15,7 @@ RETRIES = "rankzero.retries"
 DESCRIPTION = "mlflow.note.content"
 
 
-class Point(NamedTuple):
+class MetricPoint(NamedTuple):
     """One value of one metric."""
 
     key: str
@@ -26,10 +26,10 @@ class Point(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Points:
+class MetricBatch:
     """At most a thousand points: what MLflow takes at once."""
 
-    points: list[Point]
+    points: list[MetricPoint]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +40,19 @@ class Tags:
 
 
 @dataclasses.dataclass(frozen=True)
-class End:
+class RunEnd:
     """The last thing MLflow hears of an attempt."""
 
     event: RunEnded
 
 
-Item = RunStarted | DataDescribed | Points | Tags | End
+MlflowItem = RunStarted | DataDescribed | MetricBatch | Tags | RunEnd
 
 
-def name_of(item: Item) -> str:
+def name_of(item: MlflowItem) -> str:
     """Return what an item is called where it is told that it was set aside."""
     match item:
-        case Points(points):
+        case MetricBatch(points):
             return f"metric {points[0].key} at step {points[0].step}"
         case Tags(tags):
             return f"tag {next(iter(tags))}"

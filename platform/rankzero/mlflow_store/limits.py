@@ -37,7 +37,9 @@ def names(keys: Iterable[str]) -> dict[str, str]:
     """Return {key: its legal name}, no two the same; the same way every time, whatever the order."""
     found: dict[str, str] = {}
     taken: set[str] = set()
-    for key in sorted(set(keys), key=lambda key: (name(key) != key, key)):  # what is legal keeps its name
+    for key in sorted(
+        set(keys), key=lambda key: (name(key) != key, key)
+    ):  # what is legal keeps its name
         found[key] = name(key) if name(key) not in taken else apart(key)
         taken.add(found[key])
     return found

@@ -39,18 +39,24 @@ class Access(NamedTuple):
         return f"http://{_bracketed(LOOPBACK if self.host in ANYWHERE else self.host)}:{self.port}"
 
 
-def access(host: str, port: int, *, insecure: bool, names: Sequence[str], origins: Sequence[str]) -> Access:
+def access(
+    host: str, port: int, *, insecure: bool, names: Sequence[str], origins: Sequence[str]
+) -> Access:
     """Return who may reach a server on `host`: authenticated beyond loopback, unless `insecure`. Raises UserError.
 
     `names`: what else people call this machine; `origins`: other sites whose pages may use the server.
     """
     if any("*" in word for word in (*names, *origins)):
-        raise UserError("--allowed-hosts and --cors-origins take names, no patterns: a * would let others in")
+        raise UserError(
+            "--allowed-hosts and --cors-origins take names, no patterns: a * would let others in"
+        )
     here = _any_port(("localhost", LOOPBACK))
     if is_loopback(host):
         return Access(port, host, (*here, *_any_port((host,)), *names), tuple(origins))
     own = _own_names(host)
-    own_pages = [f"http://{_bracketed(name)}:{port}" for name in own] + [f"http://{name}" for name in names]
+    own_pages = [f"http://{_bracketed(name)}:{port}" for name in own] + [
+        f"http://{name}" for name in names
+    ]
     called = (*here, *(names or _any_port(own)))
     return Access(port, host, called, (*own_pages, *origins), not insecure)
 
@@ -91,15 +97,23 @@ def with_users(root: Path, environ: Mapping[str, str]) -> tuple[dict[str, str], 
         f"[mlflow]\ndefault_permission = READ\ndatabase_uri = {uri}\nadmin_username = {user.replace('%', '%%')}\n"
         "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n",
     )
-    added = {"MLFLOW_AUTH_CONFIG_PATH": str(settings), "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32)}
+    added = {
+        "MLFLOW_AUTH_CONFIG_PATH": str(settings),
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32),
+    }
     if users.exists() and users.stat().st_size:
-        return {**environ, **added}, f"users: those in {users}; forgotten the password? Remove the file and start again"
+        return {
+            **environ,
+            **added,
+        }, f"users: those in {users}; forgotten the password? Remove the file and start again"
     password = environ.get(PASSWORD) or secrets.token_urlsafe(15)
     if len(password) < LEAST_PASSWORD:
         raise UserError(f"${PASSWORD} must have at least {LEAST_PASSWORD} characters")
     _write_private(users, "")
     told = (
-        f"the password in ${PASSWORD}" if environ.get(PASSWORD) else f"password {password} (told once: write it down)"
+        f"the password in ${PASSWORD}"
+        if environ.get(PASSWORD)
+        else f"password {password} (told once: write it down)"
     )
     return {**environ, **added, USER: user, PASSWORD: password}, f"user {user}, {told}"
 
@@ -121,11 +135,15 @@ def _own_names(host: str) -> list[str]:
 
 def _any_port(names: Sequence[str]) -> list[str]:
     """Return each name with any port, as a tunnel may lead through another: MLflow compares a request's name whole."""
-    return [word for name in dict.fromkeys(names) for word in (_pattern(name), f"{_pattern(name)}:*")]
+    return [
+        word for name in dict.fromkeys(names) for word in (_pattern(name), f"{_pattern(name)}:*")
+    ]
 
 
 def _pattern(name: str) -> str:
-    return f"[[]{name}]" if ":" in name else name  # a bracket begins a set of characters in a pattern
+    return (
+        f"[[]{name}]" if ":" in name else name
+    )  # a bracket begins a set of characters in a pattern
 
 
 def _bracketed(host: str) -> str:

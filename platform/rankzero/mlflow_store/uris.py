@@ -26,7 +26,18 @@ SETUP = ".setup-"
 _READ_AS_A_URIS = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 
 # Write-ahead logging needs memory shared between processes, which file systems of other machines cannot give.
-_NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse")
+_NETWORK_FILE_SYSTEMS = (
+    "nfs",
+    "cifs",
+    "smb",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "afs",
+    "9p",
+    "fuse",
+)
 
 
 class TrackingError(UserError):
@@ -145,7 +156,11 @@ def server_command(root: Path, port: int, host: str = "127.0.0.1") -> list[str]:
 
 def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for `server_command`: no usage telemetry, no processes for jobs that nobody submits."""
-    return {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **environ}
+    return {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        **environ,
+    }
 
 
 def deep_link(base_url: str, experiment_id: str, run_id: str) -> str:
@@ -170,10 +185,13 @@ def _absolute_sqlite(uri: str) -> str:
 
 
 def _refuse_file_store(root: Path) -> None:
-    if (root / DATABASE).exists() or not any(meta.parent.name.isdigit() for meta in root.glob("*/meta.yaml")):
+    if (root / DATABASE).exists() or not any(
+        meta.parent.name.isdigit() for meta in root.glob("*/meta.yaml")
+    ):
         return
     raise TrackingError(
-        f"{root} holds runs of MLflow's old file store, which it no longer writes to" + _migration_hint(root, root)
+        f"{root} holds runs of MLflow's old file store, which it no longer writes to"
+        + _migration_hint(root, root)
     )
 
 
@@ -195,7 +213,9 @@ def _create_database(path: Path) -> None:
     with _alone(path.parent), contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
         if new and not _on_network(path):
             database.execute("PRAGMA journal_mode=WAL")
-        database.execute("BEGIN IMMEDIATE")  # fails here, and not after an hour of training, where it is read-only
+        database.execute(
+            "BEGIN IMMEDIATE"
+        )  # fails here, and not after an hour of training, where it is read-only
         database.rollback()
 
 

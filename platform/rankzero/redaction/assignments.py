@@ -34,9 +34,13 @@ _ORDINARY = re.compile(  # whose number is no secret: password_length=8, secrets
 )
 _BARE_PASS = re.compile(r"(?<![_\-])pass", re.I)  # pass: 12, fail: 3
 _ENDED = r"[,;)\]}]{0,3}(?:\s|\Z)"
-_PARAMETER = re.compile(r"[._](?:weight|bias)\W*\Z")  # size mismatch for token_embedding.weight: copying
+_PARAMETER = re.compile(
+    r"[._](?:weight|bias)\W*\Z"
+)  # size mismatch for token_embedding.weight: copying
 _SWITCH = re.compile(rf"(?:[Tt]rue|[Ff]alse|[Nn]one|null){_ENDED}")
-_NUMBER = re.compile(rf"[+\-]?\d{{1,6}}(?:\.\d{{0,6}})?(?:e[+\-]?\d{{1,3}})?{_ENDED}")  # pad_token_id=0 tells nothing
+_NUMBER = re.compile(
+    rf"[+\-]?\d{{1,6}}(?:\.\d{{0,6}})?(?:e[+\-]?\d{{1,3}})?{_ENDED}"
+)  # pad_token_id=0 tells nothing
 _COUNT = re.compile(rf"\d{{1,3}}{_ENDED}")
 
 _SPACE = r"[^\S\n]{0,32}"
@@ -52,13 +56,19 @@ _ASSIGNMENT = re.compile(  # to the end of the line, unless the value is one str
     rf"|[rbfuRBFU]{{0,2}}(?P<quotes>\"\"\"|''')(?s:.{{0,4000}}?)(?:(?P=quotes)|\Z)|(?P<rest>[^\n]*))",
     re.MULTILINE,
 )
-_MORE_STRINGS = re.compile(rf"(?:\n[+\-]?[ \t]{{0,128}}[rbfuRBFU]{{0,2}}{_STRING}{_ENDS}){{0,20}}", re.MULTILINE)
+_MORE_STRINGS = re.compile(
+    rf"(?:\n[+\-]?[ \t]{{0,128}}[rbfuRBFU]{{0,2}}{_STRING}{_ENDS}){{0,20}}", re.MULTILINE
+)
 _QUOTED_LINE = re.compile(r"\n[+\- ]?[ \t]{0,128}[rbfuRBFU]{0,2}[\"'](?=\S)")
 _BRACKET = re.compile(rf"\\.|{_STRING}|\s#[^\n]*|[()\[\]{{}}]")
 _CLOSES = re.compile(r"[+\-]?[ \t]{0,128}[)\]}]")
 _HUNK = re.compile(r"@@ |diff --git ")
-_ALONE = re.compile(r"[+\- ]?[ \t]{0,128}(?:-[ \t]{1,8}){0,4}[\w.\-\"'\\<{]{0,64}")  # a key's line: no `if token:`
-_STATEMENT = re.compile(r"[+\- ]?[ \t]{0,128}(?:if|elif|while|case|for|with)\b")  # if name == "password":
+_ALONE = re.compile(
+    r"[+\- ]?[ \t]{0,128}(?:-[ \t]{1,8}){0,4}[\w.\-\"'\\<{]{0,64}"
+)  # a key's line: no `if token:`
+_STATEMENT = re.compile(
+    r"[+\- ]?[ \t]{0,128}(?:if|elif|while|case|for|with)\b"
+)  # if name == "password":
 _BELOW = re.compile(  # a value that says only that it stands below: YAML's blocks, tags, anchors, comments
     r"(?:[!&]\S{1,64}\s{0,8}){0,2}(?:[|>][+\-\d]{0,2}\s{0,32})?(?:#.*)?"
 )
@@ -150,7 +160,9 @@ def _may_stand_below(found: re.Match[str], head: str) -> bool:
     """Tell whether a value can be below: not behind `if token:`, a tag in a sentence, or one of several arguments."""
     if found["sign"] is None:
         return False
-    if found["sign"].endswith("=") or (found["sign"] == ":" and found["mark"] and not _STATEMENT.match(head)):
+    if found["sign"].endswith("=") or (
+        found["sign"] == ":" and found["mark"] and not _STATEMENT.match(head)
+    ):
         return True
     return _ALONE.fullmatch(head) is not None and ("<" in head) == (found["sign"] == ">")
 
@@ -171,10 +183,16 @@ def _end_of_continued(text: str, found: re.Match[str]) -> int:
     depth = _depth(value, 0)
     if value[0] not in "([{" and _is_weak(found["name"]) and not _QUOTED_LINE.match(text, end):
         depth = 0  # token_embedding = Embedding(
-    goes_on = _goes_on(value) and (_is_spaced(found) or not value.rstrip()[:-1].endswith((" ", "\t")))
+    goes_on = _goes_on(value) and (
+        _is_spaced(found) or not value.rstrip()[:-1].endswith((" ", "\t"))
+    )
     for line, stop in _lines_behind(text, end):
         inside, depth = depth, _depth(line, depth)
-        if not (inside or goes_on) or _HUNK.match(line) or (inside and not depth and _CLOSES.match(line)):
+        if (
+            not (inside or goes_on)
+            or _HUNK.match(line)
+            or (inside and not depth and _CLOSES.match(line))
+        ):
             break
         end, goes_on = stop, _goes_on(line)
     return end
@@ -194,7 +212,9 @@ def _goes_on(line: str) -> bool:
 def _depth(line: str, depth: int) -> int:
     """Return how many brackets are open after a line that begins with `depth` of them; 0 where it closes one more."""
     for found in _BRACKET.finditer(line, 0, 2000):
-        if found[0] in "([" or (found[0] == "{" and (depth or not found.start())):  # no body of a function
+        if found[0] in "([" or (
+            found[0] == "{" and (depth or not found.start())
+        ):  # no body of a function
             depth += 1
         elif found[0] in ")]" or (found[0] == "}" and depth):
             depth -= 1

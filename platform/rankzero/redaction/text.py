@@ -6,7 +6,13 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rankzero.redaction.assignments import BLOT, WORD, is_secret_name, tells_nothing, without_assigned
+from rankzero.redaction.assignments import (
+    BLOT,
+    WORD,
+    is_secret_name,
+    tells_nothing,
+    without_assigned,
+)
 
 NO_SECRETS = ("", "none", "true", "false")  # values of a setting that is not used
 _KEY = re.compile(r"[\w.\-+~@/\[\]]{1,256}")
@@ -80,7 +86,11 @@ def _is_harmless(key: str, sign: str, value: str) -> bool:
 
 def blotted(settings: Mapping[str, str]) -> dict[str, str]:
     """Return only those settings that `settings_without_secrets` changes, as it leaves them."""
-    return {key: value for key, value in settings_without_secrets(settings).items() if value != settings[key]}
+    return {
+        key: value
+        for key, value in settings_without_secrets(settings).items()
+        if value != settings[key]
+    }
 
 
 def url_without_secrets(text: str) -> str:
@@ -94,7 +104,9 @@ def command_without_secrets(argv: Sequence[str]) -> str:
     """Return a command line as one would type it, without secrets, whichever way an option got its value."""
     words: list[str] = []
     for word in argv:
-        follows_secret = bool(words) and words[-1].startswith("-") and is_secret_name(words[-1].lstrip("-"))
+        follows_secret = (
+            bool(words) and words[-1].startswith("-") and is_secret_name(words[-1].lstrip("-"))
+        )
         words.append(BLOT if follows_secret else _word_without_secrets(word))
     return shlex.join(words)
 

@@ -30,7 +30,7 @@ SPEEDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
+class RunSide:
     """One of the two."""
 
     name: str
@@ -43,7 +43,7 @@ class Side:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One thing in both; empty where a run does not have it."""
 
     key: str
@@ -61,10 +61,10 @@ class Section:
     """Things of a kind."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
 
 
-def sections(left: Side, right: Side, *, everything: bool = False) -> list[Section]:
+def sections(left: RunSide, right: RunSide, *, everything: bool = False) -> list[Section]:
     """Return what differs, by kind; `everything`: what is alike, too."""
     kinds = {
         "Result": _results(left, right),
@@ -74,7 +74,10 @@ def sections(left: Side, right: Side, *, everything: bool = False) -> list[Secti
         "Packages": _texts(_packages(left), _packages(right)),
         "Machine": _texts(_machine(left.facts), _machine(right.facts)),
     }
-    kept = {title: tuple(row for row in rows if everything or row.differs) for title, rows in kinds.items()}
+    kept = {
+        title: tuple(row for row in rows if everything or row.differs)
+        for title, rows in kinds.items()
+    }
     return [Section(title, rows) for title, rows in kept.items() if rows]
 
 
@@ -83,19 +86,33 @@ def patches(left: str, right: str) -> Iterator[str]:
     one, other = _by_file(left), _by_file(right)
     for name in dict.fromkeys([*one, *other]):
         if one.get(name) != other.get(name):
-            yield name + ("" if name in one and name in other else f" ({'first' if name in one else 'second'} only)")
+            yield name + (
+                ""
+                if name in one and name in other
+                else f" ({'first' if name in one else 'second'} only)"
+            )
             lines = difflib.unified_diff(one.get(name, []), other.get(name, []), lineterm="", n=0)
-            yield from (line for line in itertools.islice(lines, 2, None) if line[1:2] in ("+", "-"))
+            yield from (
+                line for line in itertools.islice(lines, 2, None) if line[1:2] in ("+", "-")
+            )
 
 
-def _results(left: Side, right: Side) -> Iterator[Row]:
-    yield Row("status", left.status, right.status)
+def _results(left: RunSide, right: RunSide) -> Iterator[ComparisonRow]:
+    yield ComparisonRow("status", left.status, right.status)
     yield from _numbers(_metrics(left.facts), _metrics(right.facts))
 
 
 def _metrics(facts: Facts) -> dict[str, float]:
-    best = {} if facts.best is None else {f"best {facts.goal.metric}": facts.best, "best at step": facts.best_step}
-    others = {key: value for key, value in sorted(facts.metrics.items()) if not key.startswith("throughput/")}
+    best = (
+        {}
+        if facts.best is None
+        else {f"best {facts.goal.metric}": facts.best, "best at step": facts.best_step}
+    )
+    others = {
+        key: value
+        for key, value in sorted(facts.metrics.items())
+        if not key.startswith("throughput/")
+    }
     return {**best, "steps": facts.steps, **others}
 
 
@@ -103,39 +120,51 @@ def _speeds(facts: Facts) -> dict[str, float]:
     summary = dict(facts.end.metrics) if facts.end else {}
     if facts.speed is not None:
         summary.setdefault("samples_per_second", facts.metrics[SPEED])
-    known = {title: summary[key] for key, title in SPEEDS.items() if number(summary.get(key)) is not None}
+    known = {
+        title: summary[key] for key, title in SPEEDS.items() if number(summary.get(key)) is not None
+    }
     gpu = {f"GPU {key.replace('_', ' ')}": value for key, value in facts.gpu_means.items()}
     return {**known, "duration, s": facts.duration, **gpu}
 
 
-def _code(side: Side) -> dict[str, str]:
+def _code(side: RunSide) -> dict[str, str]:
     known = {title: side.facts.environment.get(tag, "") for title, tag in CODE.items()}
     files = len(_by_file(side.patch))
     changes = f"{files} file{'s' * (files != 1)}" if side.patch else "none"
-    return {**known, "uncommitted changes": changes, "commands": "\n".join(map(reproduce.plain, side.facts.commands))}
+    return {
+        **known,
+        "uncommitted changes": changes,
+        "commands": "\n".join(map(reproduce.plain, side.facts.commands)),
+    }
 
 
-def _packages(side: Side) -> dict[str, str]:
+def _packages(side: RunSide) -> dict[str, str]:
     tags = side.facts.environment.items()
-    return dict(side.packages) or {key.removeprefix(PACKAGE): text for key, text in tags if key.startswith(PACKAGE)}
+    return dict(side.packages) or {
+        key.removeprefix(PACKAGE): text for key, text in tags if key.startswith(PACKAGE)
+    }
 
 
 def _machine(facts: Facts) -> dict[str, str]:
     known = {name: facts.environment.get(f"rankzero.{name}", "") for name in MACHINE}
     variables = {
-        key.removeprefix(VARIABLE): text for key, text in facts.environment.items() if key.startswith(VARIABLE)
+        key.removeprefix(VARIABLE): text
+        for key, text in facts.environment.items()
+        if key.startswith(VARIABLE)
     }
     return {**{name: text for name, text in known.items() if text}, **variables}
 
 
-def _texts(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[Row]:
+def _texts(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[ComparisonRow]:
     for key in dict.fromkeys([*left, *right]):
-        yield Row(key, left.get(key, ""), right.get(key, ""))
+        yield ComparisonRow(key, left.get(key, ""), right.get(key, ""))
 
 
-def _numbers(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[Row]:
+def _numbers(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[ComparisonRow]:
     for key in dict.fromkeys([*left, *right]):
-        yield Row(key, _text(left.get(key)), _text(right.get(key)), _change(left.get(key), right.get(key)))
+        yield ComparisonRow(
+            key, _text(left.get(key)), _text(right.get(key)), _change(left.get(key), right.get(key))
+        )
 
 
 def _text(value: float | None) -> str:
@@ -147,7 +176,13 @@ def _text(value: float | None) -> str:
 
 def _change(left: float | None, right: float | None) -> str:
     before, after = number(left), number(right)
-    if before is None or after is None or not before or not abs(after / before) < 1e6 or after == before:
+    if (
+        before is None
+        or after is None
+        or not before
+        or not abs(after / before) < 1e6
+        or after == before
+    ):
         return ""
     ratio = after / before
     return f"{ratio:.2f}x" if ratio >= 2 or ratio <= 0.5 else f"{ratio - 1:+.1%}"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rankzero.run_store.delivery_state import Progress
+from rankzero.run_store.delivery_state import DeliveryState
 
 UNDELIVERED = "not everything is delivered"
 """How the line begins that says what the latest try failed with."""
 
 
-def trouble(progress: Progress) -> list[str]:
+def trouble(progress: DeliveryState) -> list[str]:
     """Return a line for each kind of trouble that the delivery had; none where all went well."""
-    return [*_retries(progress), *_listed(progress.rejected, "refused by MLflow, or no events", progress.reasons),
-            *_listed(progress.altered, "not in MLflow as they were", progress.remarks)]  # fmt: skip
+    return [
+        *_retries(progress),
+        *_listed(progress.rejected, "refused by MLflow, or no events", progress.reasons),
+        *_listed(progress.altered, "not in MLflow as they were", progress.remarks),
+    ]
 
 
-def _retries(progress: Progress) -> Iterator[str]:
+def _retries(progress: DeliveryState) -> Iterator[str]:
     if progress.failures:
         made_up = "" if progress.error else "; all was delivered later"
         yield (

@@ -68,14 +68,20 @@ def _picture(folder: Path, number: int, sized: tuple[tuple[float, float], Draw])
 
     inches, on = sized
     path = folder / f"{number}.png"
-    with rc_context({"font.size": 9.0, "text.parse_math": False, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=inches, layout="constrained", facecolor="white")  # no pyplot: it keeps what it drew
+    with rc_context(
+        {"font.size": 9.0, "text.parse_math": False, "text.color": INK, "axes.labelcolor": INK}
+    ):
+        figure = Figure(
+            figsize=inches, layout="constrained", facecolor="white"
+        )  # no pyplot: it keeps what it drew
         on(figure)
         figure.savefig(path, dpi=DOTS_PER_INCH)
     return path
 
 
-def _mistakes(found: Mapping[str, Any], classes: Sequence[str], step: int) -> tuple[tuple[float, float], Draw]:
+def _mistakes(
+    found: Mapping[str, Any], classes: Sequence[str], step: int
+) -> tuple[tuple[float, float], Draw]:
     images, true, predicted = found["mistakes"], found["mistakes_true"], found["mistakes_predicted"]
     words = [
         [(f"{_name(guess, classes)}  {sure:.0%}", RED), (_name(right, classes), GREEN)]
@@ -90,11 +96,21 @@ def _mistakes(found: Mapping[str, Any], classes: Sequence[str], step: int) -> tu
 def _batch(found: Mapping[str, Any], classes: Sequence[str]) -> tuple[tuple[float, float], Draw]:
     images, labels = found["batch"], found["batch_labels"]
     words = [[(_name(label, classes), INK)] for label in labels]
-    return _grid(images, words, "Training batch", "as the model gets it, after augmentation · rank 0's first", ())
+    return _grid(
+        images,
+        words,
+        "Training batch",
+        "as the model gets it, after augmentation · rank 0's first",
+        (),
+    )
 
 
 def _grid(
-    images: Any, words: Sequence[Sequence[tuple[str, str]]], title: str, says: str, key: Sequence[tuple[str, str]]
+    images: Any,
+    words: Sequence[Sequence[tuple[str, str]]],
+    title: str,
+    says: str,
+    key: Sequence[tuple[str, str]],
 ) -> tuple[tuple[float, float], Draw]:
     """Return how to draw images in rows of four, words below each, and a key to the words' colours."""
     rows = max(1, -(-len(images) // COLUMNS))
@@ -117,30 +133,49 @@ def _grid(
     return whole, on
 
 
-def headings(figure: Any, height: float, title: str, says: str, key: Sequence[tuple[str, str]] = ()) -> None:
+def headings(
+    figure: Any, height: float, title: str, says: str, key: Sequence[tuple[str, str]] = ()
+) -> None:
     """Write a title and a line below it at the top of a figure of so many inches; leave them their place."""
     figure.get_layout_engine().set(rect=(0, 0, 1, 1 - HEADINGS / height))
     figure.text(0.02, 1 - 0.3 / height, title, fontsize=13, fontweight="bold", in_layout=False)
     figure.text(0.02, 1 - 0.54 / height, says, fontsize=9, color=GREY, in_layout=False)
     for number, (word, colour) in enumerate(reversed(key)):
-        figure.text(0.98 - 0.1 * number, 1 - 0.3 / height, word, color=colour, ha="right", in_layout=False)
+        figure.text(
+            0.98 - 0.1 * number, 1 - 0.3 / height, word, color=colour, ha="right", in_layout=False
+        )
 
 
 def _tile(frame: Any, image: Any, words: Sequence[tuple[str, str]]) -> None:
     grey = image.shape[2] == 1
     smooth = "nearest" if max(image.shape[:2]) < SMALL else "antialiased"
-    frame.imshow(image[:, :, 0] if grey else image, cmap="gray" if grey else None, vmin=0, vmax=255,
-                 interpolation=smooth)  # fmt: skip
+    frame.imshow(
+        image[:, :, 0] if grey else image,
+        cmap="gray" if grey else None,
+        vmin=0,
+        vmax=255,
+        interpolation=smooth,
+    )
     frame.set_xticks([])
     frame.set_yticks([])
     for side in frame.spines.values():
         side.set(color="#d1d5db", linewidth=0.6)
     for number, (word, colour) in enumerate(words):
-        frame.annotate(word, (0.5, 0), (0, -4 - 13 * number), xycoords="axes fraction", textcoords="offset points",
-                       ha="center", va="top", color=colour)  # fmt: skip
+        frame.annotate(
+            word,
+            (0.5, 0),
+            (0, -4 - 13 * number),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            color=colour,
+        )
 
 
-def _confusion(found: Mapping[str, Any], classes: Sequence[str], step: int) -> tuple[tuple[float, float], Draw]:
+def _confusion(
+    found: Mapping[str, Any], classes: Sequence[str], step: int
+) -> tuple[tuple[float, float], Draw]:
     counts = found["confusion"].astype(float)
     size = len(counts)
     shares = counts / counts.sum(axis=1, keepdims=True).clip(min=1)
@@ -152,11 +187,15 @@ def _confusion(found: Mapping[str, Any], classes: Sequence[str], step: int) -> t
     def on(figure: Any) -> None:
         headings(figure, whole[1], "Confusion matrix", says)
         axes = figure.subplots()
-        drawn = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest" if size < 200 else "auto")
+        drawn = axes.imshow(
+            shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest" if size < 200 else "auto"
+        )
         axes.set(xlabel="predicted" if classes else f"predicted: {GUESSED}", ylabel="true")
         if size <= MOST_NUMBERS:
             _number(axes, counts, shares, classes)
-        bar = figure.colorbar(drawn, ax=axes, fraction=0.045, pad=0.02, format=lambda share, _: f"{share:.0%}")
+        bar = figure.colorbar(
+            drawn, ax=axes, fraction=0.045, pad=0.02, format=lambda share, _: f"{share:.0%}"
+        )
         bar.set_label("share of the true class")
         bar.outline.set_visible(False)
         for spine in axes.spines.values():
@@ -169,13 +208,23 @@ def _number(axes: Any, counts: Any, shares: Any, classes: Sequence[str]) -> None
     size = len(counts)
     names = [_name(number, classes) for number in range(size)]
     slanted = max(map(len, names)) > 3
-    axes.set_xticks(range(size), names, rotation=45 if slanted else 0, ha="right" if slanted else "center")
+    axes.set_xticks(
+        range(size), names, rotation=45 if slanted else 0, ha="right" if slanted else "center"
+    )
     axes.set_yticks(range(size), names)
     axes.tick_params(length=0)
     small = 9 if size <= 12 else 7.5 if size <= 20 else 6
     for row, column in zip(*counts.nonzero(), strict=True):
         colour = "white" if shares[row, column] > 0.55 else INK
-        axes.text(column, row, f"{int(counts[row, column])}", ha="center", va="center", color=colour, fontsize=small)
+        axes.text(
+            column,
+            row,
+            f"{int(counts[row, column])}",
+            ha="center",
+            va="center",
+            color=colour,
+            fontsize=small,
+        )
 
 
 def _plain(folder: Path, number: int, image: Any) -> Path:
@@ -186,7 +235,9 @@ def _plain(folder: Path, number: int, image: Any) -> Path:
     shown = Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image)
     factor = 256 // max(shown.size)
     if factor > 1:
-        shown = shown.resize((shown.width * factor, shown.height * factor), Image.Resampling.NEAREST)
+        shown = shown.resize(
+            (shown.width * factor, shown.height * factor), Image.Resampling.NEAREST
+        )
     shown.save(path)
     return path
 

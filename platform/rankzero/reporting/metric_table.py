@@ -64,5 +64,9 @@ def table(found: Iterable[Cell]) -> DataFrame:
     steps = sorted(rows)
     frame = pandas.DataFrame.from_records([rows[step] for step in steps])
     frame.insert(0, "step", pandas.Series(steps, dtype="int64"))
-    frame.insert(1, "time", pandas.to_datetime([times[step] for step in steps], unit="s", utc=True, errors="coerce"))
+    frame.insert(
+        1,
+        "time",
+        pandas.to_datetime([times[step] for step in steps], unit="s", utc=True, errors="coerce"),
+    )
     return frame

@@ -106,7 +106,9 @@ def _fold_one(facts: Facts, event: Event) -> None:
         case RunEnded():
             _elapse(facts, event.time)
             facts.end = event
-            facts.metrics |= numbers({key: value for key, value in event.metrics.items() if "/" in key})
+            facts.metrics |= numbers(
+                {key: value for key, value in event.metrics.items() if "/" in key}
+            )
 
 
 def _start(facts: Facts, event: RunStarted) -> None:
@@ -114,7 +116,11 @@ def _start(facts: Facts, event: RunStarted) -> None:
         facts.seconds += max(0.0, facts.last_time - facts.started)
     facts.started = facts.last_time = event.time
     facts.attempts = event.attempt
-    facts.params, facts.environment, facts.total_steps = event.params, event.environment, event.total_steps
+    facts.params, facts.environment, facts.total_steps = (
+        event.params,
+        event.environment,
+        event.total_steps,
+    )
     facts.goal, facts.end = goal_of(event.params) or facts.goal, None
     command = event.environment.get(COMMAND)
     if command and command not in facts.commands:

@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from rankzero.run_store.folder import RunFolder
 
 COLOURS = {
-    "forward": "#1f77b4", "backward": "#6baed6", "optimizer": "#9ecae1", "communication": "#e6862c", "data": "#d62728",
+    "forward": "#1f77b4",
+    "backward": "#6baed6",
+    "optimizer": "#9ecae1",
+    "communication": "#e6862c",
+    "data": "#d62728",
     "other": "#b0b0b0",
-}  # fmt: skip
+}
 MOST_POINTS = 4000  # of a curve: more than a picture has columns
 NARROW = 0.05  # of the bar: a part that has no room for words
 
@@ -57,7 +61,10 @@ def _write_curves(path: Path, table: DataFrame, goal: str) -> bool:
 
 
 def _write_steps(path: Path, table: DataFrame, goal: str) -> bool:
-    if not {STEP_SECONDS, DATA_WAIT} <= set(table.columns) or len(table[[STEP_SECONDS, DATA_WAIT]].dropna()) < 2:
+    if (
+        not {STEP_SECONDS, DATA_WAIT} <= set(table.columns)
+        or len(table[[STEP_SECONDS, DATA_WAIT]].dropna()) < 2
+    ):
         return False
     write_steps(path, table)
     return True
@@ -109,11 +116,23 @@ def write_steps(path: Path, table: DataFrame) -> None:
     figure = Figure(figsize=(9, 3.9), layout="constrained", facecolor="white")
     axes = figure.subplots()
     labels = ["waiting for data", "forward, backward, communication, optimizer"]
-    axes.stackplot(known["step"], waiting, whole - waiting, labels=labels, step="pre", alpha=0.85,
-                   colors=[COLOURS["data"], COLOURS["forward"]])  # fmt: skip
-    top = float(min(whole.quantile(0.98), 3 * whole.median())) * 1.35  # warming up would flatten all that comes after
+    axes.stackplot(
+        known["step"],
+        waiting,
+        whole - waiting,
+        labels=labels,
+        step="pre",
+        alpha=0.85,
+        colors=[COLOURS["data"], COLOURS["forward"]],
+    )
+    top = (
+        float(min(whole.quantile(0.98), 3 * whole.median())) * 1.35
+    )  # warming up would flatten all that comes after
     axes.set(
-        xlabel="step", ylabel="milliseconds a step", ylim=(0, top or 1), xlim=(known["step"].min(), known["step"].max())
+        xlabel="step",
+        ylabel="milliseconds a step",
+        ylim=(0, top or 1),
+        xlim=(known["step"].min(), known["step"].max()),
     )
     share = float(waiting.sum() / max(whole.sum(), 1e-12))
     says = f"median {whole.median():.3g} ms · {share:.0%} waiting for data · the slowest rank's"
@@ -135,17 +154,40 @@ def write_bar(path: Path, parts: Mapping[str, float], title: str) -> None:
     for name, seconds in parts.items():
         share = seconds / whole
         axes.barh(
-            0, 1e3 * seconds, left=1e3 * left, color=COLOURS.get(name, GREY), label=f"{name} {share:.0%}", height=0.6
+            0,
+            1e3 * seconds,
+            left=1e3 * left,
+            color=COLOURS.get(name, GREY),
+            label=f"{name} {share:.0%}",
+            height=0.6,
         )
         if share >= NARROW:
             dark = name in ("forward", "data")
-            axes.text(1e3 * (left + seconds / 2), 0, f"{share:.0%}", ha="center", va="center",
-                      color="white" if dark else INK, fontsize=9)  # fmt: skip
+            axes.text(
+                1e3 * (left + seconds / 2),
+                0,
+                f"{share:.0%}",
+                ha="center",
+                va="center",
+                color="white" if dark else INK,
+                fontsize=9,
+            )
         left += seconds
-    headings(figure, 2.7, title, "where its time goes, by the profiler; communication: what no computing hides")
+    headings(
+        figure,
+        2.7,
+        title,
+        "where its time goes, by the profiler; communication: what no computing hides",
+    )
     axes.set(xlabel="milliseconds", xlim=(0, 1e3 * whole), ylim=(-0.4, 0.4))
     axes.set_yticks([])
-    figure.legend(loc="outside lower center", ncols=len(parts), frameon=False, handlelength=1, columnspacing=1.4)
+    figure.legend(
+        loc="outside lower center",
+        ncols=len(parts),
+        frameon=False,
+        handlelength=1,
+        columnspacing=1.4,
+    )
     _plain(axes)
     axes.spines["left"].set_visible(False)
     figure.savefig(path, dpi=DOTS_PER_INCH)
@@ -187,7 +229,9 @@ def write(path: Path, table: DataFrame, goal: str = "") -> bool:
 def grouped(names: Sequence[str], goal: str = "") -> dict[str, list[str]]:
     """Return the metrics that share a frame, by its title: ``loss`` for train/loss and val/loss. Pure."""
     last = {name: name.partition("/")[2] for name in names if name.partition("/")[0] in PLACES}
-    titles = dict.fromkeys(sorted(last.values(), key=lambda title: (f"val/{title}" != goal, title != "loss")))
+    titles = dict.fromkeys(
+        sorted(last.values(), key=lambda title: (f"val/{title}" != goal, title != "loss"))
+    )
     groups = {title: [name for name in names if last.get(name) == title] for title in titles}
     others = {name: [name] for name in names if name not in last}
     return dict(list({**groups, **others}.items())[:MOST_FRAMES])
@@ -197,7 +241,14 @@ def _draw(frame: Any, table: DataFrame, title: str, names: Sequence[str]) -> Non
     for name in names:
         known = table[["step", name]].dropna()
         sparse = len(known) < 50
-        frame.plot(known["step"], known[name], "o-" if sparse else "-", label=name, markersize=3, linewidth=1.2)
+        frame.plot(
+            known["step"],
+            known[name],
+            "o-" if sparse else "-",
+            label=name,
+            markersize=3,
+            linewidth=1.2,
+        )
     frame.set(title=title, xlabel="step")
     frame.grid(alpha=0.3)
     if len(names) > 1:

@@ -7,7 +7,7 @@ from rankzero.events import RunEnded
 from rankzero.reporting import run_report
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.run_facts import fold
-from rankzero.run_store.delivery_state import Progress, load, path_of
+from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
 
 
@@ -16,11 +16,13 @@ def page(folder: RunFolder) -> str:
     return written(folder, load(path_of(folder, 0)))
 
 
-def written(folder: RunFolder, progress: Progress, end: RunEnded | None = None) -> str:
+def written(folder: RunFolder, progress: DeliveryState, end: RunEnded | None = None) -> str:
     """Return the page with this delivery's troubles on it, and this end; None: the last that the journal tells."""
     facts = fold(folder.all_events())
     if folder.description.exists():
-        return run_report.with_notes(folder.description.read_text(encoding="utf-8"), facts.notices, trouble(progress))
+        return run_report.with_notes(
+            folder.description.read_text(encoding="utf-8"), facts.notices, trouble(progress)
+        )
     end = end or facts.end or run_report.so_far(facts, status(folder))
     return run_report.markdown(folder.identity.name, facts, end, trouble(progress))
 

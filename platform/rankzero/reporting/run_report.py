@@ -10,7 +10,14 @@ from rankzero.reporting import reproduce
 from rankzero.reporting.run_facts import Facts
 from rankzero.scalars import number
 
-HIGHLIGHTS = ("train.batch_size", "train.micro_batch", "train.precision", "train.epochs", "train.steps", "train.seed")
+HIGHLIGHTS = (
+    "train.batch_size",
+    "train.micro_batch",
+    "train.precision",
+    "train.epochs",
+    "train.steps",
+    "train.seed",
+)
 ERROR_LINES = 25
 MOST_NOTES = 30
 EM_SPACES = "&emsp;&emsp;"
@@ -81,7 +88,10 @@ def _goal_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     goal = facts.goal
     if facts.best is None:
         return
-    yield f"Best `{goal.metric}` ({goal.mode})", f"**{_number(facts.best)}** at step {facts.best_step:,}"
+    yield (
+        f"Best `{goal.metric}` ({goal.mode})",
+        f"**{_number(facts.best)}** at step {facts.best_step:,}",
+    )
     if goal.target is not None:
         verdict = "reached" if goal.reached(facts.best) else "not reached"
         yield f"Target {_number(goal.target)}", f"**{verdict}**"
@@ -115,11 +125,18 @@ def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
 
 def straggler(metrics: Mapping[str, float]) -> str | None:
     """Say which rank kept the others waiting, by a run's summary; None where none did."""
-    rank, ratio = number(metrics.get("straggler_rank")), number(metrics.get("straggler_forward_ratio"))
+    rank, ratio = (
+        number(metrics.get("straggler_rank")),
+        number(metrics.get("straggler_forward_ratio")),
+    )
     wait = number(metrics.get("straggler_data_wait_fraction"))
     if rank is None:
         return None
-    did = f"waits for its data {wait:.0%} of the time" if wait else f"computes {ratio or 1:.1f}x as long as the others"
+    did = (
+        f"waits for its data {wait:.0%} of the time"
+        if wait
+        else f"computes {ratio or 1:.1f}x as long as the others"
+    )
     return f"rank {rank:.0f} {did}"
 
 
@@ -159,7 +176,9 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
     steps = sorted(facts.checkpoints)
     if not steps:
         return ""
-    listed = ", ".join(f"{step:,}" + (" (best)" if facts.checkpoints[step] else "") for step in steps)
+    listed = ", ".join(
+        f"{step:,}" + (" (best)" if facts.checkpoints[step] else "") for step in steps
+    )
     finished, epochs = end.status == "FINISHED", facts.params.get("train.epochs", "")
     verb = "Go on" if finished else "Resume"
     further = f" train.epochs={2 * int(epochs)}" if finished and epochs.isdecimal() else ""
@@ -186,7 +205,10 @@ def _origin(facts: Facts) -> str:
         ("Experiment", known.get("rankzero.experiment_file")),
         *((f"{context.capitalize()} data", _data(one)) for context, one in facts.data.items()),
         ("Commit", code and f"{code}{changed}"),
-        ("Processes", known.get("rankzero.world_size", "") and f"{known['rankzero.world_size']} on {machine}"),
+        (
+            "Processes",
+            known.get("rankzero.world_size", "") and f"{known['rankzero.world_size']} on {machine}",
+        ),
         ("Host", known.get("rankzero.host")),
         ("PyTorch", torch),
     ]

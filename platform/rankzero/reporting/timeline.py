@@ -68,29 +68,40 @@ def _lines(event: Event, attempt: _Attempt) -> Iterator[Line]:
             total = f" of {event.total_steps:,}" if event.total_steps else ""
             where = event.environment.get("rankzero.host", "")
             yield Line(
-                event.time, f"attempt {event.attempt} began at step {event.step:,}{total}{where and ' on ' + where}"
+                event.time,
+                f"attempt {event.attempt} began at step {event.step:,}{total}{where and ' on ' + where}",
             )
         case StepsLogged():
-            attempt.last_step = max([attempt.last_step, *(scalars.step(step) or 0 for step in event.steps[-1:])])
+            attempt.last_step = max(
+                [attempt.last_step, *(scalars.step(step) or 0 for step in event.steps[-1:])]
+            )
         case Evaluated():
             _remember(attempt, "evaluations", Line(event.time, _evaluation(event, attempt.goal)))
         case CheckpointSaved():
             best = ", the best so far" if event.best else ""
-            _remember(attempt, "checkpoints", Line(event.time, f"checkpoint of step {event.step:,} saved{best}"))
+            _remember(
+                attempt,
+                "checkpoints",
+                Line(event.time, f"checkpoint of step {event.step:,} saved{best}"),
+            )
         case CheckpointDeleted():
             pass  # retention at work
         case Noticed():
             yield Line(event.time, f"note: {event.text}", grave=True)
         case RunEnded():
             yield Line(
-                event.time, f"{event.status} at step {attempt.last_step:,}: {event.reason}", event.status != "FINISHED"
+                event.time,
+                f"{event.status} at step {attempt.last_step:,}: {event.reason}",
+                event.status != "FINISHED",
             )
         case DataDescribed() | PicturesTaken() | SystemSampled():
             pass
 
 
 def _evaluation(event: Evaluated, goal: str) -> str:
-    values: Mapping[str, float | None] = {name: scalars.number(value) for name, value in event.metrics.items()}
+    values: Mapping[str, float | None] = {
+        name: scalars.number(value) for name, value in event.metrics.items()
+    }
     shown = values.get(goal, next(iter(values.values()), None))
     name = goal if goal in values else next(iter(values), "no metric")
     says = "" if shown is None else f" {shown:.4g}"
@@ -120,7 +131,9 @@ def _silence(attempt: _Attempt, moment: float) -> Iterator[Line]:
     passed = moment - attempt.last_time
     if passed > LONGEST_SILENCE:
         yield Line(
-            attempt.last_time, f"nothing was written for {passed / 60:.1f} min after step {attempt.last_step:,}", True
+            attempt.last_time,
+            f"nothing was written for {passed / 60:.1f} min after step {attempt.last_step:,}",
+            True,
         )
     elif passed < -LONGEST_SILENCE:
         yield Line(moment, f"the clock went back by {-passed / 60:.1f} min", True)
@@ -128,6 +141,10 @@ def _silence(attempt: _Attempt, moment: float) -> Iterator[Line]:
 
 def _time_of(event: Event) -> float | None:
     if isinstance(event, StepsLogged):
-        moments = [moment for moment in map(scalars.number, event.times[-1:]) if moment and abs(moment) < LATEST]
+        moments = [
+            moment
+            for moment in map(scalars.number, event.times[-1:])
+            if moment and abs(moment) < LATEST
+        ]
         return moments[0] if moments else None
     return event.time

@@ -17,12 +17,14 @@ from rankzero.run_store import claims
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, read, read_all
 
-UNSAID = "rank 0 died without a word (killed by a signal such as SIGKILL or the out-of-memory killer)"
+DIED_WITHOUT_WORD = (
+    "rank 0 died without a word (killed by a signal such as SIGKILL or the out-of-memory killer)"
+)
 
 AT_WORK = "another command trains it still, or delivers it: stop that first, or wait for its end"
 
 
-class Attempt:
+class LiveAttempt:
     """The attempt that `token` claims; rank 0 holds the other end of the pipe `stdin`."""
 
     def __init__(self, folder: RunFolder, node: int, token: str, stdin: int = 0) -> None:
@@ -80,7 +82,9 @@ def take_over(folder: RunFolder) -> None:
     with sole_launcher(folder, machines=2):  # none of one machine is about to start its ranks
         other = claims.claim_unless(folder, lambda claim: _writes_beside(folder, claim))
     if other is not None:
-        raise UserError(f"process {other.pid} is writing {folder.path.name}: stop it first, or choose another name")
+        raise UserError(
+            f"process {other.pid} is writing {folder.path.name}: stop it first, or choose another name"
+        )
 
 
 @contextlib.contextmanager
@@ -99,7 +103,11 @@ def sole_launcher(folder: RunFolder, machines: int) -> Iterator[None]:
 def is_written(folder: RunFolder) -> bool:
     """Tell whether somebody writes the journal and has not said the end; on another machine: whether of late."""
     claim = claims.latest(folder, 0)
-    return claim is not None and claims.writer_lives(folder) and not _said_since(folder, claim.events_offset)
+    return (
+        claim is not None
+        and claims.writer_lives(folder)
+        and not _said_since(folder, claim.events_offset)
+    )
 
 
 def _writes_beside(folder: RunFolder, claim: claims.Claim) -> bool:
@@ -117,7 +125,9 @@ def closed(pipe: int, seconds: float = 0.0) -> bool:
     return bool(readable) and not os.read(pipe, 1)
 
 
-def say_end(folder: RunFolder, since: float, unsaid: str = UNSAID, at: float | None = None) -> None:
+def say_end(
+    folder: RunFolder, since: float, unsaid: str = DIED_WITHOUT_WORD, at: float | None = None
+) -> None:
     """Append the RunEnded that a dead rank 0 could not, with the first failure that any rank left word of.
 
     Where none did, `unsaid` is the reason. `at`: when it ended, if that is not now.
@@ -126,9 +136,13 @@ def say_end(folder: RunFolder, since: float, unsaid: str = UNSAID, at: float | N
     for path in folder.failures.glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             failure = json.loads(path.read_text(encoding="utf-8"))
-            reason, error = (text_without_secrets(str(failure[name] or "")) for name in ("reason", "error"))
+            reason, error = (
+                text_without_secrets(str(failure[name] or "")) for name in ("reason", "error")
+            )
             found.append((float(failure["time"]), reason, error))
-    _, reason, error = min((failure for failure in found if failure[0] >= since), default=(0.0, unsaid, ""))
+    _, reason, error = min(
+        (failure for failure in found if failure[0] >= since), default=(0.0, unsaid, "")
+    )
     journal = Journal(folder.events)
     journal(RunEnded(at or time.time(), "FAILED", reason, error or None, {}))
     journal.close()

@@ -51,10 +51,19 @@ def claim_unless(folder: RunFolder, is_busy: Callable[[Claim], bool]) -> Claim |
 
 def _claim(folder: RunFolder, node: int) -> Claim:
     events = folder.events.stat().st_size if folder.events.exists() else 0
-    mine = Claim(secrets.token_hex(8), socket.gethostname(), os.getpid(), started(os.getpid()), time.time(), events)
+    mine = Claim(
+        secrets.token_hex(8),
+        socket.gethostname(),
+        os.getpid(),
+        started(os.getpid()),
+        time.time(),
+        events,
+    )
     temporary = folder.path / f".recorder-{mine.token}"
     temporary.write_text(json.dumps(dataclasses.asdict(mine)), encoding="utf-8")
-    temporary.replace(_claim_path(folder, node))  # not synced to the disk: after a crash of it nobody asks
+    temporary.replace(
+        _claim_path(folder, node)
+    )  # not synced to the disk: after a crash of it nobody asks
     return mine
 
 
@@ -177,7 +186,9 @@ def launching(folder: RunFolder, kind: int) -> Iterator[bool]:
 
     However this process dies, the right ends with it.
     """
-    descriptor = os.open(folder.path / "launcher.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
+    descriptor = os.open(
+        folder.path / "launcher.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666
+    )
     try:
         yield _try_lock(descriptor, kind)
     finally:

@@ -30,7 +30,7 @@ STEPS_REMEMBERED = 1000
 
 
 @dataclasses.dataclass
-class Progress:
+class DeliveryState:
     """What one recorder has delivered, and what it must remember to go on after a crash."""
 
     run_id: str | None = None
@@ -146,18 +146,20 @@ def path_of(folder: RunFolder, node: int) -> Path:
     return folder.path / ("delivery.json" if node == 0 else f"delivery-node_{node}.json")
 
 
-def load(path: Path) -> Progress:
+def load(path: Path) -> DeliveryState:
     """Read the progress; a new one where there is none. One that is damaged is begun anew: a replay does no harm."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         kinds = _kinds()
-        found = Progress(**{name: _sound(value, kinds[name]) for name, value in fields.items() if name in kinds})
+        found = DeliveryState(
+            **{name: _sound(value, kinds[name]) for name, value in fields.items() if name in kinds}
+        )
         return _without_foreign_words(found)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return Progress()
+        return DeliveryState()
 
 
-class Glance(NamedTuple):
+class DeliverySummary(NamedTuple):
     """Of a delivery, what lists show."""
 
     run_id: str | None
@@ -168,19 +170,26 @@ class Glance(NamedTuple):
     """Whether those are."""
 
 
-def glance(path: Path) -> Glance:
+def glance(path: Path) -> DeliverySummary:
     """Return the run's id in MLflow, the journals' offsets and whether something waits, as `load` does.
 
     For lists of thousands, where reading all of it is felt.
     """
     try:
         fields, kinds = json.loads(path.read_bytes()), _kinds()
-        found = {name: _sound(fields[name], kinds[name]) for name in ("run_id", "offsets", "waiting") if name in fields}
+        found = {
+            name: _sound(fields[name], kinds[name])
+            for name in ("run_id", "offsets", "waiting")
+            if name in fields
+        }
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return Glance(None, {}, False, False)
+        return DeliverySummary(None, {}, False, False)
     waiting = found.get("waiting", [])
-    return Glance(
-        found.get("run_id"), found.get("offsets", {}), bool(awaited(waiting)), not set(LAST).isdisjoint(waiting)
+    return DeliverySummary(
+        found.get("run_id"),
+        found.get("offsets", {}),
+        bool(awaited(waiting)),
+        not set(LAST).isdisjoint(waiting),
     )
 
 
@@ -191,14 +200,14 @@ def awaited(waiting: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _kinds() -> dict[str, Any]:
-    return typing.get_type_hints(Progress)
+    return typing.get_type_hints(DeliveryState)
 
 
 def _short(text: str) -> str:
     return text if len(text) <= 160 else f"{text[:80]}…{text[-40:]}"
 
 
-def _without_foreign_words(found: Progress) -> Progress:
+def _without_foreign_words(found: DeliveryState) -> DeliveryState:
     """Set aside what waits and is nothing that a journal told."""
     for word in (*found.waiting, *filter(None, [found.ending])):
         if word not in WORDS and _event(word) is None:
@@ -223,12 +232,14 @@ def _sound(value: Any, kind: Any) -> Any:
         return {str(key): _sound(one, arguments[1]) for key, one in value.items()}
     if origin is list:
         return [_sound(one, arguments[0]) for one in list(value)]
-    if not isinstance(value, (arguments or (kind,))) and not (kind is float and isinstance(value, int)):
+    if not isinstance(value, (arguments or (kind,))) and not (
+        kind is float and isinstance(value, int)
+    ):
         raise ValueError(f"not {kind}: {value!r}")
     return value
 
 
-def save(path: Path, progress: Progress) -> None:
+def save(path: Path, progress: DeliveryState) -> None:
     """Replace the file."""
     progress.updated = time.time()
     write_atomically(path, json.dumps(dataclasses.asdict(progress), indent=1))

@@ -54,10 +54,18 @@ def read_identity(path: Path) -> Identity:
         identity = Identity(**fields)
         odd = [key for key, value in fields.items() if not isinstance(value, (str, type(None)))]
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise names.BrokenRun(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    folders = [name for name in (identity.name, identity.parent or identity.name) if not names.is_plain(name)]
+        raise names.InvalidRunFolder(
+            f"{path} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    folders = [
+        name
+        for name in (identity.name, identity.parent or identity.name)
+        if not names.is_plain(name)
+    ]
     if odd or folders:
-        raise names.BrokenRun(f"{path} is none that rankzero wrote: {', '.join([*odd, *map(repr, folders)])[:200]}")
+        raise names.InvalidRunFolder(
+            f"{path} is none that rankzero wrote: {', '.join([*odd, *map(repr, folders)])[:200]}"
+        )
     return identity
 
 

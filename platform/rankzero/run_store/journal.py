@@ -14,12 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rankzero.events import CheckpointSaved, Event, Noticed, RunEnded, RunStarted, StepsLogged, decode, encode
+from rankzero.events import (
+    CheckpointSaved,
+    Event,
+    Noticed,
+    RunEnded,
+    RunStarted,
+    StepsLogged,
+    decode,
+    encode,
+)
 
 READ_BYTES = 1 << 20  # what a reader holds in memory at a time
 MOST_WAITING_BYTES = 64 << 20  # what a writer holds while it cannot write
 MILESTONES = (RunStarted, CheckpointSaved, RunEnded)
-STEPS_SECONDS = 0.5  # between writes of steps: a run that reports each step does not pay a write for each
+STEPS_SECONDS = (
+    0.5  # between writes of steps: a run that reports each step does not pay a write for each
+)
 
 
 class Journal:
@@ -34,7 +45,9 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        self._descriptor = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644
+        )
         self._waiting = bytearray() if _ends_with_newline(path) else bytearray(b"\n")
         self._steps_written = 0.0
         self.lost = self._untold = 0
@@ -47,13 +60,21 @@ class Journal:
             return
         try:
             self._waiting += _line(event)
-        except (TypeError, ValueError, RecursionError) as error:  # one odd value must not end the journal
-            self.problems.append(f"a {type(event).__name__} is lost, since it cannot be written: {error}")
+        except (
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:  # one odd value must not end the journal
+            self.problems.append(
+                f"a {type(event).__name__} is lost, since it cannot be written: {error}"
+            )
             return
         if self._is_due(event):
             self._write()
         if isinstance(event, MILESTONES):
-            with contextlib.suppress(OSError):  # network file systems tell of a full disk here; the journal goes on
+            with contextlib.suppress(
+                OSError
+            ):  # network file systems tell of a full disk here; the journal goes on
                 os.fsync(self._descriptor)
 
     def flush(self) -> None:
@@ -97,7 +118,7 @@ class Journal:
                 self._untold = 0
 
 
-class Taken(NamedTuple):
+class JournalChunk(NamedTuple):
     """What a piece of a journal holds: its events, the offset behind it, and how many of its lines are no events."""
 
     events: list[Event]
@@ -105,7 +126,7 @@ class Taken(NamedTuple):
     foreign: int = 0
 
 
-def take(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> Taken:
+def take(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> JournalChunk:
     """Return what stands after `offset`: about `limit_bytes` at most, but always a whole line.
 
     A line that is no event (torn by the death of its writer, or somebody else's) is passed over and counted.
@@ -117,7 +138,7 @@ def take(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> Taken:
             events.append(decode(line))
         except ValueError:
             foreign += bool(line.strip())
-    return Taken(events, behind, foreign)
+    return JournalChunk(events, behind, foreign)
 
 
 def read(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> tuple[list[Event], int]:

@@ -14,13 +14,17 @@ _PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*")
 _NOT_PLAIN = re.compile(r"[^\w.\-]+")
 
 
-class BrokenRun(UserError, ValueError):
+class InvalidRunFolder(UserError, ValueError):
     """A run's folder that is none: the message names the file."""
 
 
 def is_plain(name: object) -> bool:
     """Tell whether this is a run's name: one folder below the runs' folder, whatever the file system."""
-    return isinstance(name, str) and _PLAIN.fullmatch(name) is not None and len(_bytes(name)) <= LONGEST_BYTES
+    return (
+        isinstance(name, str)
+        and _PLAIN.fullmatch(name) is not None
+        and len(_bytes(name)) <= LONGEST_BYTES
+    )
 
 
 def checked_run(name: str) -> str:
@@ -35,7 +39,9 @@ def checked_run(name: str) -> str:
 
 def made_plain(text: str) -> str:
     """Return the beginning of a run's name for any text."""
-    plain = _bytes(_NOT_PLAIN.sub("-", text).lstrip("-._"))[:LONGEST_STEM_BYTES].decode("utf-8", "ignore")
+    plain = _bytes(_NOT_PLAIN.sub("-", text).lstrip("-._"))[:LONGEST_STEM_BYTES].decode(
+        "utf-8", "ignore"
+    )
     return plain if is_plain(plain) else f"run-{plain}".rstrip("-")
 
 

@@ -32,7 +32,9 @@ def write(path: Path, arrays: Mapping[str, Any]) -> None:
 
     size = sum(array.nbytes for array in arrays.values())
     if size > MOST_BYTES:
-        raise ValueError(f"pictures of {size >> 20} MiB are too large; at most {MOST_BYTES >> 20} MiB are kept")
+        raise ValueError(
+            f"pictures of {size >> 20} MiB are too large; at most {MOST_BYTES >> 20} MiB are kept"
+        )
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "wb", opener=symlinks.no_follow) as file:
@@ -55,7 +57,11 @@ def clear(folder: RunFolder) -> None:
 
 
 def _named(folder: RunFolder) -> set[str]:
-    return {Path(event.path).name for event in read_all(folder.events) if isinstance(event, PicturesTaken)}
+    return {
+        Path(event.path).name
+        for event in read_all(folder.events)
+        if isinstance(event, PicturesTaken)
+    }
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -79,7 +85,9 @@ def read(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged archive fails in as many ways as there are bytes
         if is_want(error):
             raise
-        raise ValueError(f"{path.name} holds no pictures: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{path.name} holds no pictures: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_header(stored: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rankzero.redaction.assignments import is_secret_name
 from rankzero.redaction.text import command_without_secrets, text_without_secrets
 from rankzero.run_store.folder import write_atomically
-from rankzero.run_store.names import BrokenRun
+from rankzero.run_store.names import InvalidRunFolder
 
 GIT_SECONDS = 5.0
 MOST_DIFF_BYTES = 1_000_000
@@ -27,14 +27,29 @@ MOST_UNTRACKED = 200
 UNKNOWN = f"# git could not say within {GIT_SECONDS:.0f} seconds what has changed\n"
 # A repository's own settings must not run programs of their choosing: no external diff, no text conversion, no
 # filters, and no looking into submodules, which have settings of their own: diff.submodule=diff begins a git in each.
-DIFF_OPTIONS = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty", "--submodule=short")
+DIFF_OPTIONS = (
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-color",
+    "--ignore-submodules=dirty",
+    "--submodule=short",
+)
 FILTERS = r"^filter\..*\.(clean|process|required)$"
 PACKAGES = ("torch", "torchvision", "mlflow", "optuna", "numpy", "nvidia-ml-py", "rankzero")
 VARIABLES = {
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED",
-    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "SLURM_JOB_ID", "SLURM_JOB_NAME",
-    "SLURM_NNODES", "SLURM_NTASKS",
-}  # fmt: skip
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "SLURM_NNODES",
+    "SLURM_NTASKS",
+}
 VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 
@@ -138,7 +153,9 @@ def _made(folder: Path) -> Path:
     target = folder / "provenance"
     folder.mkdir(exist_ok=True)
     if target.is_symlink():
-        raise BrokenRun(f"{target} is a link, through which nothing is written: take it away")
+        raise InvalidRunFolder(
+            f"{target} is a link, through which nothing is written: take it away"
+        )
     target.mkdir(exist_ok=True)
     return target
 
@@ -167,16 +184,22 @@ def _git_facts(project_dir: Path) -> dict[str, str | None]:
 
 
 def _diff(project_dir: Path) -> str | None:
-    changes = _git(project_dir, "diff", "HEAD", *DIFF_OPTIONS, settings=_without_filters(project_dir))
+    changes = _git(
+        project_dir, "diff", "HEAD", *DIFF_OPTIONS, settings=_without_filters(project_dir)
+    )
     untracked = _git(project_dir, "ls-files", "--others", "--exclude-standard", "--full-name", ":/")
     if changes == untracked == "":
         return None
-    return text_without_secrets(_untracked_lines(untracked or "") + _cut(UNKNOWN if changes is None else changes))
+    return text_without_secrets(
+        _untracked_lines(untracked or "") + _cut(UNKNOWN if changes is None else changes)
+    )
 
 
 def _without_filters(project_dir: Path) -> dict[str, str]:
     """Return the settings that keep git from running the filters that the repository itself defines."""
-    found = _git(project_dir, "config", "--show-scope", "--name-only", "--get-regexp", FILTERS) or ""
+    found = (
+        _git(project_dir, "config", "--show-scope", "--name-only", "--get-regexp", FILTERS) or ""
+    )
     settings = [line.partition("\t") for line in found.splitlines()]
     own = [name for scope, _, name in settings if scope in ("local", "worktree")]
     return {name: "false" if name.endswith(".required") else "" for name in own}
@@ -200,7 +223,12 @@ def _cut(changes: str) -> str:
 
 def _git(project_dir: Path, *words: str, settings: Mapping[str, str] | None = None) -> str | None:
     command = ["git", "-c", "core.fsmonitor=false", "--no-pager", *words]
-    environ = {**os.environ, **_as_variables(settings or {}), "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0"}
+    environ = {
+        **os.environ,
+        **_as_variables(settings or {}),
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_OPTIONAL_LOCKS": "0",
+    }
     environ["GIT_NO_LAZY_FETCH"] = "1"
     environ["GIT_ALLOW_PROTOCOL"] = ""  # the same, for a git that does not know that variable yet
     try:

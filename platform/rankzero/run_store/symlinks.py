@@ -10,7 +10,7 @@ import os
 import stat
 from pathlib import Path
 
-from rankzero.run_store.names import BrokenRun
+from rankzero.run_store.names import InvalidRunFolder
 
 OURS = (".json", ".jsonl", ".lock", ".log", ".md", ".txt", ".yaml")
 
@@ -26,7 +26,7 @@ def refuse(folder: Path) -> None:
         return  # gone, or not ours to read: who opens it says so
     odd = sorted(path.name for path in found if _is_odd(path))
     if odd:
-        raise BrokenRun(
+        raise InvalidRunFolder(
             f"{folder} holds what rankzero made none of: {', '.join(map(repr, odd))[:200]}; nothing in a run's folder "
             "may lead out of it: put what a link leads to in its place, or take it away"
         )

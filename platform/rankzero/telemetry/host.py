@@ -20,7 +20,11 @@ PROCESS_EVERY = 10  # samples; listing a process tree reads all of /proc
 
 def usable_cores() -> list[int]:
     """Return the processor cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
 
 
 class HostSampler:

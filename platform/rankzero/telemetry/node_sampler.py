@@ -15,7 +15,7 @@ SAMPLE_SECONDS = 1.0
 _CUMULATIVE = ("_energy_joules", "network_receive_megabytes", "network_transmit_megabytes")
 
 
-class SystemSampler:
+class NodeSampler:
     """Samples the GPUs that the job uses and the host; make it, use it and close it in one process.
 
     `gpus`: UUIDs in the order of the job's CUDA ordinals, as torch or NVML spells them; an
@@ -77,7 +77,10 @@ def mean_of(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for sample in samples:
         for name, value in sample.items():
             columns.setdefault(name, []).append(value)
-    return {name: values[-1] if name.endswith(_CUMULATIVE) else _mean(values) for name, values in columns.items()}
+    return {
+        name: values[-1] if name.endswith(_CUMULATIVE) else _mean(values)
+        for name, values in columns.items()
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -55,13 +55,17 @@ class GpuSampler:
         self._nvml = pynvml
         self._choose(_list_devices(pynvml), uuids, environ)
 
-    def _choose(self, listed: list[_Listed], uuids: Sequence[str] | None, environ: Mapping[str, str]) -> None:
+    def _choose(
+        self, listed: list[_Listed], uuids: Sequence[str] | None, environ: Mapping[str, str]
+    ) -> None:
         by_device = {entry.device: entry for entry in listed}
         self._devices = select_devices(list(by_device), environ, uuids)
         cards: set[str] = set()
         for ordinal, device in self._devices.items():
             entry = by_device[device]
-            self._gpus[ordinal] = GpuReader(self._nvml, entry.handle, None if device.card in cards else entry.card)
+            self._gpus[ordinal] = GpuReader(
+                self._nvml, entry.handle, None if device.card in cards else entry.card
+            )
             cards.add(device.card)
         self._cards = len(cards)
         for ordinal, uuid in enumerate(uuids or ()):
@@ -79,19 +83,31 @@ class GpuSampler:
         last two are said in `notices`, once a GPU.
         """
         readings = {ordinal: self._read(ordinal, gpu) for ordinal, gpu in list(self._gpus.items())}
-        metrics = {f"gpu_{i}_{name}": value for i, reading in readings.items() for name, value in reading.items()}
-        return metrics | across(list(readings.values()), self._cards) if len(self._devices) > 1 else metrics
+        metrics = {
+            f"gpu_{i}_{name}": value
+            for i, reading in readings.items()
+            for name, value in reading.items()
+        }
+        return (
+            metrics | across(list(readings.values()), self._cards)
+            if len(self._devices) > 1
+            else metrics
+        )
 
     def _read(self, ordinal: int, gpu: GpuReader) -> dict[str, float]:
         try:
             reading = gpu.sample()
         except GpuLostError as error:
             self._gpus.pop(ordinal, None)
-            self.notices.append(f"GPU {ordinal} ({self._devices[ordinal]}) gives no more metrics: {error}")
+            self.notices.append(
+                f"GPU {ordinal} ({self._devices[ordinal]}) gives no more metrics: {error}"
+            )
             return {}
         if gpu.trouble and ordinal not in self._troubled:
             self._troubled.add(ordinal)
-            self.notices.append(f"GPU {ordinal} ({self._devices[ordinal]}) lacks some metrics: {gpu.trouble}")
+            self.notices.append(
+                f"GPU {ordinal} ({self._devices[ordinal]}) lacks some metrics: {gpu.trouble}"
+            )
         return reading
 
     def close(self) -> None:
@@ -107,8 +123,12 @@ def across(readings: Sequence[Mapping[str, float]], cards: int) -> dict[str, flo
 
     A sum that lacks one of the `cards` would mislead and is left out.
     """
-    summary = {"gpu_" + name: _column(readings, name) for name in ("power_usage_watts", "energy_joules")}
-    metrics = {name: sum(values) for name, values in summary.items() if values and len(values) == cards}
+    summary = {
+        "gpu_" + name: _column(readings, name) for name in ("power_usage_watts", "energy_joules")
+    }
+    metrics = {
+        name: sum(values) for name, values in summary.items() if values and len(values) == cards
+    }
     if busy := _column(readings, "utilization_percentage"):
         metrics["gpu_utilization_percentage"] = sum(busy) / len(busy)
         metrics["gpu_utilization_percentage_min"] = min(busy)
@@ -134,8 +154,15 @@ def _list_devices(nvml: Any) -> list[_Listed]:
 
 def _list_instances(nvml: Any, card: Any, whole: Device) -> list[_Listed]:
     count = or_none(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, card) or 0  # 0: not partitioned
-    handles = [or_none(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, card, number) for number in range(count)]
-    found = [(handle, or_none(nvml, _describe_instance, nvml, handle, whole)) for handle in handles if handle]
+    handles = [
+        or_none(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, card, number)
+        for number in range(count)
+    ]
+    found = [
+        (handle, or_none(nvml, _describe_instance, nvml, handle, whole))
+        for handle in handles
+        if handle
+    ]
     return [_Listed(device, handle, card) for handle, device in found if device]
 
 

@@ -12,9 +12,22 @@ MANY_FAILURES = 3  # of one reading in a row: one alone is nothing to tell of
 MILLIS = 1e3  # milliwatts in a watt, millijoules in a joule
 
 # By number, not by class: which classes there are depends on the binding's version.
-_UNINITIALIZED, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND = 1, 2, 3, 4, 13
+_UNINITIALIZED, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND = (
+    1,
+    2,
+    3,
+    4,
+    13,
+)
 _GPU_IS_LOST, _RESET_REQUIRED, _VERSION_MISMATCH, _DEPRECATED = 15, 16, 25, 26
-_NEVER = {_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND, _VERSION_MISMATCH, _DEPRECATED}
+_NEVER = {
+    _INVALID_ARGUMENT,
+    _NOT_SUPPORTED,
+    _NO_PERMISSION,
+    _FUNCTION_NOT_FOUND,
+    _VERSION_MISMATCH,
+    _DEPRECATED,
+}
 _GONE = {_UNINITIALIZED, _GPU_IS_LOST, _RESET_REQUIRED}
 
 _TEMPERATURE_OF_GPU, _CLOCK_OF_SM = 0, 1
@@ -49,7 +62,13 @@ class GpuReader:
         self._power_read: tuple[float, float] | None = None
         self._reads: list[Callable[[], dict[str, float]]] = [self._utilization, self._memory]
         if card is not None:
-            self._reads += [self._power, self._share_of_limit, self._temperature, self._clock, self._throttled]
+            self._reads += [
+                self._power,
+                self._share_of_limit,
+                self._temperature,
+                self._clock,
+                self._throttled,
+            ]
             self._reads.append(self._choose_energy())
 
     def sample(self) -> dict[str, float]:
@@ -75,10 +94,16 @@ class GpuReader:
             self.trouble = f"{name.strip('_').replace('_', ' ')}: {error}"
 
     def _utilization(self) -> dict[str, float]:
-        return {"utilization_percentage": float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)}
+        return {
+            "utilization_percentage": float(
+                self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
+            )
+        }
 
     def _memory(self) -> dict[str, float]:
-        memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)  # used: what the driver reserves included
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(
+            self._handle
+        )  # used: what the driver reserves included
         if not memory.total:
             return {}
         return {
@@ -93,17 +118,26 @@ class GpuReader:
 
     def _share_of_limit(self) -> dict[str, float]:
         limit = self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._card) / MILLIS
-        return {"power_usage_percentage": self._watts / limit * 100} if self._watts is not None and limit else {}
+        return (
+            {"power_usage_percentage": self._watts / limit * 100}
+            if self._watts is not None and limit
+            else {}
+        )
 
     def _temperature(self) -> dict[str, float]:
         calls = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
         return {"temperature_celsius": float(self._first_known(calls, _TEMPERATURE_OF_GPU))}
 
     def _clock(self) -> dict[str, float]:
-        return {"sm_clock_megahertz": float(self._nvml.nvmlDeviceGetClockInfo(self._card, _CLOCK_OF_SM))}
+        return {
+            "sm_clock_megahertz": float(self._nvml.nvmlDeviceGetClockInfo(self._card, _CLOCK_OF_SM))
+        }
 
     def _throttled(self) -> dict[str, float]:
-        calls = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        calls = (
+            "nvmlDeviceGetCurrentClocksEventReasons",
+            "nvmlDeviceGetCurrentClocksThrottleReasons",
+        )
         reasons = self._first_known(calls)
         # 0 or 100 now, so that the mean is the share of the time.
         return {name: 100.0 if reasons & bits else 0.0 for name, bits in _THROTTLED.items()}
@@ -121,13 +155,17 @@ class GpuReader:
         raise self._nvml.NVMLError(_FUNCTION_NOT_FOUND)
 
     def _choose_energy(self) -> Callable[[], dict[str, float]]:
-        self._energy_read = or_none(self._nvml, self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._card)
+        self._energy_read = or_none(
+            self._nvml, self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._card
+        )
         return self._integrated_energy if self._energy_read is None else self._counted_energy
 
     def _counted_energy(self) -> dict[str, float]:
         now = float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._card))
         if self._energy_read is not None:
-            self._joules += max(0.0, now - self._energy_read) / MILLIS  # the counter restarts with the driver
+            self._joules += (
+                max(0.0, now - self._energy_read) / MILLIS
+            )  # the counter restarts with the driver
         self._energy_read = now
         return {"energy_joules": self._joules}
 

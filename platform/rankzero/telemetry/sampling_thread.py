@@ -12,7 +12,7 @@ from pathlib import Path
 from rankzero.events import Noticed, SystemSampled
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, read
-from rankzero.telemetry.node_sampler import SAMPLE_SECONDS, SystemSampler, mean_of, publish_interval
+from rankzero.telemetry.node_sampler import SAMPLE_SECONDS, NodeSampler, mean_of, publish_interval
 
 FIRST_SECONDS = 1.0  # a run of five seconds has values, too
 TAIL_BYTES = 1 << 16
@@ -20,10 +20,17 @@ TAIL_BYTES = 1 << 16
 log = logging.getLogger("rankzero.recorder")
 
 
-class Sampling:
+class SamplingThread:
     """A thread that samples from now until `stop`."""
 
-    def __init__(self, folder: RunFolder, gpus: Sequence[str] | None, node: int, node_count: int, process: int) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        gpus: Sequence[str] | None,
+        node: int,
+        node_count: int,
+        process: int,
+    ) -> None:
         self._folder, self._node = folder, node
         self._arguments = (gpus, node, node_count, process)
         self._stop = threading.Event()
@@ -37,7 +44,9 @@ class Sampling:
         """Publish what there is of the current interval, and end; may be called twice."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=10)  # a driver that hangs must not keep the recorder from its delivery
+            self._thread.join(
+                timeout=10
+            )  # a driver that hangs must not keep the recorder from its delivery
 
     def _run(self) -> None:
         try:
@@ -57,11 +66,13 @@ class Sampling:
 
     def _sample(self) -> None:
         gpus, node, node_count, process = self._arguments
-        sampler = SystemSampler(gpus, node, node_count, folder=self._folder.path, process=process)
+        sampler = NodeSampler(gpus, node, node_count, folder=self._folder.path, process=process)
         journal = Journal(self._folder.system(node))
         number = next_sample(self._folder.system(node))
         start = published = time.monotonic()
-        told = 0 if gpus else len(sampler.notices)  # no driver is no news to a job that names no GPU
+        told = (
+            0 if gpus else len(sampler.notices)
+        )  # no driver is no news to a job that names no GPU
         interval, samples = FIRST_SECONDS, [sampler.sample()]
         while not self._stop.wait(SAMPLE_SECONDS):
             samples.append(sampler.sample())
@@ -69,7 +80,12 @@ class Sampling:
             now = time.monotonic()
             if now - published >= interval - SAMPLE_SECONDS / 2:
                 _publish(journal, number, samples)
-                number, published, samples, interval = number + 1, now, [], publish_interval(now - start)
+                number, published, samples, interval = (
+                    number + 1,
+                    now,
+                    [],
+                    publish_interval(now - start),
+                )
         samples.append(sampler.sample())
         _publish(journal, number, samples)
         _tell(journal, sampler.notices, told)

@@ -112,7 +112,11 @@ def _by_index(cards: Sequence[Device], index: int) -> Device | None:
 
 
 def _by_uuid(listed: Sequence[Device], start: str) -> Device | None:
-    matches = [device for device in listed if device.uuid.startswith(start) or _former_uuid(device) == start]
+    matches = [
+        device
+        for device in listed
+        if device.uuid.startswith(start) or _former_uuid(device) == start
+    ]
     return matches[0] if len(matches) == 1 else None
 
 
@@ -120,7 +124,10 @@ def _by_whole_uuid(listed: Sequence[Device], uuid: str) -> Device | None:
     """Find a device by its UUID, whatever its prefix: torch says none, and does not tell a MIG device from a GPU."""
     bare = uuid.removeprefix("GPU-")
     spellings = (uuid, "GPU-" + bare, "MIG-" + bare)
-    return next((device for device in listed if device.uuid in spellings or _former_uuid(device) == uuid), None)
+    return next(
+        (device for device in listed if device.uuid in spellings or _former_uuid(device) == uuid),
+        None,
+    )
 
 
 def _former_uuid(device: Device) -> str | None:

@@ -14,18 +14,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankzero.redaction.log_format import log_without_secrets
-from rankzero.run_store.attempt import Attempt, closed
+from rankzero.run_store.attempt import LiveAttempt, closed
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.provenance import write_packages
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.retry import grace_seconds, guarded, succeeds
-from rankzero.tracking.study_deliverer import Family
+from rankzero.tracking.study_deliverer import StudyDeliverer
 
 TICK_SECONDS = 0.5
-MODEST = 10  # a nice value: about a tenth of a processor where all are taken, none where one is free
+MODEST = (
+    10  # a nice value: about a tenth of a processor where all are taken, none where one is free
+)
 
 
-def deliver_attempt(attempt: Attempt, deliverer: Deliverer | Family, recorder: int) -> None:
+def deliver_attempt(
+    attempt: LiveAttempt, deliverer: Deliverer | StudyDeliverer, recorder: int
+) -> None:
     """Deliver until the attempt is over and all is delivered, or nothing moves any more, or a newer attempt begins.
 
     `recorder`: a pipe that the recorder closes when it has written its last; it may die before rank 0 does.
@@ -40,7 +44,10 @@ def deliver_attempt(attempt: Attempt, deliverer: Deliverer | Family, recorder: i
             deliverer.hasten()
         if guarded(deliverer.work):
             moved = time.monotonic()
-        elif ended and ((said and guarded(lambda: deliverer.complete)) or time.monotonic() - moved > grace_seconds()):
+        elif ended and (
+            (said and guarded(lambda: deliverer.complete))
+            or time.monotonic() - moved > grace_seconds()
+        ):
             break
         else:
             said = said or (ended and succeeds(attempt.say_end_if_unsaid))
@@ -56,11 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = RunFolder(options.folder)
     if options.node == 0:  # a tenth of a second that the training process need not spend
         guarded(lambda: write_packages(folder.artifacts))
-    deliver_attempt(Attempt(folder, options.node, options.token), Family(folder, options.node), options.pipe)
+    deliver_attempt(
+        LiveAttempt(folder, options.node, options.token),
+        StudyDeliverer(folder, options.node),
+        options.pipe,
+    )
 
 
 def _go_to_the_background(nice: int) -> None:
-    with contextlib.suppress(OSError):  # desktops weigh a session as a whole, whatever its processes' priorities
+    with contextlib.suppress(
+        OSError
+    ):  # desktops weigh a session as a whole, whatever its processes' priorities
         Path("/proc/self/autogroup").write_text(str(nice or 19))
     try:
         if not nice:

@@ -10,7 +10,7 @@ import time
 
 from rankzero.run_store import claims
 from rankzero.run_store import delivery_state as state
-from rankzero.run_store.attempt import Attempt
+from rankzero.run_store.attempt import LiveAttempt
 from rankzero.tracking.courier import MODEST
 from rankzero.tracking.retry import PAUSE_SECONDS, grace_seconds, log
 
@@ -20,10 +20,10 @@ MOST_DEATHS = 5
 FAIR = 1  # once rank 0 has ended: about what everybody gets
 
 
-class Courier:
+class CourierSupervisor:
     """The recorder's courier: started, started again if it dies or gets nowhere. Holds the right to deliver."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: LiveAttempt) -> None:
         self._attempt = attempt
         self._right: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,7 +78,9 @@ class Courier:
             return False
         if self._starves():
             self._nice = MODEST if self._finished is None else FAIR
-            log.info("no processor has been idle for %d s: going on at nice %d", IDLE_SECONDS, self._nice)
+            log.info(
+                "no processor has been idle for %d s: going on at nice %d", IDLE_SECONDS, self._nice
+            )
             self._process.kill()
             self._process.wait()
             self._start()
@@ -92,9 +94,14 @@ class Courier:
         """
         self._listen()
         over = self._finished is not None
-        if self._nice == FAIR or (not over and (self._nice == MODEST or self._heard > self._started)):
+        if self._nice == FAIR or (
+            not over and (self._nice == MODEST or self._heard > self._started)
+        ):
             return False
-        if time.monotonic() - max(self._started, self._heard, self._finished or 0.0) <= IDLE_SECONDS:
+        if (
+            time.monotonic() - max(self._started, self._heard, self._finished or 0.0)
+            <= IDLE_SECONDS
+        ):
             return False
         progress = state.load(state.path_of(self._attempt.folder, self._attempt.node))
         return progress.error is None and self._attempt.folder.path.exists()
@@ -132,7 +139,9 @@ class Courier:
             *("--nice", str(self._nice)),
         ]
         self._process = None  # where none can be made: that is no death of one
-        self._process = subprocess.Popen(command, pass_fds=(self._reader, self._right), start_new_session=True)
+        self._process = subprocess.Popen(
+            command, pass_fds=(self._reader, self._right), start_new_session=True
+        )
         return True
 
     def _start_again(self, code: int) -> bool:

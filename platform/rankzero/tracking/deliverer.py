@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from rankzero.events import DataDescribed, Event, RunEnded, RunStarted, decode
 from rankzero.faults import refusal
-from rankzero.mlflow_store.items import RETRIES, End, Item, Points, Tags, name_of
+from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, RunEnd, Tags, name_of
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import claims
@@ -29,15 +29,17 @@ from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
 from rankzero.run_store.journal import READ_BYTES, take
 from rankzero.tracking import description, open_run
-from rankzero.tracking.retry import Backoff, Suspicion
+from rankzero.tracking.retry import Backoff, BlameTracker
 from rankzero.tracking.translate import ending, translate, trouble_of
 from rankzero.tracking.uploads import upload
 
 if TYPE_CHECKING:
-    from rankzero.mlflow_store.client import OpenRun, Tracker
+    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 
 TAKE_SECONDS = 5.0  # few large batches: each costs the server as much as a thousand points do
-MOST_WITHOUT_MEMORY = 4  # tries of one upload that ran out of memory: it may ask for more than there is
+MOST_WITHOUT_MEMORY = (
+    4  # tries of one upload that ran out of memory: it may ask for more than there is
+)
 
 log = logging.getLogger("rankzero.recorder")
 
@@ -49,22 +51,27 @@ class Deliverer:
     wait a little, and again.
     """
 
-    def __init__(self, folder: RunFolder, node: int = 0, connect: Callable[[str], Tracker] = open_run.connect) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        node: int = 0,
+        connect: Callable[[str], MlflowRuns] = open_run.connect,
+    ) -> None:
         self._folder, self._node, self._connect = folder, node, functools.cache(connect)
         self._path, self._directory = state.path_of(folder, node), claims.directory(folder)
         self.progress = state.load(self._path)
         for name in self._journals():
             self.progress.offsets.setdefault(name, 0)
         self._committed = copy.deepcopy(self.progress)
-        self._items: deque[Item] = deque()
+        self._items: deque[MlflowItem] = deque()
         self._taken: dict[str, int] = dict(self.progress.offsets)
         self._take_at = 0.0
-        self._tracker: Tracker | None = None
+        self._tracker: MlflowRuns | None = None
         self._run: OpenRun | None = None
         self._sending, self._uploading = Backoff(), Backoff()
         self._away_since: float | None = None
         self._hurry = False
-        self._suspicion = Suspicion()
+        self._suspicion = BlameTracker()
 
     @property
     def complete(self) -> bool:
@@ -81,8 +88,12 @@ class Deliverer:
             self._take()
         if self._items:
             return self._try(self._send, self._sending, self._set_item_aside)
-        if self.progress.ending is not None and (self._uploading.failures or not self.progress.uploads):
-            self._items.extend(self._ending(self.progress.ending))  # uploads that fail do not hold up the end
+        if self.progress.ending is not None and (
+            self._uploading.failures or not self.progress.uploads
+        ):
+            self._items.extend(
+                self._ending(self.progress.ending)
+            )  # uploads that fail do not hold up the end
             return True
         if self.progress.waiting and self._uploading.over:
             return self._try(self._upload, self._uploading, self._set_upload_aside)
@@ -104,14 +115,19 @@ class Deliverer:
             raise FolderGone(f"{self._folder.path} was moved or deleted while it was delivered")
         if not self._items:
             self._committed = copy.deepcopy(self.progress)
-        for name in ("error", "failures", "outages", "away_seconds"):  # true at once, whatever is sent
+        for name in (
+            "error",
+            "failures",
+            "outages",
+            "away_seconds",
+        ):  # true at once, whatever is sent
             setattr(self._committed, name, getattr(self.progress, name))
         claim = claims.latest(self._folder, self._node)
         self._committed.claim = claim.token if claim else ""
         self._committed.pending_bytes = state.unread_bytes(self._folder, self._committed.offsets)
         state.save(self._path, self._committed)
 
-    def snapshot(self) -> state.Progress:
+    def snapshot(self) -> state.DeliveryState:
         """Return the progress as it is on the disk."""
         return self._committed
 
@@ -123,7 +139,10 @@ class Deliverer:
         return state.unread_bytes(self._folder, self._taken)
 
     def _try(
-        self, action: Callable[[], bool], backoff: Backoff, set_aside: Callable[[str], None] | None = None
+        self,
+        action: Callable[[], bool],
+        backoff: Backoff,
+        set_aside: Callable[[str], None] | None = None,
     ) -> bool:
         try:
             did = action()
@@ -137,13 +156,21 @@ class Deliverer:
         self.progress.error = None
         return did
 
-    def _failed(self, error: Exception, backoff: Backoff, set_aside: Callable[[str], None] | None) -> bool:
+    def _failed(
+        self, error: Exception, backoff: Backoff, set_aside: Callable[[str], None] | None
+    ) -> bool:
         reason = refusal(error)
         if reason is not None:
             self._suspicion.clear()
-        elif backoff is self._sending and self._suspicion.confirmed(backoff.failures, self._answers):
+        elif backoff is self._sending and self._suspicion.confirmed(
+            backoff.failures, self._answers
+        ):
             reason = f"fails while MLflow answers otherwise: {error!r}"
-        if isinstance(error, MemoryError) and backoff is self._uploading and backoff.failures >= MOST_WITHOUT_MEMORY:
+        if (
+            isinstance(error, MemoryError)
+            and backoff is self._uploading
+            and backoff.failures >= MOST_WITHOUT_MEMORY
+        ):
             reason = "there was not enough memory for it, however often it was tried"
         if isinstance(error, RunGone):
             self._abandon(str(error))
@@ -161,7 +188,9 @@ class Deliverer:
         return False
 
     def _aside(self, set_aside: Callable[[str], None], reason: str, backoff: Backoff) -> bool:
-        self._known_tracker().require_run(self._open_run().run_id)  # is it the item, or is the whole run gone?
+        self._known_tracker().require_run(
+            self._open_run().run_id
+        )  # is it the item, or is the whole run gone?
         log.warning("set aside: %s", text_without_secrets(reason))
         set_aside(reason)
         return True
@@ -184,13 +213,17 @@ class Deliverer:
             return False
         self._tracker, self._run = opened
         if self.progress.run_id is None:
-            open_run.adopt(self.progress, self._run, self._folder.identity.mlflow_run_id is not None)
+            open_run.adopt(
+                self.progress, self._run, self._folder.identity.mlflow_run_id is not None
+            )
         self.commit()
         return True
 
     def _take_due(self) -> bool:
         unread = self._unread()
-        return unread > 0 and (self._hurry or unread >= READ_BYTES or time.monotonic() >= self._take_at)
+        return unread > 0 and (
+            self._hurry or unread >= READ_BYTES or time.monotonic() >= self._take_at
+        )
 
     def _take(self) -> None:
         self._take_at = time.monotonic() + TAKE_SECONDS
@@ -199,7 +232,9 @@ class Deliverer:
             taken = take(self._folder.path / name, self._taken[name])
             events += taken.events
             if taken.foreign:
-                self.progress.reject(f"{name} before byte {taken.offset:,}", f"{taken.foreign} lines are no events")
+                self.progress.reject(
+                    f"{name} before byte {taken.offset:,}", f"{taken.foreign} lines are no events"
+                )
             self._taken[name] = taken.offset
         self._items.extend(translate(events, self.progress))
         self.progress.put_last_things_last()
@@ -214,12 +249,12 @@ class Deliverer:
                 tracker.start_attempt(run_id, item)
             case DataDescribed():
                 tracker.log_data(run_id, item)
-            case Points():
+            case MetricBatch():
                 tracker.log_metrics(run_id, item.points)
                 self.progress.delivered += len(item.points)
             case Tags():
                 tracker.set_tags(run_id, item.tags)
-            case End():
+            case RunEnd():
                 tracker.close_run(run_id, item.event)
                 self.progress.ending, self.progress.ended = None, True
                 self.progress.waiting = [*self.progress.uploads, *state.LAST]
@@ -235,18 +270,18 @@ class Deliverer:
         """Set the refused item aside; of a batch, find the points that are to blame and save the others."""
         item = self._items[0]
         match item:
-            case Points(points) if len(points) > 1:
+            case MetricBatch(points) if len(points) > 1:
                 half = len(points) // 2
-                self._replace(Points(points[:half]), Points(points[half:]))
+                self._replace(MetricBatch(points[:half]), MetricBatch(points[half:]))
             case Tags(tags) if len(tags) > 1:
                 self._replace(*(Tags({key: value}) for key, value in tags.items()))
             case _:
-                if isinstance(item, End):
+                if isinstance(item, RunEnd):
                     self.progress.ending = None
                 self.progress.reject(name_of(item), reason)
                 self._sent()
 
-    def _replace(self, *items: Item) -> None:
+    def _replace(self, *items: MlflowItem) -> None:
         self._items.popleft()
         self._items.extendleft(reversed(items))
 
@@ -266,10 +301,12 @@ class Deliverer:
             self._items.append(Tags(trouble_of(self.progress)))
         self.commit()
 
-    def _ending(self, line: str) -> list[Item]:
+    def _ending(self, line: str) -> list[MlflowItem]:
         event = decode(line)
         assert isinstance(event, RunEnded)
-        return ending(event, description.description(self._folder, self.progress, event), self.progress)
+        return ending(
+            event, description.description(self._folder, self.progress, event), self.progress
+        )
 
     def _abandon(self, reason: str) -> None:
         """Stop: someone deleted the run in MLflow. The journal keeps everything."""
@@ -281,7 +318,7 @@ class Deliverer:
         self.progress.waiting, self.progress.ending, self.progress.ended = [], None, True
         self.commit()
 
-    def _known_tracker(self) -> Tracker:
+    def _known_tracker(self) -> MlflowRuns:
         assert self._tracker is not None
         return self._tracker
 

@@ -12,7 +12,9 @@ from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.retry import grace_seconds
 
-TROUBLED_SECONDS = 15.0  # where MLflow refuses or hangs: one request's time, and some; what is left comes later
+TROUBLED_SECONDS = (
+    15.0  # where MLflow refuses or hangs: one request's time, and some; what is left comes later
+)
 STARTUP_SECONDS = 20.0  # until a recorder on a busy machine can be expected to hold its lock
 
 
@@ -42,7 +44,9 @@ def status(folder: RunFolder) -> Delivery:
     """Return how the delivery of the run stands, from the disk alone."""
     progress = state.load(state.path_of(folder, 0))
     claim = claims.latest(folder, 0)
-    heard = claim is None or claim.token == progress.claim  # else a newer attempt has only just begun
+    heard = (
+        claim is None or claim.token == progress.claim
+    )  # else a newer attempt has only just begun
     unread = state.unread_bytes(folder, {folder.events.name: 0, **progress.offsets})
     return Delivery(
         progress.delivered,
@@ -59,7 +63,7 @@ def status(folder: RunFolder) -> Delivery:
     )
 
 
-def _lacking(progress: state.Progress, unread: int) -> Iterator[str]:
+def _lacking(progress: state.DeliveryState, unread: int) -> Iterator[str]:
     """Yield what MLflow does not have yet, pictures of the whole run aside."""
     if progress.run_id is None:
         yield "the whole run"
@@ -95,7 +99,11 @@ def wait(
     """
     began = moved = time.monotonic()
     before = of_family(folder)
-    while not enough(before) and not _long_enough(timeout, before, began, moved) and _recorder_lives(folder):
+    while (
+        not enough(before)
+        and not _long_enough(timeout, before, began, moved)
+        and _recorder_lives(folder)
+    ):
         time.sleep(0.1)
         now = of_family(folder)
         if _reached(now) != _reached(before):
@@ -108,7 +116,14 @@ def wait(
 
 def _reached(delivery: Delivery) -> tuple[object, ...]:
     """Return how far it is; another failed try, which changes the words about it, is no progress."""
-    return delivery.delivered, delivery.pending, delivery.rejected, delivery.done, delivery.undrawn, delivery.run_id
+    return (
+        delivery.delivered,
+        delivery.pending,
+        delivery.rejected,
+        delivery.done,
+        delivery.undrawn,
+        delivery.run_id,
+    )
 
 
 def _long_enough(timeout: float | None, delivery: Delivery, began: float, moved: float) -> bool:
@@ -116,7 +131,9 @@ def _long_enough(timeout: float | None, delivery: Delivery, began: float, moved:
     now = time.monotonic()
     if timeout is not None:
         return now - moved >= timeout
-    return now - began >= grace_seconds() or (delivery.error is not None and now - moved >= TROUBLED_SECONDS)
+    return now - began >= grace_seconds() or (
+        delivery.error is not None and now - moved >= TROUBLED_SECONDS
+    )
 
 
 def of_family(folder: RunFolder) -> Delivery:

@@ -17,9 +17,9 @@ from rankzero.run_store.folder import Identity, RunFolder
 
 def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
     """Make the folder of a run that MLflow knows. Raises TrackingError, UserError."""
-    from rankzero.mlflow_store.client import Tracker
+    from rankzero.mlflow_store.client import MlflowRuns
 
-    tracker = Tracker(tracking_uri)
+    tracker = MlflowRuns(tracking_uri)
     found = tracker.find_run(name_or_id)
     if "rankzero.uuid" not in found.tags:
         raise UserError(f"{name_or_id} was not made by rankzero: it cannot be resumed")
@@ -47,7 +47,9 @@ def _free(runs: Path, name: str, run_id: str) -> str:
     return f"{name}-{names.made_plain(run_id)[:8]}" if taken.path.exists() else name
 
 
-def _take(folder: RunFolder, download: Callable[[str, str, Path], Path], run_id: str, name: str) -> None:
+def _take(
+    folder: RunFolder, download: Callable[[str, str, Path], Path], run_id: str, name: str
+) -> None:
     """Download a file beside the run's folder, and take it where it is nothing but a file."""
     with tempfile.TemporaryDirectory(prefix=".download-", dir=folder.path) as aside:
         found = download(run_id, name, Path(aside))
@@ -59,7 +61,9 @@ def require_plain_files(folder: Path) -> None:
     """Raise TrackingError where there are links below the folder: what they lead to is not the run's."""
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise TrackingError(f"{path.name!r} that MLflow has of the run is no plain file: it is not used")
+            raise TrackingError(
+                f"{path.name!r} that MLflow has of the run is no plain file: it is not used"
+            )
 
 
 def newest_checkpoint(folder: RunFolder, problem_with: Callable[[Path], str | None]) -> list[str]:
@@ -68,9 +72,9 @@ def newest_checkpoint(folder: RunFolder, problem_with: Callable[[Path], str | No
     `problem_with` says what is wrong with a checkpoint's folder, None for an intact one: only that takes the place of
     one that is there. What cannot be reached raises, since an older one would cost the user steps.
     """
-    from rankzero.mlflow_store.client import OpenRun, Tracker
+    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 
-    tracker = Tracker(folder.identity.tracking_uri)
+    tracker = MlflowRuns(folder.identity.tracking_uri)
     run_id = mlflow_id(folder)
     if run_id is None:
         return []

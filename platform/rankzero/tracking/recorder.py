@@ -27,8 +27,8 @@ from rankzero.run_store import claims, symlinks
 from rankzero.run_store.folder import RunFolder
 
 if TYPE_CHECKING:
-    from rankzero.run_store.attempt import Attempt
-    from rankzero.tracking.courier_supervisor import Courier
+    from rankzero.run_store.attempt import LiveAttempt
+    from rankzero.tracking.courier_supervisor import CourierSupervisor
 
 SOURCE_ROOT = str(Path(__file__).parents[2])
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -37,7 +37,7 @@ _open_pipes: set[int] = set()
 _children: set[int] = set()
 
 
-class Recording:
+class RecorderHandle:
     """Rank 0's end of the pipe. The recorder ends some time after it is closed, or after this process's death."""
 
     def __init__(self, pid: int, pipe: int) -> None:
@@ -51,7 +51,9 @@ class Recording:
             os.close(self._pipe)
 
 
-def start(folder: RunFolder, gpu_uuids: Sequence[str] | None, node: int, node_count: int = 1) -> Recording:
+def start(
+    folder: RunFolder, gpu_uuids: Sequence[str] | None, node: int, node_count: int = 1
+) -> RecorderHandle:
     """Start the recorder of this node; call it before the attempt's first event. Takes milliseconds and never waits.
 
     `gpu_uuids`: of the GPUs to watch; None: all that CUDA_VISIBLE_DEVICES leaves.
@@ -61,41 +63,56 @@ def start(folder: RunFolder, gpu_uuids: Sequence[str] | None, node: int, node_co
     command = [
         *(sys.executable, "-P", "-m", "rankzero.tracking.recorder", str(folder.path)),
         *("--token", claim.token, "--node", str(node), "--nodes", str(node_count)),
-        *("--job", str(_job_root(os.environ)), *(() if gpu_uuids is None else ("--gpus", *gpu_uuids))),
+        *(
+            "--job",
+            str(_job_root(os.environ)),
+            *(() if gpu_uuids is None else ("--gpus", *gpu_uuids)),
+        ),
     ]
-    with open(folder.path / _suffixed("recorder.log", node), "ab", opener=symlinks.no_follow) as output:
+    with open(
+        folder.path / _suffixed("recorder.log", node), "ab", opener=symlinks.no_follow
+    ) as output:
         process = subprocess.Popen(
-            command, stdin=reader, stdout=output, stderr=output, env=_environment(os.environ), start_new_session=True
+            command,
+            stdin=reader,
+            stdout=output,
+            stderr=output,
+            env=_environment(os.environ),
+            start_new_session=True,
         )  # so that a Ctrl-C at the terminal passes it by
     os.close(reader)
     _reap()
     _children.add(process.pid)
     process.returncode = 0  # nobody waits for it: it ends after us
-    return Recording(process.pid, writer)
+    return RecorderHandle(process.pid, writer)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Record one attempt on one node."""
     from rankzero.redaction.log_format import log_without_secrets
-    from rankzero.run_store.attempt import Attempt
-    from rankzero.telemetry.sampling_thread import Sampling
-    from rankzero.tracking.courier_supervisor import Courier
+    from rankzero.run_store.attempt import LiveAttempt
+    from rankzero.telemetry.sampling_thread import SamplingThread
+    from rankzero.tracking.courier_supervisor import CourierSupervisor
     from rankzero.tracking.retry import guarded
 
     options = _parse(arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the training, whose end is what we are here for
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # meant for the training, whose end is what we are here for
     log_without_secrets()
     folder = RunFolder(options.folder)
-    attempt = Attempt(folder, options.node, options.token)
-    sampling = Sampling(folder, options.gpus, options.node, options.nodes, options.job)
-    courier = None if _delivered_by_parent(folder) else Courier(attempt)
+    attempt = LiveAttempt(folder, options.node, options.token)
+    sampling = SamplingThread(folder, options.gpus, options.node, options.nodes, options.job)
+    courier = None if _delivered_by_parent(folder) else CourierSupervisor(attempt)
     _follow(attempt, courier)
-    guarded(sampling.stop)  # on a full disk it cannot be done, and the courier is still to be tended
+    guarded(
+        sampling.stop
+    )  # on a full disk it cannot be done, and the courier is still to be tended
     _finish(attempt, courier)
 
 
-def _follow(attempt: Attempt, courier: Courier | None) -> None:
+def _follow(attempt: LiveAttempt, courier: CourierSupervisor | None) -> None:
     """Tend the courier until rank 0 has ended, or a newer attempt begins. A turn that fails is made again."""
     from rankzero.tracking.courier import TICK_SECONDS
     from rankzero.tracking.retry import guarded
@@ -109,7 +126,7 @@ def _follow(attempt: Attempt, courier: Courier | None) -> None:
         guarded(lambda: attempt.wait(TICK_SECONDS))
 
 
-def _finish(attempt: Attempt, courier: Courier | None) -> None:
+def _finish(attempt: LiveAttempt, courier: CourierSupervisor | None) -> None:
     """Say the end that rank 0 could not, and tend the courier to its end; the former is tried for `grace_seconds`."""
     from rankzero.tracking.retry import grace_seconds, succeeds
 

@@ -71,14 +71,18 @@ def succeeds(action: Callable[[], object]) -> bool:
 
 
 SUSPICIOUS_FAILURES = 8  # of one item in a row: the server is asked for something else
-CERTAIN_ANSWERS = 3  # with a failure between each and the next: a server that works now and then is no proof
+CERTAIN_ANSWERS = (
+    3  # with a failure between each and the next: a server that works now and then is no proof
+)
 
 
-class Suspicion:
+class BlameTracker:
     """Falls on an item that keeps failing while MLflow does all else; a server that is away casts none."""
 
     def __init__(self) -> None:
-        self._answers = 0  # times in a row that MLflow answered, each just after the item had failed
+        self._answers = (
+            0  # times in a row that MLflow answered, each just after the item had failed
+        )
 
     @property
     def stands(self) -> bool:

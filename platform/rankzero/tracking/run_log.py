@@ -26,7 +26,12 @@ class RunLog:
     """Rank 0's way to write a run; on other ranks every call does nothing. A `Hook`."""
 
     def __init__(
-        self, folder: RunFolder, journal: Journal | None, attempt: int, recording: Any, hooks: Sequence[Hook] = ()
+        self,
+        folder: RunFolder,
+        journal: Journal | None,
+        attempt: int,
+        recording: Any,
+        hooks: Sequence[Hook] = (),
     ) -> None:
         self.folder, self.attempt = folder, attempt
         self._journal, self._recording = journal, recording
@@ -34,15 +39,27 @@ class RunLog:
         self._emit = Emitter([journal, *hooks] if journal is not None else ())
 
     @classmethod
-    def open(cls, runs: Path, identity: Identity, ranks: Ranks, gpu_uuids: Sequence[str] | None) -> RunLog:
+    def open(
+        cls, runs: Path, identity: Identity, ranks: Ranks, gpu_uuids: Sequence[str] | None
+    ) -> RunLog:
         """Open the run's folder, made where it is missing, and start this node's recorder (local rank 0)."""
-        folder = RunFolder.open_or_create(runs, identity) if ranks.local_rank == 0 else RunFolder(runs / identity.name)
-        attempt = 1 + sum(isinstance(event, RunStarted) for event in read_all(folder.events)) if ranks.first else 0
+        folder = (
+            RunFolder.open_or_create(runs, identity)
+            if ranks.local_rank == 0
+            else RunFolder(runs / identity.name)
+        )
+        attempt = (
+            1 + sum(isinstance(event, RunStarted) for event in read_all(folder.events))
+            if ranks.first
+            else 0
+        )
         if ranks.first:
             picture_files.clear(folder)
         journal = Journal(folder.events) if ranks.first else None
         recording = (
-            recorder.start(folder, gpu_uuids, ranks.node_rank, ranks.node_count) if ranks.local_rank == 0 else None
+            recorder.start(folder, gpu_uuids, ranks.node_rank, ranks.node_count)
+            if ranks.local_rank == 0
+            else None
         )
         return cls(folder, journal, attempt, recording)
 
@@ -50,7 +67,9 @@ class RunLog:
         """Write the event; what a failure says of itself, without secrets."""
         if isinstance(event, RunEnded):
             error = None if event.error is None else text_without_secrets(event.error)
-            event = dataclasses.replace(event, reason=text_without_secrets(event.reason), error=error)
+            event = dataclasses.replace(
+                event, reason=text_without_secrets(event.reason), error=error
+            )
         self._emit(event)
         self._tell_problems()
 
@@ -70,7 +89,10 @@ class RunLog:
         _print(text)  # last: whatever becomes of the output, the journal has it
 
     def _tell_problems(self) -> None:
-        for problems in (self._emit.problems, [] if self._journal is None else self._journal.problems):
+        for problems in (
+            self._emit.problems,
+            [] if self._journal is None else self._journal.problems,
+        ):
             while problems:
                 self.notice(problems.pop(0))
         if self._journal is not None and self._journal.lost and FULL not in self._told:
@@ -110,4 +132,6 @@ class Emitter:
             except Exception as error:  # telemetry cannot kill a run
                 self._hooks.remove(hook)
                 name = getattr(hook, "__name__", type(hook).__name__)
-                self.problems.append(f"the hook {name} failed and was disabled: {type(error).__name__}: {error}")
+                self.problems.append(
+                    f"the hook {name} failed and was disabled: {type(error).__name__}: {error}"
+                )

@@ -13,11 +13,14 @@ from rankzero.tracking.deliverer import Deliverer
 LOOK_SECONDS = 1.0
 
 
-class Family:
+class StudyDeliverer:
     """Delivers a run and those that name it their parent; used as a `Deliverer` is."""
 
     def __init__(
-        self, folder: RunFolder, node: int = 0, make: Callable[[RunFolder, int], Deliverer] = Deliverer
+        self,
+        folder: RunFolder,
+        node: int = 0,
+        make: Callable[[RunFolder, int], Deliverer] = Deliverer,
     ) -> None:
         self._folder, self._make = folder, make
         self._own = make(folder, node)

@@ -12,7 +12,7 @@ from rankzero.events import RunEnded, RunStarted
 from rankzero.run_store import claims, symlinks
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.journal import Journal, read_all
-from rankzero.run_store.names import BrokenRun
+from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.delivery_status import Delivery, drawn, status, wait
 from rankzero.tracking.retry import GRACE_SECONDS
@@ -21,7 +21,10 @@ LOOK_SECONDS = 0.5
 
 
 def deliver(
-    folder: RunFolder, *, on_progress: Callable[[Delivery], None] | None = None, patience: float = GRACE_SECONDS
+    folder: RunFolder,
+    *,
+    on_progress: Callable[[Delivery], None] | None = None,
+    patience: float = GRACE_SECONDS,
 ) -> Delivery:
     """Deliver what a dead recorder left, of all nodes, in this process.
 
@@ -41,7 +44,7 @@ def deliver(
                 deliver(child, on_progress=on_progress, patience=patience)
         except FolderGone:
             continue
-        except BrokenRun as error:
+        except InvalidRunFolder as error:
             broken.append(error)
     if broken:
         raise broken[0]

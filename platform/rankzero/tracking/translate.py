@@ -20,20 +20,28 @@ from rankzero.events import (
 )
 from rankzero.metric_names import WHOLE_RUN
 from rankzero.mlflow_store import limits
-from rankzero.mlflow_store.items import DESCRIPTION, RETRIES, End, Item, Point, Points, Tags
-from rankzero.run_store.delivery_state import ARTIFACTS, Progress
+from rankzero.mlflow_store.items import (
+    DESCRIPTION,
+    RETRIES,
+    MetricBatch,
+    MetricPoint,
+    MlflowItem,
+    RunEnd,
+    Tags,
+)
+from rankzero.run_store.delivery_state import ARTIFACTS, DeliveryState
 
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
 
 
-def translate(events: Iterable[Event], progress: Progress) -> Iterator[Item]:
+def translate(events: Iterable[Event], progress: DeliveryState) -> Iterator[MlflowItem]:
     """Yield what MLflow is to be told, in order, in few large batches.
 
     Uploads and the end of the run go to `progress.waiting` and `progress.ending` instead: they
     come after the points. `progress` is brought to where it is once all items are delivered.
     """
     before = (progress.best, len(progress.infinite))
-    batch: list[Point] = []
+    batch: list[MetricPoint] = []
     for event in events:
         if isinstance(event, RunStarted):
             yield from _batches(batch)
@@ -44,14 +52,14 @@ def translate(events: Iterable[Event], progress: Progress) -> Iterator[Item]:
         else:
             batch += _points_or_none(event, progress)
         while len(batch) >= limits.METRICS_PER_BATCH:
-            yield Points(batch[: limits.METRICS_PER_BATCH])
+            yield MetricBatch(batch[: limits.METRICS_PER_BATCH])
             batch = batch[limits.METRICS_PER_BATCH :]
     yield from _batches(batch)
     if (progress.best, len(progress.infinite)) != before:
         yield Tags(tags_of(progress))
 
 
-def tags_of(progress: Progress) -> dict[str, str]:
+def tags_of(progress: DeliveryState) -> dict[str, str]:
     """Return the tags that say what the points cannot."""
     tags = {}
     if progress.best is not None:
@@ -62,40 +70,46 @@ def tags_of(progress: Progress) -> dict[str, str]:
     return tags
 
 
-def linked(event: CheckpointSaved, progress: Progress, model_id: str) -> list[Point]:
+def linked(event: CheckpointSaved, progress: DeliveryState, model_id: str) -> list[MetricPoint]:
     """Return the checkpoint's metrics linked to its model: the same points as its evaluation's, so no second ones."""
     at = progress.evaluated.get(str(event.step), scalars.milliseconds(event.time) or 0)
     found = []
     for key, raw in event.metrics.items():
         value = scalars.number(raw)
-        if value is not None and value == value:  # a model's metric has no way to say NaN: it would read 0
-            found.append(Point(named(key, progress), value, at, event.step, model_id))
+        if (
+            value is not None and value == value
+        ):  # a model's metric has no way to say NaN: it would read 0
+            found.append(MetricPoint(named(key, progress), value, at, event.step, model_id))
     return found
 
 
-def ending(event: RunEnded, description: str, progress: Progress) -> list[Item]:
+def ending(event: RunEnded, description: str, progress: DeliveryState) -> list[MlflowItem]:
     """Return what closes the run: its final numbers, then why it ended and its description, then its status."""
     tags = {"rankzero.reason": event.reason, DESCRIPTION: description}
     if event.error:
         tags["rankzero.error"] = limits.tail(event.error, limits.TAG_LENGTH)
     tags |= trouble_of(progress)
     points = _keep(_summary_rows(event, progress), progress)
-    return [*_batches(points), Tags(tags), End(event)]
+    return [*_batches(points), Tags(tags), RunEnd(event)]
 
 
-def trouble_of(progress: Progress) -> dict[str, str]:
+def trouble_of(progress: DeliveryState) -> dict[str, str]:
     """Return the tags that say what MLflow does not have, or not as it was; in full in `delivery.json`."""
     tags = {}
     if progress.rejected:
-        tags["rankzero.rejected"] = "; ".join([f"{progress.rejected} things set aside", *progress.reasons])
+        tags["rankzero.rejected"] = "; ".join(
+            [f"{progress.rejected} things set aside", *progress.reasons]
+        )
     if progress.altered:
-        tags["rankzero.altered"] = "; ".join([f"{progress.altered} things changed", *progress.remarks])
+        tags["rankzero.altered"] = "; ".join(
+            [f"{progress.altered} things changed", *progress.remarks]
+        )
     if progress.failures:
         tags[RETRIES] = str(progress.failures)
     return tags
 
 
-def _summary_rows(event: RunEnded, progress: Progress) -> Iterator[Row]:
+def _summary_rows(event: RunEnded, progress: DeliveryState) -> Iterator[Row]:
     """Yield ``whole_run/<name>``, which MLflow's page shows below the curves.
 
     Metrics that have curves of their own need no second last point. The step is the attempt's: the page shows the
@@ -108,7 +122,7 @@ def _summary_rows(event: RunEnded, progress: Progress) -> Iterator[Row]:
             yield key, 0, event.time, value
 
 
-def _start(event: RunStarted, progress: Progress) -> RunStarted:
+def _start(event: RunStarted, progress: DeliveryState) -> RunStarted:
     if event.attempt > progress.attempt:
         progress.floor = dict(progress.marks)
         progress.attempt = event.attempt
@@ -120,7 +134,7 @@ def _start(event: RunStarted, progress: Progress) -> RunStarted:
     return event
 
 
-def _remark_on_params(event: RunStarted, progress: Progress) -> None:
+def _remark_on_params(event: RunStarted, progress: DeliveryState) -> None:
     """Say of which params and tags MLflow will not have all; the journal has."""
     for key, name in limits.names(event.params).items():
         if name != key:
@@ -135,7 +149,7 @@ def _remark_on_params(event: RunStarted, progress: Progress) -> None:
                 progress.remark(f"{kind} {key!r}", f"{lost}; events.jsonl has it whole")
 
 
-def named(key: str, progress: Progress) -> str:
+def named(key: str, progress: DeliveryState) -> str:
     """Return what a metric is called in MLflow: its own name, unless that is illegal or another's; told once."""
     owners = progress.owners
     name = limits.name(key)
@@ -148,7 +162,7 @@ def named(key: str, progress: Progress) -> str:
     return name
 
 
-def _points_or_none(event: Event, progress: Progress) -> list[Point]:
+def _points_or_none(event: Event, progress: DeliveryState) -> list[MetricPoint]:
     """Return the event's points; of an event that is not what its type says, none, counted."""
     try:
         _queue(event, progress)
@@ -158,7 +172,7 @@ def _points_or_none(event: Event, progress: Progress) -> list[Point]:
         return []
 
 
-def _points(event: Event, progress: Progress) -> list[Point]:
+def _points(event: Event, progress: DeliveryState) -> list[MetricPoint]:
     match event:
         case StepsLogged():
             return _keep(_column_rows(event), progress)
@@ -171,7 +185,7 @@ def _points(event: Event, progress: Progress) -> list[Point]:
             return []
 
 
-def _evaluation(event: Evaluated, progress: Progress) -> list[Point]:
+def _evaluation(event: Evaluated, progress: DeliveryState) -> list[MetricPoint]:
     milliseconds = scalars.milliseconds(event.time)
     if milliseconds is not None:
         progress.remember_evaluation(event.step, milliseconds)
@@ -180,7 +194,7 @@ def _evaluation(event: Evaluated, progress: Progress) -> list[Point]:
     return _keep(_rows(event.metrics, event.step, event.time), progress)
 
 
-def _queue(event: Event, progress: Progress) -> None:
+def _queue(event: Event, progress: DeliveryState) -> None:
     match event:
         case CheckpointSaved() | CheckpointDeleted() | PicturesTaken():
             progress.waiting.append(encode(event))
@@ -202,26 +216,30 @@ def _column_rows(event: StepsLogged) -> Iterator[Row]:
                 yield key, step, time, value
 
 
-def _keep(rows: Iterable[Row], progress: Progress) -> list[Point]:
+def _keep(rows: Iterable[Row], progress: DeliveryState) -> list[MetricPoint]:
     """Return the rows as legal points, less those that MLflow has from an earlier attempt; count what is dropped."""
     kept = []
     for raw_key, raw_step, time, raw_value in rows:
         key, step = named(str(raw_key), progress), scalars.step(raw_step)
         milliseconds, value = scalars.milliseconds(time), scalars.number(raw_value)
         if step is None or milliseconds is None or value is None:
-            progress.reject(f"metric {key}", f"not a number at a step and a time: {raw_value!r} at {raw_step!r}")
+            progress.reject(
+                f"metric {key}", f"not a number at a step and a time: {raw_value!r} at {raw_step!r}"
+            )
             continue
         if step <= progress.floor.get(key, step - 1):
             progress.skipped += 1
             continue
         if scalars.is_infinite(raw_value) and key not in progress.infinite:
             progress.infinite[key] = step
-            progress.remark(f"metric {key}", f"infinite from step {step}, which MLflow shows as NaN")
+            progress.remark(
+                f"metric {key}", f"infinite from step {step}, which MLflow shows as NaN"
+            )
         progress.marks[key] = max(step, progress.marks.get(key, step))
-        kept.append(Point(key, value, milliseconds, step))
+        kept.append(MetricPoint(key, value, milliseconds, step))
     return kept
 
 
-def _batches(points: list[Point]) -> Iterator[Points]:
+def _batches(points: list[MetricPoint]) -> Iterator[MetricBatch]:
     if points:
-        yield Points(points)
+        yield MetricBatch(points)

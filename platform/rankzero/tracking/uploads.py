@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 from rankzero import scalars
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, RunStarted, decode
 from rankzero.faults import is_want, refusal
-from rankzero.run_store.delivery_state import ARTIFACTS, FIGURES, WORDS, Progress
+from rankzero.run_store.delivery_state import ARTIFACTS, FIGURES, WORDS, DeliveryState
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.translate import linked
 
 if TYPE_CHECKING:
-    from rankzero.mlflow_store.client import OpenRun, Tracker
+    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 
 log = logging.getLogger("rankzero.recorder")
 
 
-def upload(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress) -> None:
+def upload(tracker: MlflowRuns, run: OpenRun, folder: RunFolder, progress: DeliveryState) -> None:
     """Do what stands first in `progress.waiting`. Raises whatever MLflow or the file system raise."""
     word = progress.waiting[0]
     if word == ARTIFACTS:
@@ -39,18 +39,24 @@ def upload(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress
     elif isinstance(event, CheckpointSaved) and not _deleted_later(event, progress):
         path = folder.path / event.path
         if leads_out(path, folder.checkpoints):
-            progress.reject(f"checkpoint of step {event.step}", f"{event.path!r} leads out of the run's folder")
+            progress.reject(
+                f"checkpoint of step {event.step}", f"{event.path!r} leads out of the run's folder"
+            )
         else:
             _upload_checkpoint(tracker, run, path, event, progress)
     elif isinstance(event, PicturesTaken):
         path = folder.path / event.path
         if leads_out(path, folder.pictures):
-            progress.reject(f"pictures of step {event.step}", f"{event.path!r} leads out of the run's folder")
+            progress.reject(
+                f"pictures of step {event.step}", f"{event.path!r} leads out of the run's folder"
+            )
         else:
             _upload_pictures(tracker, run, path, event, progress)
 
 
-def upload_artifacts(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress) -> None:
+def upload_artifacts(
+    tracker: MlflowRuns, run: OpenRun, folder: RunFolder, progress: DeliveryState
+) -> None:
     """Upload the files of the artifacts folder that are new or changed since the last time, and word of failures."""
     for path, parent in _artifacts(folder):
         name = str(path.relative_to(folder.path))
@@ -71,7 +77,9 @@ def upload_artifacts(tracker: Tracker, run: OpenRun, folder: RunFolder, progress
         progress.uploaded[name] = signature
 
 
-def upload_figures(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: Progress) -> None:
+def upload_figures(
+    tracker: MlflowRuns, run: OpenRun, folder: RunFolder, progress: DeliveryState
+) -> None:
     """Draw and upload pictures of the whole run; not of a search's trial, nor where the run is to have no pictures."""
     from rankzero.reporting import run_figures
 
@@ -93,7 +101,9 @@ def upload_figures(tracker: Tracker, run: OpenRun, folder: RunFolder, progress: 
 
 def _wants_pictures(folder: RunFolder) -> bool:
     starts = (event for event in read_all(folder.events) if isinstance(event, RunStarted))
-    return all(event.params.get("train.pictures") != "false" for event in itertools.islice(starts, 1))
+    return all(
+        event.params.get("train.pictures") != "false" for event in itertools.islice(starts, 1)
+    )
 
 
 def leads_out(path: Path, base: Path) -> bool:
@@ -102,14 +112,23 @@ def leads_out(path: Path, base: Path) -> bool:
     return not inside or any(one.is_symlink() for one in path.rglob("*"))
 
 
-def _upload_checkpoint(tracker: Tracker, run: OpenRun, path: Path, event: CheckpointSaved, progress: Progress) -> None:
+def _upload_checkpoint(
+    tracker: MlflowRuns, run: OpenRun, path: Path, event: CheckpointSaved, progress: DeliveryState
+) -> None:
     try:
-        tracker.models.save_checkpoint(run, event, path, lambda model_id: linked(event, progress, model_id))
+        tracker.models.save_checkpoint(
+            run, event, path, lambda model_id: linked(event, progress, model_id)
+        )
     except FileNotFoundError:
-        log.info("checkpoint of step %d is gone already: retention removed it before its upload", event.step)
+        log.info(
+            "checkpoint of step %d is gone already: retention removed it before its upload",
+            event.step,
+        )
 
 
-def _upload_pictures(tracker: Tracker, run: OpenRun, path: Path, event: PicturesTaken, progress: Progress) -> None:
+def _upload_pictures(
+    tracker: MlflowRuns, run: OpenRun, path: Path, event: PicturesTaken, progress: DeliveryState
+) -> None:
     """Draw and upload what was seen at a step; what it is drawn from goes once it is there. Again: the same files.
 
     It stays where the machine lacks something: there is another try.
@@ -128,12 +147,16 @@ def _upload_pictures(tracker: Tracker, run: OpenRun, path: Path, event: Pictures
             progress.reject(f"pictures of step {event.step}", f"{type(error).__name__}: {error}")
             drawn = {}
         if drawn:
-            tracker.log_pictures(run.run_id, drawn, event.step, scalars.milliseconds(event.time) or 0)
-    with contextlib.suppress(OSError):  # a folder, or a disk that is read only: it is in MLflow, or told
+            tracker.log_pictures(
+                run.run_id, drawn, event.step, scalars.milliseconds(event.time) or 0
+            )
+    with contextlib.suppress(
+        OSError
+    ):  # a folder, or a disk that is read only: it is in MLflow, or told
         path.unlink(missing_ok=True)
 
 
-def _deleted_later(event: CheckpointSaved, progress: Progress) -> bool:
+def _deleted_later(event: CheckpointSaved, progress: DeliveryState) -> bool:
     later = (decode(word) for word in progress.waiting[1:] if word not in WORDS)
     return any(isinstance(other, CheckpointDeleted) and other.path == event.path for other in later)
 

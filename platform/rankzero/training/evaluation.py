@@ -11,14 +11,14 @@ from rankzero.errors import UserError
 from rankzero.events import Hook
 from rankzero.training import rng
 from rankzero.training.data.order import most_batches
-from rankzero.training.job import Job, State, arithmetic
-from rankzero.training.metrics.window import Means
+from rankzero.training.job import State, TrainingContext, arithmetic
+from rankzero.training.metrics.window import EvaluationMeans
 from rankzero.training.sample_images.capture import images_of
 from rankzero.training.sample_images.user_images import close_figures
-from rankzero.training.stop import Interruption, Left, Stop
+from rankzero.training.stop import EvaluationInterrupted, Stop, StopPoll
 
 
-def evaluation(job: Job, state: State, stop: Stop) -> tuple[dict[str, float], bool]:
+def evaluation(job: TrainingContext, state: State, stop: Stop) -> tuple[dict[str, float], bool]:
     """Evaluate, compare the replicas, and tell whether the goal metric is the best so far. Raises Left."""
     unlike = job.world.unlike_the_first(job.strategy.checksum())
     if unlike:
@@ -28,23 +28,25 @@ def evaluation(job: Job, state: State, stop: Stop) -> tuple[dict[str, float], bo
         )
     metrics, goal = evaluate(job, state, stop), job.experiment.goal
     if goal.metric not in metrics:
-        raise UserError(f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric")
+        raise UserError(
+            f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric"
+        )
     better = goal.better(metrics[goal.metric], state.best)
     if better:
         state.best = metrics[goal.metric]
     return metrics, better
 
 
-def evaluate(job: Job, state: State, stop: Stop) -> dict[str, float]:
+def evaluate(job: TrainingContext, state: State, stop: Stop) -> dict[str, float]:
     """Return ``val/<metric>`` means over every validation sample of all ranks. A collective.
 
     Raises Left where a stop has it left, with the random states of before: it can begin anew.
     """
-    strategy, how, means = job.strategy, arithmetic(job), Means(job.world)
+    strategy, how, means = job.strategy, arithmetic(job), EvaluationMeans(job.world)
     strategy.align()  # running statistics differ by rank; rank 0's are the checkpoint's
     before = rng.state(job.world.device)  # `measure` may draw
     state.model.eval()
-    interruption = Interruption(job.world, stop)
+    interruption = StopPoll(job.world, stop)
     try:
         with torch.no_grad(), job.gallery.watching(state.model) as see:
             for batch, samples in validation_batches(job):
@@ -54,7 +56,7 @@ def evaluate(job: Job, state: State, stop: Stop) -> dict[str, float]:
                 if values is not None:
                     means.add(values, samples)
                     see(batch, samples)
-    except Left:
+    except EvaluationInterrupted:
         job.gallery.forget()
         rng.restore(before, job.world.device)
         raise
@@ -63,7 +65,7 @@ def evaluate(job: Job, state: State, stop: Stop) -> dict[str, float]:
     return {f"val/{name}": value for name, value in means.reduce().items()}
 
 
-def validation_batches(job: Job) -> Iterator[tuple[Any, int]]:
+def validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
     """Yield this rank's validation batches and how many samples each counts for: as many on every rank.
 
     A rank that has run out gets None for 0 samples, or its last again for 0 where a forward is a collective.
@@ -74,12 +76,16 @@ def validation_batches(job: Job) -> Iterator[tuple[Any, int]]:
         count += 1
         yield batch, samples
     if job.strategy.lockstep and batch is None:
-        raise UserError("the validation set has fewer samples than there are processes: give it more, or use ddp")
+        raise UserError(
+            "the validation set has fewer samples than there are processes: give it more, or use ddp"
+        )
     for _ in range(count, most_batches(job.val_feed.samples, batch_size, shard.size)):
         yield (batch if job.strategy.lockstep else None), 0
 
 
-def show(job: Job, state: State, *, better: bool, last: bool, seconds: float, emit: Hook) -> None:
+def show(
+    job: TrainingContext, state: State, *, better: bool, last: bool, seconds: float, emit: Hook
+) -> None:
     """Take pictures of the evaluation that has just been, where they are due; `seconds` of training so far.
 
     A collective where the experiment has pictures of its own.
@@ -93,7 +99,7 @@ def show(job: Job, state: State, *, better: bool, last: bool, seconds: float, em
         emit(taken)
 
 
-def _own_pictures(job: Job, state: State) -> Mapping[str, Any]:
+def _own_pictures(job: TrainingContext, state: State) -> Mapping[str, Any]:
     """Return the experiment's own images, on rank 0. Other ranks call it too: a forward may need them all."""
     own, batch, device = job.gallery.own, job.gallery.first_batch, job.world.device
     if own is None or batch is None:

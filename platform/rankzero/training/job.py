@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from rankzero.experiment import Experiment
-from rankzero.training.data.loader import Feed
-from rankzero.training.data.order import Plan
+from rankzero.training.data.loader import BatchLoader
+from rankzero.training.data.order import BatchOrder
 from rankzero.training.distributed.world import World
-from rankzero.training.metrics.straggler import Timer
+from rankzero.training.metrics.straggler import ForwardTimer
 from rankzero.training.precision import Precision
-from rankzero.training.sample_images.capture import Gallery
-from rankzero.training.strategies.base import Arithmetic, Strategy
+from rankzero.training.sample_images.capture import ImageCapture
+from rankzero.training.strategies.base import MicroBatchStep, Strategy
 
 
 @dataclasses.dataclass
@@ -35,30 +35,33 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TrainingContext:
     """What does not change during a run."""
 
     experiment: Experiment
     world: World
-    plan: Plan
+    plan: BatchOrder
     total_steps: int
     precision: Precision
     strategy: Strategy
     """Has `State`'s model and optimizer, and divides the work among the ranks."""
-    train_feed: Feed
-    val_feed: Feed
-    stopwatch: Timer
+    train_feed: BatchLoader
+    val_feed: BatchLoader
+    stopwatch: ForwardTimer
     beat: Callable[[], None] = lambda: None
     """Says that this rank gets on; see `watchdog`."""
     begin: Callable[[], None] = lambda: None
     """Says that the next step is the first, which compiles and starts data loaders."""
-    gallery: Gallery = dataclasses.field(default_factory=Gallery)
+    gallery: ImageCapture = dataclasses.field(default_factory=ImageCapture)
     """Takes pictures at evaluations."""
 
 
-def arithmetic(job: Job) -> Arithmetic:
+def arithmetic(job: TrainingContext) -> MicroBatchStep:
     """Return how a micro-batch is computed."""
     precision = job.precision
-    return Arithmetic(
-        job.stopwatch.timed(job.experiment.measure), precision.autocast, precision.scaler, job.plan.accumulation
+    return MicroBatchStep(
+        job.stopwatch.timed(job.experiment.measure),
+        precision.autocast,
+        precision.scaler,
+        job.plan.accumulation,
     )

@@ -15,30 +15,39 @@ from rankzero.redaction.text import settings_without_secrets
 from rankzero.tracking.run_log import RunLog
 from rankzero.training.distributed import device
 from rankzero.training.distributed.world import World, is_lost_contact
-from rankzero.training.metrics.throughput import Tally
+from rankzero.training.metrics.throughput import RunTotals
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """How an attempt ended."""
 
     status: Status
     reason: str
 
 
-class Telling:
+class RunLifecycle:
     """Sees to it that a run's beginning and end are each told once."""
 
-    def __init__(self, log: RunLog, params: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, log: RunLog, params: Mapping[str, str], environment: Mapping[str, str]
+    ) -> None:
         self._log, self._params, self._environment = log, params, environment
         self._begun = False
-        self.outcome = Outcome("FAILED", "ended without saying why")
+        self.outcome = AttemptOutcome("FAILED", "ended without saying why")
 
-    def started(self, step: int = 0, total_steps: int | None = None, data: Sequence[DataDescribed] = ()) -> None:
+    def started(
+        self, step: int = 0, total_steps: int | None = None, data: Sequence[DataDescribed] = ()
+    ) -> None:
         if not self._begun:
             self._begun = True
-            tags = {**self._environment, **{f"rankzero.data.{one.context}": one.digest for one in data}}
-            self._log(RunStarted(time.time(), self._params, tags, self._log.attempt, step, total_steps))
+            tags = {
+                **self._environment,
+                **{f"rankzero.data.{one.context}": one.digest for one in data},
+            }
+            self._log(
+                RunStarted(time.time(), self._params, tags, self._log.attempt, step, total_steps)
+            )
             for one in data:
                 self._log(one)
 
@@ -49,20 +58,30 @@ class Telling:
 
 @contextlib.contextmanager
 def told(
-    log: RunLog, experiment: Experiment, environment: Mapping[str, str], world: World, tally: Tally
-) -> Iterator[Telling]:
+    log: RunLog,
+    experiment: Experiment,
+    environment: Mapping[str, str],
+    world: World,
+    tally: RunTotals,
+) -> Iterator[RunLifecycle]:
     """Tell the run's end however the block is left: return, exception, Ctrl-C, SystemExit."""
-    telling = Telling(log, _params(experiment, world), {**environment, **device.describe(world)})
+    telling = RunLifecycle(
+        log, _params(experiment, world), {**environment, **device.describe(world)}
+    )
     error: str | None = None
     try:
         yield telling
     except BaseException as raised:
         cause = _root_cause(raised, world)
         error = cause.error
-        telling.outcome = Outcome("KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED", cause.reason)
+        telling.outcome = AttemptOutcome(
+            "KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED", cause.reason
+        )
         raise
     finally:
-        telling.ended(error, {**tally.summary(), "peak_memory_megabytes": device.peak_memory_megabytes(world)})
+        telling.ended(
+            error, {**tally.summary(), "peak_memory_megabytes": device.peak_memory_megabytes(world)}
+        )
         log.close()
 
 
@@ -76,10 +95,16 @@ def _root_cause(error: BaseException, world: World) -> failures.Failure:
         return mine
     found = world.first_failure()
     if found is None:
-        return dataclasses.replace(mine, reason=f"{mine.reason} [another rank may have failed first]")
+        return dataclasses.replace(
+            mine, reason=f"{mine.reason} [another rank may have failed first]"
+        )
     return failures.Failure(**found)  # type: ignore[arg-type]
 
 
 def _params(experiment: Experiment, world: World) -> dict[str, str]:
     settings = config.rendered(experiment)
-    return {**settings_without_secrets(settings), "world_size": str(world.size), "device": world.device.type}
+    return {
+        **settings_without_secrets(settings),
+        "world_size": str(world.size),
+        "device": world.device.type,
+    }

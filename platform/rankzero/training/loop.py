@@ -25,10 +25,10 @@ from torch import Tensor
 from rankzero.events import Hook, StepsLogged
 from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.training.checkpoints.writer import Checkpoints
-from rankzero.training.job import Job, State, arithmetic
-from rankzero.training.metrics.throughput import Tally
-from rankzero.training.metrics.window import Report, Window
-from rankzero.training.periodic import Milestones
+from rankzero.training.job import State, TrainingContext, arithmetic
+from rankzero.training.metrics.throughput import RunTotals
+from rankzero.training.metrics.window import MetricWindow, WindowStats
+from rankzero.training.periodic import PeriodicActions
 from rankzero.training.stop import LONGEST_WINDOW, Stop, next_length
 
 
@@ -36,16 +36,25 @@ class NotFinite(Exception):
     """The training diverged."""
 
 
-def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints | None, tally: Tally) -> str | None:
+def fit(
+    job: TrainingContext,
+    state: State,
+    emit: Hook,
+    stop: Stop,
+    checkpoints: Checkpoints | None,
+    tally: RunTotals,
+) -> str | None:
     """Train from `state.step` to the end; return why it stopped early, None when it did not.
 
     Every rank calls it. `checkpoints` is rank 0's; `emit` does nothing on other ranks.
     """
     train, plan = job.experiment.train, job.plan
-    milestones = Milestones(job, state, emit, stop, checkpoints, tally)
-    batches = job.gallery.training(job.train_feed.train(plan, job.strategy.shard.rank, state.step, job.total_steps))
-    window, length = Window(job.world), 1
-    whole: Report | None = None  # of the steps since the last whose speed was told
+    milestones = PeriodicActions(job, state, emit, stop, checkpoints, tally)
+    batches = job.gallery.training(
+        job.train_feed.train(plan, job.strategy.shard.rank, state.step, job.total_steps)
+    )
+    window, length = MetricWindow(job.world), 1
+    whole: WindowStats | None = None  # of the steps since the last whose speed was told
     state.model.train()
     reason = evaluate_first(job, state, milestones) if state.owed else None
     times: list[float] = []
@@ -68,17 +77,23 @@ def fit(job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints
             whole, left = None, train.log_every or LONGEST_WINDOW
         length = next_length(length, report.step_seconds, left)
         if not report.finite:
-            raise NotFinite(f"train/loss is not finite at step {state.step}: lower lr, set train.clip, or use bf16")
+            raise NotFinite(
+                f"train/loss is not finite at step {state.step}: lower lr, set train.clip, or use bf16"
+            )
         reason = milestones.reach(report.stop_code)
         times, waited, start = [], 0.0, job.world.now()
     return reason
 
 
-def evaluate_first(job: Job, state: State, milestones: Milestones) -> str | None:
+def evaluate_first(job: TrainingContext, state: State, milestones: PeriodicActions) -> str | None:
     """Do what a stop had left, as it would have been done after the step before; return why to leave, None to go on."""
-    set_lr(state, job.experiment.schedule(state.step - 1, job.total_steps))  # who overrides it may count steps there
+    set_lr(
+        state, job.experiment.schedule(state.step - 1, job.total_steps)
+    )  # who overrides it may count steps there
     reason = milestones.reach()
-    if "torch._dynamo" in sys.modules:  # where anything is compiled, by train.compile or by the experiment itself
+    if (
+        "torch._dynamo" in sys.modules
+    ):  # where anything is compiled, by train.compile or by the experiment itself
         torch.compiler.reset()  # it has seen evaluation's batches first: a step for any batch's size has other bits
     job.begin()
     return reason
@@ -94,7 +109,9 @@ def frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def train_step(job: Job, state: State, batches: Iterator[Any]) -> tuple[dict[str, Tensor], float]:
+def train_step(
+    job: TrainingContext, state: State, batches: Iterator[Any]
+) -> tuple[dict[str, Tensor], float]:
     """Take one optimizer step; return its metrics, still on the device, and the seconds waited for data."""
     set_lr(state, job.experiment.schedule(state.step, job.total_steps))
     accumulation, how, strategy = job.plan.accumulation, arithmetic(job), job.strategy
@@ -115,7 +132,7 @@ def train_step(job: Job, state: State, batches: Iterator[Any]) -> tuple[dict[str
     return metrics, waited
 
 
-def update(job: Job, state: State) -> None:
+def update(job: TrainingContext, state: State) -> None:
     """Clip, step, zero."""
     scaler, clip = job.precision.scaler, job.experiment.train.clip
     if clip is not None:
@@ -139,13 +156,17 @@ def set_lr(state: State, factor: float) -> None:
             group["lr"] = base * factor
 
 
-def values_logged(state: State, report: Report, times: list[float]) -> StepsLogged:
+def values_logged(state: State, report: WindowStats, times: list[float]) -> StepsLogged:
     """Return each step's values."""
     steps = range(state.step - report.steps + 1, state.step + 1)
-    return StepsLogged(list(steps), times, {f"train/{name}": column for name, column in report.values.items()})
+    return StepsLogged(
+        list(steps), times, {f"train/{name}": column for name, column in report.values.items()}
+    )
 
 
-def speed_logged(job: Job, state: State, report: Report, moment: float) -> StepsLogged:
+def speed_logged(
+    job: TrainingContext, state: State, report: WindowStats, moment: float
+) -> StepsLogged:
     """Return the speed of a report's steps."""
     speed = {
         "lr": [float(state.optimizer.param_groups[0]["lr"])],
@@ -156,5 +177,7 @@ def speed_logged(job: Job, state: State, report: Report, moment: float) -> Steps
     return StepsLogged([state.step], [moment], speed)
 
 
-def _accumulate(sums: dict[str, Tensor], values: dict[str, Tensor], accumulation: int) -> dict[str, Tensor]:
+def _accumulate(
+    sums: dict[str, Tensor], values: dict[str, Tensor], accumulation: int
+) -> dict[str, Tensor]:
     return {name: value / accumulation + sums.get(name, 0.0) for name, value in values.items()}

@@ -31,7 +31,11 @@ def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
         and any(group["momentum"] for group in optimizer.param_groups)
     ):
         return optimizer
-    if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state or _has_hooks(optimizer):
+    if (
+        not type(optimizer).__module__.startswith("torch.optim")
+        or optimizer.state
+        or _has_hooks(optimizer)
+    ):
         return optimizer
     if any(getattr(module, "sparse", False) is True for module in model.modules()):
         return optimizer
@@ -40,7 +44,9 @@ def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
         for group in optimizer.param_groups
     ):
         return optimizer
-    with contextlib.suppress(RuntimeError, ValueError, TypeError):  # this device or number format has no fused form
+    with contextlib.suppress(
+        RuntimeError, ValueError, TypeError
+    ):  # this device or number format has no fused form
         return _rebuilt(optimizer)
     return optimizer
 
@@ -75,18 +81,28 @@ def options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def as_values(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return options as values that nothing changes any more."""
-    values: list[dict[str, Any]] = tree_map(lambda value: value.tolist() if isinstance(value, Tensor) else value, found)
+    values: list[dict[str, Any]] = tree_map(
+        lambda value: value.tolist() if isinstance(value, Tensor) else value, found
+    )
     return values
 
 
-def change_options(optimizer: Optimizer, now: Sequence[Mapping[str, Any]], then: Sequence[Mapping[str, Any]]) -> None:
+def change_options(
+    optimizer: Optimizer, now: Sequence[Mapping[str, Any]], then: Sequence[Mapping[str, Any]]
+) -> None:
     """Set the options that differ between `then` and `now`, both as the experiment makes them.
 
     The others keep what a checkpoint had: some optimizers keep what they learn among their options.
     """
     for group, mine, before in zip(optimizer.param_groups, now, then, strict=True):
         (values,) = as_values([dict(mine)])
-        group.update({name: mine[name] for name in mine if name not in before or values[name] != before[name]})
+        group.update(
+            {
+                name: mine[name]
+                for name in mine
+                if name not in before or values[name] != before[name]
+            }
+        )
 
 
 def place_steps(optimizer: Optimizer) -> None:
@@ -96,10 +112,14 @@ def place_steps(optimizer: Optimizer) -> None:
     read, and a fused kernel refuses them there; one by one, each would be a wait for the device.
     """
     inner = getattr(optimizer, "optim", None)
-    inner = inner if isinstance(inner, Optimizer) else optimizer  # ZeRO keeps the optimizer proper inside
+    inner = (
+        inner if isinstance(inner, Optimizer) else optimizer
+    )  # ZeRO keeps the optimizer proper inside
     for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
         if "fused" in group or "capturable" in group:
-            _place_steps_of(inner, own["params"], bool(group.get("fused") or group.get("capturable")))
+            _place_steps_of(
+                inner, own["params"], bool(group.get("fused") or group.get("capturable"))
+            )
 
 
 def _place_steps_of(optimizer: Optimizer, parameters: Sequence[Tensor], on_device: bool) -> None:

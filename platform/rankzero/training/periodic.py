@@ -18,25 +18,33 @@ from rankzero.events import Evaluated, Hook
 from rankzero.training import rng, strategies
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.evaluation import evaluation, show
-from rankzero.training.job import Job, State
-from rankzero.training.metrics.throughput import Tally
-from rankzero.training.stop import REASONS, Left, Stop
+from rankzero.training.job import State, TrainingContext
+from rankzero.training.metrics.throughput import RunTotals
+from rankzero.training.stop import REASONS, EvaluationInterrupted, Stop
 
 
-class Milestones:
+class PeriodicActions:
     """The evaluations and checkpoints of one training. Every rank asks the same, at the same steps.
 
     `checkpoints` is rank 0's; `emit` does nothing on other ranks.
     """
 
     def __init__(
-        self, job: Job, state: State, emit: Hook, stop: Stop, checkpoints: Checkpoints | None, tally: Tally
+        self,
+        job: TrainingContext,
+        state: State,
+        emit: Hook,
+        stop: Stop,
+        checkpoints: Checkpoints | None,
+        tally: RunTotals,
     ) -> None:
         train = job.experiment.train
         self._job, self._state, self._emit, self._stop = job, state, emit, stop
         self._checkpoints, self._tally = checkpoints, tally
         self._evaluate_every = train.eval_every or job.plan.steps_per_epoch
-        self._save_every = train.save_every if train.save_every is not None else self._evaluate_every
+        self._save_every = (
+            train.save_every if train.save_every is not None else self._evaluate_every
+        )
         self.total = job.total_steps
         """The training's last step."""
 
@@ -60,7 +68,7 @@ class Milestones:
         if state.owed or self._is_due(self._evaluate_every):
             try:
                 metrics, better = self._evaluate()
-            except Left as left:
+            except EvaluationInterrupted as left:
                 state.owed, stop_code = True, left.code
         if self._save_every and (save_due or stop_code or state.step == self.total):
             save(self._job, state, self._checkpoints, self._emit, metrics, better)
@@ -76,12 +84,24 @@ class Milestones:
         self._emit(Evaluated(time.time(), state.step, metrics, better))
         if job.experiment.train.stop_at_target and job.experiment.goal.reached(state.best):
             self.total = state.step  # every rank has the same best, so every rank finishes here
-        show(job, state, better=better, last=state.step == self.total, seconds=tally.train_seconds, emit=self._emit)
+        show(
+            job,
+            state,
+            better=better,
+            last=state.step == self.total,
+            seconds=tally.train_seconds,
+            emit=self._emit,
+        )
         return metrics, better
 
 
 def save(
-    job: Job, state: State, checkpoints: Checkpoints | None, emit: Hook, metrics: Mapping[str, float], best: bool
+    job: TrainingContext,
+    state: State,
+    checkpoints: Checkpoints | None,
+    emit: Hook,
+    metrics: Mapping[str, float],
+    best: bool,
 ) -> None:
     """Have a checkpoint written. A collective: every rank hands over its random state, and its part of the model."""
     whole = state_dict(job, state)
@@ -93,7 +113,7 @@ def save(
         checkpoints.blocked_seconds += time.perf_counter() - begun
 
 
-def state_dict(job: Job, state: State) -> dict[str, Any]:
+def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
     """Return all that resuming needs, on rank 0. A collective."""
     scaler, randoms = job.precision.scaler, job.world.gather(rng.state(job.world.device))
     return {

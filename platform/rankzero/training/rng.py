@@ -12,7 +12,9 @@ from torch import Tensor
 
 from rankzero.training.data.order import mix
 
-PYTHON = struct.Struct("<625I?d")  # Mersenne Twister words and position; whether a gauss waits, and which
+PYTHON = struct.Struct(
+    "<625I?d"
+)  # Mersenne Twister words and position; whether a gauss waits, and which
 NUMPY = struct.Struct("<624IIId")  # likewise
 CUDA_BYTES = 16  # Philox seed and offset
 
@@ -27,14 +29,20 @@ def seed_all(*numbers: int) -> None:
 
 def be_deterministic() -> None:
     """Refuse operations whose results vary from run to run."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS: one of the two reproducible settings
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # cuBLAS: one of the two reproducible settings
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def state(device: torch.device) -> Tensor:
     """Return this process's random states as bytes: 1-d uint8, as long on every rank."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.zeros(CUDA_BYTES, dtype=torch.uint8)
+    cuda = (
+        torch.cuda.get_rng_state(device)
+        if device.type == "cuda"
+        else torch.zeros(CUDA_BYTES, dtype=torch.uint8)
+    )
     return torch.cat([torch.get_rng_state(), cuda, _bytes(_python_state()), _bytes(_numpy_state())])
 
 
@@ -44,7 +52,9 @@ def restore(states: Tensor, device: torch.device) -> None:
         [len(states) - CUDA_BYTES - PYTHON.size - NUMPY.size, CUDA_BYTES, PYTHON.size, NUMPY.size]
     )
     torch.set_rng_state(cpu.clone())
-    if device.type == "cuda" and cuda.any():  # else they are a CPU's: the GPU's stays as it was seeded, by rank
+    if (
+        device.type == "cuda" and cuda.any()
+    ):  # else they are a CPU's: the GPU's stays as it was seeded, by rank
         torch.cuda.set_rng_state(cuda.clone(), device)
     *words, waiting, gauss = PYTHON.unpack(bytes(python.tolist()))
     random.setstate((3, tuple(words), gauss if waiting else None))

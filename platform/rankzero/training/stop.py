@@ -125,7 +125,7 @@ def next_length(length: int, step_seconds: float, most: int = LONGEST_WINDOW) ->
     return max(1, min(2 * length, fitting, most, LONGEST_WINDOW))
 
 
-class Left(Exception):
+class EvaluationInterrupted(Exception):
     """An evaluation was left: `code` says what for."""
 
     def __init__(self, code: int) -> None:
@@ -133,7 +133,7 @@ class Left(Exception):
         self.code = code
 
 
-class Interruption:
+class StopPoll:
     """Whether an evaluation, which begins now, is left between two batches, because a rank was told to stop.
 
     Ranks agree on it after as many batches: a forward may be a collective, which all must enter or none.
@@ -159,4 +159,4 @@ class Interruption:
         self._length = next_length(self._length, max(seconds) / self._batches, MOST_BATCHES)
         self._batches, self._seconds, self._asked = 1, self._seconds + max(seconds), now
         if any(codes) and self._seconds >= LEAST_SECONDS:
-            raise Left(foremost(map(int, codes)))
+            raise EvaluationInterrupted(foremost(map(int, codes)))

@@ -17,7 +17,7 @@ from rankzero.errors import UserError
 from rankzero.events import DataDescribed, Hook
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
-from rankzero.launch.request import OUT_OF_MEMORY, Request
+from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
 from rankzero.launch.signals import listens
 from rankzero.run_store.folder import Identity
 from rankzero.tracking.run_log import RunLog
@@ -25,18 +25,18 @@ from rankzero.training import lifecycle, precision, rng, strategies
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.data import digest
-from rankzero.training.data.loader import Feed
+from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import check_alike, make_plan
 from rankzero.training.distributed import device
 from rankzero.training.distributed.watchdog import Watchdog
 from rankzero.training.distributed.world import World, join
-from rankzero.training.job import Job, State
-from rankzero.training.lifecycle import Outcome
+from rankzero.training.job import State, TrainingContext
+from rankzero.training.lifecycle import AttemptOutcome
 from rankzero.training.loop import fit, frozen_heap
-from rankzero.training.metrics.straggler import Stopwatch
-from rankzero.training.metrics.throughput import Tally
+from rankzero.training.metrics.straggler import EventTimer
+from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.optimizers import as_values, options
-from rankzero.training.sample_images.capture import Gallery
+from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.sample_images.user_images import class_names
 from rankzero.training.stop import PRUNED, REASONS, TIME_LIMIT, Stop, end_with_launcher, listen
 
@@ -44,7 +44,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 @listens
-def main(request: Request) -> str:
+def main(request: JobRequest) -> str:
     """Train; return the status of the attempt on this rank. The entry point of every worker."""
     ranks = launcher.detect()
     failures.forget(Path(request.failures), ranks.rank)
@@ -65,17 +65,23 @@ def main(request: Request) -> str:
         stop.training = False
 
 
-def attempt(request: Request, world: World, stop: Stop, watched: contextlib.ExitStack) -> Outcome:
+def attempt(
+    request: JobRequest, world: World, stop: Stop, watched: contextlib.ExitStack
+) -> AttemptOutcome:
     """Train once, tracked, among processes that have joined each other already. All ranks call it.
 
     A hang is watched for from now until `watched` is left.
     """
-    settings = world.broadcast(request.config.encode()).decode()  # rank 0's: another machine may have been told others
+    settings = world.broadcast(
+        request.config.encode()
+    ).decode()  # rank 0's: another machine may have been told others
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
-    identity = Identity(**json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode())))
+    identity = Identity(
+        **json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode()))
+    )
     gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
     log = RunLog.open(Path(request.runs), identity, world.ranks, gpus)
-    tally = Tally()
+    tally = RunTotals()
     minutes, rank = experiment.train.hang_minutes, world.ranks.rank
     watchdog = Watchdog(
         minutes,
@@ -91,12 +97,14 @@ def attempt(request: Request, world: World, stop: Stop, watched: contextlib.Exit
         restore.newest(log.folder.checkpoints, job, state, log.notice, required=request.resumes)
         told.started(state.step, job.total_steps, _data(job, request))
         if OUT_OF_MEMORY in request.environment:
-            log.notice(f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.plan.batch_size}")
+            log.notice(
+                f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.plan.batch_size}"
+            )
         told.outcome = _train(job, state, log, stop, tally, watchdog)
     return told.outcome
 
 
-def _data(job: Job, request: Request) -> list[DataDescribed]:
+def _data(job: TrainingContext, request: JobRequest) -> list[DataDescribed]:
     """Return what the run's data are, on rank 0."""
     if not job.world.ranks.first:
         return []
@@ -107,7 +115,9 @@ def _data(job: Job, request: Request) -> list[DataDescribed]:
     ]
 
 
-def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = None) -> tuple[Job, State]:
+def build(
+    experiment: Experiment, world: World, data: tuple[Any, Any] | None = None
+) -> tuple[TrainingContext, State]:
     """Make what the experiment describes, on this rank's device, replicated. All ranks call it.
 
     `data`: what the experiment's `data()` returned before, where that may be used again.
@@ -123,7 +133,7 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
     plan = make_plan(train, len(train_set), strategies.shards(train.strategy, world.size))
     model = experiment.model()  # on the host: a strategy moves what of it this rank needs
     feeds = [
-        Feed(
+        BatchLoader(
             dataset,
             world.device,
             seed=train.seed,
@@ -133,12 +143,26 @@ def build(experiment: Experiment, world: World, data: tuple[Any, Any] | None = N
         )
         for dataset in (train_set, val_set)
     ]
-    strategy = strategies.build(experiment, model, world, lambda: next(feeds[0].train(plan, 0, 0, 1)))
+    strategy = strategies.build(
+        experiment, model, world, lambda: next(feeds[0].train(plan, 0, 0, 1))
+    )
     rng.seed_all(train.seed, 1 + strategy.shard.rank)
     total = train.steps or (train.epochs or 0) * plan.steps_per_epoch
     base_lrs = [float(group["lr"]) for group in strategy.optimizer.param_groups]
-    state = State(strategy.model, strategy.optimizer, base_lrs, as_values(options(strategy.optimizer)))
-    return Job(experiment, world, plan, total, arithmetic, strategy, feeds[0], feeds[1], Stopwatch(world.device)), state
+    state = State(
+        strategy.model, strategy.optimizer, base_lrs, as_values(options(strategy.optimizer))
+    )
+    return TrainingContext(
+        experiment,
+        world,
+        plan,
+        total,
+        arithmetic,
+        strategy,
+        feeds[0],
+        feeds[1],
+        EventTimer(world.device),
+    ), state
 
 
 def data_of(experiment: Experiment) -> tuple[Any, Any]:
@@ -148,10 +172,14 @@ def data_of(experiment: Experiment) -> tuple[Any, Any]:
         train_set, val_set = data
         sizes = len(train_set), len(val_set)
     except (TypeError, ValueError) as error:
-        raise UserError(f"data() must return two map-style data sets (training, validation): {error}") from error
+        raise UserError(
+            f"data() must return two map-style data sets (training, validation): {error}"
+        ) from error
     if not all(sizes):
         raise UserError(
-            "data() returned an empty data set: the training set has {} samples, the validation set {}".format(*sizes)
+            "data() returned an empty data set: the training set has {} samples, the validation set {}".format(
+                *sizes
+            )
         )
     return train_set, val_set
 
@@ -166,14 +194,23 @@ def _agree_on_lengths(world: World, train_set: Any, val_set: Any) -> None:
         check_alike(what, column)
 
 
-def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally, watchdog: Watchdog) -> Outcome:
+def _train(
+    job: TrainingContext,
+    state: State,
+    log: RunLog,
+    stop: Stop,
+    tally: RunTotals,
+    watchdog: Watchdog,
+) -> AttemptOutcome:
     train = job.experiment.train
     stop.limit(train.max_minutes)
     checkpoints = _checkpoints(job, log)
     tally.best = state.best
     try:
         with frozen_heap(), watchdog.training():
-            job = dataclasses.replace(job, beat=watchdog.beat, begin=watchdog.begin, gallery=_gallery(job, log))
+            job = dataclasses.replace(
+                job, beat=watchdog.beat, begin=watchdog.begin, gallery=_gallery(job, log)
+            )
             reason = fit(job, state, log, stop, checkpoints, tally)
     finally:
         if checkpoints is not None:
@@ -183,29 +220,39 @@ def _train(job: Job, state: State, log: RunLog, stop: Stop, tally: Tally, watchd
         # Without checkpoints nothing can go on: there, the end of the time is the end of the run.
         over = reason == REASONS[TIME_LIMIT] and train.save_every == 0
         pruned = log.folder.pruned
-        why = pruned.read_text(encoding="utf-8") if reason == REASONS[PRUNED] and pruned.exists() else ""
+        why = (
+            pruned.read_text(encoding="utf-8")
+            if reason == REASONS[PRUNED] and pruned.exists()
+            else ""
+        )
         amid = ", amid its evaluation" if state.owed else ""
         told = f"{reason} at step {state.step}{amid}" + (f": {why}" if why else "")
-        return Outcome("FINISHED" if over else "KILLED", told)
-    return Outcome("FINISHED", _success(job, state))
+        return AttemptOutcome("FINISHED" if over else "KILLED", told)
+    return AttemptOutcome("FINISHED", _success(job, state))
 
 
-def _checkpoints(job: Job, log: RunLog) -> Checkpoints | None:
+def _checkpoints(job: TrainingContext, log: RunLog) -> Checkpoints | None:
     """Return what keeps rank 0's checkpoints; None on other ranks."""
     experiment, world = job.experiment, job.world
     if not world.ranks.first:
         return None
-    return Checkpoints(log.folder.path, experiment.train.keep, experiment.goal, world.size, log.notice)
+    return Checkpoints(
+        log.folder.path, experiment.train.keep, experiment.goal, world.size, log.notice
+    )
 
 
-def _gallery(job: Job, log: RunLog) -> Gallery:
+def _gallery(job: TrainingContext, log: RunLog) -> ImageCapture:
     """Return what takes pictures; on other ranks than 0, what calls the experiment's own method."""
     experiment, world = job.experiment, job.world
     if not experiment.train.pictures:
-        return Gallery()
+        return ImageCapture()
     whole = experiment.train.strategy != "pp" or not world.together  # a stage is no model to call
-    own = experiment.pictures if whole and type(experiment).pictures is not Experiment.pictures else None
-    return Gallery(
+    own = (
+        experiment.pictures
+        if whole and type(experiment).pictures is not Experiment.pictures
+        else None
+    )
+    return ImageCapture(
         log.folder.pictures if world.ranks.first else None,
         total=job.val_feed.samples,
         classes=class_names(job.val_feed.dataset) if world.ranks.first else (),
@@ -214,15 +261,21 @@ def _gallery(job: Job, log: RunLog) -> Gallery:
     )
 
 
-def _finish(checkpoints: Checkpoints, emit: Hook, tally: Tally) -> None:
+def _finish(checkpoints: Checkpoints, emit: Hook, tally: RunTotals) -> None:
     for event in checkpoints.close():
         emit(event)
     tally.blocked_seconds = checkpoints.blocked_seconds
 
 
-def _success(job: Job, state: State) -> str:
+def _success(job: TrainingContext, state: State) -> str:
     goal = job.experiment.goal
     if state.best is None:
         return f"trained {state.step} steps"
-    reached = "" if goal.target is None else " (target reached)" if goal.reached(state.best) else " (target missed)"
+    reached = (
+        ""
+        if goal.target is None
+        else " (target reached)"
+        if goal.reached(state.best)
+        else " (target missed)"
+    )
     return f"best {goal.metric} {state.best:.4g}{reached}"

@@ -18,7 +18,7 @@ SECONDS, REFERENCE_SECONDS = "seconds", "reference_seconds"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class SearchOptions:
     """How to search."""
 
     objective: Name = "time-to-target"
@@ -40,9 +40,14 @@ class Budget:
     """
 
     def __init__(
-        self, study: Study, space: Space, options: Options, clock: Callable[[], float] = time.monotonic,
-        already_seconds: float = 0.0, side_by_side: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        study: Study,
+        space: Space,
+        options: SearchOptions,
+        clock: Callable[[], float] = time.monotonic,
+        already_seconds: float = 0.0,
+        side_by_side: int = 1,
+    ) -> None:
         self._side_by_side = side_by_side
         self._study, self._space, self._options = study, space, options
         self._clock, self._started = clock, clock()
@@ -60,7 +65,9 @@ class Budget:
     def allows_a_trial(self) -> bool:
         """Tell whether another trial may start: what confirming will take is put by."""
         trials = self._study.trials()
-        taken = len(next_trial.ended(trials, self._study.abandoned)) + len(next_trial.running(trials))
+        taken = len(next_trial.ended(trials, self._study.abandoned)) + len(
+            next_trial.running(trials)
+        )
         if self._options.trials is not None and taken >= self._options.trials:
             return False
         return self._fits(self._to_confirm(trials))

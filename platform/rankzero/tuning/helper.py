@@ -12,10 +12,19 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
 from rankzero.tuning import members
-from rankzero.tuning.budget import Options
+from rankzero.tuning.budget import SearchOptions
 from rankzero.tuning.reports import study_run
 from rankzero.tuning.session import TARGET, Session
-from rankzero.tuning.setup import FIRST, PARENT, SPACE, Outcome, Quest, launchers, params_of, signature
+from rankzero.tuning.setup import (
+    FIRST,
+    PARENT,
+    SPACE,
+    SearchOutcome,
+    SearchSetup,
+    launchers,
+    params_of,
+    signature,
+)
 from rankzero.tuning.space import Space, narrowed
 from rankzero.tuning.study import OWNER, Study
 from rankzero.tuning.trials.follower import Say
@@ -24,31 +33,39 @@ from rankzero.tuning.trials.host_process import Host
 LOOK_SECONDS = 0.5
 
 
-def run(quest: Quest, study: Study, hosts: Sequence[Host], argv: Sequence[str], say: Say) -> Outcome:
+def run(
+    quest: SearchSetup, study: Study, hosts: Sequence[Host], argv: Sequence[str], say: Say
+) -> SearchOutcome:
     """Do trials until the budget is spent."""
     where = members.host_of(study.members.leader)
     say(f"{where} leads this study: waiting until it has trained your own configuration")
     _await(study, (SPACE, FIRST, PARENT, TARGET))
     space = agreed(study, quest.space, quest.options)
-    with study_run.Record(quest.root / "runs", _identity(quest, study), params_of(quest), argv) as kept:
-        Session(study, space, launchers(quest, hosts, kept), quest.options, say).help(study.facts[FIRST])
+    with study_run.Record(
+        quest.root / "runs", _identity(quest, study), params_of(quest), argv
+    ) as kept:
+        Session(study, space, launchers(quest, hosts, kept), quest.options, say).help(
+            study.facts[FIRST]
+        )
         mine = [trial for trial in study.trials() if trial.facts.get(OWNER) == members.name()]
         says = f"Helped with {len(mine)} trials of {study.name}; {where} confirms and decides."
         kept.finished(says, {})
-    return Outcome(says, kept.folder, decided=False)
+    return SearchOutcome(says, kept.folder, decided=False)
 
 
-def _identity(quest: Quest, study: Study) -> Identity:
+def _identity(quest: SearchSetup, study: Study) -> Identity:
     """Return this process's own run: below the study's in MLflow, where both go to the same."""
     above = study.facts[PARENT]
     same = above["tracking_uri"] == url_without_secrets(quest.identity.tracking_uri)
     return dataclasses.replace(
-        quest.identity, name=f"{study.name}-helper-{os.getpid()}", uuid=secrets.token_hex(16),
+        quest.identity,
+        name=f"{study.name}-helper-{os.getpid()}",
+        uuid=secrets.token_hex(16),
         parent_uuid=above["uuid"] if same else None,
-    )  # fmt: skip
+    )
 
 
-def agreed(study: Study, space: Space, options: Options) -> Space:
+def agreed(study: Study, space: Space, options: SearchOptions) -> Space:
     """Return the space that the leader found. Raises UserError where this machine's is another."""
     fact = study.facts[SPACE]
     found = narrowed(space, fact["batch_sizes"], fact["precisions"])

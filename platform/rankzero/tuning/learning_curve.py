@@ -16,7 +16,7 @@ from rankzero.metric_names import STEP_SECONDS
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """The goal's metric after some training."""
 
     step: int
@@ -25,11 +25,11 @@ class Point:
 
 
 @dataclasses.dataclass
-class Curve:
+class LearningCurve:
     """What is known of a trial so far; takes events, a `Hook`."""
 
     goal: Goal
-    points: list[Point] = dataclasses.field(default_factory=list)
+    points: list[CurvePoint] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     """Training time up to the last report."""
     step: int = 0
@@ -51,9 +51,11 @@ class Curve:
                     self.seconds += metrics[STEP_SECONDS][-1] * (steps[-1] - self.step)
                     self.step = steps[-1]
             case Evaluated(step=step, metrics=metrics) if self.goal.metric in metrics:
-                self.points.append(Point(step, self.seconds, metrics[self.goal.metric]))
+                self.points.append(CurvePoint(step, self.seconds, metrics[self.goal.metric]))
             case SystemSampled(metrics=metrics):
-                self.peaks |= {name: max(value, self.peaks.get(name, value)) for name, value in metrics.items()}
+                self.peaks |= {
+                    name: max(value, self.peaks.get(name, value)) for name, value in metrics.items()
+                }
             case RunEnded():
                 self.ended = event
             case _:
@@ -74,7 +76,9 @@ class Curve:
     @property
     def joules(self) -> float | None:
         """Return the energy that the job's GPUs took, where it is measured."""
-        return self.peaks.get("system/gpu_energy_joules", self.peaks.get("system/gpu_0_energy_joules"))
+        return self.peaks.get(
+            "system/gpu_energy_joules", self.peaks.get("system/gpu_0_energy_joules")
+        )
 
     def seconds_to(self, target: float) -> float | None:
         """Return the training time until the metric first reached `target`; None where it has not.
@@ -83,14 +87,18 @@ class Curve:
         first evaluation has none before it, and counts in full.
         """
         bar = dataclasses.replace(self.goal, target=target)
-        before: Point | None = None
+        before: CurvePoint | None = None
         for point in self.points:
             if bar.reached(point.value):
                 return point.seconds if before is None else _crossing(before, point, target)
-            if math.isfinite(point.value) and (before is None or self.goal.better(point.value, before.value)):
+            if math.isfinite(point.value) and (
+                before is None or self.goal.better(point.value, before.value)
+            ):
                 before = point
             elif before is not None:
-                before = dataclasses.replace(before, seconds=point.seconds)  # no better since: the line starts here
+                before = dataclasses.replace(
+                    before, seconds=point.seconds
+                )  # no better since: the line starts here
         return None
 
     def gap(self, target: float) -> float:
@@ -101,14 +109,14 @@ class Curve:
         return missing / max(abs(target), 1e-12)
 
 
-def folded(events: Iterable[Event], goal: Goal) -> Curve:
+def folded(events: Iterable[Event], goal: Goal) -> LearningCurve:
     """Return the curve of a whole journal."""
-    curve = Curve(goal)
+    curve = LearningCurve(goal)
     for event in events:
         curve(event)
     return curve
 
 
-def _crossing(before: Point, after: Point, target: float) -> float:
+def _crossing(before: CurvePoint, after: CurvePoint, target: float) -> float:
     share = (target - before.value) / (after.value - before.value)
     return before.seconds + share * (after.seconds - before.seconds)

@@ -19,11 +19,14 @@ from rankzero.run_store import claims
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LEADER, BEAT = "leader", "beat "
-BEAT_SECONDS, DEAD_SECONDS = 20.0, 180.0  # a process of another machine that was silent for so long is taken for dead
+BEAT_SECONDS, DEAD_SECONDS = (
+    20.0,
+    180.0,
+)  # a process of another machine that was silent for so long is taken for dead
 SETTLE_SECONDS = 0.2
 
 
-class Board(Protocol):
+class FactStore(Protocol):
     """Facts that all members read and write."""
 
     @property
@@ -35,7 +38,7 @@ class Board(Protocol):
 class Members:
     """Those who share a study."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: FactStore) -> None:
         self._board = board
 
     def lead(self) -> bool:
@@ -71,7 +74,9 @@ class Members:
     def beating(self) -> Iterator[None]:
         """Let other machines know that this process lives, for the duration of the block."""
         stop = threading.Event()
-        thread = threading.Thread(target=self._beat, args=(stop,), daemon=True, name="rankzero-heartbeat")
+        thread = threading.Thread(
+            target=self._beat, args=(stop,), daemon=True, name="rankzero-heartbeat"
+        )
         thread.start()
         try:
             yield
@@ -81,7 +86,9 @@ class Members:
 
     def _beat(self, stop: threading.Event) -> None:
         while True:
-            with contextlib.suppress(Exception):  # a database that is away for a while: the next beat will do
+            with contextlib.suppress(
+                Exception
+            ):  # a database that is away for a while: the next beat will do
                 self._board.note(BEAT + name(), time.time())
             if stop.wait(BEAT_SECONDS):
                 return

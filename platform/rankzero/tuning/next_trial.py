@@ -23,7 +23,11 @@ def guesses(space: Space) -> list[dict[str, Any]]:
     if BATCH_INDEX not in own:
         return []
     last = len(space.batch_sizes) - 1
-    return [{**own, BATCH_INDEX: own[BATCH_INDEX] + more} for more in (1, 2) if own[BATCH_INDEX] + more <= last]
+    return [
+        {**own, BATCH_INDEX: own[BATCH_INDEX] + more}
+        for more in (1, 2)
+        if own[BATCH_INDEX] + more <= last
+    ]
 
 
 def ended(trials: Sequence[Trial], abandoned: Collection[int]) -> list[Trial]:
@@ -46,7 +50,9 @@ def upcoming(
     """
     known = ended(trials, abandoned)
     again = [trials[number].parameters for number in abandoned]
-    whole = set(space.reference_parameters())  # of what was killed while it was drawn, there is only a part
+    whole = set(
+        space.reference_parameters()
+    )  # of what was killed while it was drawn, there is only a part
     plan = [*(parameters for parameters in again if set(parameters) == whole), *first]
     best = math.inf
     for trial in known:
@@ -62,7 +68,8 @@ def same(trials: Sequence[Trial], number: int) -> Trial | None:
     parameters = trials[number].parameters
     found = [trial for trial in trials if trial.number != number and trial.parameters == parameters]
     by_state = {
-        state: [trial for trial in found if trial.state == state] for state in ("COMPLETE", "PRUNED", "RUNNING")
+        state: [trial for trial in found if trial.state == state]
+        for state in ("COMPLETE", "PRUNED", "RUNNING")
     }
     return next((trial for some in by_state.values() for trial in some), None)
 
@@ -70,7 +77,10 @@ def same(trials: Sequence[Trial], number: int) -> Trial | None:
 def reference_trial(trials: Sequence[Trial], space: Space) -> Trial | None:
     """Return the completed trial of the user's own configuration."""
     wanted = space.reference_parameters()
-    return next((trial for trial in trials if trial.state == "COMPLETE" and trial.parameters == wanted), None)
+    return next(
+        (trial for trial in trials if trial.state == "COMPLETE" and trial.parameters == wanted),
+        None,
+    )
 
 
 def challengers(trials: Sequence[Trial], space: Space, most: int) -> list[Trial]:
@@ -78,7 +88,11 @@ def challengers(trials: Sequence[Trial], space: Space, most: int) -> list[Trial]
     ranked = sorted((trial for trial in trials if trial.feasible), key=value)
     reference = reference_trial(ranked, space)
     unlike = {repr(sorted(trial.parameters.items())): trial for trial in reversed(ranked)}
-    found = [trial for trial in unlike.values() if reference is None or trial.parameters != reference.parameters]
+    found = [
+        trial
+        for trial in unlike.values()
+        if reference is None or trial.parameters != reference.parameters
+    ]
     if reference is not None:
         worst = worth_confirming(value(reference), value(ranked[0]))
         found = [trial for trial in found if value(trial) <= worst]

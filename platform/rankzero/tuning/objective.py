@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rankzero.experiment import Goal
-from rankzero.tuning.learning_curve import Curve
+from rankzero.tuning.learning_curve import LearningCurve
 
 Name = Literal["time-to-target", "throughput", "quality"]
 NAMES: tuple[Name, ...] = ("time-to-target", "throughput", "quality")
@@ -25,7 +25,7 @@ HOPELESS = 1.1  # a trial this much slower than the best cannot win: noise is sm
 
 
 @dataclasses.dataclass(frozen=True)
-class Judged:
+class Score:
     """A trial's value, to be minimised, and by how much it violates each constraint."""
 
     value: float
@@ -53,38 +53,42 @@ class Objective:
             return {"goal.target": self.target, "train.stop_at_target": True}
         return {"train.max_minutes": self.trial_minutes} if self.name == "quality" else {}
 
-    def judge(self, curve: Curve) -> Judged:
+    def judge(self, curve: LearningCurve) -> Score:
         """Return what a finished trial is worth."""
-        return Judged(self._value(curve), {QUALITY: self.gap(curve)})
+        return Score(self._value(curve), {QUALITY: self.gap(curve)})
 
-    def gap(self, curve: Curve) -> float:
+    def gap(self, curve: LearningCurve) -> float:
         """Return by how much the trial's quality misses what is asked, relative to it."""
         if self.target is None:
             return 0.0 if curve.best is not None else 1.0
         return curve.gap(self.target)
 
-    def progress(self, curve: Curve) -> float:
+    def progress(self, curve: LearningCurve) -> float:
         """Return what pruning compares at equal training time, to be minimised: how far the best still has to go."""
         return self.gap(curve) if self.target is not None else -_signed(curve)
 
-    def hopeless(self, curve: Curve, best: float | None) -> bool:
+    def hopeless(self, curve: LearningCurve, best: float | None) -> bool:
         """Tell whether the trial cannot beat the value `best` any more, whatever its quality becomes."""
-        return self.name == "time-to-target" and best is not None and curve.seconds > HOPELESS * best
+        return (
+            self.name == "time-to-target" and best is not None and curve.seconds > HOPELESS * best
+        )
 
-    def _value(self, curve: Curve) -> float:
+    def _value(self, curve: LearningCurve) -> float:
         match self.name:
             case "time-to-target":
                 assert self.target is not None
                 reached = curve.seconds_to(self.target)
                 # Censored: it took longer than it was watched. The farther from the target, the longer.
-                return curve.seconds * (1 + max(0.0, self.gap(curve))) if reached is None else reached
+                return (
+                    curve.seconds * (1 + max(0.0, self.gap(curve))) if reached is None else reached
+                )
             case "throughput":
                 return -(curve.samples_per_second or 0.0)
             case "quality":
                 return -_signed(curve)
 
 
-def bar(goal: Goal, name: Name, reference: Curve, tolerance: float) -> float | None:
+def bar(goal: Goal, name: Name, reference: LearningCurve, tolerance: float) -> float | None:
     """Return the quality that trials have to reach, once the user's own configuration has been trained.
 
     `tolerance`: relative, of the reference's best, for `throughput`.
@@ -99,7 +103,7 @@ def bar(goal: Goal, name: Name, reference: Curve, tolerance: float) -> float | N
     return reference.best - slack if goal.mode == "max" else reference.best + slack
 
 
-def _signed(curve: Curve) -> float:
+def _signed(curve: LearningCurve) -> float:
     """Return the best value so that more is better."""
     if curve.best is None:
         return -math.inf

@@ -15,30 +15,44 @@ from rankzero.experiment import Goal
 from rankzero.redaction.text import settings_without_secrets, url_without_secrets
 from rankzero.run_store.folder import Identity
 from rankzero.tuning import helper, next_trial
-from rankzero.tuning.budget import Options
+from rankzero.tuning.budget import SearchOptions
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe import probe_map as probe
-from rankzero.tuning.probe.grid import Measured
+from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.reports import study_run
-from rankzero.tuning.session import Found, Session
-from rankzero.tuning.setup import FIRST, PARENT, SPACE, Outcome, Quest, launchers, params_of, signature
+from rankzero.tuning.session import SearchResult, Session
+from rankzero.tuning.setup import (
+    FIRST,
+    PARENT,
+    SPACE,
+    SearchOutcome,
+    SearchSetup,
+    launchers,
+    params_of,
+    signature,
+)
 from rankzero.tuning.space import Space, narrowed
 from rankzero.tuning.study import Study, open_study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials import follower
-from rankzero.tuning.trials.describe import Description
+from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.follower import Say
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.verdict import sentence
 
 
-def run(quest: Quest, hosts: Sequence[Host], argv: Sequence[str], say: Say) -> Outcome:
+def run(quest: SearchSetup, hosts: Sequence[Host], argv: Sequence[str], say: Say) -> SearchOutcome:
     """Search, or help another process that does. Ctrl-C passes through.
 
     `hosts`: one for each trial that runs at the same time.
     """
-    study = open_study(quest.storage, quest.identity.name, sampler=quest.sampler, pruner=quest.pruner,
-                       seed=quest.space.reference.train.seed)  # fmt: skip
+    study = open_study(
+        quest.storage,
+        quest.identity.name,
+        sampler=quest.sampler,
+        pruner=quest.pruner,
+        seed=quest.space.reference.train.seed,
+    )
     leads = study.members.lead()
     if not (leads or quest.shared):
         raise UserError(
@@ -46,50 +60,83 @@ def run(quest: Quest, hosts: Sequence[Host], argv: Sequence[str], say: Say) -> O
             "run trials side by side give it --parallel, to share it with other machines --storage URL"
         )
     with study.members.beating():
-        return _lead(quest, study, hosts, argv, say) if leads else helper.run(quest, study, hosts, argv, say)
+        return (
+            _lead(quest, study, hosts, argv, say)
+            if leads
+            else helper.run(quest, study, hosts, argv, say)
+        )
 
 
-def _lead(quest: Quest, study: Study, hosts: Sequence[Host], argv: Sequence[str], say: Say) -> Outcome:
+def _lead(
+    quest: SearchSetup, study: Study, hosts: Sequence[Host], argv: Sequence[str], say: Say
+) -> SearchOutcome:
     with study_run.Record(quest.root / "runs", quest.identity, params_of(quest), argv) as kept:
         began = time.monotonic()
         measured = probe_map(quest, hosts[0], kept, say) if quest.probes else []
         space = _agreed(study, quest.space, measured, quest.options)
         own = kept.folder.identity
-        study.note(PARENT, {"uuid": own.uuid, "tracking_uri": url_without_secrets(own.tracking_uri)})
+        study.note(
+            PARENT, {"uuid": own.uuid, "tracking_uri": url_without_secrets(own.tracking_uri)}
+        )
         if FIRST not in study.facts:
             study.note(FIRST, probe.guesses(space, measured) or next_trial.guesses(space))
         say(f"space  {shown(space)}")
-        teller, spent = _Teller(study, kept, say), time.monotonic() - began
-        session = Session(study, space, launchers(quest, hosts, kept), quest.options, teller, already_seconds=spent)
+        teller, spent = _SearchReporter(study, kept, say), time.monotonic() - began
+        session = Session(
+            study,
+            space,
+            launchers(quest, hosts, kept),
+            quest.options,
+            teller,
+            already_seconds=spent,
+        )
         found = session.run(study.facts[FIRST])
         says = report(quest, space, study, found, kept)
         _draw(kept, study, measured, space.reference.goal, found.verdict.region, says)
         kept.finished(says, _summary(found))
-    return Outcome(says, kept.folder, decided=True)
+    return SearchOutcome(says, kept.folder, decided=True)
 
 
-def _agreed(study: Study, space: Space, measured: Sequence[Measured], options: Options) -> Space:
+def _agreed(
+    study: Study, space: Space, measured: Sequence[ProbeResult], options: SearchOptions
+) -> Space:
     """Return the space that all who share the study draw from: what the leader found first, for good."""
     if SPACE not in study.facts:
         found = searched(space, measured)
-        study.note(SPACE, {"batch_sizes": found.batch_sizes, "precisions": found.precisions,
-                           "signature": signature(found, options)})  # fmt: skip
+        study.note(
+            SPACE,
+            {
+                "batch_sizes": found.batch_sizes,
+                "precisions": found.precisions,
+                "signature": signature(found, options),
+            },
+        )
     agreed = narrowed(space, study.facts[SPACE]["batch_sizes"], study.facts[SPACE]["precisions"])
     study.draw_from(agreed.parameters())
     return agreed
 
 
-def probe_map(quest: Quest, host: Host, kept: study_run.Record, say: Say) -> list[Measured]:
+def probe_map(
+    quest: SearchSetup, host: Host, kept: study_run.Record, say: Say
+) -> list[ProbeResult]:
     """Return the speeds of the space's cells, measured where they are not known."""
-    plan = probe.make_plan(quest.space, quest.described, quest.identity.experiment_file or "", quest.root)
+    plan = probe.make_plan(
+        quest.space, quest.described, quest.identity.experiment_file or "", quest.root
+    )
     measured = probe.run(plan, host, say)
     kept.write("probe_map.json", table_json(measured))
     return measured
 
 
 def probe_alone(
-    identity: Identity, root: Path, space: Space, described: Description, host: Host, argv: Sequence[str], say: Say
-) -> list[Measured]:
+    identity: Identity,
+    root: Path,
+    space: Space,
+    described: ExperimentDescription,
+    host: Host,
+    argv: Sequence[str],
+    say: Say,
+) -> list[ProbeResult]:
     """Measure the map by itself, as a run of its own."""
     params = config.rendered(space.reference)
     with study_run.Record(root / "runs", identity, settings_without_secrets(params), argv) as kept:
@@ -99,25 +146,29 @@ def probe_alone(
         _draw_map(kept, measured)
         found = grid.knee(measured)
         peak = max(one.samples_per_second for one in measured)
-        says = "no cell fits" if found is None else f"{found.batch_size} samples a batch reach 95 % of the peak speed"
+        says = (
+            "no cell fits"
+            if found is None
+            else f"{found.batch_size} samples a batch reach 95 % of the peak speed"
+        )
         kept.finished(f"{says}, {peak:,.0f} samples/s", {"samples_per_second": peak})
     return measured
 
 
-def _draw_map(kept: study_run.Record, measured: Sequence[Measured]) -> None:
+def _draw_map(kept: study_run.Record, measured: Sequence[ProbeResult]) -> None:
     from rankzero.tuning.reports import html_page, png_figures
 
     kept.write("probe_map.html", html_page.map_page(measured, "Probe map"))
     png_figures.write_map(kept.folder.artifacts, measured)
 
 
-def table_json(measured: Sequence[Measured]) -> str:
+def table_json(measured: Sequence[ProbeResult]) -> str:
     """Return the map as MLflow's artifact viewer shows tables."""
     rows = [{**dataclasses.asdict(one), "bound": one.bound} for one in measured]
     return json.dumps({"columns": list(rows[0]), "data": [list(row.values()) for row in rows]})
 
 
-def searched(space: Space, measured: Sequence[Measured]) -> Space:
+def searched(space: Space, measured: Sequence[ProbeResult]) -> Space:
     """Return the space without what the map rules out: batches that do not fit or are no faster, slow precisions."""
     if not measured:
         return space
@@ -128,27 +179,43 @@ def searched(space: Space, measured: Sequence[Measured]) -> Space:
 def shown(space: Space) -> str:
     """Return a space in a line."""
     parts = [f"batch {space.batch_sizes[0]}-{space.batch_sizes[-1]}", "/".join(space.precisions)]
-    parts.append(f"lr {space.factors.low:g}-{space.factors.high:g} x scaled (exponent {space.lr_exponent:g})")
+    parts.append(
+        f"lr {space.factors.low:g}-{space.factors.high:g} x scaled (exponent {space.lr_exponent:g})"
+    )
     return ", ".join([*parts, *space.extras])
 
 
-def report(quest: Quest, space: Space, study: Study, found: Found, kept: study_run.Record) -> str:
+def report(
+    quest: SearchSetup, space: Space, study: Study, found: SearchResult, kept: study_run.Record
+) -> str:
     """Write the evidence into the study's artifacts; return the verdict in words."""
     goal = space.reference.goal
-    says = sentence.sentence(found.verdict, goal, found.target, found.seconds, closest(study.trials(), goal))
+    says = sentence.sentence(
+        found.verdict, goal, found.target, found.seconds, closest(study.trials(), goal)
+    )
     winner = next(trial for trial in study.trials() if trial.number == found.verdict.winner.trial)
     kept.write_trials(study.trials())
-    kept.write(study_run.SWEET_SPOT, study_run.sweet_spot_yaml(space.experiment(winner.parameters), says, quest.use))
+    kept.write(
+        study_run.SWEET_SPOT,
+        study_run.sweet_spot_yaml(space.experiment(winner.parameters), says, quest.use),
+    )
     study.note("objective", found.verdict.objective)
     study.note("sentence", says)
     study.note("sweet_spot", config.to_yaml(space.experiment(winner.parameters)))
-    kept.write_description(f"**{says}**\n\nObjective: {found.verdict.objective}.\n\n{table(study)}\n\n"
-                           f"Use it: `{quest.use}`\n")  # fmt: skip
+    kept.write_description(
+        f"**{says}**\n\nObjective: {found.verdict.objective}.\n\n{table(study)}\n\n"
+        f"Use it: `{quest.use}`\n"
+    )
     return says
 
 
 def _draw(
-    kept: study_run.Record, study: Study, measured: Sequence[Measured], goal: Goal, region: Sequence[int], title: str
+    kept: study_run.Record,
+    study: Study,
+    measured: Sequence[ProbeResult],
+    goal: Goal,
+    region: Sequence[int],
+    title: str,
 ) -> None:
     """Write the pictures; a picture that cannot be drawn must not cost the verdict."""
     from rankzero.tuning.reports import html_page, png_figures
@@ -164,18 +231,38 @@ def _draw(
 def closest(trials: Sequence[Trial], goal: Goal) -> tuple[int, float] | None:
     """Return the trial with the best quality, and that quality."""
     sign = 1 if goal.mode == "max" else -1
-    found = [(trial.number, float(trial.facts["best"])) for trial in trials if "best" in trial.facts]
+    found = [
+        (trial.number, float(trial.facts["best"])) for trial in trials if "best" in trial.facts
+    ]
     return max(found, key=lambda pair: sign * pair[1], default=None)
 
 
 def table(study: Study) -> str:
     """Return the trials as Markdown, the best first."""
-    ranked = sorted(study.trials(), key=lambda trial: (trial.value is None, trial.value or 0.0, trial.number))
-    head = ("trial", "state", "value", "best", "samples_per_second", "batch_size", "precision", "lr")
+    ranked = sorted(
+        study.trials(), key=lambda trial: (trial.value is None, trial.value or 0.0, trial.number)
+    )
+    head = (
+        "trial",
+        "state",
+        "value",
+        "best",
+        "samples_per_second",
+        "batch_size",
+        "precision",
+        "lr",
+    )
     titles = [f"{name.replace('_per_second', '/s').replace('_', ' ')}&emsp;" for name in head]
-    rows = [[_cell(dict(zip(study_run.COLUMNS, study_run.row_of(trial), strict=True))[name]) for name in head]
-            for trial in ranked]  # fmt: skip
-    return "\n".join(["| " + " | ".join(row) + " |" for row in (titles, ["---"] * len(head), *rows)])
+    rows = [
+        [
+            _cell(dict(zip(study_run.COLUMNS, study_run.row_of(trial), strict=True))[name])
+            for name in head
+        ]
+        for trial in ranked
+    ]
+    return "\n".join(
+        ["| " + " | ".join(row) + " |" for row in (titles, ["---"] * len(head), *rows)]
+    )
 
 
 def _cell(value: Any) -> str:
@@ -187,7 +274,7 @@ def _cell(value: Any) -> str:
     return f"{value}&emsp;"
 
 
-class _Teller:
+class _SearchReporter:
     """Prints a line, and draws the newest trial into the study's curves."""
 
     def __init__(self, study: Study, kept: study_run.Record, say: Say) -> None:
@@ -202,8 +289,12 @@ class _Teller:
                 self._kept.trial(trial, follower.best_value(self._study))
 
 
-def _summary(found: Found) -> dict[str, float]:
-    facts: dict[str, Any] = {"gain": found.verdict.gain, "gain_low": found.verdict.gain_low,
-                             "gain_high": found.verdict.gain_high, "search_seconds": found.seconds,
-                             "noise": found.verdict.noise}  # fmt: skip
+def _summary(found: SearchResult) -> dict[str, float]:
+    facts: dict[str, Any] = {
+        "gain": found.verdict.gain,
+        "gain_low": found.verdict.gain_low,
+        "gain_high": found.verdict.gain_high,
+        "search_seconds": found.seconds,
+        "noise": found.verdict.noise,
+    }
     return {name: float(value) for name, value in facts.items() if value is not None}

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from rankzero import config
 from rankzero.config import values
-from rankzero.launch.agent import Nodes
+from rankzero.launch.agent import Topology
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.run_store.folder import Identity, RunFolder
-from rankzero.tuning.budget import Options
+from rankzero.tuning.budget import SearchOptions
 from rankzero.tuning.reports.study_run import Record
 from rankzero.tuning.space import Space
-from rankzero.tuning.trials.describe import Description
+from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
 
@@ -23,15 +23,15 @@ SPACE, FIRST, PARENT = "space", "first", "parent"
 
 
 @dataclasses.dataclass(frozen=True)
-class Quest:
+class SearchSetup:
     """What to search, and where everything goes."""
 
     identity: Identity
     root: Path
     """The folder of the embedded store."""
     space: Space
-    described: Description
-    options: Options
+    described: ExperimentDescription
+    options: SearchOptions
     sampler: str
     pruner: str
     storage: str
@@ -44,7 +44,7 @@ class Quest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class SearchOutcome:
     """How it ended, in words."""
 
     says: str
@@ -54,20 +54,23 @@ class Outcome:
     """Whether it is a verdict."""
 
 
-def signature(space: Space, options: Options) -> str:
+def signature(space: Space, options: SearchOptions) -> str:
     """Return what all who share a study must have alike: what is drawn, and what for."""
     wanted = options.objective, options.tolerance, options.trial_minutes
     return repr((wanted, space.reference.goal, sorted(space.parameters().items())))
 
 
-def launchers(quest: Quest, hosts: Sequence[Host], kept: Record) -> list[TrainLauncher]:
+def launchers(quest: SearchSetup, hosts: Sequence[Host], kept: Record) -> list[TrainLauncher]:
     """Return a launcher for each host."""
-    nodes = Nodes(quest.described.processes)
+    nodes = Topology(quest.described.processes)
     return [TrainLauncher(host, kept.folder, nodes, kept.environment) for host in hosts]
 
 
-def params_of(quest: Quest) -> dict[str, str]:
+def params_of(quest: SearchSetup) -> dict[str, str]:
     settings = config.rendered(quest.space.reference)
-    options = {f"search.{name}": values.render(value) for name, value in dataclasses.asdict(quest.options).items()}
+    options = {
+        f"search.{name}": values.render(value)
+        for name, value in dataclasses.asdict(quest.options).items()
+    }
     chosen = {"search.sampler": quest.sampler, "search.pruner": quest.pruner}
     return {**settings_without_secrets(settings), **options, **chosen}

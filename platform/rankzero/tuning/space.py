@@ -55,15 +55,25 @@ class Space:
         As many samples are trained on as in the reference: fewer steps of a larger batch.
         """
         known = flatten(self.reference)
-        batch_size = self.batch_sizes[int(parameters[BATCH_INDEX])] if BATCH_INDEX in parameters else known[BATCH]
-        settings = {key: value for key, value in parameters.items() if key not in (BATCH_INDEX, FACTOR)}
+        batch_size = (
+            self.batch_sizes[int(parameters[BATCH_INDEX])]
+            if BATCH_INDEX in parameters
+            else known[BATCH]
+        )
+        settings = {
+            key: value for key, value in parameters.items() if key not in (BATCH_INDEX, FACTOR)
+        }
         lr = float(parameters.get(FACTOR, 1.0)) * self.scaled_lr(batch_size)
         return override(self.reference, {**settings, LR: lr, **self._rescaled(batch_size)})
 
     def reference_parameters(self) -> dict[str, Any]:
         """Return the parameters that mean the reference itself."""
         known = flatten(self.reference)
-        ours = {BATCH_INDEX: self.batch_sizes.index(known[BATCH]), PRECISION: known[PRECISION], FACTOR: 1.0}
+        ours = {
+            BATCH_INDEX: self.batch_sizes.index(known[BATCH]),
+            PRECISION: known[PRECISION],
+            FACTOR: 1.0,
+        }
         return {name: ours[name] if name in ours else known[name] for name in self.parameters()}
 
     def neighbours(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -79,9 +89,15 @@ class Space:
             found += [{**parameters, FACTOR: factor} for factor in inside]
         if BATCH_INDEX in parameters:
             near = [parameters[BATCH_INDEX] + 1, parameters[BATCH_INDEX] - 1]
-            found += [{**parameters, BATCH_INDEX: index} for index in near if 0 <= index < len(self.batch_sizes)]
+            found += [
+                {**parameters, BATCH_INDEX: index}
+                for index in near
+                if 0 <= index < len(self.batch_sizes)
+            ]
         for key, range_ in self.extras.items():
-            found += [{**parameters, key: option} for option in _beside(parameters.get(key), range_)]
+            found += [
+                {**parameters, key: option} for option in _beside(parameters.get(key), range_)
+            ]
         return found
 
     def scaled_lr(self, batch_size: int) -> float:
@@ -94,9 +110,19 @@ class Space:
         """Return what counts steps, for another batch size: the same number of samples each."""
         train = self.reference.train
         ratio = train.batch_size / batch_size
-        counts = {"steps": train.steps, "eval_every": train.eval_every, "warmup_steps": train.warmup_steps or None}
-        changed = {f"train.{name}": max(1, round(count * ratio)) for name, count in counts.items() if count}
-        return {**changed, BATCH: batch_size, "train.micro_batch": None if ratio != 1 else train.micro_batch}
+        counts = {
+            "steps": train.steps,
+            "eval_every": train.eval_every,
+            "warmup_steps": train.warmup_steps or None,
+        }
+        changed = {
+            f"train.{name}": max(1, round(count * ratio)) for name, count in counts.items() if count
+        }
+        return {
+            **changed,
+            BATCH: batch_size,
+            "train.micro_batch": None if ratio != 1 else train.micro_batch,
+        }
 
 
 def make_space(
@@ -121,7 +147,9 @@ def make_space(
     return Space(
         reference=reference,
         batch_sizes=_batch_sizes(known[BATCH], batch, world_size, samples),
-        precisions=_with_first(known[PRECISION], precision.options if isinstance(precision, Choice) else precisions),
+        precisions=_with_first(
+            known[PRECISION], precision.options if isinstance(precision, Choice) else precisions
+        ),
         factors=_factors(known[LR], lr),
         lr_exponent=lr_exponent,
         extras=ranges,
@@ -133,8 +161,14 @@ def narrowed(space: Space, batch_sizes: Sequence[int], precisions: Sequence[str]
     known = flatten(space.reference)
     return dataclasses.replace(
         space,
-        batch_sizes=tuple(sorted({known[BATCH], *(size for size in space.batch_sizes if size in set(batch_sizes))})),
-        precisions=_with_first(known[PRECISION], [name for name in space.precisions if name in set(precisions)]),
+        batch_sizes=tuple(
+            sorted(
+                {known[BATCH], *(size for size in space.batch_sizes if size in set(batch_sizes))}
+            )
+        ),
+        precisions=_with_first(
+            known[PRECISION], [name for name in space.precisions if name in set(precisions)]
+        ),
     )
 
 
@@ -147,9 +181,13 @@ def check_range(reference: Experiment, key: str, range_: Range) -> None:
             values = list(options)
         case Uniform(low, high) | LogUniform(low, high) | Integer(low, high):
             if not low <= high or not all(map(math.isfinite, (low, high))):
-                raise ConfigError(f"search[{key!r}]: the lower bound {low} is above the upper bound {high}: swap them")
+                raise ConfigError(
+                    f"search[{key!r}]: the lower bound {low} is above the upper bound {high}: swap them"
+                )
             if isinstance(range_, LogUniform) and low <= 0:
-                raise ConfigError(f"search[{key!r}]: LogUniform needs a lower bound above 0, got {low}")
+                raise ConfigError(
+                    f"search[{key!r}]: LogUniform needs a lower bound above 0, got {low}"
+                )
             values = [low, high]
         case _:
             raise ConfigError(
@@ -159,7 +197,9 @@ def check_range(reference: Experiment, key: str, range_: Range) -> None:
         override(reference, {key: value})
 
 
-def _batch_sizes(own: int, chosen: Range | None, world_size: int, samples: float) -> tuple[int, ...]:
+def _batch_sizes(
+    own: int, chosen: Range | None, world_size: int, samples: float
+) -> tuple[int, ...]:
     if isinstance(chosen, Choice):
         sizes = {int(size) for size in chosen.options}
     else:
@@ -173,11 +213,15 @@ def _batch_sizes(own: int, chosen: Range | None, world_size: int, samples: float
 
 def _beside(value: Any, range_: Range) -> list[Any]:
     """Return the options next to one, where there is an order."""
-    if not isinstance(range_, Choice) or not all(type(option) in (int, float) for option in range_.options):
+    if not isinstance(range_, Choice) or not all(
+        type(option) in (int, float) for option in range_.options
+    ):
         return []
     options = sorted(range_.options)
     place = options.index(value) if value in options else -2
-    return [options[near] for near in (place + 1, place - 1) if place >= 0 and 0 <= near < len(options)]
+    return [
+        options[near] for near in (place + 1, place - 1) if place >= 0 and 0 <= near < len(options)
+    ]
 
 
 def _factors(own: float, chosen: Range | None) -> LogUniform:

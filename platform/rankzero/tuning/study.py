@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.trial import TrialState
 
 from rankzero.errors import UserError
@@ -31,7 +36,9 @@ PRUNERS = ("asha", "hyperband", "median", "none")
 # or a large batch's few first steps say little.
 RUNGS, FIRST_RUNG = 12, 3
 STARTUP_TRIALS = 6  # drawn at random, those given included, before the sampler's model is trusted
-ASKING_SECONDS = 60.0  # from a trial's first trace in the database until its owner's name is there, at most
+ASKING_SECONDS = (
+    60.0  # from a trial's first trace in the database until its owner's name is there, at most
+)
 GRID_POINTS = 5  # of a range that is not a list
 OWNER, ABANDONED = "owner", "abandoned "
 ABANDONED_BEFORE = "abandoned"  # a list, in studies of older versions
@@ -59,7 +66,9 @@ class Study:
     def ask(self, parameters: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """Return the next trial's number and parameters: these, or what the sampler draws."""
         while True:
-            with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):  # others took this process for dead
+            with contextlib.suppress(
+                optuna.exceptions.UpdateFinishedTrialError
+            ):  # others took this process for dead
                 return self._asked(parameters)
 
     def _asked(self, parameters: Mapping[str, Any] | None) -> tuple[int, dict[str, Any]]:
@@ -83,7 +92,12 @@ class Study:
         return bool(trial.should_prune())
 
     def tell(
-        self, number: int, state: State, value: float | None, constraints: Mapping[str, float], facts: Mapping[str, Any]
+        self,
+        number: int,
+        state: State,
+        value: float | None,
+        constraints: Mapping[str, float],
+        facts: Mapping[str, Any],
     ) -> None:
         """End a trial. `constraints`: the same keys for every trial that is COMPLETE or PRUNED.
 
@@ -94,9 +108,13 @@ class Study:
             self._tell(trial, state, value, constraints, facts)
 
     def _tell(
-        self, trial: optuna.Trial, state: State, value: float | None, constraints: Mapping[str, float],
+        self,
+        trial: optuna.Trial,
+        state: State,
+        value: float | None,
+        constraints: Mapping[str, float],
         facts: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         for name, fact in facts.items():
             trial.set_user_attr(name, fact)
         for key, violation in constraints.items():
@@ -125,7 +143,9 @@ class Study:
             if found.number not in self._open and not self._is_being_done(found)
         ]
         for found in dead:
-            with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):  # another process does this, too
+            with contextlib.suppress(
+                optuna.exceptions.UpdateFinishedTrialError
+            ):  # another process does this, too
                 self._study.tell(found.number, state=TrialState.FAIL, skip_if_finished=True)
             self.abandon(found.number)
         return [found.number for found in dead]
@@ -134,7 +154,10 @@ class Study:
         """Tell whether somebody is at a trial; whose it is, is known a moment after it is there."""
         if OWNER in found.user_attrs:
             return self.members.live(found.user_attrs[OWNER])
-        return time.monotonic() - self._ownerless.setdefault(found.number, time.monotonic()) < ASKING_SECONDS
+        return (
+            time.monotonic() - self._ownerless.setdefault(found.number, time.monotonic())
+            < ASKING_SECONDS
+        )
 
     @property
     def abandoned(self) -> list[int]:
@@ -152,7 +175,9 @@ class Study:
 
     def importances(self) -> dict[str, float]:
         """Return how much of the value's variance each parameter explains; empty where that cannot be said."""
-        with contextlib.suppress(Exception):  # too few trials, or all alike: as many exceptions as evaluators
+        with contextlib.suppress(
+            Exception
+        ):  # too few trials, or all alike: as many exceptions as evaluators
             return dict(optuna.importance.get_param_importances(self._study))
         return {}
 
@@ -183,7 +208,9 @@ def find_study(storage: str, name: str) -> Study:
         names = optuna.get_all_study_names(_storage(storage))
         if name not in names:
             known = f"there are {', '.join(sorted(names))}" if names else "there are none yet"
-            raise UserError(f"no study is called {name!r} in {url_without_secrets(storage)}; {known}")
+            raise UserError(
+                f"no study is called {name!r} in {url_without_secrets(storage)}; {known}"
+            )
         return Study(optuna.load_study(study_name=name, storage=_storage(storage)), "random", 0)
 
 
@@ -200,7 +227,9 @@ def distribution(range_: Range) -> BaseDistribution:
             return IntDistribution(low, high)
 
 
-def make_sampler(name: str, seed: int, distributions: Mapping[str, BaseDistribution]) -> optuna.samplers.BaseSampler:
+def make_sampler(
+    name: str, seed: int, distributions: Mapping[str, BaseDistribution]
+) -> optuna.samplers.BaseSampler:
     """Return a sampler; `random` and the start of the others draw uniformly."""
     match name:
         case "tpe":
@@ -221,16 +250,22 @@ def given(parameters: Mapping[str, Any]) -> optuna.samplers.BaseSampler:
     """Return what draws these. Not Optuna's queue: of SQLite's, two processes may get the same trial."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # experimental, for years
-        return optuna.samplers.PartialFixedSampler(dict(parameters), optuna.samplers.RandomSampler())
+        return optuna.samplers.PartialFixedSampler(
+            dict(parameters), optuna.samplers.RandomSampler()
+        )
 
 
 def make_pruner(name: str) -> optuna.pruners.BasePruner:
     """Return a pruner; its resource is one of `Study.report`'s."""
     match name:
         case "asha":
-            return optuna.pruners.SuccessiveHalvingPruner(min_resource=FIRST_RUNG, reduction_factor=3)
+            return optuna.pruners.SuccessiveHalvingPruner(
+                min_resource=FIRST_RUNG, reduction_factor=3
+            )
         case "hyperband":
-            return optuna.pruners.HyperbandPruner(min_resource=FIRST_RUNG, max_resource=RUNGS, reduction_factor=2)
+            return optuna.pruners.HyperbandPruner(
+                min_resource=FIRST_RUNG, max_resource=RUNGS, reduction_factor=2
+            )
         case "median":
             return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=FIRST_RUNG)
         case "none":
@@ -278,5 +313,11 @@ def _told(storage: str) -> Iterator[None]:
 
 def _trial(found: optuna.trial.FrozenTrial) -> Trial:
     state: Any = found.state.name
-    return Trial(found.number, state, dict(found.params), found.value if found.state is TrialState.COMPLETE else None,
-                 dict(found.constraints), dict(found.user_attrs))  # fmt: skip
+    return Trial(
+        found.number,
+        state,
+        dict(found.params),
+        found.value if found.state is TrialState.COMPLETE else None,
+        dict(found.constraints),
+        dict(found.user_attrs),
+    )

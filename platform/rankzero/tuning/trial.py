@@ -23,4 +23,6 @@ class Trial:
 
     @property
     def feasible(self) -> bool:
-        return self.state == "COMPLETE" and all(violation <= 0 for violation in self.constraints.values())
+        return self.state == "COMPLETE" and all(
+            violation <= 0 for violation in self.constraints.values()
+        )

@@ -7,36 +7,54 @@ import json
 
 import pytest
 
-from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from support.commands import TINY, Command
 
 LAYERED = TINY.with_name("layered.py")
 
 
 def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
-    found = Tracker(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").list_runs()
+    found = MlflowRuns(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").list_runs()
     return {run.name: run for run in found}
 
 
 @pytest.mark.timeout(200)
 def test_the_same_work_under_several_strategies(rankzero: Command) -> None:
     code, output = rankzero(
-        "compare", LAYERED, "--strategies", "single,dp,ddp,fsdp,pp", "--nproc", "1,2", "train.steps=60"
+        "compare",
+        LAYERED,
+        "--strategies",
+        "single,dp,ddp,fsdp,pp",
+        "--nproc",
+        "1,2",
+        "train.steps=60",
     )
     assert code == 0, output
     runs = mlflow_runs(rankzero)
     (parent,) = (run for run in runs.values() if "mlflow.parentRunId" not in run.tags)
-    children = {name.removeprefix(parent.name + "-"): run for name, run in runs.items() if run is not parent}
+    children = {
+        name.removeprefix(parent.name + "-"): run for name, run in runs.items() if run is not parent
+    }
     assert {name: run.status for name, run in children.items()} == {
-        "single-1": "FINISHED", "dp-2": "FAILED", "ddp-2": "FINISHED", "fsdp-2": "FINISHED", "pp-2": "FINISHED",
-    }  # fmt: skip
+        "single-1": "FINISHED",
+        "dp-2": "FAILED",
+        "ddp-2": "FINISHED",
+        "fsdp-2": "FINISHED",
+        "pp-2": "FINISHED",
+    }
     assert all(run.tags["mlflow.parentRunId"] == parent.run_id for run in children.values())
-    assert children["fsdp-2"].params["train.strategy"] == "fsdp" and children["fsdp-2"].params["world_size"] == "2"
+    assert (
+        children["fsdp-2"].params["train.strategy"] == "fsdp"
+        and children["fsdp-2"].params["world_size"] == "2"
+    )
     artifacts = rankzero.folder / "mlruns/runs" / parent.name / "artifacts"
     table = json.loads((artifacts / "compare.json").read_text())
     rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["data"]}
     assert rows["single"]["speed-up"] == "1.00x" and rows["ddp"]["speed-up"].endswith("x")
-    assert rows["dp"]["time"] == "not run" and "not run: dp-2: train.strategy=dp divides a batch among GPUs" in output
+    assert (
+        rows["dp"]["time"] == "not run"
+        and "not run: dp-2: train.strategy=dp divides a batch among GPUs" in output
+    )
     assert all(rows[name]["limited by"] for name in ("single", "ddp", "fsdp", "pp"))
     assert (artifacts / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert "Fastest" in output or "Nothing is faster" in output
@@ -53,8 +71,13 @@ def test_a_profile_says_where_the_time_goes(rankzero: Command) -> None:
         trace = json.loads(gzip.decompress((folder / f"trace_rank_{rank}.json.gz").read_bytes()))
         assert any("aten::" in str(event.get("name")) for event in trace["traceEvents"])
     found = json.loads((folder / "profile.json").read_text())
-    assert sum(found["breakdown"].values()) == pytest.approx(1) and found["breakdown"]["communication"] > 0
-    assert all(found["breakdown"][part] > 0 for part in ("forward", "backward", "optimizer", "other"))
+    assert (
+        sum(found["breakdown"].values()) == pytest.approx(1)
+        and found["breakdown"]["communication"] > 0
+    )
+    assert all(
+        found["breakdown"][part] > 0 for part in ("forward", "backward", "optimizer", "other")
+    )
     assert (folder.parent / "figures" / "step_time.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -36,7 +36,14 @@ def test_a_machine_that_is_fit(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "all well"
     assert all(line.startswith(("ok ", "-- ")) for line in lines[:-1])
-    assert [line.split()[1] for line in lines[:6]] == ["Python", "git", "runs", "shared", "tracking", "PyTorch"]
+    assert [line.split()[1] for line in lines[:6]] == [
+        "Python",
+        "git",
+        "runs",
+        "shared",
+        "tracking",
+        "PyTorch",
+    ]
 
 
 def test_what_is_wrong_is_told_with_its_fix(
@@ -73,7 +80,9 @@ def test_a_sound_database(tmp_path: Path) -> None:
     assert doctor.tracking_store(tmp_path).fix is None
 
 
-@pytest.mark.parametrize(("name", "is_told"), [("a b#c ünï 5%", False), ("what?", True), ("a%20b", True)])
+@pytest.mark.parametrize(
+    ("name", "is_told"), [("a b#c ünï 5%", False), ("what?", True), ("a%20b", True)]
+)
 def test_a_database_in_a_folder_of_any_name(tmp_path: Path, name: str, is_told: bool) -> None:
     """Where a URI of it would be read otherwise, as by MLflow's client, it is told; else it is read."""
     folder = tmp_path / name
@@ -97,7 +106,9 @@ def test_an_old_store_of_files(tmp_path: Path) -> None:
 
 def test_a_database_server_is_not_asked_and_its_password_not_shown(tmp_path: Path) -> None:
     check = doctor.tracking_store(tmp_path, "postgresql://me:hunter2@host/mlflow")
-    assert check.found.startswith("postgresql://host/mlflow") and check.fix is None and not check.there
+    assert (
+        check.found.startswith("postgresql://host/mlflow") and check.fix is None and not check.there
+    )
 
 
 @pytest.fixture
@@ -141,7 +152,12 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_driver_without_a_gpu_is_wrong_and_no_driver_is_not(tmp_path: Path) -> None:
     version = tmp_path / "version"
-    assert doctor._no_gpu(version) == ("GPUs", "no NVIDIA driver: training on the CPU, over gloo", None, False)
+    assert doctor._no_gpu(version) == (
+        "GPUs",
+        "no NVIDIA driver: training on the CPU, over gloo",
+        None,
+        False,
+    )
     version.write_text("570.1\n")
     assert "CUDA_VISIBLE_DEVICES" in str(doctor._no_gpu(version).fix)
 

@@ -14,7 +14,7 @@ import yaml
 
 from rankzero.catalog.lookup import last_end
 from rankzero.events import RunEnded, StepsLogged
-from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.study import default_storage, find_study
 from support.commands import TINY, Command, events, processes_of
@@ -23,7 +23,7 @@ MOODY = TINY.with_name("moody.py")
 
 
 def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
-    found = Tracker(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").list_runs()
+    found = MlflowRuns(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").list_runs()
     return {run.name: run for run in found}
 
 
@@ -37,11 +37,25 @@ def gone(folder: Path, seconds: float = 30.0) -> bool:
 @pytest.mark.timeout(300)
 def test_a_search_from_the_probe_map_to_training_with_what_it_found(rankzero: Command) -> None:
     code, output = rankzero(
-        "search", TINY, "train.epochs=8", "goal.target=0.8", "--nproc", 2, "--trials", 4, "--study", "s",
-        "--seeds", 2, "--challengers", 1,
-    )  # fmt: skip
+        "search",
+        TINY,
+        "train.epochs=8",
+        "goal.target=0.8",
+        "--nproc",
+        2,
+        "--trials",
+        4,
+        "--study",
+        "s",
+        "--seeds",
+        2,
+        "--challengers",
+        1,
+    )
     assert code == 0, output
-    assert ("probe  batch" in output and "Your configuration" in output) or "Nothing beats your own" in output
+    assert (
+        "probe  batch" in output and "Your configuration" in output
+    ) or "Nothing beats your own" in output
     runs = mlflow_runs(rankzero)
     parent = runs.pop("s")
     assert parent.status == "FINISHED" and "--from s" in parent.tags["mlflow.note.content"]
@@ -49,33 +63,66 @@ def test_a_search_from_the_probe_map_to_training_with_what_it_found(rankzero: Co
     assert {run.status for run in runs.values()} <= {"FINISHED", "KILLED"} and len(runs) >= 4
     study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
     states = {trial.facts["run"]: trial.state for trial in study.trials()}
-    assert {runs[name].status for name, state in states.items() if state == "COMPLETE"} == {"FINISHED"}
+    assert {runs[name].status for name, state in states.items() if state == "COMPLETE"} == {
+        "FINISHED"
+    }
     assert {runs[name].status for name, state in states.items() if state == "PRUNED"} <= {"KILLED"}
-    found = yaml.safe_load((rankzero.folder / "mlruns/runs/s/artifacts/sweet_spot.yaml").read_text())
+    found = yaml.safe_load(
+        (rankzero.folder / "mlruns/runs/s/artifacts/sweet_spot.yaml").read_text()
+    )
     assert rankzero("report", "s")[1].strip().endswith("runs." if "pays" in output else ".")
     code, output = rankzero("train", TINY, "--from", "s", "train.steps=5", "--run-name", "with")
     assert code == 0, output
     params = mlflow_runs(rankzero)["with"].params
-    assert params["train.batch_size"] == str(found["train"]["batch_size"]) and params["lr"] == str(found["lr"])
+    assert params["train.batch_size"] == str(found["train"]["batch_size"]) and params["lr"] == str(
+        found["lr"]
+    )
     assert gone(rankzero.folder)
 
 
 @pytest.mark.timeout(300)
 def test_every_way_a_trial_can_end(rankzero: Command) -> None:
-    code, output = rankzero("search", MOODY, "--nproc", 2, "--trials", 6, "--sampler", "grid", "--pruner", "none",
-                            "--no-probe", "--silence-seconds", 8, "--study", "s")  # fmt: skip
+    code, output = rankzero(
+        "search",
+        MOODY,
+        "--nproc",
+        2,
+        "--trials",
+        6,
+        "--sampler",
+        "grid",
+        "--pruner",
+        "none",
+        "--no-probe",
+        "--silence-seconds",
+        8,
+        "--study",
+        "s",
+    )
     assert code == 0, output
     study = find_study(default_storage(rankzero.folder / "mlruns"), "s")
     runs = mlflow_runs(rankzero)
-    ends = {str(trial.parameters["mood"]): (trial.state, runs[trial.facts["run"]].status) for trial in study.trials()}
+    ends = {
+        str(trial.parameters["mood"]): (trial.state, runs[trial.facts["run"]].status)
+        for trial in study.trials()
+    }
     assert ends == {
-        "good": ("COMPLETE", "FINISHED"), "crash": ("FAIL", "FAILED"), "hang": ("FAIL", "FAILED"),
-        "killed": ("FAIL", "FAILED"), "nan": ("PRUNED", "FAILED"), "memory": ("PRUNED", "FAILED"),
-    }  # fmt: skip
-    reasons = {str(trial.parameters["mood"]): str(trial.facts["reason"]) for trial in study.trials()}
+        "good": ("COMPLETE", "FINISHED"),
+        "crash": ("FAIL", "FAILED"),
+        "hang": ("FAIL", "FAILED"),
+        "killed": ("FAIL", "FAILED"),
+        "nan": ("PRUNED", "FAILED"),
+        "memory": ("PRUNED", "FAILED"),
+    }
+    reasons = {
+        str(trial.parameters["mood"]): str(trial.facts["reason"]) for trial in study.trials()
+    }
     assert "broken on purpose" in reasons["crash"] and "out of memory" in reasons["memory"]
     assert "no sign of life for 8 s" in reasons["hang"] and "not finite" in reasons["nan"]
-    told = {trial.parameters["mood"]: runs[trial.facts["run"]].tags["rankzero.reason"] for trial in study.trials()}
+    told = {
+        trial.parameters["mood"]: runs[trial.facts["run"]].tags["rankzero.reason"]
+        for trial in study.trials()
+    }
     assert "no sign of life" in told["hang"] and "broken on purpose" in told["crash"]
     assert "RUNNING" not in {run.status for run in runs.values()}
     assert "No configuration reached" in output
@@ -84,17 +131,41 @@ def test_every_way_a_trial_can_end(rankzero: Command) -> None:
 
 @pytest.mark.timeout(300)
 def test_ctrl_c_keeps_the_study_and_the_same_command_goes_on(rankzero: Command) -> None:
-    words = ("search", TINY, "train.epochs=15", "step_seconds=0.01", "goal.target=0.999", "--nproc", 2, "--trials", 3,
-             "--no-probe", "--study", "s", "--seeds", 2, "--challengers", 1)  # fmt: skip
+    words = (
+        "search",
+        TINY,
+        "train.epochs=15",
+        "step_seconds=0.01",
+        "goal.target=0.999",
+        "--nproc",
+        2,
+        "--trials",
+        3,
+        "--no-probe",
+        "--study",
+        "s",
+        "--seeds",
+        2,
+        "--challengers",
+        1,
+    )
     process = rankzero.start(*words)
     trial = rankzero.wait_for_step(20, "s-001")
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal has it: to the search, its hosts, all ranks
+    os.killpg(
+        process.pid, signal.SIGINT
+    )  # as a terminal has it: to the search, its hosts, all ranks
     assert process.wait(60) == 1
     assert gone(rankzero.folder)
     ended = last_end(trial)
-    assert ended is not None and ended.reason.startswith(("stopped by SIGTERM at step", "stopped by Ctrl-C at step"))
+    assert ended is not None and ended.reason.startswith(
+        ("stopped by SIGTERM at step", "stopped by Ctrl-C at step")
+    )
     runs = mlflow_runs(rankzero)
-    assert (runs["s"].status, runs["s-000"].status, runs["s-001"].status) == ("KILLED", "FINISHED", "KILLED")
+    assert (runs["s"].status, runs["s-000"].status, runs["s-001"].status) == (
+        "KILLED",
+        "FINISHED",
+        "KILLED",
+    )
     code, output = rankzero(*words)
     assert code == 0, output
     runs = mlflow_runs(rankzero)
@@ -106,8 +177,20 @@ def test_ctrl_c_keeps_the_study_and_the_same_command_goes_on(rankzero: Command) 
 
 @pytest.mark.timeout(300)
 def test_sigkill_of_the_search_leaves_no_process_and_no_run_running(rankzero: Command) -> None:
-    words = ("search", TINY, "train.epochs=400", "step_seconds=0.01", "goal.target=0.999", "--nproc", 2, "--trials", 2,
-             "--no-probe", "--study", "s")  # fmt: skip
+    words = (
+        "search",
+        TINY,
+        "train.epochs=400",
+        "step_seconds=0.01",
+        "goal.target=0.999",
+        "--nproc",
+        2,
+        "--trials",
+        2,
+        "--no-probe",
+        "--study",
+        "s",
+    )
     process = rankzero.start(*words)
     folder = rankzero.wait_for_step(20, "s-000")
     os.kill(process.pid, signal.SIGKILL)
@@ -124,22 +207,44 @@ def test_sigkill_of_the_search_leaves_no_process_and_no_run_running(rankzero: Co
 @pytest.mark.timeout(300)
 def test_trials_side_by_side_and_a_second_command_that_helps(rankzero: Command) -> None:
     storage = f"sqlite:///{rankzero.folder / 'shared.db'}"
-    words = ("search", MOODY.with_name("narrow.py"), "train.epochs=9", "step_seconds=0.05", "goal.target=0.9999",
-             "--nproc", 1, "--trials", 7,
-             "--pruner", "none", "--no-probe", "--study", "s", "--storage", storage)  # fmt: skip
+    words = (
+        "search",
+        MOODY.with_name("narrow.py"),
+        "train.epochs=9",
+        "step_seconds=0.05",
+        "goal.target=0.9999",
+        "--nproc",
+        1,
+        "--trials",
+        7,
+        "--pruner",
+        "none",
+        "--no-probe",
+        "--study",
+        "s",
+        "--storage",
+        storage,
+    )
     leads = rankzero.start(*words, "--parallel", 2)
     rankzero.wait_for_step(1, "s-000")
     code, helped = rankzero(*words)
     assert code == 0, helped
     output, _ = leads.communicate(timeout=200)
     assert leads.returncode == 0, output
-    assert "leads this study" in helped and "confirms and decides" in helped and "use:" not in helped
+    assert (
+        "leads this study" in helped and "confirms and decides" in helped and "use:" not in helped
+    )
     assert "No configuration reached" in output and "use:" in output
     study = find_study(storage, "s")
-    trials = [trial for trial in study.trials() if trial.number not in study.abandoned]  # one asked for one too many
+    trials = [
+        trial for trial in study.trials() if trial.number not in study.abandoned
+    ]  # one asked for one too many
     assert len([trial for trial in trials if "same_as" not in trial.facts]) == 7
     assert len({trial.facts["owner"] for trial in trials}) == 2, "one of them did nothing"
-    assert at_once([rankzero.folder / "mlruns/runs" / f"s-{trial.number:03d}" for trial in trials]) >= 2
+    assert (
+        at_once([rankzero.folder / "mlruns/runs" / f"s-{trial.number:03d}" for trial in trials])
+        >= 2
+    )
     runs = mlflow_runs(rankzero)
     parent = runs.pop("s")
     assert {run.status for run in runs.values()} <= {"FINISHED", "KILLED"}
@@ -153,7 +258,9 @@ def at_once(folders: list[Path]) -> int:
     """Return how many of these runs trained at the same time, at most."""
     spans = []
     for folder in folders:
-        times = [event.times[0] for event in events(RunFolder(folder)) if isinstance(event, StepsLogged)]
+        times = [
+            event.times[0] for event in events(RunFolder(folder)) if isinstance(event, StepsLogged)
+        ]
         spans += [(times[0], 1), (times[-1], -1)] if times else []
     return max(itertools.accumulate(change for _, change in sorted(spans)))
 
@@ -172,7 +279,9 @@ def test_mistakes_are_told_in_one_message(rankzero: Command, tmp_path: Path) -> 
     assert rankzero("report", "nothing")[0] == 2
     foreign = tmp_path / "foreign.db"
     foreign.write_bytes(b"somebody's file, no database")
-    code, output = rankzero("search", TINY, "--nproc", 1, "--no-probe", "--storage", f"sqlite:///{foreign}")
+    code, output = rankzero(
+        "search", TINY, "--nproc", 1, "--no-probe", "--storage", f"sqlite:///{foreign}"
+    )
     assert code == 2 and "cannot be used" in output and foreign.read_bytes().startswith(b"somebody")
 
 
@@ -183,6 +292,11 @@ def test_the_search_imports_no_torch_and_probes_are_kept(rankzero: Command) -> N
     assert first >= 2
     code, output = rankzero("probe", TINY, "train.batch_size=8", "--nproc", 1)
     assert code == 0 and output.count("samples/s ±") == 0, "measured again"
-    assert rankzero("sync")[0] == 0  # on a busy machine the command may have left before all was delivered
+    assert (
+        rankzero("sync")[0] == 0
+    )  # on a busy machine the command may have left before all was delivered
     with sqlite3.connect(rankzero.folder / "mlruns" / "mlflow.db") as database:
-        assert database.execute("select count(*) from runs where status = 'FINISHED'").fetchone()[0] >= 1
+        assert (
+            database.execute("select count(*) from runs where status = 'FINISHED'").fetchone()[0]
+            >= 1
+        )

@@ -10,7 +10,7 @@ import pytest
 
 from rankzero.cli.commands import sync as command
 from rankzero.errors import FAILED
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from rankzero.tracking.deliverer import Deliverer
@@ -18,7 +18,10 @@ from support.runs import append, ended, make_folder, started, steps
 
 
 def test_a_folder_that_goes_does_not_end_the_delivery_of_others(
-    new_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    new_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     shutil.copy(new_store, tmp_path / "mlflow.db")
@@ -41,5 +44,5 @@ def test_a_folder_that_goes_does_not_end_the_delivery_of_others(
     told = capsys.readouterr().out
     assert f"{going.path.name}: {going.path} was moved or deleted while it was delivered" in told
     assert told.count(": complete, ") == 2
-    status = {run.name: run.status for run in Tracker(uri).list_runs()}
+    status = {run.name: run.status for run in MlflowRuns(uri).list_runs()}
     assert {status[folder.path.name] for folder in (made[0], made[2])} == {"KILLED"}

@@ -20,7 +20,7 @@ import torch
 
 from rankzero.catalog.lookup import folders, mlflow_id
 from rankzero.events import Evaluated, RunEnded, RunStarted, StepsLogged
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import server_command, server_environment
 from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import files
@@ -30,7 +30,7 @@ from support.commands import TINY, Command, events, free_port, losses, tracked
 def tracked_losses(folder: RunFolder) -> dict[int, float]:
     run_id = mlflow_id(folder)
     assert run_id is not None
-    points = Tracker(folder.identity.tracking_uri).history(run_id, "train/loss")
+    points = MlflowRuns(folder.identity.tracking_uri).history(run_id, "train/loss")
     assert len(points) == len({point.step for point in points}), "a step was logged twice"
     return {point.step: point.value for point in points}
 
@@ -47,7 +47,12 @@ def resumed_at(folder: RunFolder) -> int:
     told = events(folder)
     begun, again = (event for event in told if isinstance(event, RunStarted))
     assert begun.step == 0
-    trained = [step for event in told[told.index(again) :] if isinstance(event, StepsLogged) for step in event.steps]
+    trained = [
+        step
+        for event in told[told.index(again) :]
+        if isinstance(event, StepsLogged)
+        for step in event.steps
+    ]
     assert trained and min(trained) == again.step + 1
     return again.step
 
@@ -61,7 +66,10 @@ def test_two_processes_train_as_one_does(rankzero: Command) -> None:
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     for name, weight in final_weights(one).items():
         torch.testing.assert_close(final_weights(two)[name], weight)
-    evaluations = [[event.metrics for event in events(run) if isinstance(event, Evaluated)] for run in (one, two)]
+    evaluations = [
+        [event.metrics for event in events(run) if isinstance(event, Evaluated)]
+        for run in (one, two)
+    ]
     for alone, together in zip(*evaluations, strict=True):
         assert together == pytest.approx(alone, rel=1e-5)
     assert tracked_losses(two) == losses(two)
@@ -72,7 +80,14 @@ def test_two_processes_train_as_one_does(rankzero: Command) -> None:
 
 
 def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command) -> None:
-    settings = ("train.steps=60", "train.log_every=2", "train.eval_every=10", "dropout=0.2", "--nproc", 2)
+    settings = (
+        "train.steps=60",
+        "train.log_every=2",
+        "train.eval_every=10",
+        "dropout=0.2",
+        "--nproc",
+        2,
+    )
     assert rankzero("train", TINY, "--run-name", "straight", *settings)[0] == 0
     process = rankzero.start("train", TINY, "--run-name", "stopped", "step_seconds=0.05", *settings)
     stopped = rankzero.wait_for_step(7, "stopped")
@@ -89,7 +104,9 @@ def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command
     step = files.load(saved)["step"]
     assert 7 <= step == max(losses(stopped)) < 60
 
-    code, output = rankzero("resume", "stopped", "step_seconds=0")  # with as many processes as before
+    code, output = rankzero(
+        "resume", "stopped", "step_seconds=0"
+    )  # with as many processes as before
     assert code == 0, output
     assert resumed_at(stopped) == step
     straight = RunFolder(rankzero.folder / "mlruns/runs/straight")
@@ -105,7 +122,9 @@ def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command
 
 
 def test_ctrl_c_stops_as_sigterm_does(rankzero: Command) -> None:
-    process = rankzero.start("train", TINY, "step_seconds=0.05", "train.epochs=100", "train.log_every=2")
+    process = rankzero.start(
+        "train", TINY, "step_seconds=0.05", "train.epochs=100", "train.log_every=2"
+    )
     folder = rankzero.wait_for_step(4)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
     output, _ = process.communicate(timeout=60)
@@ -114,7 +133,9 @@ def test_ctrl_c_stops_as_sigterm_does(rankzero: Command) -> None:
 
 
 def test_sigkill_of_rank_zero_leaves_a_failed_run_with_every_metric(rankzero: Command) -> None:
-    process = rankzero.start("train", TINY, "--nproc", 2, "step_seconds=0.02", "train.epochs=100", "train.log_every=1")
+    process = rankzero.start(
+        "train", TINY, "--nproc", 2, "step_seconds=0.02", "train.epochs=100", "train.log_every=1"
+    )
     folder = rankzero.wait_for_step(20)
     os.kill(_rank_zero(folder), signal.SIGKILL)
     output, _ = process.communicate(timeout=90)
@@ -133,8 +154,18 @@ def _rank_zero(folder: RunFolder) -> int:
 
 
 def test_a_killed_process_starts_again_from_its_checkpoint(rankzero: Command) -> None:
-    process = rankzero.start("train", TINY, "--nproc", 2, "--max-restarts", 1, "step_seconds=0.03", "train.steps=60",
-                             "train.log_every=2", "train.save_every=10")  # fmt: skip
+    process = rankzero.start(
+        "train",
+        TINY,
+        "--nproc",
+        2,
+        "--max-restarts",
+        1,
+        "step_seconds=0.03",
+        "train.steps=60",
+        "train.log_every=2",
+        "train.save_every=10",
+    )
     folder = rankzero.wait_for_step(25)
     os.kill(_rank_zero(folder), signal.SIGKILL)
     output, _ = process.communicate(timeout=90)
@@ -155,7 +186,9 @@ def test_a_killed_process_starts_again_from_its_checkpoint(rankzero: Command) ->
         ("nan", "not finite"),
     ],
 )
-def test_the_users_exception_is_shown_in_a_line_and_the_run_has_failed(rankzero: Command, fail: str, says: str) -> None:
+def test_the_users_exception_is_shown_in_a_line_and_the_run_has_failed(
+    rankzero: Command, fail: str, says: str
+) -> None:
     code, output = rankzero("train", TINY, "--nproc", 2, f"fail={fail}")
     assert code == 1
     error = next(line for line in output.splitlines() if line.startswith("error:"))
@@ -170,19 +203,38 @@ def test_the_users_exception_is_shown_in_a_line_and_the_run_has_failed(rankzero:
 
 def test_a_rank_that_hangs_ends_the_run_and_is_named(rankzero: Command) -> None:
     rankzero.environ["TORTURE_RANK"] = "hang 1 20"
-    code, output = rankzero("train", TINY.with_name("clocked.py"), "--nproc", 2, "train.hang_minutes=0.05")
+    code, output = rankzero(
+        "train", TINY.with_name("clocked.py"), "--nproc", 2, "train.hang_minutes=0.05"
+    )
     assert code == 1, output
     (folder,) = rankzero.runs
     run = tracked(folder)
     assert run.status == "FAILED"
-    assert re.search(r"rank 1 hung for \d s \(.*clocked.py, line \d+, in hurt\)", run.tags["rankzero.reason"])
+    assert re.search(
+        r"rank 1 hung for \d s \(.*clocked.py, line \d+, in hurt\)", run.tags["rankzero.reason"]
+    )
     log = next((folder.path / "logs").glob("*/attempt_0/1/stderr.log")).read_text()
-    assert "most recent call first" in log and "clocked.py" in log and "train.hang_minutes sets the limit" in log
+    assert (
+        "most recent call first" in log
+        and "clocked.py" in log
+        and "train.hang_minutes sets the limit" in log
+    )
 
 
 def test_a_truncated_checkpoint_is_passed_over(rankzero: Command) -> None:
-    assert rankzero("train", TINY, "train.steps=20", "train.save_every=10", "train.eval_every=5", "train.keep=3",
-                    "--run-name", "torn")[0] == 0  # fmt: skip
+    assert (
+        rankzero(
+            "train",
+            TINY,
+            "train.steps=20",
+            "train.save_every=10",
+            "train.eval_every=5",
+            "train.keep=3",
+            "--run-name",
+            "torn",
+        )[0]
+        == 0
+    )
     folder = RunFolder(rankzero.folder / "mlruns/runs/torn")
     newest = sorted(folder.checkpoints.iterdir())[-1] / "state.pt"
     newest.write_bytes(newest.read_bytes()[:100])
@@ -205,17 +257,23 @@ def test_a_run_from_another_machine_goes_on_from_mlflow(rankzero: Command, tmp_p
     assert {step: tracked_losses(folder)[step] for step in before} == before
 
 
-def test_mlflow_is_not_told_a_secret_and_a_resume_elsewhere_asks_for_it(rankzero: Command, tmp_path: Path) -> None:
+def test_mlflow_is_not_told_a_secret_and_a_resume_elsewhere_asks_for_it(
+    rankzero: Command, tmp_path: Path
+) -> None:
     assert rankzero("train", TINY, "train.steps=5", "--run-name", "far", "api_key=hunter2")[0] == 0
     folder = RunFolder(rankzero.folder / "mlruns/runs/far")
     run = tracked(folder)
-    artifact = Tracker(folder.identity.tracking_uri).download_artifact(run.run_id, "config.yaml", tmp_path)
+    artifact = MlflowRuns(folder.identity.tracking_uri).download_artifact(
+        run.run_id, "config.yaml", tmp_path
+    )
     assert "api_key: '[secret]'" in artifact.read_text() and run.params["api_key"] == "[secret]"
     assert "hunter2" not in artifact.read_text() + str(run)
     assert "api_key: hunter2" in folder.config.read_text()
     folder.path.rename(tmp_path / "elsewhere")
     code, output = rankzero("resume", run.run_id, "train.steps=8")
-    assert code == 2 and "--experiment EXP" in output  # MLflow names a file that is not below this folder
+    assert (
+        code == 2 and "--experiment EXP" in output
+    )  # MLflow names a file that is not below this folder
     code, output = rankzero("resume", run.run_id, "train.steps=8", "--experiment", TINY)
     assert code == 2 and "say it again, api_key=…" in output
     code, output = rankzero("resume", run.run_id, "train.steps=8", "api_key=hunter2")
@@ -227,19 +285,38 @@ def test_mlflow_is_not_told_a_secret_and_a_resume_elsewhere_asks_for_it(rankzero
 def test_output_of_rank_zero_and_a_broken_pipe(rankzero: Command) -> None:
     code, _ = rankzero("train", TINY, "train.steps=2")
     assert code == 0
-    runs = subprocess.Popen([sys.executable, "-m", "rankzero", "runs"], cwd=rankzero.folder, env=rankzero.environ,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    runs = subprocess.Popen(
+        [sys.executable, "-m", "rankzero", "runs"],
+        cwd=rankzero.folder,
+        env=rankzero.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert runs.stdout is not None
     runs.stdout.close()  # as head does
     assert "Traceback" not in runs.communicate()[1]
 
 
 @pytest.mark.timeout(200)
-def test_a_server_that_dies_costs_nothing_and_loses_nothing(rankzero: Command, tmp_path: Path) -> None:
+def test_a_server_that_dies_costs_nothing_and_loses_nothing(
+    rankzero: Command, tmp_path: Path
+) -> None:
     rankzero.environ["RANKZERO_DELIVERY_GRACE_SECONDS"] = "3"
     with mlflow_server(tmp_path / "server") as (uri, _):
-        process = rankzero.start("train", TINY, "--tracking-uri", uri, "--nproc", 2, "--run-name", "outage",
-                                 "step_seconds=0.02", "train.steps=250", "train.log_every=5")  # fmt: skip
+        process = rankzero.start(
+            "train",
+            TINY,
+            "--tracking-uri",
+            uri,
+            "--nproc",
+            2,
+            "--run-name",
+            "outage",
+            "step_seconds=0.02",
+            "train.steps=250",
+            "train.log_every=5",
+        )
         folder = rankzero.wait_for_step(60)
     down = max(losses(folder))
     output, _ = process.communicate(timeout=120)
@@ -257,19 +334,30 @@ def test_a_server_that_dies_costs_nothing_and_loses_nothing(rankzero: Command, t
 
 def step_times(folder: RunFolder) -> list[float]:
     """Return the seconds between steps."""
-    logged = [event for event in events(folder) if isinstance(event, StepsLogged) and "train/loss" in event.metrics]
+    logged = [
+        event
+        for event in events(folder)
+        if isinstance(event, StepsLogged) and "train/loss" in event.metrics
+    ]
     moments = [moment for event in logged for moment in event.times]
     return [later - earlier for earlier, later in itertools.pairwise(moments)]
 
 
 @contextlib.contextmanager
-def mlflow_server(root: Path, port: int | None = None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def mlflow_server(
+    root: Path, port: int | None = None
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Run MLflow's server for the duration of the block; its end is a SIGKILL."""
     root.mkdir(exist_ok=True)
     port = port or free_port()
     uri = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(server_command(root, port), env=server_environment(os.environ), start_new_session=True,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    process = subprocess.Popen(
+        server_command(root, port),
+        env=server_environment(os.environ),
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         for _ in range(600):
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=1):
@@ -287,7 +375,9 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Comm
     code, output = rankzero("train", layered, "--nproc", 2, "--run-name", "tight", "most_samples=2")
     assert code == 0, output
     assert "out of memory: micro-batch 8 -> 4 -> 2" in output
-    tight, roomy = (RunFolder(rankzero.folder / "mlruns/runs" / name) for name in ("tight", "roomy"))
+    tight, roomy = (
+        RunFolder(rankzero.folder / "mlruns/runs" / name) for name in ("tight", "roomy")
+    )
     assert losses(tight) == pytest.approx(losses(roomy), rel=1e-4)
     run = tracked(tight)
     assert run.status == "FINISHED", output
@@ -300,31 +390,75 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Comm
 
 
 @pytest.mark.parametrize(("later", "ending"), [("room", "FINISHED"), ("exit", "FAILED")])
-def test_what_an_earlier_start_ran_out_of_is_over(rankzero: Command, later: str, ending: str) -> None:
-    words = ("train", TINY.with_name("layered.py"), "--nproc", 2, "--max-restarts", 1, "most_samples=2")
+def test_what_an_earlier_start_ran_out_of_is_over(
+    rankzero: Command, later: str, ending: str
+) -> None:
+    words = (
+        "train",
+        TINY.with_name("layered.py"),
+        "--nproc",
+        2,
+        "--max-restarts",
+        1,
+        "most_samples=2",
+    )
     code, output = rankzero(*words, f"later={later}")
     assert code == (0 if ending == "FINISHED" else 1), output
     assert "micro-batch" not in output
-    attempts = [event.attempt for event in events(rankzero.runs[-1]) if isinstance(event, RunStarted)]
+    attempts = [
+        event.attempt for event in events(rankzero.runs[-1]) if isinstance(event, RunStarted)
+    ]
     assert attempts == [1, 2] and tracked(rankzero.runs[-1]).status == ending
 
 
 @pytest.mark.timeout(200)
 def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    words = ("train", TINY, "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint, "train.steps=12")
-    nodes = [rankzero.start(*words, f"lr=0.0{3 + number}", "--dir", tmp_path / f"node_{number}") for number in (0, 1)]
+    words = (
+        "train",
+        TINY,
+        "--nproc",
+        1,
+        "--nnodes",
+        2,
+        "--rdzv-endpoint",
+        endpoint,
+        "train.steps=12",
+    )
+    nodes = [
+        rankzero.start(*words, f"lr=0.0{3 + number}", "--dir", tmp_path / f"node_{number}")
+        for number in (0, 1)
+    ]
     outputs = [node.communicate(timeout=90)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    (first,) = [folder for number in (0, 1) for folder in folders(tmp_path / f"node_{number}" / "runs")
-                if folder.events.exists()]  # fmt: skip
-    (lr,) = re.findall(r"^lr: .*", first.config.read_text(), re.MULTILINE)  # rank 0's, whichever node that is
-    assert rankzero("train", TINY, "--run-name", "alone", "train.steps=12", lr.replace(": ", "="))[0] == 0
+    (first,) = [
+        folder
+        for number in (0, 1)
+        for folder in folders(tmp_path / f"node_{number}" / "runs")
+        if folder.events.exists()
+    ]
+    (lr,) = re.findall(
+        r"^lr: .*", first.config.read_text(), re.MULTILINE
+    )  # rank 0's, whichever node that is
+    assert (
+        rankzero("train", TINY, "--run-name", "alone", "train.steps=12", lr.replace(": ", "="))[0]
+        == 0
+    )
     assert losses(first) == pytest.approx(losses(rankzero.runs[0]), rel=1e-5)
     assert sum("FINISHED" in output for output in outputs) == 1
 
     held = first.path.parents[1]  # the other machine has neither settings nor checkpoints
-    resume = ("resume", first.path.name, "train.steps=16", "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", endpoint)
+    resume = (
+        "resume",
+        first.path.name,
+        "train.steps=16",
+        "--nproc",
+        1,
+        "--nnodes",
+        2,
+        "--rdzv-endpoint",
+        endpoint,
+    )
     helped = next(tmp_path / name for name in ("node_0", "node_1") if tmp_path / name != held)
     nodes = [rankzero.start(*resume, "--dir", folder) for folder in (held, helped)]
     outputs = [node.communicate(timeout=90)[0] for node in nodes]
@@ -333,8 +467,20 @@ def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
 
 
 def test_two_nodes_with_one_disk_share_a_name(rankzero: Command) -> None:
-    words = ("train", TINY, "--nproc", 1, "--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
-             "train.steps=8", "train.log_model=true", "--run-name", "shared")  # fmt: skip
+    words = (
+        "train",
+        TINY,
+        "--nproc",
+        1,
+        "--nnodes",
+        2,
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "train.steps=8",
+        "train.log_model=true",
+        "--run-name",
+        "shared",
+    )
     nodes = [rankzero.start(*words) for _ in (0, 1)]
     outputs = [node.communicate(timeout=90)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs

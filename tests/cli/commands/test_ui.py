@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
-from rankzero.mlflow_store.client import RunRecord, Tracker
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.mlflow_store.saved_view import BUSY_GPUS, WHOLE_SPEED
 from support.commands import SECONDS, TINY, Command, command_in, free_port
 from support.stubbed_nvml import card, compile_stub
@@ -54,8 +54,10 @@ def shown(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterator
         _fill(rankzero, compile_stub(tmp_path_factory.mktemp("nvml")))
         server = rankzero.start("ui", "--port", free_port())
         links = _printed(server)
-        found = Tracker(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}").list_runs()
-        yield Shown(links["MLflow UI"], links["runs"], links["newest run"], {run.name: run for run in found})
+        found = MlflowRuns(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}").list_runs()
+        yield Shown(
+            links["MLflow UI"], links["runs"], links["newest run"], {run.name: run for run in found}
+        )
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=30) == 0
 
@@ -63,18 +65,47 @@ def shown(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterator
 def _fill(rankzero: Command, gpus: dict[str, str]) -> None:
     """Side by side, what can be: it all waits for imports."""
     started = [
-        rankzero.start("train", TINY, "train.steps=30", "step_seconds=0.05", f"lr={lr}", "--run-name", f"lr-{lr}")
+        rankzero.start(
+            "train",
+            TINY,
+            "train.steps=30",
+            "step_seconds=0.05",
+            f"lr={lr}",
+            "--run-name",
+            f"lr-{lr}",
+        )
         for lr in (0.05, 0.1)
     ]
-    started += [rankzero.start(
-        "search", TINY, "train.epochs=6", "goal.target=0.8", "--nproc", 1, "--trials", 3, "--no-probe", "--seeds", 2,
-        "--challengers", 1, "--study", STUDY,
-    )]  # fmt: skip
+    started += [
+        rankzero.start(
+            "search",
+            TINY,
+            "train.epochs=6",
+            "goal.target=0.8",
+            "--nproc",
+            1,
+            "--trials",
+            3,
+            "--no-probe",
+            "--seeds",
+            2,
+            "--challengers",
+            1,
+            "--study",
+            STUDY,
+        )
+    ]
     for process in started:
         output, _ = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, output
     environ = {**rankzero.environ, **gpus, **card(0), **card(1, "whole_idle")}
-    subprocess.run([sys.executable, "-c", OWN_LOOP], cwd=rankzero.folder, env=environ, check=True, timeout=SECONDS)
+    subprocess.run(
+        [sys.executable, "-c", OWN_LOOP],
+        cwd=rankzero.folder,
+        env=environ,
+        check=True,
+        timeout=SECONDS,
+    )
     assert rankzero("sync")[0] == 0
 
 
@@ -109,7 +140,10 @@ def page(context: BrowserContext) -> Iterator[Page]:
     """A page; what it asks for lies on this machine."""
     elsewhere: list[str] = []
     page = context.new_page()
-    page.on("request", lambda request: None if HERE.match(request.url) else elsewhere.append(request.url))
+    page.on(
+        "request",
+        lambda request: None if HERE.match(request.url) else elsewhere.append(request.url),
+    )
     yield page
     page.close()
     assert not elsewhere
@@ -125,7 +159,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def names(page: Page) -> list[str]:
     """Return the runs in the table, from the top; MLflow moves rows about without moving their elements."""
     rows = page.locator(".ag-pinned-left-cols-container .ag-row").all()
-    found = [(int(row.get_attribute("row-index") or -1), row.locator("a").first.inner_text()) for row in rows]
+    found = [
+        (int(row.get_attribute("row-index") or -1), row.locator("a").first.inner_text())
+        for row in rows
+    ]
     return [name.strip() for _, name in sorted(found)]
 
 
@@ -142,10 +179,20 @@ def see_curve(page: Page, title: str) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_runs_come_with_columns_and_charts_that_say_something(shown: Shown, page: Page, pictures: Path) -> None:
+def test_runs_come_with_columns_and_charts_that_say_something(
+    shown: Shown, page: Page, pictures: Path
+) -> None:
     """The table: status, goal, samples/s, batch size, lr, precision, duration, GPU use. The charts: a handful first."""
     page.goto(shown.runs)
-    for column in ("val/accuracy", WHOLE_SPEED, BUSY_GPUS, "train.batch_size", "lr", "train.precision", "Duration"):
+    for column in (
+        "val/accuracy",
+        WHOLE_SPEED,
+        BUSY_GPUS,
+        "train.batch_size",
+        "lr",
+        "train.precision",
+        "Duration",
+    ):
         expect(page.locator(".ag-header-cell").get_by_text(column, exact=True)).to_be_attached()
     expect(page.get_by_role("link", name=NEWEST)).to_be_visible()
     assert names(page)[0] == NEWEST and set(names(page)) == {NEWEST, STUDY, "lr-0.1", "lr-0.05"}
@@ -159,7 +206,9 @@ def test_runs_come_with_columns_and_charts_that_say_something(shown: Shown, page
 
 
 @pytest.mark.timeout(400)
-def test_the_newest_run_has_its_curve_and_its_machine(shown: Shown, page: Page, pictures: Path) -> None:
+def test_the_newest_run_has_its_curve_and_its_machine(
+    shown: Shown, page: Page, pictures: Path
+) -> None:
     page.goto(shown.runs)
     page.get_by_role("link", name=NEWEST).click()
     expect(page.get_by_role("heading", name=NEWEST)).to_be_visible()
@@ -170,8 +219,14 @@ def test_the_newest_run_has_its_curve_and_its_machine(shown: Shown, page: Page, 
     see_curve(page, "loss")
     page.screenshot(path=pictures / "metrics.png")
     page.get_by_role("tab", name="System metrics").click()
-    for title in ("cpu_utilization_percentage", "gpu_0_utilization_percentage", "gpu_1_power_usage_watts"):
-        page.get_by_placeholder("Search metric charts").fill(title)  # it draws only what is in sight
+    for title in (
+        "cpu_utilization_percentage",
+        "gpu_0_utilization_percentage",
+        "gpu_1_power_usage_watts",
+    ):
+        page.get_by_placeholder("Search metric charts").fill(
+            title
+        )  # it draws only what is in sight
         see_curve(page, title)
     page.get_by_placeholder("Search metric charts").fill("utilization")
     see_curve(page, "gpu_1_utilization_percentage")
@@ -179,13 +234,17 @@ def test_the_newest_run_has_its_curve_and_its_machine(shown: Shown, page: Page, 
 
 
 @pytest.mark.timeout(400)
-def test_a_study_has_its_pictures_and_they_come_from_here(shown: Shown, page: Page, pictures: Path) -> None:
+def test_a_study_has_its_pictures_and_they_come_from_here(
+    shown: Shown, page: Page, pictures: Path
+) -> None:
     page.goto(run_page(shown, STUDY))
     expect(page.get_by_text("val/accuracy", exact=False).first).to_be_visible()
     page.screenshot(path=pictures / "study.png")
     page.get_by_role("tab", name="Artifacts").click()
     page.get_by_text("pareto.png", exact=True).click()
-    picture = page.locator("img[alt='pareto.png'], .image-container img, img[src*='pareto'], img[src^='blob:']").first
+    picture = page.locator(
+        "img[alt='pareto.png'], .image-container img, img[src*='pareto'], img[src^='blob:']"
+    ).first
     expect(picture).to_be_visible()
     page.screenshot(path=pictures / "artifact.png")
     page.get_by_text("search.html", exact=True).click()
@@ -207,10 +266,15 @@ def test_trials_sort_by_their_speed(shown: Shown, page: Page, pictures: Path) ->
     expect(page.get_by_role("link", name=NEWEST)).to_be_hidden()
     page.get_by_test_id("sort-select-dropdown").click()
     page.get_by_test_id(f"sort-select-{WHOLE_SPEED}").click()
-    speeds = {name: run.metrics.get(WHOLE_SPEED, 0.0) for name, run in shown.records.items()
-              if run.tags.get("mlflow.parentRunId") == study}  # fmt: skip
+    speeds = {
+        name: run.metrics.get(WHOLE_SPEED, 0.0)
+        for name, run in shown.records.items()
+        if run.tags.get("mlflow.parentRunId") == study
+    }
     wanted = sorted(speeds, key=lambda name: -speeds[name])
-    expect(page.locator(".ag-pinned-left-cols-container .ag-row[row-index='0']")).to_contain_text(wanted[0])
+    expect(page.locator(".ag-pinned-left-cols-container .ag-row[row-index='0']")).to_contain_text(
+        wanted[0]
+    )
     assert len(wanted) >= 3 and names(page) == wanted
     page.screenshot(path=pictures / "trials.png")
 

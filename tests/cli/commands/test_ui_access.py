@@ -24,7 +24,9 @@ from rankzero.mlflow_store import server
 from support.commands import Command, command_in, free_port
 from support.paths import SUPPORT
 
-BLOCK = os.getpid() % (1 << 14)  # of four addresses: others' tests may have a cable at the same time
+BLOCK = os.getpid() % (
+    1 << 14
+)  # of four addresses: others' tests may have a cable at the same time
 HERE, THERE = (f"10.213.{BLOCK >> 6}.{(BLOCK & 63) * 4 + end}" for end in (1, 2))
 SEARCH = "/api/2.0/mlflow/experiments/search?max_results=5"
 CREATE = "/api/2.0/mlflow/experiments/create"
@@ -35,20 +37,42 @@ PUBLIC = {"/health", "/api/3.0/mlflow/server-info", "/ajax-api/3.0/mlflow/server
 """What answers without a password; and `STATIC`, the files of which MLflow's page is made."""
 STATIC = "/static-files/"
 BESIDE = (
-    "/favicon.ico", "/static", "/static/x", "/healthz", STATIC, f"{STATIC}../handlers.py", f"{STATIC}..{SEARCH}",
-    f"{STATIC}%2e%2e/handlers.py", f"{STATIC}%2e%2e{SEARCH}", f"/health/..{SEARCH}", "/api/9.9/mlflow/server-info",
-)  # fmt: skip
+    "/favicon.ico",
+    "/static",
+    "/static/x",
+    "/healthz",
+    STATIC,
+    f"{STATIC}../handlers.py",
+    f"{STATIC}..{SEARCH}",
+    f"{STATIC}%2e%2e/handlers.py",
+    f"{STATIC}%2e%2e{SEARCH}",
+    f"/health/..{SEARCH}",
+    "/api/9.9/mlflow/server-info",
+)
 """What MLflow asks nobody's password for, since it begins or ends as those do, and where nothing is to be found."""
 GUARDED = (
-    "/version", "/metrics", "/docs", "/openapi.json", "/signup", f"/{SEARCH}", f"/x/..{SEARCH}",
-    f"{ARTIFACTS}/mlflow/server-info", f"{ARTIFACTS}/health", f"{ARTIFACTS}/..{STATIC}index.html",
-)  # fmt: skip
+    "/version",
+    "/metrics",
+    "/docs",
+    "/openapi.json",
+    "/signup",
+    f"/{SEARCH}",
+    f"/x/..{SEARCH}",
+    f"{ARTIFACTS}/mlflow/server-info",
+    f"{ARTIFACTS}/health",
+    f"{ARTIFACTS}/..{STATIC}index.html",
+)
 """What nearly looks like it, and must not be taken for it."""
 TELLS = {
-    "store_type", "workspaces_enabled", "trace_archival_enabled", "multipart_uploads_enabled",
-    "multipart_downloads_enabled", "presigned_upload_run_id_supported", "presigned_upload_model_id_supported",
+    "store_type",
+    "workspaces_enabled",
+    "trace_archival_enabled",
+    "multipart_uploads_enabled",
+    "multipart_downloads_enabled",
+    "presigned_upload_run_id_supported",
+    "presigned_upload_model_id_supported",
     "features_enabled",
-}  # fmt: skip
+}
 """What server-info says to everybody: what the server can do, nothing of what it holds."""
 IN_CI = "RANKZERO_CI"
 """Set by .ci/run, which installs what the tests call."""
@@ -75,7 +99,10 @@ def asked(*questions: Question, inside: int | None = None) -> list[str]:
     """Ask, from the network namespace of the process `inside` if there is one; return the answers' statuses."""
     enter = [] if inside is None else ["nsenter", "-t", str(inside), "-n"]
     done = subprocess.run(
-        [*enter, sys.executable, "-c", ASK, json.dumps(questions)], check=True, capture_output=True, text=True
+        [*enter, sys.executable, "-c", ASK, json.dumps(questions)],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return done.stdout.split()
 
@@ -92,11 +119,13 @@ def another_machine() -> Iterator[int]:
     try:
         _until_apart(process)
         for line in (
-            f"ip link add {link}a type veth peer name {link}b", f"ip link set {link}b netns {process.pid}",
-            f"ip addr add {HERE}/30 dev {link}a", f"ip link set {link}a up",
+            f"ip link add {link}a type veth peer name {link}b",
+            f"ip link set {link}b netns {process.pid}",
+            f"ip addr add {HERE}/30 dev {link}a",
+            f"ip link set {link}a up",
             f"nsenter -t {process.pid} -n ip addr add {THERE}/30 dev {link}b",
             f"nsenter -t {process.pid} -n ip link set {link}b up",
-        ):  # fmt: skip
+        ):
             done = subprocess.run(line.split(), capture_output=True, text=True, check=False)
             if done.returncode:
                 raise NoNamespace(f"{line}: {done.stderr.strip()}")
@@ -181,16 +210,28 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(cable: int | str, tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterator[Served]:
+def served(
+    cable: int | str, tmp_path_factory: pytest.TempPathFactory, new_store: Path
+) -> Iterator[Served]:
     """All at once: a server takes seconds to start."""
     assert cable
     with command_in(tmp_path_factory.mktemp("served"), new_store) as command:
         lone = Serving(command)
-        shared, insecure = (Serving(command, "--host", "0.0.0.0", *more) for more in ((), ("--insecure",)))
+        shared, insecure = (
+            Serving(command, "--host", "0.0.0.0", *more) for more in ((), ("--insecure",))
+        )
         address, said, warning = lone.printed().split()[2], shared.printed(), insecure.printed()
         password = re.search(r"user admin, password (\S+)", said)
         assert password is not None, said
-        yield Served(command.folder, lone.port, shared.port, insecure.port, address, f"admin:{password[1]}", warning)
+        yield Served(
+            command.folder,
+            lone.port,
+            shared.port,
+            insecure.port,
+            address,
+            f"admin:{password[1]}",
+            warning,
+        )
         for one in (lone, shared, insecure):
             one.end()
 
@@ -200,7 +241,10 @@ def routes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     """Every method and path that MLflow's server knows."""
     program = SUPPORT / "mlflow_routes.py"
     done = subprocess.run(
-        [sys.executable, program, tmp_path_factory.mktemp("routes")], check=True, capture_output=True, text=True
+        [sys.executable, program, tmp_path_factory.mktemp("routes")],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return [(method, path) for method, path in json.loads(done.stdout)]
 
@@ -210,42 +254,59 @@ def test_by_default_this_machine_alone_gets_in_and_no_other_sites_page(served: S
     address = served.address
     assert address == f"http://127.0.0.1:{served.lone}"
     answers = asked(
-        (address + SEARCH, "", {}, None), (address + SEARCH, "", {"Host": "localhost:8080"}, None),
-        *((address + SEARCH, "", {"Host": name}, None) for name in ("evil.example", "10.evil.example", HERE)),
+        (address + SEARCH, "", {}, None),
+        (address + SEARCH, "", {"Host": "localhost:8080"}, None),
+        *(
+            (address + SEARCH, "", {"Host": name}, None)
+            for name in ("evil.example", "10.evil.example", HERE)
+        ),
         (address + CREATE, "", EVIL, {"name": "x"}),
         (f"http://127.0.0.2:{served.lone}{SEARCH}", "", {"Host": "127.0.0.1"}, None),
-    )  # fmt: skip
+    )
     assert answers == ["200", "200", "403", "403", "403", "403", "unreachable"]
 
 
 def test_beyond_this_machine_there_is_a_password_also_for_this_one(served: Served) -> None:
     """Whoever has it is still no other site's page, and comes by this machine's name."""
     _check_password(served, f"http://127.0.0.1:{served.shared}")
-    assert asked((f"http://127.0.0.2:{served.shared}{SEARCH}", served.me, {"Host": "localhost"}, None)) == ["200"]
+    assert asked(
+        (f"http://127.0.0.2:{served.shared}{SEARCH}", served.me, {"Host": "localhost"}, None)
+    ) == ["200"]
 
 
 def test_without_the_password_no_route_of_mlflows_answers_but_those_that_tell_nothing(
     served: Served, routes: list[tuple[str, str]]
 ) -> None:
     """Each route that MLflow has, in both of its halves, with its own method; then what resembles the public ones."""
-    assert len(routes) > 400 and {("PUT", f"{ARTIFACTS}/1"), ("GET", "/get-artifact"), ("GET", "/version")} < {*routes}
+    assert len(routes) > 400 and {
+        ("PUT", f"{ARTIFACTS}/1"),
+        ("GET", "/get-artifact"),
+        ("GET", "/version"),
+    } < {*routes}
     answers = statuses(served.shared, routes)
     public = {path for (_, path), status in answers.items() if status != 401}
     assert public - {"/static-files/1", "/static/1"} == PUBLIC
     assert set(statuses(served.shared, [("GET", path) for path in BESIDE]).values()) == {404}
     assert set(statuses(served.shared, [("GET", path) for path in GUARDED]).values()) == {401}
-    assert set(statuses(served.shared, [("HEAD", SEARCH), ("HEAD", "/get-artifact")]).values()) == {401}
+    assert set(statuses(served.shared, [("HEAD", SEARCH), ("HEAD", "/get-artifact")]).values()) == {
+        401
+    }
 
 
 def test_what_is_public_tells_nothing_of_the_store(served: Served) -> None:
-    found = {path: answered(served.shared, "GET", path) for path in (*PUBLIC, f"{STATIC}index.html")}
+    found = {
+        path: answered(served.shared, "GET", path) for path in (*PUBLIC, f"{STATIC}index.html")
+    }
     assert {status for status, _ in found.values()} == {200}
     assert found["/health"][1] == b"OK"
     for path in PUBLIC - {"/health"}:
         told = json.loads(found[path][1])
         features = told["features_enabled"]
         assert set(told) == TELLS and told["store_type"] == "SqlStore"
-        values = [*features.values(), *(told[name] for name in TELLS - {"store_type", "features_enabled"})]
+        values = [
+            *features.values(),
+            *(told[name] for name in TELLS - {"store_type", "features_enabled"}),
+        ]
         assert {type(value) for value in values} == {bool}
     assert str(served.folder).encode() not in found[f"{STATIC}index.html"][1]
 
@@ -257,33 +318,46 @@ def test_insecure_lets_in_whoever_reaches_it_and_still_no_other_sites_page(serve
 
 def test_who_gets_in_from_another_machine(served: Served, elsewhere: int) -> None:
     """None by default, those with the password beyond that, everybody with --insecure."""
-    assert asked((f"http://{HERE}:{served.lone}{SEARCH}", "", {}, None), inside=elsewhere) == ["unreachable"]
+    assert asked((f"http://{HERE}:{served.lone}{SEARCH}", "", {}, None), inside=elsewhere) == [
+        "unreachable"
+    ]
     _check_password(served, f"http://{HERE}:{served.shared}", elsewhere)
     _check_insecure(f"http://{HERE}:{served.insecure}", elsewhere)
 
 
 def test_the_password_is_kept_nowhere_and_the_users_for_their_owner(served: Served) -> None:
     mlruns, password = served.folder / "mlruns", served.me.partition(":")[2]
-    assert all(stat.S_IMODE((mlruns / name).stat().st_mode) == 0o600 for name in ("auth.db", "auth.ini"))
-    assert password.encode() not in b"".join(path.read_bytes() for path in mlruns.rglob("*") if path.is_file())
+    assert all(
+        stat.S_IMODE((mlruns / name).stat().st_mode) == 0o600 for name in ("auth.db", "auth.ini")
+    )
+    assert password.encode() not in b"".join(
+        path.read_bytes() for path in mlruns.rglob("*") if path.is_file()
+    )
 
 
 def _check_password(served: Served, address: str, inside: int | None = None) -> None:
     """Nothing without the password; with it, still no other sites' pages and names."""
     own = {"Origin": address, **JSON}
     without = asked(
-        (address, "", {}, None), (address + SEARCH, "", {}, None), (address + SEARCH, "admin:guess", {}, None),
-        (address + CREATE, "", own, {"name": "stranger"}), (address + "/v1/traces", "", own, {"x": "y"}),
-        (address + "/graphql", "", own, {"query": "{}"}), (address + "/get-artifact?path=x", "", {}, None),
-        (f"{address}{ARTIFACTS}/1", "", {}, None), inside=inside,
-    )  # fmt: skip
+        (address, "", {}, None),
+        (address + SEARCH, "", {}, None),
+        (address + SEARCH, "admin:guess", {}, None),
+        (address + CREATE, "", own, {"name": "stranger"}),
+        (address + "/v1/traces", "", own, {"x": "y"}),
+        (address + "/graphql", "", own, {"query": "{}"}),
+        (address + "/get-artifact?path=x", "", {}, None),
+        (f"{address}{ARTIFACTS}/1", "", {}, None),
+        inside=inside,
+    )
     assert without == ["401"] * 8
     answers = asked(
-        (address + "/health", "", {}, None), (address + SEARCH, served.me, {}, None),
+        (address + "/health", "", {}, None),
+        (address + SEARCH, served.me, {}, None),
         (address + CREATE, served.me, own, {"name": f"mine from {inside}"}),
         (address + SEARCH, served.me, {"Host": "evil.example"}, None),
-        (address + CREATE, served.me, EVIL, {"name": "theirs"}), inside=inside,
-    )  # fmt: skip
+        (address + CREATE, served.me, EVIL, {"name": "theirs"}),
+        inside=inside,
+    )
     assert answers == ["200", "200", "200", "403", "403"]
 
 
@@ -292,9 +366,10 @@ def _check_insecure(address: str, inside: int | None = None) -> None:
     answers = asked(
         (address + SEARCH, "", {}, None),
         (address + CREATE, "", {"Origin": address, **JSON}, {"name": f"anybody's from {inside}"}),
-        (address + SEARCH, "", {"Host": "evil.example"}, None), (address + CREATE, "", EVIL, {"name": "theirs"}),
+        (address + SEARCH, "", {"Host": "evil.example"}, None),
+        (address + CREATE, "", EVIL, {"name": "theirs"}),
         inside=inside,
-    )  # fmt: skip
+    )
     assert answers == ["200", "200", "403", "403"]
 
 
@@ -308,7 +383,9 @@ def answered(port: int, method: str, path: str) -> tuple[int, bytes]:
     body = None if method in ("GET", "HEAD") else "{}"
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     with contextlib.closing(connection):
-        connection.request(method, path, body, {"Origin": f"http://127.0.0.1:{port}", **JSON} if body else {})
+        connection.request(
+            method, path, body, {"Origin": f"http://127.0.0.1:{port}", **JSON} if body else {}
+        )
         answer = connection.getresponse()
         return answer.status, answer.read()
 
@@ -319,10 +396,19 @@ def test_insecure_is_said_aloud() -> None:
 
 
 def test_beyond_loopback_the_command_asks_for_users_and_names_who_may_ask() -> None:
-    who = server.access("192.0.2.7", 5000, insecure=False, names=(), origins=("https://notes.example",))
+    who = server.access(
+        "192.0.2.7", 5000, insecure=False, names=(), origins=("https://notes.example",)
+    )
     command = server.command(Path("mlruns"), who)
     assert who.authenticated and command[-2:] == ["--app-name", "basic-auth"]
-    assert who.names == ("localhost", "localhost:*", "127.0.0.1", "127.0.0.1:*", "192.0.2.7", "192.0.2.7:*")
+    assert who.names == (
+        "localhost",
+        "localhost:*",
+        "127.0.0.1",
+        "127.0.0.1:*",
+        "192.0.2.7",
+        "192.0.2.7:*",
+    )
     assert who.origins == ("http://192.0.2.7:5000", "https://notes.example")
     assert not server.access("192.0.2.7", 5000, insecure=True, names=(), origins=()).authenticated
     named = server.access("0.0.0.0", 5000, insecure=False, names=("box.example:5000",), origins=())
@@ -331,7 +417,10 @@ def test_beyond_loopback_the_command_asks_for_users_and_names_who_may_ask() -> N
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
 def test_loopback_is_this_machine(host: str) -> None:
-    assert server.is_loopback(host) and not server.access(host, 1, insecure=False, names=(), origins=()).authenticated
+    assert (
+        server.is_loopback(host)
+        and not server.access(host, 1, insecure=False, names=(), origins=()).authenticated
+    )
 
 
 def test_patterns_and_addresses_that_are_none_are_refused() -> None:

@@ -10,7 +10,10 @@ from rankzero.events import RunStarted, StepsLogged
 
 def advised(fractions: list[float], *, seconds: float = 1.0) -> list[tuple[int, str]]:
     watch = DataWait(0, 1, 4)
-    told = [(step, watch(window(step, step * seconds, fraction))) for step, fraction in enumerate(fractions)]
+    told = [
+        (step, watch(window(step, step * seconds, fraction)))
+        for step, fraction in enumerate(fractions)
+    ]
     return [(step, text) for step, text in told if text is not None]
 
 
@@ -24,7 +27,9 @@ def test_it_is_given_once_when_the_waiting_lasts() -> None:
     assert "40% of the time: set train.workers=3" in told[0][1]
 
 
-@pytest.mark.parametrize("fractions", [[0.9, 0.9] + [0.1] * 30, [0.1] * 10 + [0.9] + [0.1] * 10, [0.9] * 4])
+@pytest.mark.parametrize(
+    "fractions", [[0.9, 0.9] + [0.1] * 30, [0.1] * 10 + [0.9] + [0.1] * 10, [0.9] * 4]
+)
 def test_it_is_not_given_for_a_start_or_a_moment(fractions: list[float]) -> None:
     assert advised(fractions) == []
 

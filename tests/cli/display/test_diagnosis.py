@@ -17,12 +17,12 @@ from rankzero.cli.display import diagnosis as command
 from rankzero.cli.main import main
 from rankzero.errors import UserError
 from rankzero.events import Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.reporting import timeline
 from rankzero.run_store import claims
 from rankzero.run_store import delivery_state as delivery
 from rankzero.run_store.attempt import is_written, sole_launcher, take_over
-from rankzero.run_store.delivery_state import Progress
+from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from support.commands import TINY, Command
@@ -44,7 +44,9 @@ def dead_writer(folder: RunFolder) -> None:
     subprocess.run([os.sys.executable, "-c", program], check=True)  # type: ignore[attr-defined]
 
 
-def test_a_run_that_is_training_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_training_is_not_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_folder(tmp_path)
     claims.claim(folder, 0)
     append(folder, started(), steps(1, 2))
@@ -52,7 +54,9 @@ def test_a_run_that_is_training_is_not_resumed(tmp_path: Path, capsys: pytest.Ca
     assert main(["resume", folder.path.name, "--dir", str(tmp_path)]) != 0
     assert f"{folder.path.name} is training still: stop it first" in capsys.readouterr().err
     append(folder, ended("KILLED"))
-    assert not is_written(folder), "a process that has said its end may live on, as a notebook's does"
+    assert not is_written(folder), (
+        "a process that has said its end may live on, as a notebook's does"
+    )
     on_another_machine(folder)
     assert not is_written(folder)
     append(folder, started(2))
@@ -73,7 +77,11 @@ def test_between_two_attempts_of_a_command_the_run_is_that_commands(
             take_over(folder)
     take_over(folder)
     two_machines = sole_launcher(folder, 2), sole_launcher(folder, 2)  # they may share the folder
-    with two_machines[0], two_machines[1], pytest.raises(UserError, match="another command trains it still"):
+    with (
+        two_machines[0],
+        two_machines[1],
+        pytest.raises(UserError, match="another command trains it still"),
+    ):
         sole_launcher(folder, 1).__enter__()
 
 
@@ -84,25 +92,44 @@ def on_another_machine(folder: RunFolder) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_run_whose_processes_are_all_gone_is_closed_and_explained(rankzero: Command) -> None:
-    process = rankzero.start("train", TINY, "--run-name", "gone", "step_seconds=0.02", "train.steps=5000")
+    process = rankzero.start(
+        "train", TINY, "--run-name", "gone", "step_seconds=0.02", "train.steps=5000"
+    )
     folder = rankzero.wait_for_step(30)
-    for _ in range(4):  # as when a machine goes down; once is not enough: a recorder may just be starting its courier
+    for _ in range(
+        4
+    ):  # as when a machine goes down; once is not enough: a recorder may just be starting its courier
         for pid in _family(process.pid, folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
     process.wait()
-    assert lookup.listed(folder.path.parent)[0].status == "DIED" and not dead_runs.is_stale(folder)  # not at once
+    assert lookup.listed(folder.path.parent)[0].status == "DIED" and not dead_runs.is_stale(
+        folder
+    )  # not at once
     aged(folder, 300)
     code, output = rankzero("runs")
-    assert code == 0 and "no sign of life since" in output and "FAILED" in output and "RUNNING" not in output
-    record = Tracker(folder.identity.tracking_uri).find_run("gone")
+    assert (
+        code == 0
+        and "no sign of life since" in output
+        and "FAILED" in output
+        and "RUNNING" not in output
+    )
+    record = MlflowRuns(folder.identity.tracking_uri).find_run("gone")
     assert record.status == "FAILED" and "no sign of life since" in record.tags["rankzero.reason"]
     last = lookup.last_end(folder)
-    assert last is not None and last.time < time.time() - 250  # when it died, not when somebody looked
+    assert (
+        last is not None and last.time < time.time() - 250
+    )  # when it died, not when somebody looked
     code, output = rankzero("doctor", "gone")
     assert code == 0, output
-    for words in ("gone: FAILED", "attempt 1 began at step 0", "no sign of life since", "values delivered", "is gone"):
+    for words in (
+        "gone: FAILED",
+        "attempt 1 began at step 0",
+        "no sign of life since",
+        "values delivered",
+        "is gone",
+    ):
         assert words in output, output
     assert "closed" not in rankzero("runs")[1]
 
@@ -134,12 +161,17 @@ class TestStale:
         claim = claims.latest(folder, 0)
         recorder = claims.stand_by(folder, 0, claim.token) if claim is not None else None
         assert recorder is not None
-        assert not dead_runs.is_stale(folder), "its recorder lives, which delivers nothing, and will say the end"
+        assert not dead_runs.is_stale(folder), (
+            "its recorder lives, which delivers nothing, and will say the end"
+        )
         os.close(recorder)
         assert dead_runs.is_stale(folder)
         dead_runs.close(folder)
         dead_runs.close(folder)
-        assert not dead_runs.is_stale(folder) and lookup.listed(tmp_path / "runs")[0].status == "FAILED"
+        assert (
+            not dead_runs.is_stale(folder)
+            and lookup.listed(tmp_path / "runs")[0].status == "FAILED"
+        )
         assert folder.events.read_text().count("RunEnded") == 1
 
     def test_a_living_writer_is_left_alone_however_silent(self, tmp_path: Path) -> None:
@@ -147,7 +179,10 @@ class TestStale:
         append(folder, started())
         claims.claim(folder, 0)
         aged(folder, 10_000)
-        assert not dead_runs.is_stale(folder) and lookup.listed(tmp_path / "runs")[0].status == "RUNNING"
+        assert (
+            not dead_runs.is_stale(folder)
+            and lookup.listed(tmp_path / "runs")[0].status == "RUNNING"
+        )
         dead_runs.close(folder)  # as by who looked before it began
         assert "RunEnded" not in folder.events.read_text()
 
@@ -169,7 +204,10 @@ class TestStale:
         dead_writer(folder)
         folder.system(1).write_text("")
         aged(folder, 3600)
-        assert not dead_runs.is_stale(folder) and lookup.listed(tmp_path / "runs")[0].status == "ELSEWHERE"
+        assert (
+            not dead_runs.is_stale(folder)
+            and lookup.listed(tmp_path / "runs")[0].status == "ELSEWHERE"
+        )
         sync.deliver(folder, patience=0.0)
         assert not folder.events.exists()
 
@@ -187,24 +225,38 @@ class TestStale:
     def test_a_run_that_never_began(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         aged(folder, 60)
-        assert not dead_runs.is_stale(folder) and lookup.listed(tmp_path / "runs")[0].status == "STARTING"
+        assert (
+            not dead_runs.is_stale(folder)
+            and lookup.listed(tmp_path / "runs")[0].status == "STARTING"
+        )
         aged(folder, 600)
         assert dead_runs.is_stale(folder) and "never began" in dead_runs.close(folder)
 
-    def test_sync_ends_what_died_before_it_began(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_sync_ends_what_died_before_it_began(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
         dead_writer(folder)
         assert main(["sync", "--dir", str(tmp_path)]) == 0
         end = lookup.last_end(folder)
-        assert end is not None and "never began" in end.reason and folder.path.name in capsys.readouterr().out
-        (run,) = Tracker(folder.identity.tracking_uri).list_runs()
+        assert (
+            end is not None
+            and "never began" in end.reason
+            and folder.path.name in capsys.readouterr().out
+        )
+        (run,) = MlflowRuns(folder.identity.tracking_uri).list_runs()
         assert run.status == "FAILED"
 
-    def test_a_run_whose_launcher_waits_for_another_machine_is_left_alone(self, tmp_path: Path) -> None:
+    def test_a_run_whose_launcher_waits_for_another_machine_is_left_alone(
+        self, tmp_path: Path
+    ) -> None:
         folder = make_folder(tmp_path)
         claims.claim(folder, 0)
         aged(folder, 10_000)
-        assert not dead_runs.is_stale(folder) and lookup.listed(tmp_path / "runs")[0].status == "STARTING"
+        assert (
+            not dead_runs.is_stale(folder)
+            and lookup.listed(tmp_path / "runs")[0].status == "STARTING"
+        )
 
 
 def test_the_story_is_told_in_order_and_not_at_length() -> None:
@@ -223,44 +275,90 @@ def test_the_story_is_told_in_order_and_not_at_length() -> None:
     assert told[0] == "attempt 1 began at step 0 of 1,000 on box"
     assert told[1] == "evaluation at step 1: val/loss 1, the best so far"
     assert "… 22 more evaluations …" in told and len(told) < 20
-    for words in ("nothing was written for 10.0 min after step 30", "note: the hook x failed and was disabled",
-                  "KILLED at step 31: stopped by SIGTERM at step 31", "attempt 2 began at step 30 of 1,000",
-                  "the clock went back by 3.3 min", "FINISHED at step 31: trained"):  # fmt: skip
+    for words in (
+        "nothing was written for 10.0 min after step 30",
+        "note: the hook x failed and was disabled",
+        "KILLED at step 31: stopped by SIGTERM at step 31",
+        "attempt 2 began at step 30 of 1,000",
+        "the clock went back by 3.3 min",
+        "FINISHED at step 31: trained",
+    ):
         assert words in told, told
 
 
-def test_a_doctor_tells_of_failures_delivery_and_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_doctor_tells_of_failures_delivery_and_logs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_folder(tmp_path, "postgresql://me:hunter2@host/db")
-    append(folder, started(), steps(1, 9), evaluated(9, 0.5), saved(folder, 9), Noticed(T0 + 9, "hook x was disabled"))
+    append(
+        folder,
+        started(),
+        steps(1, 9),
+        evaluated(9, 0.5),
+        saved(folder, 9),
+        Noticed(T0 + 9, "hook x was disabled"),
+    )
     with folder.events.open("a") as file:
         file.write("torn\n")
     append(folder, ended("FAILED", "ValueError: bad", error="Traceback\nValueError: bad"))
     folder.failures.mkdir()
     for rank, moment in ((1, 5.0), (0, 6.0)):
-        left = {"time": moment, "rank": rank, "reason": f"rank {rank} says no", "error": "File x\nValueError: bad"}
+        left = {
+            "time": moment,
+            "rank": rank,
+            "reason": f"rank {rank} says no",
+            "error": "File x\nValueError: bad",
+        }
         (folder.failures / f"rank_{rank}.json").write_text(json.dumps(left))
     (folder.failures / "rank_2.json").write_text("[")
-    delivery.save(delivery.path_of(folder, 0), Progress(
-        run_id="abc", delivered=12, failures=7, outages=2, away_seconds=99, rejected=1, reasons=["metric x: no"],
-        altered=1, remarks=["param p: cut"], skipped=3, error="ConnectionError: refused",
-    ))  # fmt: skip
+    delivery.save(
+        delivery.path_of(folder, 0),
+        DeliveryState(
+            run_id="abc",
+            delivered=12,
+            failures=7,
+            outages=2,
+            away_seconds=99,
+            rejected=1,
+            reasons=["metric x: no"],
+            altered=1,
+            remarks=["param p: cut"],
+            skipped=3,
+            error="ConnectionError: refused",
+        ),
+    )
     (folder.path / "recorder.log").write_text("INFO fine\nWARNING try 7 failed\n")
     logs = folder.path / "logs" / "x" / "attempt_0" / "0"
     logs.mkdir(parents=True)
     (logs / "stderr.log").write_text("password=hunter2\nlast words\n")
     assert main(["doctor", folder.path.name, "--dir", str(tmp_path)]) == 0
     output = capsys.readouterr().out
-    for words in (": FAILED", "rank 1, the first: rank 1 says no", "checkpoint of step 9", "1 lines of the journal",
-                  "note: hook x was disabled", "12 values delivered", "7 tries to deliver failed", "metric x: no",
-                  "param p: cut", "not everything is delivered: ConnectionError", "WARNING try 7 failed", "last words",
-                  "3 values not sent again", "rankzero resume", "rankzero sync"):  # fmt: skip
+    for words in (
+        ": FAILED",
+        "rank 1, the first: rank 1 says no",
+        "checkpoint of step 9",
+        "1 lines of the journal",
+        "note: hook x was disabled",
+        "12 values delivered",
+        "7 tries to deliver failed",
+        "metric x: no",
+        "param p: cut",
+        "not everything is delivered: ConnectionError",
+        "WARNING try 7 failed",
+        "last words",
+        "3 values not sent again",
+        "rankzero resume",
+        "rankzero sync",
+    ):
         assert words in output, (words, output)
     assert "hunter2" not in output and "Traceback (most" not in output
 
 
 def test_a_run_without_anything_has_a_story(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    assert dict(command.told(folder))["delivery to MLflow"] == ["[yellow]nothing was delivered yet[/]"]
+    assert dict(command.told(folder))["delivery to MLflow"] == [
+        "[yellow]nothing was delivered yet[/]"
+    ]
 
 
 def test_hooks_that_fail_are_on_the_runs_page(tmp_path: Path) -> None:
@@ -284,7 +382,10 @@ def test_hooks_that_fail_are_on_the_runs_page(tmp_path: Path) -> None:
         deliverer.work()
     page = tracker.tags["mlflow.note.content"]
     assert "the hook broken failed and was disabled: RuntimeError: no" in page
-    assert "1 try to deliver failed, MLflow was away 1 times" in page and tracker.tags["rankzero.retries"] == "1"
+    assert (
+        "1 try to deliver failed, MLflow was away 1 times" in page
+        and tracker.tags["rankzero.retries"] == "1"
+    )
 
 
 def _failing_once():  # type: ignore[no-untyped-def]

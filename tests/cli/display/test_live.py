@@ -26,7 +26,9 @@ def folder(tmp_path: Path) -> RunFolder:
     return make_folder(tmp_path, experiment="of [/us]")
 
 
-def test_what_looks_like_markup_is_shown_as_it_is(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_looks_like_markup_is_shown_as_it_is(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     console = Console(folder, Goal(ODD, "max"), folder.path / "[/root]")
     with console:
         console.notice(REASON)
@@ -35,10 +37,17 @@ def test_what_looks_like_markup_is_shown_as_it_is(folder: RunFolder, capsys: pyt
     console.result(ended("FAILED", REASON, metrics={"best": 0.5}))
     output = capsys.readouterr().out
     assert output.count(REASON) == 2, output
-    assert f"best {ODD}" in output and "of [/us]" in output and "--dir" in output and "[/root]" in output, output
+    assert (
+        f"best {ODD}" in output
+        and "of [/us]" in output
+        and "--dir" in output
+        and "[/root]" in output
+    ), output
 
 
-def test_a_run_with_odd_names_is_followed_to_its_end(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_odd_names_is_followed_to_its_end(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     console = Console(folder, Goal(ODD, "max"), folder.path, advise=lambda event: REASON)
     with console:
         append(folder, started(), Evaluated(0.0, 3, {ODD: 0.5}, True), ended(reason=REASON))
@@ -57,7 +66,9 @@ def test_a_finished_run_that_was_not_seen_to_end_gets_its_best_model(
 ) -> None:
     append(folder, started(), ended())
     logged = []
-    monkeypatch.setattr(delivery_status, "wait", lambda of, enough: delivery_status.status(of)._replace(done=True))
+    monkeypatch.setattr(
+        delivery_status, "wait", lambda of, enough: delivery_status.status(of)._replace(done=True)
+    )
     monkeypatch.setattr(best_model, "in_new_process", lambda folder, *_: logged.append(folder))
     finish(folder, seen=False)
     assert logged == [folder]
@@ -66,7 +77,13 @@ def test_a_finished_run_that_was_not_seen_to_end_gets_its_best_model(
 def test_an_output_that_lacks_characters_ends_nothing(rankzero: Command) -> None:
     rankzero.environ["PYTHONIOENCODING"] = "ascii"
     code, output = rankzero(
-        "train", TINY, "train.steps=10", "--run-name", "l\u00e4uft", "--experiment-name", "\u00dcbersicht \u2713"
+        "train",
+        TINY,
+        "train.steps=10",
+        "--run-name",
+        "l\u00e4uft",
+        "--experiment-name",
+        "\u00dcbersicht \u2713",
     )
     assert code == 0 and "Traceback" not in output, output
     assert r"l\xe4uft: FINISHED" in output and r"\xdcbersicht \u2713" in output, output

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rankzero.faults import Impossible
-from rankzero.mlflow_store.client import OpenRun, Tracker
+from rankzero.faults import NeverAccepted
+from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.deliverer import Deliverer
 from support.runs import T0, append, deleted, ended, make_folder, saved, started
@@ -23,7 +23,9 @@ ELSEWHERE: dict[str, Lie] = {
     "a folder": lambda mine, tail: str(mine),
     "its URI": lambda mine, tail: f"file://{mine}",
     "its address": lambda mine, tail: f"file:{mine}",
-    "quoted": lambda mine, tail: f"file://{urllib.parse.quote(urllib.parse.quote(str(mine), safe=''))}",
+    "quoted": lambda mine, tail: (
+        f"file://{urllib.parse.quote(urllib.parse.quote(str(mine), safe=''))}"
+    ),
     "up": lambda mine, tail: f"{mine}/{tail}/../../..",
     "another experiment's": lambda mine, tail: f"{mine}/{tail}",
     "a model of another": lambda mine, tail: f"{mine}/models/m-{'0' * 32}/artifacts",
@@ -54,7 +56,7 @@ def plant(uri: str, statement: str, *values: str) -> None:
 
 
 def delivered(folder: RunFolder) -> Deliverer:
-    deliverer = Deliverer(folder, 0, Tracker)
+    deliverer = Deliverer(folder, 0, MlflowRuns)
     deliverer.hasten()
     for _ in range(100):
         if not deliverer.work() and deliverer.complete:
@@ -62,21 +64,30 @@ def delivered(folder: RunFolder) -> Deliverer:
     raise AssertionError(deliverer.progress.error)
 
 
-def begun(root: Path, uri: str) -> tuple[RunFolder, Tracker, OpenRun, str]:
+def begun(root: Path, uri: str) -> tuple[RunFolder, MlflowRuns, OpenRun, str]:
     """Return a run with a checkpoint in MLflow, and the logged model's id."""
-    folder, tracker = make_folder(root, uri), Tracker(uri)
+    folder, tracker = make_folder(root, uri), MlflowRuns(uri)
     run = tracker.open_run(folder.identity, T0)
     event = saved(folder, 4)
     append(folder, started(), event)
-    return folder, tracker, run, tracker.models.save_checkpoint(run, event, folder.path / event.path, lambda _: [])
+    return (
+        folder,
+        tracker,
+        run,
+        tracker.models.save_checkpoint(run, event, folder.path / event.path, lambda _: []),
+    )
 
 
 @pytest.mark.parametrize("lie", ELSEWHERE)
-def test_nothing_is_deleted_where_a_model_cannot_lie(lie: str, sqlite: str, mine: Path, tmp_path: Path) -> None:
+def test_nothing_is_deleted_where_a_model_cannot_lie(
+    lie: str, sqlite: str, mine: Path, tmp_path: Path
+) -> None:
     folder, tracker, run, model_id = begun(tmp_path, sqlite)
     place = ELSEWHERE[lie](mine, f"models/{model_id}/artifacts")
-    plant(sqlite, "UPDATE logged_models SET artifact_location = ? WHERE model_id = ?", place, model_id)
-    with pytest.raises(Impossible, match="nothing is written or deleted there"):
+    plant(
+        sqlite, "UPDATE logged_models SET artifact_location = ? WHERE model_id = ?", place, model_id
+    )
+    with pytest.raises(NeverAccepted, match="nothing is written or deleted there"):
         tracker.models.delete_checkpoint(model_id)
     append(folder, deleted(4), ended())
     progress = delivered(folder).progress
@@ -97,13 +108,15 @@ def test_no_checkpoint_is_written_where_a_model_cannot_lie(
 
     real = tracker._client.create_logged_model
     monkeypatch.setattr(tracker._client, "create_logged_model", create)
-    with pytest.raises(Impossible, match="nothing is written or deleted there"):
+    with pytest.raises(NeverAccepted, match="nothing is written or deleted there"):
         tracker.models.log_model(run, tmp_path / "runs", "model", 1, {})
     assert untouched(mine)
 
 
 @pytest.mark.parametrize("lie", ELSEWHERE)
-def test_no_artifact_is_written_where_a_run_has_none(lie: str, sqlite: str, mine: Path, tmp_path: Path) -> None:
+def test_no_artifact_is_written_where_a_run_has_none(
+    lie: str, sqlite: str, mine: Path, tmp_path: Path
+) -> None:
     folder, tracker, run, _ = begun(tmp_path, sqlite)
     place = ELSEWHERE[lie](mine, f"{run.run_id}/artifacts")
     plant(sqlite, "UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", place, run.run_id)
@@ -115,18 +128,27 @@ def test_no_artifact_is_written_where_a_run_has_none(lie: str, sqlite: str, mine
     assert "MLflow answers that files lie" in tracker.find_run(run.run_id).tags["rankzero.rejected"]
 
 
-def test_a_run_that_has_another_id_than_mlflow_gives_has_no_place_here(sqlite: str, mine: Path, tmp_path: Path) -> None:
+def test_a_run_that_has_another_id_than_mlflow_gives_has_no_place_here(
+    sqlite: str, mine: Path, tmp_path: Path
+) -> None:
     _, tracker, run, _ = begun(tmp_path, sqlite)
-    plant(sqlite, "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?", "/", run.experiment_id)
+    plant(
+        sqlite,
+        "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?",
+        "/",
+        run.experiment_id,
+    )
     (mine / "study" / "artifacts").mkdir()
     row = ("study", f"{mine}/study/artifacts", run.run_id)
     plant(sqlite, "UPDATE runs SET run_uuid = ?, artifact_uri = ? WHERE run_uuid = ?", *row)
-    with pytest.raises(Impossible, match="nothing is written or deleted there"):
+    with pytest.raises(NeverAccepted, match="nothing is written or deleted there"):
         tracker.log_artifact("study", mine / "study" / "thesis.tex")
 
 
 @pytest.mark.parametrize("depth", range(3))
-def test_no_link_leads_a_model_elsewhere(depth: int, sqlite: str, mine: Path, tmp_path: Path) -> None:
+def test_no_link_leads_a_model_elsewhere(
+    depth: int, sqlite: str, mine: Path, tmp_path: Path
+) -> None:
     _, tracker, _, model_id = begun(tmp_path, sqlite)
     place = Path(tracker._client.get_logged_model(model_id).artifact_location)
     link = [place, *place.parents][depth]
@@ -135,7 +157,7 @@ def test_no_link_leads_a_model_elsewhere(depth: int, sqlite: str, mine: Path, tm
     target = mine / place.relative_to(link)
     target.mkdir(parents=True, exist_ok=True)
     (target / "kept").touch()
-    with pytest.raises(Impossible, match="nothing is written or deleted there"):
+    with pytest.raises(NeverAccepted, match="nothing is written or deleted there"):
         tracker.models.delete_checkpoint(model_id)
     assert (target / "kept").exists()
 
@@ -148,9 +170,9 @@ def test_no_link_leads_an_artifact_elsewhere(sqlite: str, mine: Path, tmp_path: 
     (place / "sub").symlink_to(mine)
     (place / "run.json").symlink_to(mine / "study" / "thesis.tex")
     for below in ("sub", None):
-        with pytest.raises(Impossible, match="by a link"):
+        with pytest.raises(NeverAccepted, match="by a link"):
             tracker.log_artifact(run.run_id, folder.path / "run.json", below)
-    with pytest.raises(Impossible, match="by a link"):
+    with pytest.raises(NeverAccepted, match="by a link"):
         tracker.log_artifacts(run.run_id, folder.path)
     assert untouched(mine) and (mine / "study" / "thesis.tex").read_text() == "mine"
 
@@ -164,7 +186,9 @@ def test_wherever_an_experiment_has_its_artifacts_a_run_has_its_own(
     monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", "./theirs")  # else an earlier test's
     root = tmp_path / "an experiment's, größer"
     quoted = urllib.parse.quote(str(root)) if where.startswith("file") else str(root)
-    Tracker(sqlite)._client.create_experiment("tests", None if where == "." else where.format(quoted))
+    MlflowRuns(sqlite)._client.create_experiment(
+        "tests", None if where == "." else where.format(quoted)
+    )
     folder, tracker, run, model_id = begun(tmp_path, sqlite)
     tracker.log_artifact(run.run_id, folder.path / "run.json")
     [artifact] = tmp_path.rglob(f"{run.run_id}/artifacts/run.json")
@@ -181,4 +205,6 @@ def test_a_store_on_another_disk_may_be_a_link(sqlite: str, tmp_path: Path) -> N
     folder, tracker, run, model_id = begun(tmp_path, sqlite)
     tracker.log_artifact(run.run_id, folder.path / "run.json")
     tracker.models.delete_checkpoint(model_id)
-    assert list((tmp_path / "disk").rglob("run.json")) and not list((tmp_path / "disk").rglob("state.pt"))
+    assert list((tmp_path / "disk").rglob("run.json")) and not list(
+        (tmp_path / "disk").rglob("state.pt")
+    )

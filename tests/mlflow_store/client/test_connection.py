@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.mlflow_store.client import Tracker, connection
-from rankzero.mlflow_store.client.connection import LEAST_SECONDS, MOST_SECONDS, STORED_BYTES_PER_SECOND, patience
+from rankzero.mlflow_store.client import MlflowRuns, connection
+from rankzero.mlflow_store.client.connection import (
+    LEAST_SECONDS,
+    MOST_SECONDS,
+    STORED_BYTES_PER_SECOND,
+    patience,
+)
 from support.runs import make_folder
 from support.stores import Server
 from torture.proxy import UPLOADS, Proxy
@@ -51,7 +56,7 @@ def test_an_answer_that_never_comes_holds_up_a_small_upload_for_little(
     server.wait()
     with Proxy(server.uri) as proxy:
         folder = make_folder(tmp_path, proxy.uri)
-        tracker = Tracker(proxy.uri)
+        tracker = MlflowRuns(proxy.uri)
         run = tracker.open_run(folder.identity, time.time())
         proxy.misbehave("hang", UPLOADS)
         began = time.monotonic()

@@ -12,7 +12,7 @@ import pytest
 from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
 
 from rankzero.faults import refusal
-from rankzero.mlflow_store.client import OpenRun, Tracker
+from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 from rankzero.mlflow_store.client import connection as client_module
 from rankzero.mlflow_store.uris import TrackingError
 from support.runs import T0, make_folder
@@ -57,7 +57,9 @@ class Cutter:
             while chunk := server.recv(1 << 16):
                 cuts = self.until is not None and self.only in b"".join(asked)
                 end = -1 if not cuts else (answer + chunk).lower().find(self.until or b"")
-                client.sendall(chunk if end < 0 else chunk[: end + len(self.until or b"") - len(answer)])
+                client.sendall(
+                    chunk if end < 0 else chunk[: end + len(self.until or b"") - len(answer)]
+                )
                 answer += chunk
                 if end >= 0:
                     client.shutdown(socket.SHUT_RDWR)
@@ -80,7 +82,7 @@ def cutter(server: Server) -> Iterator[Cutter]:
 
 @pytest.fixture
 def run(server: Server, tmp_path: Path) -> OpenRun:
-    return Tracker(server.uri).open_run(make_folder(tmp_path, server.uri).identity, T0)
+    return MlflowRuns(server.uri).open_run(make_folder(tmp_path, server.uri).identity, T0)
 
 
 @pytest.mark.parametrize("until", CUTS.values(), ids=CUTS)
@@ -88,7 +90,7 @@ def test_a_cut_answer_is_no_answer(
     until: bytes, cutter: Cutter, run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    tracker, identity = Tracker(cutter.uri), make_folder(tmp_path, cutter.uri).identity
+    tracker, identity = MlflowRuns(cutter.uri), make_folder(tmp_path, cutter.uri).identity
     cutter.until = until
     asked = {
         "find": lambda: tracker.find_open_run(identity),
@@ -110,18 +112,21 @@ def test_a_download_that_ends_too_early_is_told(
     until: bytes, cutter: Cutter, run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    tracker = Tracker(cutter.uri)
+    tracker = MlflowRuns(cutter.uri)
     (tmp_path / "config.yaml").write_text("lr: 0.1")
     tracker.log_artifact(run.run_id, tmp_path / "config.yaml")
     cutter.until, cutter.only = until, b"GET /api/2.0/mlflow-artifacts/artifacts/"
     with pytest.raises(Exception, match="Failed to download"):
         tracker.download_artifact(run.run_id, "config.yaml", tmp_path / "back")
     cutter.until = None
-    assert tracker.download_artifact(run.run_id, "config.yaml", tmp_path / "back").read_text() == "lr: 0.1"
+    assert (
+        tracker.download_artifact(run.run_id, "config.yaml", tmp_path / "back").read_text()
+        == "lr: 0.1"
+    )
 
 
 def test_a_download_of_fewer_bytes_is_told(run: OpenRun, server: Server, tmp_path: Path) -> None:
-    tracker = Tracker(server.uri)
+    tracker = MlflowRuns(server.uri)
     (tmp_path / "config.yaml").write_text("lr: 0.1")
     tracker.log_artifact(run.run_id, tmp_path / "config.yaml")
     (stored,) = (server.root / "served").rglob(f"{run.run_id}/artifacts/config.yaml")
@@ -139,29 +144,40 @@ def test_something_else_than_mlflow_is_told_from_it(answer: bytes, tmp_path: Pat
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_always, args=(listener, answer), daemon=True).start()
         uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        tracker, identity = Tracker(uri), make_folder(tmp_path, uri).identity
+        tracker, identity = MlflowRuns(uri), make_folder(tmp_path, uri).identity
         run_id = "r" * 32
         for ask in (
             lambda: tracker.open_run(identity, T0),
             lambda: tracker.require_run(run_id),
             lambda: tracker.find_run(run_id),
         ):
-            with pytest.raises(Exception, match=r"is it MLflow.s|none of MLflow.s|not in a valid JSON") as raised:
+            with pytest.raises(
+                Exception, match=r"is it MLflow.s|none of MLflow.s|not in a valid JSON"
+            ) as raised:
                 ask()
             assert refusal(raised.value) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("answer", "taken"), [(b"", True), (b"{}", True), (b"<html>log in</html>", False), (b"null", False)]
+    ("answer", "taken"),
+    [(b"", True), (b"{}", True), (b"<html>log in</html>", False), (b"null", False)],
 )
-def test_a_page_is_no_receipt_of_an_upload(answer: bytes, taken: bool, server: Server, tmp_path: Path) -> None:
-    Tracker(server.uri)
+def test_a_page_is_no_receipt_of_an_upload(
+    answer: bytes, taken: bool, server: Server, tmp_path: Path
+) -> None:
+    MlflowRuns(server.uri)
     (tmp_path / "a.txt").write_text("hello")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_always, args=(listener, answer), daemon=True).start()
         port = listener.getsockname()[1]
-        repository = HttpArtifactRepository(f"http://127.0.0.1:{port}/api/2.0/mlflow-artifacts/artifacts/1")
-        with contextlib.nullcontext() if taken else pytest.raises(Exception, match=r"upload is none of MLflow.s"):
+        repository = HttpArtifactRepository(
+            f"http://127.0.0.1:{port}/api/2.0/mlflow-artifacts/artifacts/1"
+        )
+        with (
+            contextlib.nullcontext()
+            if taken
+            else pytest.raises(Exception, match=r"upload is none of MLflow.s")
+        ):
             repository.log_artifact(str(tmp_path / "a.txt"))
 
 
@@ -175,14 +191,16 @@ def _always(listener: socket.socket, answer: bytes) -> None:
                 client.sendall(whole + answer)
 
 
-def test_mlflow_alone_takes_it_for_an_empty_answer(cutter: Cutter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_alone_takes_it_for_an_empty_answer(
+    cutter: Cutter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once this fails, `rankzero.mlflow_store.client.response_checks` can go."""
     monkeypatch.setattr(client_module, "refuse_false_answers", lambda: None)
     from mlflow.utils import rest_utils
 
     from rankzero.mlflow_store.client import response_checks
 
-    tracker = Tracker(cutter.uri)
+    tracker = MlflowRuns(cutter.uri)
     monkeypatch.setattr(rest_utils, "verify_rest_response", response_checks._verify)
     cutter.until = CUTS["within a later header"]
     assert tracker.list_runs() == []

@@ -15,8 +15,8 @@ import pytest
 
 from rankzero.events import CheckpointSaved, RunStarted
 from rankzero.faults import refusal
-from rankzero.mlflow_store.client import OpenRun, Tracker, models
-from rankzero.mlflow_store.items import Point
+from rankzero.mlflow_store.client import MlflowRuns, OpenRun, models
+from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
 from rankzero.run_store.folder import Identity, RunFolder
 from support.runs import T0, ended, make_folder, saved, started
@@ -30,8 +30,8 @@ def uri(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def tracker(uri: str) -> Tracker:
-    return Tracker(uri)
+def tracker(uri: str) -> MlflowRuns:
+    return MlflowRuns(uri)
 
 
 @pytest.fixture
@@ -40,12 +40,12 @@ def folder(tmp_path: Path, uri: str) -> RunFolder:
 
 
 @pytest.fixture
-def run(tracker: Tracker, folder: RunFolder) -> OpenRun:
+def run(tracker: MlflowRuns, folder: RunFolder) -> OpenRun:
     return tracker.open_run(folder.identity, T0)
 
 
-def points(count: int, key: str = "train/loss") -> list[Point]:
-    return [Point(key, 1.0 / n, int(T0) * 1000 + n, n) for n in range(1, count + 1)]
+def points(count: int, key: str = "train/loss") -> list[MetricPoint]:
+    return [MetricPoint(key, 1.0 / n, int(T0) * 1000 + n, n) for n in range(1, count + 1)]
 
 
 def bytes_in(folder: Path) -> int:
@@ -54,11 +54,14 @@ def bytes_in(folder: Path) -> int:
 
 def link(event: CheckpointSaved) -> Any:
     return lambda model_id: [
-        Point(key, value, int(event.time) * 1000, event.step, model_id) for key, value in event.metrics.items()
+        MetricPoint(key, value, int(event.time) * 1000, event.step, model_id)
+        for key, value in event.metrics.items()
     ]
 
 
-def test_opening_again_finds_the_same_run(tracker: Tracker, folder: RunFolder, run: OpenRun) -> None:
+def test_opening_again_finds_the_same_run(
+    tracker: MlflowRuns, folder: RunFolder, run: OpenRun
+) -> None:
     tracker.log_metrics(run.run_id, points(7))
     again = tracker.open_run(folder.identity, time.time())
     assert again.run_id == run.run_id
@@ -70,41 +73,59 @@ def test_opening_again_finds_the_same_run(tracker: Tracker, folder: RunFolder, r
     assert tracker.experiment_name(run.experiment_id) == "tests"
 
 
-def test_a_known_run_id_is_followed(tracker: Tracker, run: OpenRun, tmp_path: Path, uri: str) -> None:
+def test_a_known_run_id_is_followed(
+    tracker: MlflowRuns, run: OpenRun, tmp_path: Path, uri: str
+) -> None:
     other = make_folder(tmp_path / "other machine", uri, mlflow_run_id=run.run_id)
     assert tracker.open_run(other.identity, T0).run_id == run.run_id
 
 
-def test_a_child_run_names_its_parent(tracker: Tracker, run: OpenRun, tmp_path: Path, uri: str) -> None:
-    child = tracker.open_run(make_folder(tmp_path / "child", uri, parent_run_id=run.run_id).identity, T0)
+def test_a_child_run_names_its_parent(
+    tracker: MlflowRuns, run: OpenRun, tmp_path: Path, uri: str
+) -> None:
+    child = tracker.open_run(
+        make_folder(tmp_path / "child", uri, parent_run_id=run.run_id).identity, T0
+    )
     assert tracker.find_run(child.run_id).tags["mlflow.parentRunId"] == run.run_id
 
 
-def test_sending_a_batch_again_changes_nothing(tracker: Tracker, run: OpenRun) -> None:
-    batch = [*points(1000), Point("train/nan", math.nan, int(T0) * 1000, 1)]
+def test_sending_a_batch_again_changes_nothing(tracker: MlflowRuns, run: OpenRun) -> None:
+    batch = [*points(1000), MetricPoint("train/nan", math.nan, int(T0) * 1000, 1)]
     for _ in range(3):
         tracker.log_metrics(run.run_id, batch)
     tracker.log_metrics(run.run_id, points(1200))  # partly new
-    assert [point.step for point in tracker.history(run.run_id, "train/loss")] == list(range(1, 1201))
+    assert [point.step for point in tracker.history(run.run_id, "train/loss")] == list(
+        range(1, 1201)
+    )
     assert len(tracker.history(run.run_id, "train/nan")) == 1
 
 
-def test_params_are_for_ever_and_changes_become_tags(tracker: Tracker, run: OpenRun) -> None:
+def test_params_are_for_ever_and_changes_become_tags(tracker: MlflowRuns, run: OpenRun) -> None:
     tracker.start_attempt(run.run_id, started(**{f"p{i}": str(i) for i in range(250)}))
     tracker.close_run(run.run_id, ended("KILLED"))
     assert tracker.find_run(run.run_id).status == "KILLED"
-    tracker.start_attempt(run.run_id, started(2, p3="changed", late="x", **{f"p{i}": str(i) for i in range(3)}))
+    tracker.start_attempt(
+        run.run_id, started(2, p3="changed", late="x", **{f"p{i}": str(i) for i in range(3)})
+    )
     record = tracker.find_run(run.run_id)
     assert record.params["p3"] == "3"
     assert record.params["late"] == "x"
     assert record.tags["rankzero.param.p3"] == "changed"
-    assert {key for key in record.tags if key.startswith("rankzero.param.")} == {"rankzero.param.p3"}
+    assert {key for key in record.tags if key.startswith("rankzero.param.")} == {
+        "rankzero.param.p3"
+    }
     assert (record.tags["rankzero.attempt"], record.status) == ("2", "RUNNING")
     assert record.tags["host"] == "here"
 
 
-def test_hostile_params_and_tags_are_made_legal(tracker: Tracker, run: OpenRun) -> None:
-    nasty = {"a(b)=%": "x" * 10_000, "empty": "", "zero\x00byte": "\x00", "": "no name", "ünï": "🙂"}
+def test_hostile_params_and_tags_are_made_legal(tracker: MlflowRuns, run: OpenRun) -> None:
+    nasty = {
+        "a(b)=%": "x" * 10_000,
+        "empty": "",
+        "zero\x00byte": "\x00",
+        "": "no name",
+        "ünï": "🙂",
+    }
     tracker.start_attempt(run.run_id, RunStarted(T0, nasty, nasty, 1))
     record = tracker.find_run(run.run_id)
     assert len(record.params["a_b___"]) == 6000
@@ -112,34 +133,46 @@ def test_hostile_params_and_tags_are_made_legal(tracker: Tracker, run: OpenRun) 
     assert len(record.tags["a_b___"]) == 8000
 
 
-def test_the_end(tracker: Tracker, run: OpenRun) -> None:
+def test_the_end(tracker: MlflowRuns, run: OpenRun) -> None:
     tracker.set_tags(run.run_id, {"rankzero.best": "0.75", "rankzero.goal": "val/accuracy"})
-    tracker.log_metrics(run.run_id, [Point("whole_run/samples_per_second", 123.0, int(T0) * 1000, 0)])
+    tracker.log_metrics(
+        run.run_id, [MetricPoint("whole_run/samples_per_second", 123.0, int(T0) * 1000, 0)]
+    )
     tracker.close_run(run.run_id, ended("FINISHED"))
     record = next(record for record in tracker.list_runs("tests") if record.run_id == run.run_id)
     assert (record.status, record.best, record.goal) == ("FINISHED", 0.75, "val/accuracy")
     assert record.samples_per_second == 123.0
 
 
-def test_the_page_is_read_as_it_was_written(tracker: Tracker, run: OpenRun) -> None:
+def test_the_page_is_read_as_it_was_written(tracker: MlflowRuns, run: OpenRun) -> None:
     assert tracker.description(run.run_id) == ""
     page = "# A run\n\n- lines, ünïcode and trailing space \n\n"
     tracker.set_tags(run.run_id, {"mlflow.note.content": page})
     assert tracker.description(run.run_id) == page
 
 
-def test_artifacts(tracker: Tracker, run: OpenRun, tmp_path: Path) -> None:
+def test_artifacts(tracker: MlflowRuns, run: OpenRun, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("lr: 1")
     tracker.log_artifact(run.run_id, tmp_path / "config.yaml")
     tracker.log_artifact(run.run_id, tmp_path / "config.yaml", "sub/folder")
     (tmp_path / "back").mkdir()
-    assert tracker.download_artifact(run.run_id, "config.yaml", tmp_path / "back").read_text() == "lr: 1"
-    assert tracker.download_artifact(run.run_id, "sub/folder/config.yaml", tmp_path / "back").read_text() == "lr: 1"
+    assert (
+        tracker.download_artifact(run.run_id, "config.yaml", tmp_path / "back").read_text()
+        == "lr: 1"
+    )
+    assert (
+        tracker.download_artifact(
+            run.run_id, "sub/folder/config.yaml", tmp_path / "back"
+        ).read_text()
+        == "lr: 1"
+    )
     with pytest.raises(TrackingError, match="no artifact"):
         tracker.download_artifact(run.run_id, "nothing.txt", tmp_path / "back")
 
 
-def test_a_checkpoint_goes_there_and_back(tracker: Tracker, run: OpenRun, folder: RunFolder, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_there_and_back(
+    tracker: MlflowRuns, run: OpenRun, folder: RunFolder, tmp_path: Path
+) -> None:
     event = saved(folder, 50)
     tracker.log_metrics(run.run_id, link(event)(None))
     model_id = tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
@@ -155,15 +188,19 @@ def test_a_checkpoint_goes_there_and_back(tracker: Tracker, run: OpenRun, folder
     assert [(output.model_id, output.step) for output in outputs] == [(model_id, 50)]
 
 
-def test_saving_again_uploads_nothing_and_links_once(tracker: Tracker, run: OpenRun, folder: RunFolder) -> None:
+def test_saving_again_uploads_nothing_and_links_once(
+    tracker: MlflowRuns, run: OpenRun, folder: RunFolder
+) -> None:
     event = saved(folder, 50)
     first = tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
-    assert tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event)) == first
+    assert (
+        tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event)) == first
+    )
     assert len(tracker._client.get_run(run.run_id).outputs.model_outputs) == 1
 
 
 def test_an_upload_that_was_cut_short_is_replaced(
-    tracker: Tracker, run: OpenRun, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    tracker: MlflowRuns, run: OpenRun, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event = saved(folder, 50)
 
@@ -178,7 +215,9 @@ def test_an_upload_that_was_cut_short_is_replaced(
     assert [one.status for one in tracker.models.list_checkpoints(run)] == ["READY"]
 
 
-def test_a_step_saved_anew_replaces_the_old_checkpoint(tracker: Tracker, run: OpenRun, folder: RunFolder) -> None:
+def test_a_step_saved_anew_replaces_the_old_checkpoint(
+    tracker: MlflowRuns, run: OpenRun, folder: RunFolder
+) -> None:
     event = saved(folder, 50)
     old = tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
     later = CheckpointSaved(T0 + 1000, 50, event.path, False, event.metrics)
@@ -186,17 +225,29 @@ def test_a_step_saved_anew_replaces_the_old_checkpoint(tracker: Tracker, run: Op
     assert [one.model_id for one in tracker.models.list_checkpoints(run)] == [new] != [old]
 
 
-def test_one_checkpoint_is_the_best(tracker: Tracker, run: OpenRun, folder: RunFolder) -> None:
+def test_one_checkpoint_is_the_best(tracker: MlflowRuns, run: OpenRun, folder: RunFolder) -> None:
     for step in (10, 20):
         event = saved(folder, step)
         tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
-    assert [(one.step, one.best) for one in tracker.models.list_checkpoints(run)] == [(10, False), (20, True)]
+    assert [(one.step, one.best) for one in tracker.models.list_checkpoints(run)] == [
+        (10, False),
+        (20, True),
+    ]
 
 
 def test_deleting_a_checkpoint_deletes_its_bytes(
-    tracker: Tracker, run: OpenRun, folder: RunFolder, uri: str, request: pytest.FixtureRequest, tmp_path: Path
+    tracker: MlflowRuns,
+    run: OpenRun,
+    folder: RunFolder,
+    uri: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> None:
-    stored = tmp_path / "artifacts" if uri.startswith("sqlite") else request.getfixturevalue("server").root / "served"
+    stored = (
+        tmp_path / "artifacts"
+        if uri.startswith("sqlite")
+        else request.getfixturevalue("server").root / "served"
+    )
     before = bytes_in(stored)
     for step in (10, 20):
         event = saved(folder, step, size=50_000)
@@ -209,7 +260,7 @@ def test_deleting_a_checkpoint_deletes_its_bytes(
 
 
 def test_a_folder_that_goes_during_its_upload_leaves_nothing(
-    tracker: Tracker, run: OpenRun, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    tracker: MlflowRuns, run: OpenRun, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event = saved(folder, 50)
     upload = tracker.models._upload
@@ -226,14 +277,18 @@ def test_a_folder_that_goes_during_its_upload_leaves_nothing(
     assert tracker.models.list_checkpoints(run) == []
 
 
-def test_a_checkpoint_beside_the_store_takes_no_second_copy_of_its_bytes(sqlite: str, tmp_path: Path) -> None:
-    tracker, folder = Tracker(sqlite), make_folder(tmp_path, sqlite)
+def test_a_checkpoint_beside_the_store_takes_no_second_copy_of_its_bytes(
+    sqlite: str, tmp_path: Path
+) -> None:
+    tracker, folder = MlflowRuns(sqlite), make_folder(tmp_path, sqlite)
     event = saved(folder, 50)
-    tracker.models.save_checkpoint(tracker.open_run(folder.identity, T0), event, folder.path / event.path, link(event))
+    tracker.models.save_checkpoint(
+        tracker.open_run(folder.identity, T0), event, folder.path / event.path, link(event)
+    )
     assert (folder.path / event.path / "state.pt").stat().st_nlink == 2
 
 
-def test_a_deleted_run_says_so(tracker: Tracker, run: OpenRun) -> None:
+def test_a_deleted_run_says_so(tracker: MlflowRuns, run: OpenRun) -> None:
     tracker.require_run(run.run_id)
     tracker._client.delete_run(run.run_id)
     with pytest.raises(RunGone):
@@ -243,19 +298,23 @@ def test_a_deleted_run_says_so(tracker: Tracker, run: OpenRun) -> None:
     assert refusal(raised.value)  # type: ignore[arg-type]
 
 
-def test_what_is_illegal_is_refused_and_a_dead_server_is_not_a_refusal(tracker: Tracker, run: OpenRun) -> None:
+def test_what_is_illegal_is_refused_and_a_dead_server_is_not_a_refusal(
+    tracker: MlflowRuns, run: OpenRun
+) -> None:
     with pytest.raises(Exception, match=r"(?i)invalid") as raised:
-        tracker.log_metrics(run.run_id, [Point("a(b)", 1.0, 0, 0)])
+        tracker.log_metrics(run.run_id, [MetricPoint("a(b)", 1.0, 0, 0)])
     assert refusal(raised.value)  # type: ignore[arg-type]
 
 
 def test_a_dead_server_is_no_refusal() -> None:
     with pytest.raises(Exception, match="failed with exception") as raised:
-        Tracker("http://127.0.0.1:9").list_runs()
+        MlflowRuns("http://127.0.0.1:9").list_runs()
     assert refusal(raised.value) is None  # type: ignore[arg-type]
 
 
-def test_a_deleted_experiment_says_what_to_do(tracker: Tracker, tmp_path: Path, uri: str) -> None:
+def test_a_deleted_experiment_says_what_to_do(
+    tracker: MlflowRuns, tmp_path: Path, uri: str
+) -> None:
     identity = make_folder(tmp_path, uri).identity
     gone = Identity(**{**vars(identity), "experiment": f"gone-{identity.uuid}"})
     tracker._client.delete_experiment(tracker.open_run(gone, T0).experiment_id)
@@ -264,18 +323,20 @@ def test_a_deleted_experiment_says_what_to_do(tracker: Tracker, tmp_path: Path, 
         tracker.open_run(other, T0)
 
 
-def test_unknown_names_say_so(tracker: Tracker) -> None:
+def test_unknown_names_say_so(tracker: MlflowRuns) -> None:
     with pytest.raises(TrackingError, match="no run is called"):
         tracker.find_run("it's nobody")
     with pytest.raises(TrackingError, match="no experiment is called"):
         tracker.list_runs("nothing")
 
 
-def test_nothing_is_left_in_the_current_directory(sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_in_the_current_directory(
+    sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    tracker, folder = Tracker(sqlite), make_folder(tmp_path, sqlite)
+    tracker, folder = MlflowRuns(sqlite), make_folder(tmp_path, sqlite)
     run = tracker.open_run(folder.identity, T0)
     tracker.log_artifact(run.run_id, folder.path / "run.json")
     assert list(here.iterdir()) == []
@@ -283,9 +344,12 @@ def test_nothing_is_left_in_the_current_directory(sqlite: str, tmp_path: Path, m
 
 
 def test_postgres_takes_a_batch_again_too(postgres: str, tmp_path: Path) -> None:
-    tracker, folder = Tracker(postgres), make_folder(tmp_path, postgres, artifact_root=str(tmp_path / "artifacts"))
+    tracker, folder = (
+        MlflowRuns(postgres),
+        make_folder(tmp_path, postgres, artifact_root=str(tmp_path / "artifacts")),
+    )
     run = tracker.open_run(folder.identity, T0)
-    batch = [*points(1000), Point("train/nan", math.nan, int(T0) * 1000, 1)]
+    batch = [*points(1000), MetricPoint("train/nan", math.nan, int(T0) * 1000, 1)]
     for _ in range(3):
         tracker.log_metrics(run.run_id, batch)
     tracker.log_metrics(run.run_id, points(1200))
@@ -293,7 +357,9 @@ def test_postgres_takes_a_batch_again_too(postgres: str, tmp_path: Path) -> None
     event = saved(folder, 50)
     for _ in range(2):
         tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
-    assert [point.step for point in tracker.history(run.run_id, "train/loss")] == list(range(1, 1201))
+    assert [point.step for point in tracker.history(run.run_id, "train/loss")] == list(
+        range(1, 1201)
+    )
     assert len(tracker.history(run.run_id, "train/nan")) == 1
     assert [one.status for one in tracker.models.list_checkpoints(run)] == ["READY"]
     assert tracker.open_run(folder.identity, T0).marks["train/loss"] == 1200
@@ -350,9 +416,11 @@ def test_processes_that_are_the_first_at_once_share_one_store(tmp_path: Path) ->
         assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_a_process_that_dies_while_it_makes_the_tables_leaves_a_store_for_the_next(tmp_path: Path) -> None:
+def test_a_process_that_dies_while_it_makes_the_tables_leaves_a_store_for_the_next(
+    tmp_path: Path,
+) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     died = subprocess.run([sys.executable, "-c", DYING, uri], check=False, timeout=60)
     assert died.returncode == 9
-    assert Tracker(uri).list_runs() == []
+    assert MlflowRuns(uri).list_runs() == []
     assert not list(tmp_path.glob(".setup-*"))

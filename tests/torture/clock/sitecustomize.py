@@ -10,13 +10,19 @@ import time
 from pathlib import Path
 
 REAL, BEGAN = time.time, time.monotonic()
-WORDS = {"recorder": "rankzero.tracking.recorder", "courier": "rankzero.tracking.courier", "launcher": "rankzero"}
+WORDS = {
+    "recorder": "rankzero.tracking.recorder",
+    "courier": "rankzero.tracking.courier",
+    "launcher": "rankzero",
+}
 
 
 def mine() -> list[tuple[str, float, float]]:
     """Return the jumps that are this process's: its name, after how many seconds, by how many."""
     told = [jump.split(":") for jump in os.environ.get("TORTURE_JUMPS", "").split()]
-    return [(who, float(after), float(by)) for who, after, by in told if WORDS[who] in sys.orig_argv]
+    return [
+        (who, float(after), float(by)) for who, after, by in told if WORDS[who] in sys.orig_argv
+    ]
 
 
 def jumped() -> float:

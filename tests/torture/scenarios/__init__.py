@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from torture.scenarios import checkpoints, crowds, disk, processes, ranks, search, server, signals, telemetry
+from torture.scenarios import (
+    checkpoints,
+    crowds,
+    disk,
+    processes,
+    ranks,
+    search,
+    server,
+    signals,
+    telemetry,
+)
 from torture.scenarios.training import Scenario
 
 SCENARIOS: dict[str, Scenario] = {

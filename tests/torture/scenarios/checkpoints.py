@@ -56,8 +56,12 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
         _is_refused(ground, run, damage)
         _put_back(run, whole)
     newest = _newest(run)
-    DAMAGES[ground.next_of(("truncated", "bit-flipped", "emptied", "zeroed"))](newest, ground.random, proof)
-    ground.run("resume", "run", f"train.steps={STEPS}", "train.keep=1")  # the damaged one must not outlive the others
+    DAMAGES[ground.next_of(("truncated", "bit-flipped", "emptied", "zeroed"))](
+        newest, ground.random, proof
+    )
+    ground.run(
+        "resume", "run", f"train.steps={STEPS}", "train.keep=1"
+    )  # the damaged one must not outlive the others
     _went_on_from(run, sorted(whole.glob("step_*"))[-2])
     finished(ground, reference)
 
@@ -73,7 +77,9 @@ def _one_before_is_offered(run: RunFolder, whole: Path, damage: str) -> None:
     path, _ = files.newest_intact(run.checkpoints)
     wanted = sorted(whole.glob("step_*"))[-2]
     if path is None or path.name != wanted.name:
-        raise Broken(f"corrupt: after {damage}, {path and path.name} is offered, wanted {wanted.name}")
+        raise Broken(
+            f"corrupt: after {damage}, {path and path.name} is offered, wanted {wanted.name}"
+        )
     if _content(path) != _content(wanted):
         raise Broken(f"corrupt: after {damage}, {path.name} is another")
 
@@ -107,7 +113,9 @@ def _is_refused(ground: Ground, run: RunFolder, damage: str) -> None:
     if proof.exists():
         raise Broken(f"executed: a resume from a checkpoint that is {damage} ran its code")
     if newest.name not in command.output.read_text():
-        raise Broken(f"wrong: a resume that is refused, {damage}, does not name {newest.name}: {command.tail()}")
+        raise Broken(
+            f"wrong: a resume that is refused, {damage}, does not name {newest.name}: {command.tail()}"
+        )
     promises.nobody_is_left(ground)
     promises.status_is(run, "FAILED")
 

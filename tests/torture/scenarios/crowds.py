@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankzero.catalog.lookup import folders
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from torture import curves, promises
 from torture.ground import DEADLINE_SECONDS, Broken, Command, Ground, wait_for
 from torture.promises import Curves
@@ -11,9 +11,14 @@ from torture.scenarios.training import TINY, ends, kill_one_of
 
 STEPS = 20
 SMALL = (
-    "--nproc", 1, f"train.steps={STEPS}", "train.log_every=4", "train.eval_every=10", "train.keep=1",
+    "--nproc",
+    1,
+    f"train.steps={STEPS}",
+    "train.log_every=4",
+    "train.eval_every=10",
+    "train.keep=1",
     "train.pictures=true",
-)  # fmt: skip
+)
 SECONDS_EACH = 30.0
 
 
@@ -36,8 +41,13 @@ def crowd(ground: Ground, _: Curves) -> None:
 
 def _all_end(commands: list[Command]) -> None:
     """Wait longer for many."""
-    if not wait_for(lambda: not any(one.running for one in commands), DEADLINE_SECONDS + SECONDS_EACH * len(commands)):
-        raise Broken(f"hang: {sum(one.running for one in commands)} of {len(commands)} runs have no end")
+    if not wait_for(
+        lambda: not any(one.running for one in commands),
+        DEADLINE_SECONDS + SECONDS_EACH * len(commands),
+    ):
+        raise Broken(
+            f"hang: {sum(one.running for one in commands)} of {len(commands)} runs have no end"
+        )
 
 
 def _one_has_the_name(named: list[Command]) -> None:
@@ -60,12 +70,14 @@ def _all_are_whole(ground: Ground, wanted: int) -> None:
         promises.nothing_is_lost(run, reference, steps=STEPS)
         promises.status_is(run, "FINISHED")
         promises.checkpoints_are_intact(run)
-    found = Tracker(ground.store).list_runs()
+    found = MlflowRuns(ground.store).list_runs()
     if len({one.run_id for one in found}) != wanted or len({one.name for one in found}) != wanted:
         raise Broken(f"lost: {wanted} runs were begun, MLflow has {len(found)}")
 
 
 def _none_was_refused(commands: list[Command], killed: bool) -> None:
-    locked = [command.tail() for command in commands if "database is locked" in command.output.read_text()]
+    locked = [
+        command.tail() for command in commands if "database is locked" in command.output.read_text()
+    ]
     if locked and not killed:
         raise Broken(f"lost: the store was locked: {locked[0]}")

@@ -12,7 +12,16 @@ from torture.disks import failing_disk as failing
 from torture.disks import small_disk
 from torture.ground import Ground
 from torture.promises import Curves
-from torture.scenarios.training import CLOCK, LATER, SLOW, at, at_a_random_moment, goes_on, the_run, unbegun
+from torture.scenarios.training import (
+    CLOCK,
+    LATER,
+    SLOW,
+    at,
+    at_a_random_moment,
+    goes_on,
+    the_run,
+    unbegun,
+)
 
 MOST_FULL = 8
 TAILS = {
@@ -43,7 +52,11 @@ def full_disk(ground: Ground, reference: Curves) -> None:
         promises.nobody_is_left(ground)
         if moment == "start" and unbegun(ground):
             return
-        goes_on(ground, reference, ("FINISHED",) if room and moment != "start" else ("FINISHED", "FAILED", "KILLED"))
+        goes_on(
+            ground,
+            reference,
+            ("FINISHED",) if room and moment != "start" else ("FINISHED", "FAILED", "KILLED"),
+        )
 
 
 def failing_disk(ground: Ground, reference: Curves) -> None:

@@ -130,4 +130,6 @@ def stopped_for_ever(ground: Ground, reference: Curves) -> None:
 def _is_named(ground: Ground, rank: int) -> None:
     ended = last_end(the_run(ground))
     if ended is None or f"rank {rank} is stopped" not in ended.reason:
-        raise Broken(f"wrong: rank {rank} was stopped, and the reason is {ended and ended.reason!r}")
+        raise Broken(
+            f"wrong: rank {rank} was stopped, and the reason is {ended and ended.reason!r}"
+        )

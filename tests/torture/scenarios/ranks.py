@@ -29,7 +29,13 @@ SITE = Path(__file__).parents[1] / "clock"
 
 def hurt_ranks(ground: Ground, reference: Curves) -> None:
     """One rank raises, has no memory, is NaN, at a random step: the run has failed, and goes on without that."""
-    words: tuple[object, ...] = ("train", CLOCK, *SETTINGS, "train.oom=fail", "train.hang_minutes=0.1")
+    words: tuple[object, ...] = (
+        "train",
+        CLOCK,
+        *SETTINGS,
+        "train.oom=fail",
+        "train.hang_minutes=0.1",
+    )
     for what, rank in itertools.islice(ground.turn.of(HURTS, HURTS_EACH), HURTS_EACH):
         _fails(ground, reference, words, what, rank)
         words = ("resume", "run")
@@ -37,7 +43,9 @@ def hurt_ranks(ground: Ground, reference: Curves) -> None:
     finished_by_itself(ground, reference)
 
 
-def _fails(ground: Ground, reference: Curves, words: tuple[object, ...], what: str, rank: int) -> None:
+def _fails(
+    ground: Ground, reference: Curves, words: tuple[object, ...], what: str, rank: int
+) -> None:
     """Begin an attempt, or go on, and have a rank hurt: it has failed, and nothing before that is lost or wrong."""
     begun = ground.the_run()
     at = 0 if begun is None else promises.checkpoints_are_intact(begun)
@@ -53,14 +61,18 @@ def _fails(ground: Ground, reference: Curves, words: tuple[object, ...], what: s
 
 def jumping_clock(ground: Ground, reference: Curves) -> None:
     """The clock jumps by hours, there and back, on a rank or both, in the recorder, the courier, the command."""
-    ground.environ["TORTURE_CLOCK"] = " ".join(f"{rank}:{_step(ground)}:{_hours(ground):.0f}" for rank in (-1, 0, 1))
+    ground.environ["TORTURE_CLOCK"] = " ".join(
+        f"{rank}:{_step(ground)}:{_hours(ground):.0f}" for rank in (-1, 0, 1)
+    )
     marks = ground.folder / "jumped"
     marks.mkdir()
     ground.environ |= {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(SITE), ground.environ.get("PYTHONPATH")))),
         "TORTURE_JUMPED": str(marks),
-        "TORTURE_JUMPS": " ".join(f"{who}:{ground.random.uniform(0.5, 8.0)}:{_hours(ground)}" for who in WATCHERS * 2),
-    }  # fmt: skip
+        "TORTURE_JUMPS": " ".join(
+            f"{who}:{ground.random.uniform(0.5, 8.0)}:{_hours(ground)}" for who in WATCHERS * 2
+        ),
+    }
     ground.run("train", CLOCK, *SETTINGS, "step_seconds=0.05")
     del ground.environ["TORTURE_JUMPS"]
     for path in sorted(marks.iterdir()):

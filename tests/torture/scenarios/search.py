@@ -9,7 +9,7 @@ import time
 from collections import Counter
 
 from rankzero.catalog.lookup import folders, last_end
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.tuning import next_trial
 from rankzero.tuning.study import Study, default_storage, find_study
 from rankzero.tuning.trial import Trial
@@ -21,9 +21,25 @@ from torture.scenarios.training import TINY
 NARROW = TINY.with_name("narrow.py")
 TRIALS = 4
 SEARCH = (
-    "search", NARROW, "train.epochs=4", "step_seconds=0.01", "goal.target=0.9999", "--nproc", 1, "--trials", TRIALS,
-    "--pruner", "none", "--no-probe", "--study", "s", "--seeds", 2, "--challengers", 1,
-)  # fmt: skip
+    "search",
+    NARROW,
+    "train.epochs=4",
+    "step_seconds=0.01",
+    "goal.target=0.9999",
+    "--nproc",
+    1,
+    "--trials",
+    TRIALS,
+    "--pruner",
+    "none",
+    "--no-probe",
+    "--study",
+    "s",
+    "--seeds",
+    2,
+    "--challengers",
+    1,
+)
 MOST_SITTINGS = 6
 
 
@@ -67,7 +83,11 @@ def shared_study(ground: Ground, _: Curves) -> None:
     workers += [ground.start(*words) for _ in range(company.workers - 1)]
     for number, who in enumerate(company.victims):
         time.sleep(ground.random.uniform(0.5, 6.0))
-        _kill(ground, workers[0] if who == "a leader" else workers[1 + number], f"{who} of {company.workers}")
+        _kill(
+            ground,
+            workers[0] if who == "a leader" else workers[1 + number],
+            f"{who} of {company.workers}",
+        )
     for worker in workers:
         worker.wait()
     promises.nobody_is_left(ground)
@@ -108,9 +128,13 @@ def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
     trials = study.trials()
     counted = next_trial.ended(trials, study.abandoned)
     if next_trial.running(trials):
-        raise Broken(f"wrong status: trials {[one.number for one in next_trial.running(trials)]} are RUNNING")
+        raise Broken(
+            f"wrong status: trials {[one.number for one in next_trial.running(trials)]} are RUNNING"
+        )
     if len(counted) != wanted:
-        raise Broken(f"lost: {wanted} trials were asked for, {len(counted)} count: {[one.state for one in trials]}")
+        raise Broken(
+            f"lost: {wanted} trials were asked for, {len(counted)} count: {[one.state for one in trials]}"
+        )
     _each_has_a_run(ground, counted)
     if not study.facts.get("sentence"):
         raise Broken("lost: there is no verdict")
@@ -119,14 +143,18 @@ def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
 
 def _each_has_a_run(ground: Ground, counted: list[Trial]) -> None:
     """No trial counts twice: neither its run nor its configuration, and MLflow has it as the study does."""
-    status = {run.name: run.status for run in Tracker(ground.store).list_runs()}
+    status = {run.name: run.status for run in MlflowRuns(ground.store).list_runs()}
     for name, times in Counter(str(trial.facts.get("run")) for trial in counted).items():
         if times != 1 or name not in status:
-            raise Broken(f"wrong: {times} trials have the run {name}, which MLflow has as {status.get(name)}")
+            raise Broken(
+                f"wrong: {times} trials have the run {name}, which MLflow has as {status.get(name)}"
+            )
     for trial in counted:
         if trial.state == "COMPLETE" and status[str(trial.facts["run"])] != "FINISHED":
             raise Broken(f"wrong status: trial {trial.number} is COMPLETE, its run is not FINISHED")
-    for parameters, times in Counter(repr(sorted(trial.parameters.items())) for trial in counted).items():
+    for parameters, times in Counter(
+        repr(sorted(trial.parameters.items())) for trial in counted
+    ).items():
         if times != 1:
             raise Broken(f"wrong: {times} trials count for {parameters}")
 
@@ -135,6 +163,6 @@ def _all_have_ended(ground: Ground) -> None:
     endless = [run.path.name for run in folders(ground.runs_folder) if last_end(run) is None]
     if endless:
         raise Broken(f"wrong status: no end in the journals of {', '.join(endless)}")
-    finished = next(run.status for run in Tracker(ground.store).list_runs() if run.name == "s")
+    finished = next(run.status for run in MlflowRuns(ground.store).list_runs() if run.name == "s")
     if finished != "FINISHED":
         raise Broken(f"wrong status: the study's run is {finished}")

@@ -40,7 +40,10 @@ UNHURRIED = "step_seconds=0.25"
 """A training of most of a minute: a courier sends every five seconds."""
 MEET_SECONDS = 45.0
 """How long a fault waits for somebody to meet it: a writer waits for a lock half of it."""
-BLOWS = (*((mode, EVERYTHING) for mode in MODES), *((mode, UPLOADS) for mode in ("500", "half", "close", "hang")))
+BLOWS = (
+    *((mode, EVERYTHING) for mode in MODES),
+    *((mode, UPLOADS) for mode in ("500", "half", "close", "hang")),
+)
 BLOWS_EACH = 5
 MOST_LOCKS, MOST_FULL = 4, 8
 AWAY = ("refuse", "hang", "500", "429", "garbage", "empty", "login", "slow")
@@ -52,7 +55,9 @@ def bad_server(ground: Ground, reference: Curves) -> None:
         blows = ground.turn.of(BLOWS, BLOWS_EACH)
         if ground.random.random() < 0.3:  # from the very start
             proxy.misbehave(*next(blows))
-        command = ground.start("train", TINY, *named(ground), UNHURRIED, "--tracking-uri", proxy.uri)
+        command = ground.start(
+            "train", TINY, *named(ground), UNHURRIED, "--tracking-uri", proxy.uri
+        )
         while command.busy():
             _until_met(ground, command, proxy)
             time.sleep(ground.random.uniform(0.5, 2.0))
@@ -78,7 +83,9 @@ def killed_server(ground: Ground, reference: Curves) -> None:
     """SIGKILL of MLflow's server, again and again; it comes back on the same store during the run, or only later."""
     with Server(ground.folder / "server", ground.empty) as server:
         command = ground.start("train", CLOCK, *SLOW, "--tracking-uri", server.uri)
-        moment, ways = ground.next_pair(MOMENTS, (("soon",), ("later",), ("soon", "soon"), ("soon", "later")))
+        moment, ways = ground.next_pair(
+            MOMENTS, (("soon",), ("later",), ("soon", "soon"), ("soon", "later"))
+        )
         at(ground, command, moment)
         for back, when in zip(ways, (f"at {moment}", "once more"), strict=False):
             server.kill()
@@ -99,7 +106,9 @@ def server_away(ground: Ground, reference: Curves) -> None:
     with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
         mode = ground.next_of(AWAY)
         proxy.misbehave(mode)
-        command = ground.start("train", TINY, *named(ground), "step_seconds=0.06", "--tracking-uri", proxy.uri)
+        command = ground.start(
+            "train", TINY, *named(ground), "step_seconds=0.06", "--tracking-uri", proxy.uri
+        )
         ends(command, 0)
         _ends_within_the_grace(ground, command)
         promises.nobody_is_left(ground, SLOW_SECONDS if mode == "slow" else ORPHAN_SECONDS)
@@ -117,7 +126,9 @@ def full_server_disk(ground: Ground, reference: Curves) -> None:
     """The disk of MLflow's server is full for a while: it answers with errors, and gets everything later."""
     root = ground.folder / "server"
     with small_disk(root) as disk, Server(root, ground.empty) as server:
-        command = ground.start("train", CLOCK, *SLOW, "step_seconds=0.05", "--tracking-uri", server.uri)
+        command = ground.start(
+            "train", CLOCK, *SLOW, "step_seconds=0.05", "--tracking-uri", server.uri
+        )
         _fill_now_and_then(ground, command, disk, "the server's disk full")
         finished(ground, reference)
 
@@ -128,7 +139,12 @@ def full_store_disk(ground: Ground, reference: Curves) -> None:
     with small_disk(root) as disk:
         (root / "mlflow.db").write_bytes(ground.empty.read_bytes())
         command = ground.start(
-            "train", CLOCK, *SLOW, "step_seconds=0.05", "--tracking-uri", f"sqlite:///{root / 'mlflow.db'}"
+            "train",
+            CLOCK,
+            *SLOW,
+            "step_seconds=0.05",
+            "--tracking-uri",
+            f"sqlite:///{root / 'mlflow.db'}",
         )
         _fill_now_and_then(ground, command, disk, "the store's disk full")
         finished(ground, reference)
@@ -157,9 +173,13 @@ def _fill_now_and_then(ground: Ground, command: Command, disk: Disk, what: str) 
 def _ends_within_the_grace(ground: Ground, command: Command) -> None:
     """The command ends soon after its training, whose server does not answer, or takes long for each answer."""
     at, allowed = command.ended, GRACE_SECONDS + SLACK_SECONDS
-    ended = [event.time for event in read_all(the_run(ground).events) if isinstance(event, RunEnded)]
+    ended = [
+        event.time for event in read_all(the_run(ground).events) if isinstance(event, RunEnded)
+    ]
     if at - ended[-1] > allowed:
-        raise Broken(f"hang: the command ended {at - ended[-1]:.0f} s after its training, wanted {allowed:.0f} s")
+        raise Broken(
+            f"hang: the command ended {at - ended[-1]:.0f} s after its training, wanted {allowed:.0f} s"
+        )
 
 
 def _until_met(ground: Ground, command: Command, proxy: Proxy) -> None:
@@ -175,7 +195,9 @@ def _until_met(ground: Ground, command: Command, proxy: Proxy) -> None:
 
 def _lock(ground: Ground, command: Command, what: str, met: Callable[[Delivery], bool]) -> None:
     """Keep everybody else out of the database until a writer has met that: only then it is a fault."""
-    with contextlib.closing(sqlite3.connect(ground.database, timeout=1, isolation_level=None)) as other:
+    with contextlib.closing(
+        sqlite3.connect(ground.database, timeout=1, isolation_level=None)
+    ) as other:
         try:
             other.execute("BEGIN EXCLUSIVE")
         except sqlite3.OperationalError:

@@ -68,21 +68,33 @@ class Blow:
 
 def at_both_moments(*blows: Blow) -> tuple[Blow, ...]:
     """Return the same blows amid steps and amid evaluations."""
-    return tuple(dataclasses.replace(blow, evaluating=amid) for blow in blows for amid in (False, True))
+    return tuple(
+        dataclasses.replace(blow, evaluating=amid) for blow in blows for amid in (False, True)
+    )
 
 
 ONCE = at_both_moments(
-    Blow(signal.SIGTERM), Blow(signal.SIGINT), Blow(signal.SIGHUP), Blow(signal.SIGUSR1),
-    Blow(signal.SIGTERM, "rank 0"), Blow(signal.SIGINT, "rank 0"), Blow(signal.SIGUSR1, "rank 0"),
-    Blow(signal.SIGTERM, "other rank"), Blow(signal.SIGINT, "other rank"), Blow(signal.SIGHUP, "other rank"),
+    Blow(signal.SIGTERM),
+    Blow(signal.SIGINT),
+    Blow(signal.SIGHUP),
+    Blow(signal.SIGUSR1),
+    Blow(signal.SIGTERM, "rank 0"),
+    Blow(signal.SIGINT, "rank 0"),
+    Blow(signal.SIGUSR1, "rank 0"),
+    Blow(signal.SIGTERM, "other rank"),
+    Blow(signal.SIGINT, "other rank"),
+    Blow(signal.SIGHUP, "other rank"),
     Blow(signal.SIGUSR1, "other rank"),
-)  # fmt: skip
+)
 TWICE = at_both_moments(
-    Blow(signal.SIGTERM, times=2), Blow(signal.SIGINT, times=2), Blow(signal.SIGUSR1, "rank 0", times=2),
-    Blow(signal.SIGTERM, "rank 0", times=2), Blow(signal.SIGHUP, "other rank", times=2),
+    Blow(signal.SIGTERM, times=2),
+    Blow(signal.SIGINT, times=2),
+    Blow(signal.SIGUSR1, "rank 0", times=2),
+    Blow(signal.SIGTERM, "rank 0", times=2),
+    Blow(signal.SIGHUP, "other rank", times=2),
     Blow(signal.SIGTERM, times=2, words=("--max-restarts", 3)),
     Blow(signal.SIGINT, times=2, words=("--max-restarts", 3)),
-)  # fmt: skip
+)
 EDGES = (Blow(signal.SIGTERM), Blow(signal.SIGINT), Blow(signal.SIGHUP), Blow(signal.SIGUSR1))
 
 
@@ -110,7 +122,9 @@ def signals_twice(ground: Ground, reference: Curves) -> None:
     promises.nobody_is_left(ground)
     status = stands(ground, reference, ("KILLED", "FAILED"))
     if command.wait() not in CODES[status]:
-        raise Broken(f"wrong status: exit code {command.wait()} of a run that is {status}: {command.tail()}")
+        raise Broken(
+            f"wrong status: exit code {command.wait()} of a run that is {status}: {command.tail()}"
+        )
     _was_begun_once(ground)
     goes_on(ground, reference, (status,), settings=("evaluation_seconds=0",))
 
@@ -142,10 +156,14 @@ def late_signals(ground: Ground, reference: Curves) -> None:
     """
     blow = ground.next_of(EDGES)
     with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
-        command = ground.start("train", TINY, *named(ground), "step_seconds=0.03", "--tracking-uri", proxy.uri)
+        command = ground.start(
+            "train", TINY, *named(ground), "step_seconds=0.03", "--tracking-uri", proxy.uri
+        )
         wait_for(lambda: not command.running or _steps(ground) > STEPS - FURTHEST)
         proxy.misbehave("slow")
-        wait_for(lambda: not command.running or (_has_ended(ground) and "rank 0" not in ground.roles()))
+        wait_for(
+            lambda: not command.running or (_has_ended(ground) and "rank 0" not in ground.roles())
+        )
         time.sleep(ground.random.uniform(0.6, 1.5))  # the agent looks for them every half second
         if command.running:
             _strike(ground, blow, "after the training")
@@ -162,7 +180,10 @@ def _amid(ground: Ground, command: Command, blow: Blow) -> None:
         _amid_the_training(ground, command)
         return
     ground.evaluating.unlink(missing_ok=True)
-    if not wait_for(lambda: not command.running or ground.evaluating.exists()) or not command.running:
+    if (
+        not wait_for(lambda: not command.running or ground.evaluating.exists())
+        or not command.running
+    ):
         raise Broken(f"error: no evaluation was to be seen: {command.tail()}")
     time.sleep(ground.random.uniform(0.0, 0.9 * EVALUATION_SECONDS))
 
@@ -201,7 +222,9 @@ def _ends_soon(command: Command, *codes: int) -> int:
     code = command.wait()
     took = time.monotonic() - began
     if code not in codes:
-        raise Broken(f"wrong status: exit code {code}, wanted {' or '.join(map(str, codes))}: {command.tail()}")
+        raise Broken(
+            f"wrong status: exit code {code}, wanted {' or '.join(map(str, codes))}: {command.tail()}"
+        )
     if took > STOP_SECONDS:
         raise Broken(f"hang: the command ended {took:.0f} s after it was told to: {command.tail()}")
     return code
@@ -213,11 +236,17 @@ def _stopped_where_it_was(ground: Ground, reference: Curves) -> None:
     run = the_run(ground)
     promises.arrived_by_itself(run)
     stands(ground, reference, ("KILLED",))
-    step, last, ended = promises.checkpoints_are_intact(run), max(promises.journaled(run), default=0), last_end(run)
+    step, last, ended = (
+        promises.checkpoints_are_intact(run),
+        max(promises.journaled(run), default=0),
+        last_end(run),
+    )
     if step != last or last in (0, STEPS):
         raise Broken(f"lost: stopped at step {last}, the newest checkpoint is of step {step}")
     if ended is None or not ended.reason.startswith("stopped by "):
-        raise Broken(f"wrong: the run was told to stop, and its reason is {ended and ended.reason!r}")
+        raise Broken(
+            f"wrong: the run was told to stop, and its reason is {ended and ended.reason!r}"
+        )
 
 
 def _was_begun_once(ground: Ground) -> None:

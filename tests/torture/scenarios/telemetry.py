@@ -43,7 +43,9 @@ def _is_told(run: RunFolder, wanted: str, times: int, kind: str) -> None:
     told = [event.text for event in events if isinstance(event, Noticed) and "GPU" in event.text]
     if len(told) != times or any(wanted not in text for text in told):
         raise Broken(f"lost: {kind}: told {told}, wanted {wanted!r} {times} times")
-    sampled = {name for event in events if isinstance(event, SystemSampled) for name in event.metrics}
+    sampled = {
+        name for event in events if isinstance(event, SystemSampled) for name in event.metrics
+    }
     if (kind != "absent" and kind != "not loaded") != any("gpu_0_" in name for name in sampled):
         raise Broken(f"lost: {kind}: the samples are {sorted(sampled)}")
 
@@ -76,7 +78,11 @@ def _fails(ground: Ground) -> dict[str, str]:
 
 def _lost(ground: Ground) -> dict[str, str]:
     error = ground.random.choice((GPU_IS_LOST, RESET_REQUIRED))
-    return {**_stub(ground), **card(0), **card(1, nvmlDeviceGetTemperature=_after_a_while(ground, error))}
+    return {
+        **_stub(ground),
+        **card(0),
+        **card(1, nvmlDeviceGetTemperature=_after_a_while(ground, error)),
+    }
 
 
 def _divided(ground: Ground) -> dict[str, str]:

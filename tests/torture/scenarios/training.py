@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
 from torture import promises
@@ -29,9 +29,18 @@ SHORT = ("evaluation", "upload")
 EVALUATION_SECONDS = 0.3
 """What an evaluation takes where it is to be hit: on both ranks, for each batch."""
 SETTINGS = (
-    "--run-name", "run", "--nproc", 2, "step_seconds=0.01", "dropout=0.2", f"train.steps={STEPS}", "train.log_every=4",
-    f"train.eval_every={EVERY}", "train.keep=2", "train.pictures=true",
-)  # fmt: skip
+    "--run-name",
+    "run",
+    "--nproc",
+    2,
+    "step_seconds=0.01",
+    "dropout=0.2",
+    f"train.steps={STEPS}",
+    "train.log_every=4",
+    f"train.eval_every={EVERY}",
+    "train.keep=2",
+    "train.pictures=true",
+)
 SLOW = (*SETTINGS, f"evaluation_seconds={EVALUATION_SECONDS}")
 """For `CLOCK`."""
 GATHERED, LOADED = (), ("listed=true", "train.workers=2")
@@ -119,7 +128,9 @@ def finished(ground: Ground, reference: Curves) -> None:
     promises.nothing_is_lost(run, reference, steps=STEPS)
     promises.status_is(run, "FINISHED")
     promises.checkpoints_are_intact(run)
-    promises.nobody_saw_a_traceback(ground)  # here, too: some disks are there only as long as the scenario
+    promises.nobody_saw_a_traceback(
+        ground
+    )  # here, too: some disks are there only as long as the scenario
 
 
 def finished_by_itself(ground: Ground, reference: Curves) -> None:
@@ -134,13 +145,15 @@ def unbegun(ground: Ground) -> bool:
     run = ground.the_run()
     if run is not None and run.events.exists():
         return False
-    names = [record.name for record in Tracker(ground.store).list_runs()]
+    names = [record.name for record in MlflowRuns(ground.store).list_runs()]
     if names:
         raise Broken(f"lost: MLflow has {names}, and there is no journal")
     return True
 
 
-def stands(ground: Ground, reference: Curves, allowed: tuple[str, ...], spoiled: int | None = None) -> str:
+def stands(
+    ground: Ground, reference: Curves, allowed: tuple[str, ...], spoiled: int | None = None
+) -> str:
     """What there is of the run is true and whole; return its status, one of `allowed`."""
     run = the_run(ground)
     if not run.events.exists():
@@ -150,7 +163,9 @@ def stands(ground: Ground, reference: Curves, allowed: tuple[str, ...], spoiled:
     promises.nobody_saw_a_traceback(ground)
     status = promises.status_is(run, *allowed)
     if status == "FINISHED" and len(promises.journaled(run)) < STEPS:
-        raise Broken(f"wrong status: FINISHED after {len(promises.journaled(run))} of {STEPS} steps")
+        raise Broken(
+            f"wrong status: FINISHED after {len(promises.journaled(run))} of {STEPS} steps"
+        )
     return status
 
 

@@ -67,7 +67,9 @@ def folder(tmp_path: Path, silent: Silent) -> RunFolder:
     append(made, started(), ended())
     save = functools.partial(torch.save, {"model": experiment.model().state_dict()})
     files.write(files.folder_of(made.checkpoints, 4), save, 4, {"val/accuracy": 0.9}, False)
-    state.save(state.path_of(made, 0), state.Progress(run_id="a" * 32, experiment_id="1", ended=True))
+    state.save(
+        state.path_of(made, 0), state.DeliveryState(run_id="a" * 32, experiment_id="1", ended=True)
+    )
     return made
 
 
@@ -88,10 +90,14 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_is_left(
     assert folder.late_model.exists(), "sync is to know"
 
 
-def test_who_is_told_to_stop_does_not_wait_for_the_best_model(folder: RunFolder, silent: Silent) -> None:
+def test_who_is_told_to_stop_does_not_wait_for_the_best_model(
+    folder: RunFolder, silent: Silent
+) -> None:
     told: list[str] = []
     best_model.in_new_process(folder, told.append, silent.asked.is_set, LONG)
-    assert [f"told to stop; rankzero sync {folder.path.name} does it" in line for line in told] == [True]
+    assert [f"told to stop; rankzero sync {folder.path.name} does it" in line for line in told] == [
+        True
+    ]
 
 
 def test_code_that_does_not_hear_sigterm_is_ended_all_the_same(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.training.checkpoints import mlflow_model
 from support.runs import T0, make_folder
 
@@ -36,7 +36,7 @@ def log(sqlite: str, tmp_path: Path) -> Callable[..., Any]:
     """Log a model and load it again, as anybody would."""
     import mlflow.pytorch
 
-    tracker, folder = Tracker(sqlite), make_folder(tmp_path, sqlite)
+    tracker, folder = MlflowRuns(sqlite), make_folder(tmp_path, sqlite)
     run = tracker.open_run(folder.identity, T0)
 
     def log_and_load(model: nn.Module, example: Any) -> Any:
@@ -53,7 +53,9 @@ def log(sqlite: str, tmp_path: Path) -> Callable[..., Any]:
 
 
 def test_a_traced_model_takes_batches_of_any_size(log: Callable[..., Any]) -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(4 * 36, 10))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(4 * 36, 10)
+    )
     loaded, kind = log(model, torch.randn(1, 1, 8, 8))
     assert kind == "pt2"
     assert model.training, "the model is left as it was"
@@ -76,15 +78,21 @@ def test_several_inputs_and_other_types(log: Callable[..., Any]) -> None:
 
 
 def test_what_a_cut_upload_has_left_is_no_best_model(sqlite: str, tmp_path: Path) -> None:
-    tracker, folder = Tracker(sqlite), make_folder(tmp_path, sqlite)
+    tracker, folder = MlflowRuns(sqlite), make_folder(tmp_path, sqlite)
     run = tracker.open_run(folder.identity, T0)
     tags = {"rankzero.model": "best", "rankzero.step": "9"}
     tracker._client.create_logged_model(
-        run.experiment_id, name="best_model", source_run_id=run.run_id, tags=tags, model_type="pytorch"
+        run.experiment_id,
+        name="best_model",
+        source_run_id=run.run_id,
+        tags=tags,
+        model_type="pytorch",
     )
     assert tracker.models.best_model(run) is None
     whole = mlflow_model.log_model(
         tracker, run, nn.Linear(3, 3), torch.randn(2, 3), step=9, name="best_model", tags=tags
     )
     assert tracker.models.best_model(run) == whole
-    assert [model.model_id for model in tracker.models._models(run, "pytorch")] == [whole], "what was left is gone"
+    assert [model.model_id for model in tracker.models._models(run, "pytorch")] == [whole], (
+        "what was left is gone"
+    )

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
 from rankzero.experiment import Goal
 from rankzero.training.checkpoints import files, host_copy, manifest, writer
-from rankzero.training.checkpoints.manifest import FORMAT, MANIFEST, STATE, BrokenCheckpoint, Manifest
+from rankzero.training.checkpoints.manifest import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    BrokenCheckpoint,
+    Manifest,
+)
 from rankzero.training.checkpoints.writer import Checkpoints
 
 GOAL = Goal("val/loss", "min")
@@ -27,12 +33,16 @@ def saved(folder: Path, losses: dict[int, float | None], keep: int = 1) -> list[
     events: list[Event] = []
     for step, loss in losses.items():
         metrics = {} if loss is None else {"val/loss": loss}
-        events += checkpoints.save({"weights": torch.full((3,), float(step))}, step, metrics, best=False)
+        events += checkpoints.save(
+            {"weights": torch.full((3,), float(step))}, step, metrics, best=False
+        )
     return [*events, *checkpoints.close()]
 
 
 def steps_in(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("step_")) for path in sorted((folder / "checkpoints").iterdir())]
+    return [
+        int(path.name.removeprefix("step_")) for path in sorted((folder / "checkpoints").iterdir())
+    ]
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
@@ -40,7 +50,9 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, 1, GOAL)
     checkpoints.save(state, 7, {"val/loss": 0.5}, True)
     (event,) = checkpoints.close()
-    assert event == CheckpointSaved(event.time, 7, "checkpoints/step_00000007", True, {"val/loss": 0.5})
+    assert event == CheckpointSaved(
+        event.time, 7, "checkpoints/step_00000007", True, {"val/loss": 0.5}
+    )
     loaded = files.load(tmp_path / event.path)
     assert torch.equal(loaded["a"]["b"][0], torch.arange(5))
     assert loaded["a"]["b"][1:] == [1.5, None, "x"] and loaded["n"] == 3
@@ -68,7 +80,9 @@ def test_the_best_and_the_last_are_kept(tmp_path: Path) -> None:
     st.integers(0, 4),
     st.sampled_from(["min", "max"]),
 )
-def test_retention_keeps_the_last_and_the_best(values: list[float | None], keep: int, mode: Any) -> None:
+def test_retention_keeps_the_last_and_the_best(
+    values: list[float | None], keep: int, mode: Any
+) -> None:
     goal = Goal("val/loss", mode)
     manifests = {
         Path(str(step)): Manifest(step, {} if value is None else {"val/loss": value}, False, {})
@@ -113,10 +127,14 @@ def test_a_broken_checkpoint_decides_on_no_deletion(tmp_path: Path, damage: str)
     _damage(tmp_path / "checkpoints/step_00000100", damage)
     saved(tmp_path, {60: 0.4})
     assert steps_in(tmp_path) == [60, 100]
-    assert files.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000060"
+    assert (
+        files.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000060"
+    )
     assert files.best(tmp_path / "checkpoints", GOAL) == tmp_path / "checkpoints/step_00000060"
     saved(tmp_path, {70: 0.9})
-    assert steps_in(tmp_path) == [60, 70, 100], "the best one that is intact, the last, and the broken one, to look at"
+    assert steps_in(tmp_path) == [60, 70, 100], (
+        "the best one that is intact, the last, and the broken one, to look at"
+    )
     saved(tmp_path, {100: 0.2, 110: 0.3})
     assert steps_in(tmp_path) == [100, 110], "written again, it counts"
 
@@ -182,14 +200,25 @@ def test_a_planted_pickle_writes_nothing(tmp_path: Path, place: str) -> None:
 
 def sealed(fields: dict[str, Any]) -> str:
     """Return what a manifest's file would say, had it been written so."""
-    return manifest.text(Manifest(**{name: value for name, value in fields.items() if name != "seal"}))
+    return manifest.text(
+        Manifest(**{name: value for name, value in fields.items() if name != "seal"})
+    )
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"step": 90}, {"metrics": {"val/loss": 0.0}}, {"best": True}, {"world_size": 64}, {"torch": "9"}, {"seal": None}],
+    [
+        {"step": 90},
+        {"metrics": {"val/loss": 0.0}},
+        {"best": True},
+        {"world_size": 64},
+        {"torch": "9"},
+        {"seal": None},
+    ],
 )
-def test_an_altered_manifest_is_passed_over_and_deletes_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_an_altered_manifest_is_passed_over_and_deletes_nothing(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     saved(tmp_path, {1: 0.3, 2: 0.2}, keep=1)
     first = tmp_path / "checkpoints/step_00000001"
     saved(tmp_path, {3: 0.1}, keep=3)
@@ -206,15 +235,28 @@ def test_an_altered_manifest_is_passed_over_and_deletes_nothing(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     "change",
-    [{"files": {STATE: 5}}, {"step": "2"}, {"step": -1}, {"step": True}, {"metrics": {"val/loss": "low"}},
-     {"metrics": []}, {"world_size": 0}, {"world_size": 2.0}, {"best": 1}],
-)  # fmt: skip
-def test_a_manifest_whose_values_are_none_of_ours_is_broken(tmp_path: Path, change: dict[str, Any]) -> None:
+    [
+        {"files": {STATE: 5}},
+        {"step": "2"},
+        {"step": -1},
+        {"step": True},
+        {"metrics": {"val/loss": "low"}},
+        {"metrics": []},
+        {"world_size": 0},
+        {"world_size": 2.0},
+        {"best": 1},
+    ],
+)
+def test_a_manifest_whose_values_are_none_of_ours_is_broken(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     saved(tmp_path, {1: 0.1, 2: 0.2})
     newest = tmp_path / "checkpoints/step_00000002"
     fields = json.loads((newest / MANIFEST).read_text())
     (newest / MANIFEST).write_text(sealed({**fields, **change}))
-    assert files.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000001"
+    assert (
+        files.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000001"
+    )
     assert files.best(tmp_path / "checkpoints", GOAL) is not None
 
 
@@ -237,7 +279,9 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str
     (newest / MANIFEST).write_text(sealed(fields))
     with pytest.raises(BrokenCheckpoint, match="no file of its own"):
         files.load(newest)
-    assert files.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000001"
+    assert (
+        files.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000001"
+    )
 
 
 def test_a_manifest_that_vouches_for_nothing_and_a_link_are_broken(tmp_path: Path) -> None:
@@ -255,13 +299,17 @@ def test_a_manifest_that_vouches_for_nothing_and_a_link_are_broken(tmp_path: Pat
 
 
 @pytest.mark.parametrize("more", [{}, {"shards": 8}])
-def test_a_checkpoint_of_a_newer_version_is_named_and_passed_over(tmp_path: Path, more: dict[str, int]) -> None:
+def test_a_checkpoint_of_a_newer_version_is_named_and_passed_over(
+    tmp_path: Path, more: dict[str, int]
+) -> None:
     saved(tmp_path, {1: 0.1, 2: 0.2})
     newest = tmp_path / "checkpoints/step_00000002"
     fields = json.loads((newest / MANIFEST).read_text())
     newer = {**fields, **more, "format": FORMAT + 1}
     (newest / MANIFEST).write_text(json.dumps(newer))
-    with pytest.raises(BrokenCheckpoint, match=r"newer version of rankzero \(format 3, .*: update rankzero"):
+    with pytest.raises(
+        BrokenCheckpoint, match=r"newer version of rankzero \(format 3, .*: update rankzero"
+    ):
         files.load(newest)
     path, (problem,) = files.newest_intact(tmp_path / "checkpoints")
     assert path == tmp_path / "checkpoints/step_00000001" and "newer version" in problem
@@ -305,7 +353,9 @@ def test_a_step_that_is_saved_again_is_there_whenever_it_is_killed(
     assert steps_in(tmp_path) == [7]
 
 
-def test_a_step_that_cannot_be_saved_again_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_saved_again_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(tmp_path, {7: None})
     plain = Path.rename
 
@@ -326,7 +376,9 @@ def test_nothing_that_is_planted_is_put_back(tmp_path: Path) -> None:
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "checkpoints"
     saved(elsewhere, {7: None})
     folder.mkdir()
-    (folder / f"{files.REPLACED}step_00000007").symlink_to(elsewhere / "checkpoints" / "step_00000007")
+    (folder / f"{files.REPLACED}step_00000007").symlink_to(
+        elsewhere / "checkpoints" / "step_00000007"
+    )
     assert files.newest_intact(folder) == (None, [])
 
 
@@ -347,12 +399,16 @@ def test_a_deletion_that_fails_hides_no_checkpoint_and_is_told_once(
         if not ignore_errors:
             raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(*((writer, "_set_aside") if fails == "rename" else (shutil, "rmtree")), refuse)
+    monkeypatch.setattr(
+        *((writer, "_set_aside") if fails == "rename" else (shutil, "rmtree")), refuse
+    )
     problems: list[str] = []
     checkpoints = Checkpoints(tmp_path, 1, GOAL, notice=problems.append)
     events: list[Event] = []
     for step in range(1, 5):
-        events += checkpoints.save({"weights": torch.zeros(3)}, step, {"val/loss": float(step)}, False)
+        events += checkpoints.save(
+            {"weights": torch.zeros(3)}, step, {"val/loss": float(step)}, False
+        )
     events += checkpoints.close()
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [1, 2, 3, 4]
     gone = [event.step for event in events if isinstance(event, CheckpointDeleted)]
@@ -376,9 +432,9 @@ def test_a_copy_has_arrived_when_that_of_every_gpu_has(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "device", lambda gpu: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: f"of {gpu}")
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert host_copy.Staged("state", host_copy.recorded(gpus)).wait() == "state"
+    assert host_copy.PendingCopy("state", host_copy.recorded(gpus)).wait() == "state"
     assert waited == ["of cuda:0", "of cuda:1"]
-    assert host_copy.Staging().copy({"x": torch.zeros(1)}).arrived == []
+    assert host_copy.HostCopier().copy({"x": torch.zeros(1)}).arrived == []
 
 
 @given(st.integers(0, 10**6))

@@ -19,8 +19,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from rankzero.experiment import Experiment
 from rankzero.training.data.batch import rows_of, samples_in, to_device
-from rankzero.training.data.loader import Feed, loader_workers
-from rankzero.training.data.order import Plan
+from rankzero.training.data.loader import BatchLoader, loader_workers
+from rankzero.training.data.order import BatchOrder
 
 CPU = torch.device("cpu")
 
@@ -35,13 +35,13 @@ class Noise(Dataset[Tensor]):
         return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
 
 
-def feed(dataset: Any, workers: int = 0) -> Feed:
-    return Feed(dataset, CPU, seed=3, workers=workers, collate=default_collate)
+def feed(dataset: Any, workers: int = 0) -> BatchLoader:
+    return BatchLoader(dataset, CPU, seed=3, workers=workers, collate=default_collate)
 
 
 def drawn(workers: int, world_size: int, micro_batch: int, first_step: int = 0) -> dict[tuple[int, int], list[float]]:
     """Return each item's values by (step, index), over all ranks."""
-    plan = Plan(samples=20, batch_size=8, micro_batch=micro_batch, world_size=world_size, seed=3)
+    plan = BatchOrder(samples=20, batch_size=8, micro_batch=micro_batch, world_size=world_size, seed=3)
     found = {}
     for rank in range(world_size):
         batches = feed(Noise(), workers).train(plan, rank, first_step, 5)
@@ -65,13 +65,13 @@ def test_loading_leaves_the_models_randomness_alone() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    next(feed(Noise()).train(Plan(20, 8, 8, 1, 3), 0, 0, 1))
+    next(feed(Noise()).train(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1))
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_tensor_data_set_is_gathered_batch_by_batch() -> None:
     dataset = TensorDataset(torch.arange(20.0), torch.arange(20))
-    plan = Plan(20, 8, 4, 2, 0)
+    plan = BatchOrder(20, 8, 4, 2, 0)
     for rank in (0, 1):
         x, y = next(feed(dataset).train(plan, rank, 0, 1))
         assert x.tolist() == y.tolist() == plan.micro_batches(0, rank)[0].tolist()
@@ -83,8 +83,8 @@ def test_a_collate_of_ones_own_is_used_whatever_the_data_set() -> None:
             return torch.stack([value + 100 for (value,) in samples])
 
     def first(experiment: Experiment) -> Any:
-        mine = Feed(TensorDataset(torch.arange(20)), CPU, seed=3, workers=0, collate=experiment.collate)
-        return next(mine.train(Plan(20, 8, 8, 1, 3), 0, 0, 1))
+        mine = BatchLoader(TensorDataset(torch.arange(20)), CPU, seed=3, workers=0, collate=experiment.collate)
+        return next(mine.train(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1))
 
     plain = first(Experiment())
     assert isinstance(plain, list) and torch.equal(first(Shifted()), plain[0] + 100)
@@ -95,7 +95,7 @@ def test_evaluation_sees_every_sample_once_and_again(dataset: Any) -> None:
     mine = feed(dataset)
     for _ in range(2):
         seen = [batch for rank in (0, 1, 2) for batch in mine.evaluate(2, rank, 3)] if dataset.__class__ is not Noise \
-            else list(mine.evaluate(3, 0, 1))  # fmt: skip
+            else list(mine.evaluate(3, 0, 1))
         assert sum(samples for _, samples in seen) == len(dataset)
         assert [samples_in(batch) for batch, _ in seen] == [samples for _, samples in seen]
 
@@ -105,7 +105,7 @@ def test_a_data_sets_own_batched_access_is_used() -> None:
         def __getitems__(self, indices: list[int]) -> list[Tensor]:
             return [torch.tensor([index, 0.0, 0.0, 0.0]) for index in indices]
 
-    batch = next(feed(Batched()).train(Plan(20, 8, 8, 1, 3), 0, 0, 1))
+    batch = next(feed(Batched()).train(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1))
     assert batch[:, 1:].abs().sum() == 0 and len(batch) == 8
 
 
@@ -113,7 +113,7 @@ def test_a_part_of_a_data_set_has_each_samples_own_augmentation() -> None:
     part = Subset(Subset(Noise(), range(20)), range(20))  # as random_split makes them
 
     def rows(dataset: Any, batch_size: int) -> dict[int, list[float]]:
-        batches = feed(dataset).train(Plan(20, batch_size, batch_size, 1, 3), 0, 0, 20 // batch_size)
+        batches = feed(dataset).train(BatchOrder(20, batch_size, batch_size, 1, 3), 0, 0, 20 // batch_size)
         return {int(row[0]): row[1:] for batch in batches for row in batch.tolist()}
 
     assert rows(part, 10) == rows(Noise(), 10) == rows(part, 5)
@@ -158,7 +158,7 @@ def test_samples_are_counted_by_what_was_asked_for_and_not_by_what_came() -> Non
     def collate(items: list[Tensor]) -> dict[str, Tensor]:
         return {"tokens": torch.cat(items), "lengths": torch.tensor([len(item) for item in items])}
 
-    mine = Feed(Noise(), CPU, seed=3, workers=0, collate=collate)
+    mine = BatchLoader(Noise(), CPU, seed=3, workers=0, collate=collate)
     assert [(len(batch["tokens"]), samples) for batch, samples in mine.evaluate(8, 0, 1)] == [(32, 8), (32, 8), (16, 4)]
 
 

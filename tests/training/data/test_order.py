@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from rankzero.errors import UserError
 from rankzero.experiment import Train
-from rankzero.training.data.order import Plan, check_alike, make_plan, mix, order, shard
+from rankzero.training.data.order import BatchOrder, check_alike, make_plan, mix, order, shard
 
 plans = st.builds(
-    lambda micro, accumulation, world, more, seed: Plan(
+    lambda micro, accumulation, world, more, seed: BatchOrder(
         samples=micro * accumulation * world * more + more // 2,
         batch_size=micro * accumulation * world,
         micro_batch=micro,
@@ -23,32 +23,32 @@ plans = st.builds(
 
 
 @given(plans, st.integers(0, 50))
-def test_the_ranks_micro_batches_are_the_global_batch(plan: Plan, step: int) -> None:
+def test_the_ranks_micro_batches_are_the_global_batch(plan: BatchOrder, step: int) -> None:
     parts = torch.stack([plan.micro_batches(step, rank) for rank in range(plan.world_size)])
     assert parts.shape == (plan.world_size, plan.accumulation, plan.micro_batch)
     assert sorted(parts.flatten().tolist()) == sorted(plan.batch(step).tolist())
 
 
 @given(plans, st.integers(0, 20), st.integers(0, 20))
-def test_walking_is_going_step_by_step(plan: Plan, first: int, more: int) -> None:
+def test_walking_is_going_step_by_step(plan: BatchOrder, first: int, more: int) -> None:
     for rank in range(plan.world_size):
         walked = list(plan.walk(rank, first, first + more))
         stepped = [(plan.epoch(step), indices) for step in range(first, first + more)
-                   for indices in plan.micro_batches(step, rank)]  # fmt: skip
+                   for indices in plan.micro_batches(step, rank)]
         assert [(epoch, indices.tolist()) for epoch, indices in walked] == [
-            (epoch, indices.tolist()) for epoch, indices in stepped]  # fmt: skip
+            (epoch, indices.tolist()) for epoch, indices in stepped]
 
 
 @given(plans)
-def test_an_epoch_sees_no_sample_twice(plan: Plan) -> None:
+def test_an_epoch_sees_no_sample_twice(plan: BatchOrder) -> None:
     seen = torch.cat([plan.batch(step) for step in range(plan.steps_per_epoch)]).tolist()
     assert len(set(seen)) == len(seen) == plan.steps_per_epoch * plan.batch_size
     assert plan.epoch(plan.steps_per_epoch - 1) == 0 and plan.epoch(plan.steps_per_epoch) == 1
 
 
 @given(plans, st.integers(0, 50))
-def test_the_global_batch_does_not_depend_on_how_it_is_cut(plan: Plan, step: int) -> None:
-    alone = Plan(plan.samples, plan.batch_size, plan.batch_size, 1, plan.seed)
+def test_the_global_batch_does_not_depend_on_how_it_is_cut(plan: BatchOrder, step: int) -> None:
+    alone = BatchOrder(plan.samples, plan.batch_size, plan.batch_size, 1, plan.seed)
     assert plan.batch(step).tolist() == alone.batch(step).tolist()
 
 

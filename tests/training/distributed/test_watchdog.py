@@ -33,7 +33,9 @@ def watched(tmp_path: Path, body: str) -> tuple[int, dict[str, object] | None, s
         """)
         + textwrap.dedent(body)
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, timeout=60
+    )
     path = tmp_path / "told.json"
     return done.returncode, json.loads(path.read_text()) if path.exists() else None, done.stderr
 
@@ -51,7 +53,9 @@ def test_a_process_that_hangs_says_where_and_ends(tmp_path: Path) -> None:
         """,
     )
     assert code == -signal.SIGKILL and told is not None
-    assert str(told["reason"]).startswith("rank 3 hung for 0 s (") and "in step" in str(told["reason"])
+    assert str(told["reason"]).startswith("rank 3 hung for 0 s (") and "in step" in str(
+        told["reason"]
+    )
     assert told["rank"] == 3 and "time.sleep(100)" in str(told["error"])
     assert "most recent call first" in stderr and "in step" in stderr
 
@@ -129,7 +133,9 @@ def test_a_process_that_gets_on_is_left_alone(tmp_path: Path) -> None:
 
 def test_who_is_let_go_after_a_long_wait_does_not_hang(tmp_path: Path) -> None:
     (tmp_path / "torch" / "distributed").mkdir(parents=True)
-    (tmp_path / "torch" / "distributed" / "peer.py").write_text("import time\ndef wait(s):\n    time.sleep(s)\n")
+    (tmp_path / "torch" / "distributed" / "peer.py").write_text(
+        "import time\ndef wait(s):\n    time.sleep(s)\n"
+    )
     code, told, _ = watched(
         tmp_path,
         """
@@ -147,7 +153,9 @@ def test_who_is_let_go_after_a_long_wait_does_not_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["in set-up", "after the last step"])
-def test_what_hangs_outside_of_the_training_has_longer_and_is_told(tmp_path: Path, phase: str) -> None:
+def test_what_hangs_outside_of_the_training_has_longer_and_is_told(
+    tmp_path: Path, phase: str
+) -> None:
     code, told, _ = watched(
         tmp_path,
         f"""
@@ -167,7 +175,12 @@ def test_what_hangs_outside_of_the_training_has_longer_and_is_told(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "file", ["torch/distributed/core.py", "torch/autograd/graph.py", "rankzero/training/distributed/world.py"]
+    "file",
+    [
+        "torch/distributed/core.py",
+        "torch/autograd/graph.py",
+        "rankzero/training/distributed/world.py",
+    ],
 )
 def test_who_waits_for_others_is_known_by_where_it_is(file: str, tmp_path: Path) -> None:
     path = tmp_path / file
@@ -196,13 +209,18 @@ def test_who_is_stopped_is_known_by_where_it_writes(tmp_path: Path) -> None:
 def stopped_in_a_child() -> list[int]:
     """Ask in a process whose parent is this one, as it is of those that may be stopped."""
     code = "from rankzero.training.distributed.watchdog import stopped_beside; print(*stopped_beside())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     return [int(word) for word in done.stdout.split()]
 
 
 def test_a_secret_in_the_line_that_hangs_is_not_passed_on(tmp_path: Path) -> None:
     failures.write(
-        failures.Failure(1.0, 0, "hung in get('https://me:hunter2@x')", 'get("https://me:hunter2@x")'), tmp_path
+        failures.Failure(
+            1.0, 0, "hung in get('https://me:hunter2@x')", 'get("https://me:hunter2@x")'
+        ),
+        tmp_path,
     )
     (word,) = tmp_path.glob("rank_*.json")
     assert "hunter2" not in word.read_text() and failures.first(tmp_path) is not None

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankzero.launch import agent
-from rankzero.launch.agent import Nodes
+from rankzero.launch.agent import Topology
 from rankzero.launch.request import make_folder, request_for
-from rankzero.launch.signals import Relay
+from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity
 from rankzero.training.distributed import world
@@ -38,9 +38,13 @@ def test_who_waits_is_not_ended_by_a_process_group_before_the_watchdog_names_who
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, groups: int
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0")  # nobody waits for what nobody reads
-    identity = Identity("waits", "0" * 32, "hangs", "http://127.0.0.1:9", experiment_file=str(LAYERED))
-    request = request_for(make_folder(tmp_path, identity), layered(train__strategy=strategy, train__steps=2), {})
-    with Relay() as signals:
-        assert agent.run(Nodes(2), waits, request, tmp_path / "logs", signals) == "FINISHED"
+    identity = Identity(
+        "waits", "0" * 32, "hangs", "http://127.0.0.1:9", experiment_file=str(LAYERED)
+    )
+    request = request_for(
+        make_folder(tmp_path, identity), layered(train__strategy=strategy, train__steps=2), {}
+    )
+    with SignalForwarder() as signals:
+        assert agent.run(Topology(2), waits, request, tmp_path / "logs", signals) == "FINISHED"
     for rank in (0, 1):
         assert json.loads((tmp_path / str(rank)).read_text()) == [86400] * groups

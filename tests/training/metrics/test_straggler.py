@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rankzero.reporting.run_report import straggler as told
-from rankzero.training.metrics.straggler import Paces, Stopwatch
+from rankzero.training.metrics.straggler import EventTimer, RankTimes
 
 
-def paces(forward: list[float], data_wait: list[float], windows: int = 10) -> Paces:
-    found = Paces()
+def paces(forward: list[float], data_wait: list[float], windows: int = 10) -> RankTimes:
+    found = RankTimes()
     for _ in range(windows):
         found.add(1.0, forward, data_wait)
     return found
@@ -32,15 +32,20 @@ def test_a_rank_whose_data_comes_late_is_named_first() -> None:
 
 @pytest.mark.parametrize(
     "found",
-    [paces([0.1, 0.11], [0.0, 0.05]), paces([0.1], [0.5]), paces([0.1, 0.3], [0.0, 0.0], windows=3),
-     paces([0.0, 0.3], [0.0, 0.0]), Paces()],
-)  # fmt: skip
-def test_noise_few_windows_and_ranks_without_a_forward_name_nobody(found: Paces) -> None:
+    [
+        paces([0.1, 0.11], [0.0, 0.05]),
+        paces([0.1], [0.5]),
+        paces([0.1, 0.3], [0.0, 0.0], windows=3),
+        paces([0.0, 0.3], [0.0, 0.0]),
+        RankTimes(),
+    ],
+)
+def test_noise_few_windows_and_ranks_without_a_forward_name_nobody(found: RankTimes) -> None:
     assert found.straggler() == {} and told(found.straggler()) is None
 
 
 def test_the_first_forward_of_a_window_is_timed() -> None:
-    watch = Stopwatch(torch.device("cpu"))
+    watch = EventTimer(torch.device("cpu"))
     assert watch.read() == 0.0
     assert watch.timed(lambda a, b: time.sleep(0.02) or a + b)(1, 2) == 3
     assert watch.timed(time.sleep) is time.sleep, "later forwards of the window are left alone"

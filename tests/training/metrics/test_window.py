@@ -8,32 +8,37 @@ from rankzero.errors import UserError
 from rankzero.ranks import Ranks
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.throughput import Throughput
-from rankzero.training.metrics.window import Means, Window
+from rankzero.training.metrics.window import EvaluationMeans, MetricWindow
 
 ALONE = World(Ranks(), torch.device("cpu"))
 
 
 def test_means_over_ragged_batches_are_means_over_samples() -> None:
     batches = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0]), torch.tensor([4.0, 6.0])]
-    means = Means(ALONE)
+    means = EvaluationMeans(ALONE)
     for batch in batches:
         means.add({"loss": batch.mean()}, len(batch))
     assert means.reduce()["loss"] == pytest.approx(torch.cat(batches).mean().item())
 
 
 def test_a_window_keeps_each_steps_values_and_starts_anew() -> None:
-    window = Window(ALONE)
+    window = MetricWindow(ALONE)
     for step in range(3):
         window.add({"accuracy": torch.tensor(step / 10), "loss": torch.tensor(float(step))})
     report = window.reduce(stop_code=0, seconds=1.5, data_wait_seconds=0.3)
     assert report.values["loss"] == [0.0, 1.0, 2.0]
     assert report.values["accuracy"] == pytest.approx([0.0, 0.1, 0.2])
-    assert (report.steps, report.step_seconds, report.data_wait_seconds, report.stop_code) == (3, 0.5, 0.3, 0)
+    assert (report.steps, report.step_seconds, report.data_wait_seconds, report.stop_code) == (
+        3,
+        0.5,
+        0.3,
+        0,
+    )
     assert len(window) == 0
 
 
 def test_a_loss_that_is_no_number_is_seen() -> None:
-    window = Window(ALONE)
+    window = MetricWindow(ALONE)
     window.add({"loss": torch.tensor(float("nan"))})
     assert not window.reduce(0, 1.0, 0.0).finite
 
@@ -44,18 +49,21 @@ def test_a_loss_that_is_no_number_is_seen() -> None:
         ({"accuracy": torch.tensor(1.0)}, "add the key 'loss'"),
         ({"loss": torch.ones(3)}, "0-d tensor"),
         ({"loss": torch.ones(1)}, "0-d tensor"),
-        ({"loss": torch.tensor(1.0), "far": torch.tensor(1.0, device="meta")}, "is on meta, the loss on cpu"),
+        (
+            {"loss": torch.tensor(1.0), "far": torch.tensor(1.0, device="meta")},
+            "is on meta, the loss on cpu",
+        ),
         ({"loss": torch.tensor(1.0), "text": "x"}, "0-d tensor"),
         (torch.tensor(1.0), "must return a mapping"),
     ],
 )
 def test_a_broken_measure_is_told_what_to_change(metrics: object, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        Window(ALONE).add(metrics)  # type: ignore[arg-type]
+        MetricWindow(ALONE).add(metrics)  # type: ignore[arg-type]
 
 
 def test_metrics_that_come_and_go_are_refused() -> None:
-    window = Window(ALONE)
+    window = MetricWindow(ALONE)
     window.add({"loss": torch.tensor(1.0), "extra": torch.tensor(1.0)})
     with pytest.raises(UserError, match="left out 'extra'"):
         window.add({"loss": torch.tensor(1.0)})

@@ -27,11 +27,23 @@ from rankzero.tracking.run_log import RunLog
 from rankzero.training import evaluation
 from rankzero.training.distributed.world import World
 from rankzero.training.loop import fit
-from rankzero.training.metrics.throughput import Tally
+from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.sample_images import mistakes as module
-from rankzero.training.sample_images.capture import LEAST_SECONDS, Gallery, caught, images_of
-from rankzero.training.sample_images.mistakes import ABSENT, Classified, Mistakes, classified, small
-from rankzero.training.sample_images.user_images import LONGEST, MOST_CLASSES, MOST_PIXELS, as_bytes, class_names
+from rankzero.training.sample_images.capture import LEAST_SECONDS, ImageCapture, caught, images_of
+from rankzero.training.sample_images.mistakes import (
+    ABSENT,
+    ClassifiedBatch,
+    Mistakes,
+    classified,
+    small,
+)
+from rankzero.training.sample_images.user_images import (
+    LONGEST,
+    MOST_CLASSES,
+    MOST_PIXELS,
+    as_bytes,
+    class_names,
+)
 from rankzero.training.stop import Stop
 from rankzero.training.worker import _gallery, build
 from support.paths import FIXTURES
@@ -56,7 +68,11 @@ class Shown:
         return picture_files.read(self.folder / self.taken[number].path)
 
     def metrics(self) -> list[tuple[int, dict[str, float]]]:
-        return [(event.step, dict(event.metrics)) for event in self.events if isinstance(event, Evaluated)]
+        return [
+            (event.step, dict(event.metrics))
+            for event in self.events
+            if isinstance(event, Evaluated)
+        ]
 
 
 def pictured(cls: str = "Pictured", **changes: Any) -> Experiment:
@@ -71,22 +87,36 @@ def run(experiment: Experiment, folder: Path, watch: bool = True) -> Shown:
     own = experiment.pictures if type(experiment).pictures is not Experiment.pictures else None
     names = class_names(job.val_feed.dataset)
     folder.mkdir(exist_ok=True)
-    gallery = Gallery(folder / "pictures", total=job.val_feed.samples, classes=names, own=own, notice=notices.append)
+    gallery = ImageCapture(
+        folder / "pictures",
+        total=job.val_feed.samples,
+        classes=names,
+        own=own,
+        notice=notices.append,
+    )
     if watch:
         job = dataclasses.replace(job, gallery=gallery)
-    fit(job, state, events.append, Stop(), None, Tally())
-    return Shown(events, notices, folder, [one.detach().clone() for one in state.model.parameters()])
+    fit(job, state, events.append, Stop(), None, RunTotals())
+    return Shown(
+        events, notices, folder, [one.detach().clone() for one in state.model.parameters()]
+    )
 
 
-def a_batch(samples: int, classes: int, seed: int) -> Classified:
+def a_batch(samples: int, classes: int, seed: int) -> ClassifiedBatch:
     generator = torch.Generator().manual_seed(seed)
     images = torch.rand(samples, 1, 4, 4, generator=generator)
     labels = torch.randint(classes, (samples,), generator=generator)
-    return Classified(images, labels, torch.randn(samples, classes, generator=generator))
+    return ClassifiedBatch(images, labels, torch.randn(samples, classes, generator=generator))
 
 
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6), classes=st.integers(2, 7), seed=st.integers(0, 999))
-def test_confusions_are_numpys_and_the_mistakes_are_the_hardest(sizes: list[int], classes: int, seed: int) -> None:
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    classes=st.integers(2, 7),
+    seed=st.integers(0, 999),
+)
+def test_confusions_are_numpys_and_the_mistakes_are_the_hardest(
+    sizes: list[int], classes: int, seed: int
+) -> None:
     batches = [a_batch(size, classes, seed + number) for number, size in enumerate(sizes)]
     seen = Mistakes()
     for batch in batches:
@@ -103,10 +133,16 @@ def test_confusions_are_numpys_and_the_mistakes_are_the_hardest(sizes: list[int]
     hardest = wrong[losses[wrong].argsort(descending=True)][: module.MOST_SHOWN]
     assert found["mistakes_true"].tolist() == labels[hardest].tolist()
     assert found["mistakes_predicted"].tolist() == predicted[hardest].tolist()
-    assert len(found["mistakes"]) == len(hardest) and found["wrong"] == len(wrong) and found["samples"] == sum(sizes)
+    assert (
+        len(found["mistakes"]) == len(hardest)
+        and found["wrong"] == len(wrong)
+        and found["samples"] == sum(sizes)
+    )
 
 
-def test_what_waits_is_folded_and_what_is_looked_at_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_is_folded_and_what_is_looked_at_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "FOLD_ROWS", 16)
     monkeypatch.setattr(module, "MOST_SAMPLES", 100)
     seen = Mistakes()
@@ -114,10 +150,12 @@ def test_what_waits_is_folded_and_what_is_looked_at_is_bounded(monkeypatch: pyte
         seen.add(a_batch(10, 3, seed))
         assert seen._rows < 16
     found = seen.read()
-    assert found is not None and found["confusion"].sum() == found["samples"] == 100 and found["cut"]
+    assert (
+        found is not None and found["confusion"].sum() == found["samples"] == 100 and found["cut"]
+    )
 
 
-def sized(seed: int, channels: int, height: int, width: int) -> Classified:
+def sized(seed: int, channels: int, height: int, width: int) -> ClassifiedBatch:
     batch = a_batch(5, 3, seed)
     return batch._replace(images=torch.rand(5, channels, height, width) + 1)
 
@@ -131,7 +169,9 @@ def test_images_of_different_sizes_are_shown_beside_each_other() -> None:
     assert found is not None and found["confusion"].sum() == found["samples"] == 30
     assert found["mistakes"].shape == (module.MOST_SHOWN, 128, 43, 3)
     whole = found["mistakes"].reshape(module.MOST_SHOWN, -1)
-    assert (whole.min(1) == 0).all() and (whole.max(1) == 255).all(), "a frame is no brighter or darker than its image"
+    assert (whole.min(1) == 0).all() and (whole.max(1) == 255).all(), (
+        "a frame is no brighter or darker than its image"
+    )
 
 
 def test_outputs_of_different_widths_are_told_before_a_device_stumbles_over_them() -> None:
@@ -142,7 +182,9 @@ def test_outputs_of_different_widths_are_told_before_a_device_stumbles_over_them
 
 
 def test_outputs_that_the_next_call_overwrites_are_kept_as_they_were() -> None:
-    place = torch.tensor([[2.0, 1.0]] * 4)  # where a model compiled with CUDA graphs puts every output
+    place = torch.tensor(
+        [[2.0, 1.0]] * 4
+    )  # where a model compiled with CUDA graphs puts every output
     kept = classified((X, Y), place)
     place.copy_(torch.tensor([[0.0, 9.0]] * 4))
     assert kept is not None and (kept.output.argmax(1) == 0).all()
@@ -151,7 +193,10 @@ def test_outputs_that_the_next_call_overwrites_are_kept_as_they_were() -> None:
 def test_embeddings_are_not_taken_for_scores_where_classes_are_known(tmp_path: Path) -> None:
     embeddings = torch.rand(4, 128)
     assert classified((X, Y), embeddings, 10) is None and classified((X, Y), OUT, 2) is not None
-    gallery, model = Gallery(tmp_path / "pictures", classes=["a", "b", "c"]), nn.Linear(75, 128)
+    gallery, model = (
+        ImageCapture(tmp_path / "pictures", classes=["a", "b", "c"]),
+        nn.Linear(75, 128),
+    )
     with gallery.watching(model) as see:
         model(X.flatten(1))
         see((X, Y), 4)
@@ -181,11 +226,20 @@ def test_many_classes_have_mistakes_and_no_table() -> None:
     seen = Mistakes()
     seen.add(a_batch(20, module.MOST_CLASSES + 1, 0))
     found = seen.read()
-    assert found is not None and "confusion" not in found and len(found["mistakes"]) == module.MOST_SHOWN
+    assert (
+        found is not None
+        and "confusion" not in found
+        and len(found["mistakes"]) == module.MOST_SHOWN
+    )
 
 
 def test_large_images_are_made_small() -> None:
-    assert small(torch.rand(2, 3, 512, 256)).shape == (2, 3, module.MOST_PIXELS, module.MOST_PIXELS // 2)
+    assert small(torch.rand(2, 3, 512, 256)).shape == (
+        2,
+        3,
+        module.MOST_PIXELS,
+        module.MOST_PIXELS // 2,
+    )
     assert small(torch.rand(2, 1, 8, 8)).shape == (2, 1, 8, 8)
 
 
@@ -226,18 +280,28 @@ def test_pictures_change_no_metric_no_weight_and_no_random_number(tmp_path: Path
     assert torch.equal(torch.rand(3), after)
     assert shown.taken and not bare.taken and not shown.notices
     assert shown.metrics() == bare.metrics()
-    assert all(torch.equal(one, other) for one, other in zip(shown.weights, bare.weights, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(shown.weights, bare.weights, strict=True)
+    )
 
 
-def test_the_first_evaluation_and_the_last_are_shown_with_the_names_of_classes(tmp_path: Path) -> None:
+def test_the_first_evaluation_and_the_last_are_shown_with_the_names_of_classes(
+    tmp_path: Path,
+) -> None:
     shown = run(pictured(), tmp_path)
     assert [event.step for event in shown.taken] == [3, 12]
     first, last = shown.arrays(0), shown.arrays(1)
     assert first["classes"].tolist() == ["dark", "middling", "bright"]
-    assert first["batch"].shape == (16, 6, 6, 1) and first["batch"].dtype == np.uint8 and "batch" not in last
+    assert (
+        first["batch"].shape == (16, 6, 6, 1)
+        and first["batch"].dtype == np.uint8
+        and "batch" not in last
+    )
     assert last["confusion"].sum() == last["samples"] == last["total"] == 45
     accuracy = dict(shown.metrics())[12]["val/accuracy"]
-    assert last["confusion"].trace() / 45 == pytest.approx(accuracy) and last["wrong"] == round(45 * (1 - accuracy))
+    assert last["confusion"].trace() / 45 == pytest.approx(accuracy) and last["wrong"] == round(
+        45 * (1 - accuracy)
+    )
 
 
 def test_a_compiled_model_is_watched_too(tmp_path: Path) -> None:
@@ -254,10 +318,12 @@ def test_a_compiled_model_is_watched_too(tmp_path: Path) -> None:
     assert len(outputs) == 2, "no more than are needed are kept, and none afterwards"
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning", "ignore:`torch.jit.*:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.*:DeprecationWarning", "ignore:`torch.jit.*:FutureWarning"
+)
 def test_a_model_that_takes_no_hook_is_evaluated_all_the_same(tmp_path: Path) -> None:
     notices: list[str] = []
-    gallery = Gallery(tmp_path / "pictures", notice=notices.append)
+    gallery = ImageCapture(tmp_path / "pictures", notice=notices.append)
     model = torch.jit.script(nn.Linear(3, 2))
     for _ in range(2):
         with gallery.watching(model) as see:
@@ -270,13 +336,15 @@ def test_a_model_that_takes_no_hook_is_evaluated_all_the_same(tmp_path: Path) ->
 
 def test_an_evaluation_that_fails_is_watched_no_longer(tmp_path: Path) -> None:
     notices: list[str] = []
-    gallery, model = Gallery(tmp_path / "pictures", notice=notices.append), nn.Linear(3, 2)
+    gallery, model = ImageCapture(tmp_path / "pictures", notice=notices.append), nn.Linear(3, 2)
     with pytest.raises(KeyError), gallery.watching(model):
         raise KeyError("measure() is wrong")
     assert not model._forward_hooks and not notices
 
 
-def test_a_model_that_is_called_twice_has_no_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_called_twice_has_no_one_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     experiment = pictured()
     once = type(experiment).measure
 
@@ -295,8 +363,12 @@ def test_own_pictures_are_kept_as_bytes(tmp_path: Path) -> None:
     assert found["own_0"].shape == (6, 6, 3) and found["own_1"].shape == (8, 8, 1)
 
 
-@pytest.mark.parametrize(("own", "says"), [("raises", "no such picture"), ("odd", r"'odd': an image has the shape")])
-def test_own_pictures_that_fail_are_told_once_and_cost_nothing_else(tmp_path: Path, own: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("own", "says"), [("raises", "no such picture"), ("odd", r"'odd': an image has the shape")]
+)
+def test_own_pictures_that_fail_are_told_once_and_cost_nothing_else(
+    tmp_path: Path, own: str, says: str
+) -> None:
     shown = run(pictured("Showing", own=own), tmp_path)
     (notice,) = shown.notices
     assert says.replace("'", "") in notice.replace("'", "") and len(shown.metrics()) == 4
@@ -308,15 +380,19 @@ def test_figures_are_closed_on_every_rank(tmp_path: Path, own: str, rank: int) -
     pyplot.close("all")
     experiment = pictured("Showing", own=own)
     job, state = build(experiment, World(Ranks(), torch.device("cpu")))
-    gallery = Gallery(tmp_path / "pictures", own=experiment.pictures)
+    gallery = ImageCapture(tmp_path / "pictures", own=experiment.pictures)
     gallery.first_batch = X, Y
-    job = dataclasses.replace(job, gallery=gallery, world=World(Ranks(rank=rank), torch.device("cpu")))
+    job = dataclasses.replace(
+        job, gallery=gallery, world=World(Ranks(rank=rank), torch.device("cpu"))
+    )
     events: list[Event] = []
     evaluation.show(job, state, better=True, last=True, seconds=1.0, emit=events.append)
     assert pyplot.get_fignums() == [] and len(events) == (own == "figure" and rank == 0)
 
 
-def test_a_full_disk_ends_the_pictures_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_pictures_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -327,7 +403,7 @@ def test_a_full_disk_ends_the_pictures_and_not_the_run(tmp_path: Path, monkeypat
 
 
 def test_pictures_of_new_bests_come_now_and_then() -> None:
-    gallery = Gallery()
+    gallery = ImageCapture()
     assert gallery.due(better=False, last=False, seconds=0.5), "the first evaluation"
     assert not gallery.due(better=True, last=False, seconds=LEAST_SECONDS)
     assert not gallery.due(better=False, last=False, seconds=50.0)
@@ -372,7 +448,9 @@ def test_only_rank_0_looks_for_names_of_classes() -> None:
     job, _ = build(pictured(), World(Ranks(), torch.device("cpu")))
     log = RunLog(RunFolder(Path("x")), None, 1, None)
     found = [
-        _gallery(dataclasses.replace(job, world=World(Ranks(rank=rank), torch.device("cpu"))), log)._classes
+        _gallery(
+            dataclasses.replace(job, world=World(Ranks(rank=rank), torch.device("cpu"))), log
+        )._classes
         for rank in (0, 1)
     ]
     assert found == [["dark", "middling", "bright"], []]
@@ -415,15 +493,19 @@ def test_an_image_that_no_memory_would_hold_is_thinned_before_it_is_copied() -> 
     assert max(found.shape) <= MOST_PIXELS and (found == 128).all()
 
 
-@pytest.mark.parametrize("odd", ["a path", None, torch.zeros(2, 2, 2, 2), np.zeros((5, 5, 2)), np.array([["a"]])])
+@pytest.mark.parametrize(
+    "odd", ["a path", None, torch.zeros(2, 2, 2, 2), np.zeros((5, 5, 2)), np.array([["a"]])]
+)
 def test_what_is_no_image_is_said(odd: Any) -> None:
     with pytest.raises(ValueError, match=r"is no tensor|shape|numbers"):
         as_bytes(odd)
 
 
 def test_the_first_training_batch_is_kept_as_it_was(tmp_path: Path) -> None:
-    gallery = Gallery(tmp_path / "pictures")
-    batches = ((torch.full((20, 1, 2, 2), float(number)), torch.arange(20)) for number in itertools.count())
+    gallery = ImageCapture(tmp_path / "pictures")
+    batches = (
+        (torch.full((20, 1, 2, 2), float(number)), torch.arange(20)) for number in itertools.count()
+    )
     passed = gallery.training(batches)
     first = next(passed)
     first[0].mul_(0).add_(9.0)

@@ -17,13 +17,13 @@ from torch import nn
 from rankzero.errors import UserError
 from rankzero.experiment import Train
 from rankzero.launch import agent
-from rankzero.launch.signals import Relay
+from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from rankzero.training.checkpoints import files, manifest
 from rankzero.training.distributed.device import gpu_uuids
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies import build, parameter_names, processes, shards
-from rankzero.training.strategies.base import Arithmetic
+from rankzero.training.strategies.base import MicroBatchStep
 from rankzero.training.strategies.pipeline import SCHEDULES, Pipeline
 from rankzero.training.strategies.replicated import SameFormat
 from rankzero.training.strategies.stages import balanced, cut
@@ -38,24 +38,62 @@ CASES = [
     *(Case(name, {"train__strategy": name}) for name in STRATEGIES),
     *(Case(f"{name}-again", {"train__strategy": name}, stop_at=3) for name in DIVIDED),
     *(Case(f"{name}-clip", {"train__strategy": name, "train__clip": 0.05}) for name in STRATEGIES),
-    *(Case(f"{name}-blocks", {"train__strategy": name, "blocks": True, "cut_at": "blocks.1", "plan": "none"})
-      for name in ("ddp", "fsdp", "pp")),
-    *(Case(f"{name}-decayed", {"train__strategy": name, "weight_decay": 3.0}, stop_at=4, before={"weight_decay": 0.0})
-      for name in STRATEGIES),
+    *(
+        Case(
+            f"{name}-blocks",
+            {"train__strategy": name, "blocks": True, "cut_at": "blocks.1", "plan": "none"},
+        )
+        for name in ("ddp", "fsdp", "pp")
+    ),
+    *(
+        Case(
+            f"{name}-decayed",
+            {"train__strategy": name, "weight_decay": 3.0},
+            stop_at=4,
+            before={"weight_decay": 0.0},
+        )
+        for name in STRATEGIES
+    ),
     Case("tp-dropout", {"train__strategy": "tp", "dropout": 0.3}),
-    *(Case(f"tp-dropout-after-{name}", {"train__strategy": "tp", "dropout": 0.3}, stop_at=3,
-           before={"train__strategy": name}) for name in ("tp", "ddp", "pp")),
-    *(Case(f"{name}-drawn", {"train__strategy": name, "draws": True, "dropout": 0.3}) for name in STRATEGIES),
-    *(Case(f"{name}-left", {"train__strategy": name, "draws": True, "dropout": 0.3}, stop_at=stop_at, told=told)
-      for name, stop_at, told in LEFT),
+    *(
+        Case(
+            f"tp-dropout-after-{name}",
+            {"train__strategy": "tp", "dropout": 0.3},
+            stop_at=3,
+            before={"train__strategy": name},
+        )
+        for name in ("tp", "ddp", "pp")
+    ),
+    *(
+        Case(f"{name}-drawn", {"train__strategy": name, "draws": True, "dropout": 0.3})
+        for name in STRATEGIES
+    ),
+    *(
+        Case(
+            f"{name}-left",
+            {"train__strategy": name, "draws": True, "dropout": 0.3},
+            stop_at=stop_at,
+            told=told,
+        )
+        for name, stop_at, told in LEFT
+    ),
     Case("fsdp-accumulated", {"train__strategy": "fsdp", "train__micro_batch": 2}),
     Case("pp-accumulated", {"train__strategy": "pp", "train__micro_batch": 2}),
     Case("pp-gpipe", {"train__strategy": "pp", "train__pp_schedule": "gpipe", "cut_at": "3"}),
-    Case("ddp-compressed", {"train__strategy": "ddp", "train__ddp_compression": "bf16", "train__ddp_bucket_mb": 1.0}),
+    Case(
+        "ddp-compressed",
+        {"train__strategy": "ddp", "train__ddp_compression": "bf16", "train__ddp_bucket_mb": 1.0},
+    ),
     Case("ddp-static", {"train__strategy": "ddp", "train__ddp_static_graph": True}),
     Case("fsdp-bf16", {"train__strategy": "fsdp", "train__precision": "bf16"}),
-    *(Case(f"{name}-bf16", {"train__strategy": name, "train__precision": "bf16"}) for name in ("ddp", "tp", "pp")),
-    *(Case(f"{name}-fp16", {"train__strategy": name, "train__precision": "fp16"}) for name in ("ddp", "zero1", "fsdp")),
+    *(
+        Case(f"{name}-bf16", {"train__strategy": name, "train__precision": "bf16"})
+        for name in ("ddp", "tp", "pp")
+    ),
+    *(
+        Case(f"{name}-fp16", {"train__strategy": name, "train__precision": "fp16"})
+        for name in ("ddp", "zero1", "fsdp")
+    ),
     Case("ddp-compiled", {"train__strategy": "ddp", "train__compile": True, "blocks": True}),
     Case("fsdp-compiled", {"train__strategy": "fsdp", "train__compile": True, "blocks": True}),
     Case("ddp-slow", {"train__strategy": "ddp", "train__log_every": 1, "slow_rank": 1}),
@@ -63,9 +101,15 @@ CASES = [
     Case("fsdp-tied", {"train__strategy": "fsdp", "tied": True}, stop_at=3),
     Case("pp-tied-in-a-stage", {"train__strategy": "pp", "tied": True, "cut_at": "2"}, stop_at=3),
     Case("pp-tied", {"train__strategy": "pp", "tied": True, "cut_at": "3"}),
-    Case("pp-blocks-tied", {"train__strategy": "pp", "tied": True, "blocks": True, "cut_at": "blocks.1"}),
+    Case(
+        "pp-blocks-tied",
+        {"train__strategy": "pp", "tied": True, "blocks": True, "cut_at": "blocks.1"},
+    ),
     Case("tp-tied", {"train__strategy": "tp", "tied": True}),
-    Case("tp-sequence", {"train__strategy": "tp", "plan": "sequence", "train__clip": 0.05, "held_out": 32}),
+    Case(
+        "tp-sequence",
+        {"train__strategy": "tp", "plan": "sequence", "train__clip": 0.05, "held_out": 32},
+    ),
     Case("single", {"train__strategy": "single"}),
     Case("dp", {"train__strategy": "dp"}),
     Case("tp-planless", {"train__strategy": "tp", "plan": "none"}),
@@ -75,8 +119,11 @@ CASES = [
     Case("pp-cut-wrong", {"train__strategy": "pp", "cut_at": "nowhere"}),
     Case("pp-cut-often", {"train__strategy": "pp", "cut_at": "2,5"}),
     *(Case(f"ddp-odd-{odd}", {"odd": odd}) for odd in ("metric", "loss")),
-    *(Case(f"{name}-compiled", {"train__strategy": name, "train__compile": True}) for name in ("dp", "tp")),
-]  # fmt: skip
+    *(
+        Case(f"{name}-compiled", {"train__strategy": name, "train__compile": True})
+        for name in ("dp", "tp")
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +131,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train all cases in one process group, through the real launcher."""
     found = tmp_path_factory.mktemp("strategies")
     agent.warm_up()
-    with Relay() as signals:
-        agent.run(agent.Nodes(2), two_ranks.main, (str(found), CASES), found / "logs", signals)
+    with SignalForwarder() as signals:
+        agent.run(agent.Topology(2), two_ranks.main, (str(found), CASES), found / "logs", signals)
     return found
 
 
@@ -112,13 +159,17 @@ def test_two_ranks_have_the_losses_of_one(folder: Path, alone: Any, name: str) -
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_gradients_are_clipped_by_the_norm_of_the_whole(folder: Path, alone: Any, name: str) -> None:
+def test_gradients_are_clipped_by_the_norm_of_the_whole(
+    folder: Path, alone: Any, name: str
+) -> None:
     one = alone(train__clip=0.05)
     assert seen(folder, f"{name}-clip")["losses"] == pytest.approx(one["losses"], rel=1e-4)
     assert one["losses"] != alone()["losses"]
 
 
-def test_gradients_that_each_rank_has_a_summand_of_are_clipped_by_their_sum(folder: Path, alone: Any) -> None:
+def test_gradients_that_each_rank_has_a_summand_of_are_clipped_by_their_sum(
+    folder: Path, alone: Any
+) -> None:
     """Those of the norms between the parts of a sequence, under SequenceParallel."""
     two = seen(folder, "tp-sequence")
     assert "error" not in two
@@ -140,7 +191,9 @@ def test_a_rank_that_is_slow_is_named(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_compiled_models_train_the_same(folder: Path, name: str) -> None:
     compiled, plain = seen(folder, f"{name}-compiled"), seen(folder, f"{name}-blocks")
-    assert "error" not in compiled and compiled["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    assert "error" not in compiled and compiled["losses"] == pytest.approx(
+        plain["losses"], rel=1e-4
+    )
     assert compiled["losses"] != plain["losses"], "the very same bits: nothing was compiled"
 
 
@@ -152,7 +205,9 @@ def test_variants_change_nothing(folder: Path, alone: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ["fsdp-tied", "pp-tied-in-a-stage"])
 def test_a_shared_weight_stays_one(folder: Path, alone: Any, name: str) -> None:
     two = seen(folder, name)
-    assert "error" not in two and two["losses"] == pytest.approx(alone(tied=True)["losses"], rel=1e-4)
+    assert "error" not in two and two["losses"] == pytest.approx(
+        alone(tied=True)["losses"], rel=1e-4
+    )
     path, _ = files.newest_intact(folder / name / "checkpoints")
     assert path is not None
     weights = files.load(path)["model"]
@@ -162,16 +217,25 @@ def test_a_shared_weight_stays_one(folder: Path, alone: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ["ddp-compressed", "fsdp-bf16", "pp-bf16"])
 def test_half_the_bits_change_little(folder: Path, alone: Any, name: str) -> None:
     found = seen(folder, name)["losses"]
-    assert found == pytest.approx(alone()["losses"], rel=0.05) and found != seen(folder, "ddp")["losses"]
+    assert (
+        found == pytest.approx(alone()["losses"], rel=0.05)
+        and found != seen(folder, "ddp")["losses"]
+    )
 
 
 def test_ranks_agree_on_the_steps_that_overflow(folder: Path, alone: Any) -> None:
     """A loss scale that is too large costs steps, the same under each strategy, and then training goes on as ever."""
-    ddp, zero1, fsdp = (list(seen(folder, f"{name}-fp16")["losses"].values()) for name in ("ddp", "zero1", "fsdp"))
+    ddp, zero1, fsdp = (
+        list(seen(folder, f"{name}-fp16")["losses"].values()) for name in ("ddp", "zero1", "fsdp")
+    )
     assert ddp == pytest.approx(zero1, rel=1e-3) and ddp == pytest.approx(fsdp, rel=0.05)
     first, *_ = alone()["losses"].values()
     assert ddp[0] == pytest.approx(first, rel=0.01) and min(ddp) < first
-    scales = [scale for name in ("ddp", "zero1", "fsdp") for scale in seen(folder, f"{name}-fp16")["scales"]]
+    scales = [
+        scale
+        for name in ("ddp", "zero1", "fsdp")
+        for scale in seen(folder, f"{name}-fp16")["scales"]
+    ]
     assert len(scales) == 6 and len(set(scales)) == 1 and scales[0] < 2.0**16
 
 
@@ -179,20 +243,27 @@ def test_ranks_agree_on_the_steps_that_overflow(folder: Path, alone: Any) -> Non
 def test_evaluation_computes_as_training_does_in_its_own_mode(folder: Path, name: str) -> None:
     for case, bits in ((name, 32), (f"{name}-bf16", 16)):
         evaluated = seen(folder, case)["evaluated"].values()
-        assert [(found["val/bits"], found["val/training"]) for found in evaluated] == [(bits, 0), (bits, 0)]
+        assert [(found["val/bits"], found["val/training"]) for found in evaluated] == [
+            (bits, 0),
+            (bits, 0),
+        ]
 
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_stopped_and_gone_on_is_as_if_never_stopped(folder: Path, name: str) -> None:
     again = seen(folder, f"{name}-again")
     assert again["losses"] == seen(folder, name)["losses"], "not bit for bit"
-    assert again["begun"] == [0, again["ends"][0][1]] and again["begun"][1] >= 3, "not from where it was stopped"
+    assert again["begun"] == [0, again["ends"][0][1]] and again["begun"][1] >= 3, (
+        "not from where it was stopped"
+    )
     assert again["trained"] == list(range(1, 9)), "a step was trained twice"
     assert again["evaluated"] == seen(folder, name)["evaluated"]
 
 
 @pytest.mark.parametrize(("name", "step", "told"), LEFT)
-def test_an_evaluation_that_a_stop_left_is_made_anew(folder: Path, name: str, step: int, told: int) -> None:
+def test_an_evaluation_that_a_stop_left_is_made_anew(
+    folder: Path, name: str, step: int, told: int
+) -> None:
     """Every rank leaves it, whichever was told; what was drawn at random is drawn again. Also after the last step."""
     straight, left = seen(folder, f"{name}-drawn"), seen(folder, f"{name}-left")
     first, end = left["ends"]
@@ -214,15 +285,22 @@ def test_ranks_that_share_their_samples_drop_out_the_same(folder: Path, name: st
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_run_goes_on_with_the_options_it_is_given(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_run_goes_on_with_the_options_it_is_given(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
     case = Case("alone", {"weight_decay": 3.0}, stop_at=4, before={"weight_decay": 0.0})
-    one, two = attempted(World(Ranks(), torch.device("cpu")), case, tmp_path), seen(folder, f"{name}-decayed")
+    one, two = (
+        attempted(World(Ranks(), torch.device("cpu")), case, tmp_path),
+        seen(folder, f"{name}-decayed"),
+    )
     assert "error" not in two and two["losses"] == pytest.approx(one["losses"], rel=1e-4)
     assert one["losses"]["8"] != pytest.approx(seen(folder, name)["losses"]["8"], rel=1e-2)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_checkpoint_is_whole_and_a_plain_model_takes_it(folder: Path, alone: Any, name: str) -> None:
+def test_a_checkpoint_is_whole_and_a_plain_model_takes_it(
+    folder: Path, alone: Any, name: str
+) -> None:
     path, problems = files.newest_intact(folder / name / "checkpoints")
     assert path is not None and not problems
     state = files.load(path)
@@ -243,8 +321,12 @@ def test_one_process_goes_on_from_what_two_left(
     shutil_copy(folder / name / "checkpoints", tmp_path / "checkpoints")
     on = alone(train__steps=10, train__strategy=under)
     assert "error" not in on and list(on["losses"]) == ["9", "10"]
-    straight = attempted(World(Ranks(), torch.device("cpu")), Case("straight", {"train__steps": 10}), tmp_path / "s")
-    assert on["losses"] == pytest.approx({step: straight["losses"][step] for step in ("9", "10")}, rel=1e-3)
+    straight = attempted(
+        World(Ranks(), torch.device("cpu")), Case("straight", {"train__steps": 10}), tmp_path / "s"
+    )
+    assert on["losses"] == pytest.approx(
+        {step: straight["losses"][step] for step in ("9", "10")}, rel=1e-3
+    )
 
 
 def shutil_copy(source: Path, target: Path) -> None:
@@ -253,24 +335,27 @@ def shutil_copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target)
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("single", "single is one process, not 2: give --nproc 1"),
-    ("dp", "dp divides a batch among GPUs, and there is none: use ddp"),
-    ("tp-planless", "def parallelize(self)"),
-    ("tp-wrong", "parallelize() names '9', which the model does not have"),
-    ("tp-fp16", "does not do fp16: use bf16"),
-    ("pp-uncut", "def split_points(self)"),
-    ("pp-cut-wrong", "split_points() names 'nowhere'"),
-    ("pp-cut-often", "names 2 places, but 2 processes need 1"),
-    ("pp-tied", "in several places ('2.weight', '6.weight')"),
-    ("pp-blocks-tied", "in several places ('blocks.0.1.weight', 'blocks.1.1.weight')"),
-    ("tp-tied", "in several places ('2.weight', '6.weight')"),
-    ("dp-compiled", "do not go together"),
-    ("tp-compiled", "do not go together"),
-    ("ddp-odd-metric", "measure()['text'] must be a 0-d tensor"),
-    ("ddp-odd-loss", "measure()['loss'] must be a 0-d tensor"),
-    ("ddp-diverged", "the parameters of rank 1 are not rank 0's after step 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("single", "single is one process, not 2: give --nproc 1"),
+        ("dp", "dp divides a batch among GPUs, and there is none: use ddp"),
+        ("tp-planless", "def parallelize(self)"),
+        ("tp-wrong", "parallelize() names '9', which the model does not have"),
+        ("tp-fp16", "does not do fp16: use bf16"),
+        ("pp-uncut", "def split_points(self)"),
+        ("pp-cut-wrong", "split_points() names 'nowhere'"),
+        ("pp-cut-often", "names 2 places, but 2 processes need 1"),
+        ("pp-tied", "in several places ('2.weight', '6.weight')"),
+        ("pp-blocks-tied", "in several places ('blocks.0.1.weight', 'blocks.1.1.weight')"),
+        ("tp-tied", "in several places ('2.weight', '6.weight')"),
+        ("dp-compiled", "do not go together"),
+        ("tp-compiled", "do not go together"),
+        ("ddp-odd-metric", "measure()['text'] must be a 0-d tensor"),
+        ("ddp-odd-loss", "measure()['loss'] must be a 0-d tensor"),
+        ("ddp-diverged", "the parameters of rank 1 are not rank 0's after step 4"),
+    ],
+)
 def test_what_cannot_be_is_refused_with_what_to_change(folder: Path, name: str, says: str) -> None:
     error = seen(folder, name)["error"]
     assert error.startswith("UserError: ") and says in error
@@ -280,7 +365,9 @@ def test_what_cannot_be_is_refused_with_what_to_change(folder: Path, name: str, 
 def test_a_pipelines_last_rank_says_what_measure_did_wrong(odd: str) -> None:
     last = Pipeline.__new__(Pipeline)
     last._metric_names, last._measured, last._batch = [], [], (torch.ones(4, 8), torch.ones(4))
-    last._how = Arithmetic(two_ranks.layered(odd=odd).measure, contextlib.nullcontext(), None, 1)
+    last._how = MicroBatchStep(
+        two_ranks.layered(odd=odd).measure, contextlib.nullcontext(), None, 1
+    )
     last.model = nn.Linear(1, 1)
     with pytest.raises(UserError, match="must be a 0-d tensor"):
         last._loss(torch.ones(2, 2), torch.arange(2))
@@ -300,12 +387,16 @@ def test_a_pipelines_checkpoint_is_gathered_on_the_hosts(monkeypatch: pytest.Mon
     stage = SimpleNamespace(submod=model, is_last=True, has_backward=True)
     monkeypatch.setitem(SCHEDULES, "1f1b", lambda *words, **named: None)
     optimizer = torch.optim.AdamW(model.parameters())
-    only = Pipeline(stage, optimizer, ["weight", "bias"], Train(), World(Ranks(), torch.device("cpu")))
+    only = Pipeline(
+        stage, optimizer, ["weight", "bias"], Train(), World(Ranks(), torch.device("cpu"))
+    )
     assert set(only.state()["model"]) == {"weight", "bias"} and gathered == ["gloo"]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tp", "pp"])
-def test_a_model_that_is_divided_is_moved_in_parts(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+def test_a_model_that_is_divided_is_moved_in_parts(
+    monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
     model, divided = two_ranks.layered().model(), []
 
     def divide(part: nn.Module, *_: Any, **__: Any) -> Any:
@@ -318,8 +409,13 @@ def test_a_model_that_is_divided_is_moved_in_parts(monkeypatch: pytest.MonkeyPat
         "divided.init_device_mesh",
         "seams.PipelineStage",
     ):
-        monkeypatch.setattr(f"rankzero.training.strategies.{name}", divide if "mesh" not in name else lambda *_: None)
-    monkeypatch.setattr("rankzero.training.strategies.pipeline.Pipeline", lambda stage, *_: stage.submod)
+        monkeypatch.setattr(
+            f"rankzero.training.strategies.{name}",
+            divide if "mesh" not in name else lambda *_: None,
+        )
+    monkeypatch.setattr(
+        "rankzero.training.strategies.pipeline.Pipeline", lambda stage, *_: stage.submod
+    )
     experiment = two_ranks.layered(train__strategy=strategy)
     made = build(experiment, model, World(Ranks(0, 2), torch.device("meta")), lambda: None)
     assert divided[0] == ({"cpu", "meta"} if strategy == "pp" else {"cpu"})
@@ -333,7 +429,9 @@ def test_the_gpus_of_a_run_are_those_that_it_uses(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=index))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=index)
+    )
     assert gpu_uuids(Ranks(), strategy) == [f"GPU-{index}" for index in range(expected)]
 
 
@@ -356,9 +454,14 @@ def test_names_and_numbers_of_an_optimizers_parameters() -> None:
     names = parameter_names.order(model, optimizer)
     assert names == ["0.weight", "1.weight", "0.bias", "1.bias"]
     named = parameter_names.by_name(optimizer.state_dict(), names)
-    assert named["param_groups"][1]["params"] == ["0.bias", "1.bias"] and set(named["state"]) == set(names)
+    assert named["param_groups"][1]["params"] == ["0.bias", "1.bias"] and set(
+        named["state"]
+    ) == set(names)
     assert parameter_names.by_number(named, names) == optimizer.state_dict()
-    parts = [parameter_names.part_of(named, names[::2]), parameter_names.part_of(named, names[1::2])]
+    parts = [
+        parameter_names.part_of(named, names[::2]),
+        parameter_names.part_of(named, names[1::2]),
+    ]
     assert parameter_names.joined(parts)["state"].keys() == named["state"].keys()
 
 
@@ -368,7 +471,9 @@ def test_replicas_compute_in_the_callers_number_format(monkeypatch: pytest.Monke
 
     def in_a_thread(self: Any, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
         with ThreadPoolExecutor(1) as thread:
-            return [thread.submit(replica, *inputs[0], **kwargs[0]).result() for replica in replicas]
+            return [
+                thread.submit(replica, *inputs[0], **kwargs[0]).result() for replica in replicas
+            ]
 
     monkeypatch.setattr(nn.DataParallel, "parallel_apply", in_a_thread)
     divided = SameFormat(model)

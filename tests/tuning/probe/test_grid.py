@@ -5,31 +5,48 @@ from __future__ import annotations
 import pytest
 
 from rankzero.tuning.probe import grid
-from rankzero.tuning.probe.grid import HEADROOM, Cell, Measured
+from rankzero.tuning.probe.grid import HEADROOM, Cell, ProbeResult
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 LIMIT = 10_000
 
 
-def climb(world_size: int = 1, precisions: tuple[str, ...] = ("fp32",), full: float = 100.0, base: int = 1000,
-          per_sample: int = 10, limit: int | None = LIMIT, dies: int | None = None) -> list[Measured]:  # fmt: skip
+def climb(
+    world_size: int = 1,
+    precisions: tuple[str, ...] = ("fp32",),
+    full: float = 100.0,
+    base: int = 1000,
+    per_sample: int = 10,
+    limit: int | None = LIMIT,
+    dies: int | None = None,
+) -> list[ProbeResult]:
     """Measure until the ladder has enough: X = B / (B + full), memory = base + per_sample * micro-batch."""
-    found: list[Measured] = []
+    found: list[ProbeResult] = []
     while (cell := grid.next_cell(found, SIZES, precisions, world_size)) is not None:
         assert cell not in [one.cell for one in found], "measured twice"
         found.append(measure(cell, full, base, per_sample, limit, dies))
     return found
 
 
-def measure(cell: Cell, full: float, base: int, per_sample: int, limit: int | None, dies: int | None) -> Measured:
+def measure(
+    cell: Cell, full: float, base: int, per_sample: int, limit: int | None, dies: int | None
+) -> ProbeResult:
     memory = base + per_sample * cell.micro_batch
     size = (cell.batch_size, cell.micro_batch, cell.precision)
     if dies is not None and cell.batch_size >= dies:
-        return Measured(*size, status="failed", reason="killed")
+        return ProbeResult(*size, status="failed", reason="killed")
     if limit is not None and memory > limit:
-        return Measured(*size, status="out of memory", memory_limit_bytes=limit)
+        return ProbeResult(*size, status="out of memory", memory_limit_bytes=limit)
     speed = 1000 * cell.batch_size / (cell.batch_size + full)
-    return Measured(*size, "ok", speed, 0.01, cell.batch_size / speed, memory_bytes=memory, memory_limit_bytes=limit)
+    return ProbeResult(
+        *size,
+        "ok",
+        speed,
+        0.01,
+        cell.batch_size / speed,
+        memory_bytes=memory,
+        memory_limit_bytes=limit,
+    )
 
 
 def test_the_ladder_stops_where_a_larger_batch_gains_nothing() -> None:
@@ -42,7 +59,9 @@ def test_memory_is_predicted_so_that_nothing_runs_out_of_it() -> None:
     found = climb(per_sample=50)
     assert {one.status for one in found} == {"ok"}
     assert max(one.micro_batch for one in found) * 50 + 1000 <= HEADROOM * LIMIT
-    assert [one.batch_size for one in found][-1] > 160, "accumulation goes on where a batch does not fit"
+    assert [one.batch_size for one in found][-1] > 160, (
+        "accumulation goes on where a batch does not fit"
+    )
     assert all(one.batch_size % one.micro_batch == 0 for one in found)
 
 
@@ -59,18 +78,30 @@ def test_a_cell_that_kills_its_processes_ends_its_precision_only() -> None:
 
 
 def test_each_rank_takes_its_share() -> None:
-    assert [(one.batch_size, one.micro_batch) for one in climb(world_size=2, full=10.0)][:2] == [(16, 8), (32, 16)]
+    assert [(one.batch_size, one.micro_batch) for one in climb(world_size=2, full=10.0)][:2] == [
+        (16, 8),
+        (32, 16),
+    ]
 
 
 def test_what_limits_a_cell() -> None:
-    assert Measured(1, 1, "fp32", "ok", data_wait_fraction=0.5, communication_fraction=0.3).bound == "data"
-    assert Measured(1, 1, "fp32", "ok", data_wait_fraction=0.0, communication_fraction=0.3).bound == "communication"
-    assert Measured(1, 1, "fp32", "ok", data_wait_fraction=0.05, communication_fraction=0.1).bound == "compute"
+    assert (
+        ProbeResult(1, 1, "fp32", "ok", data_wait_fraction=0.5, communication_fraction=0.3).bound
+        == "data"
+    )
+    assert (
+        ProbeResult(1, 1, "fp32", "ok", data_wait_fraction=0.0, communication_fraction=0.3).bound
+        == "communication"
+    )
+    assert (
+        ProbeResult(1, 1, "fp32", "ok", data_wait_fraction=0.05, communication_fraction=0.1).bound
+        == "compute"
+    )
 
 
 def test_a_slow_precision_is_not_worth_searching() -> None:
-    slow = [Measured(size, size, "bf16", "ok", 10.0) for size in (16, 32)]
-    fast = [Measured(size, size, "fp32", "ok", 100.0) for size in (16, 32)]
+    slow = [ProbeResult(size, size, "bf16", "ok", 10.0) for size in (16, 32)]
+    fast = [ProbeResult(size, size, "fp32", "ok", 100.0) for size in (16, 32)]
     assert grid.worth_searching([*fast, *slow], ("fp32", "bf16")) == ["fp32"]
     assert [one.precision for one in grid.fastest([*slow, *fast])] == ["fp32", "fp32"]
 

@@ -35,7 +35,9 @@ def test_the_first_slow_windows_do_not_count() -> None:
     steady = Steady()
     for seconds in (9.0, 3.0, 1.5, 1.0, 1.0, *[1.0] * FEWEST):
         steady.add(seconds)
-    assert steady.warm and steady.enough and steady.mean == 1.0 and steady.relative_half_width == 0.0
+    assert (
+        steady.warm and steady.enough and steady.mean == 1.0 and steady.relative_half_width == 0.0
+    )
 
 
 def test_what_never_settles_is_watched_all_the_same() -> None:

@@ -11,7 +11,9 @@ from rankzero.tuning.trials.resources import EVERYTHING, shares, visible_gpus
 
 
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(0, 32), st.integers(1, 64))
-def test_shares_are_disjoint_or_refused(parallel: int, processes: int, gpus: int, cores: int) -> None:
+def test_shares_are_disjoint_or_refused(
+    parallel: int, processes: int, gpus: int, cores: int
+) -> None:
     names = [str(number) for number in range(gpus)]
     try:
         found = shares(parallel, processes, names, range(cores))
@@ -23,7 +25,9 @@ def test_shares_are_disjoint_or_refused(parallel: int, processes: int, gpus: int
     assert len(found) == parallel and len(set(used)) == len(used) and len(set(busy)) == len(busy)
     assert set(used) <= set(names) and set(busy) <= set(range(cores))
     assert all(share.cores for share in found)
-    assert all(share.gpus is None if not gpus else len(share.gpus or ()) == processes for share in found)
+    assert all(
+        share.gpus is None if not gpus else len(share.gpus or ()) == processes for share in found
+    )
 
 
 def test_one_at_a_time_has_everything() -> None:

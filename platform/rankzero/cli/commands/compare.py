@@ -23,13 +23,17 @@ from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.host_process import Host
 
 if TYPE_CHECKING:
-    from rankzero.compare.runner import Bench
+    from rankzero.compare.runner import CompareContext
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     search.add_experiment_arguments(parser, nproc=False)
-    parser.add_argument("--strategies", help="which, with commas between (default: single,ddp; with GPUs dp, too)")
-    parser.add_argument("--nproc", help="numbers of devices, with commas between (default: 1 and all GPUs, or 1,2)")
+    parser.add_argument(
+        "--strategies", help="which, with commas between (default: single,ddp; with GPUs dp, too)"
+    )
+    parser.add_argument(
+        "--nproc", help="numbers of devices, with commas between (default: 1 and all GPUs, or 1,2)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,9 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     from rankzero.compare.results import entries
 
     asked = [name.strip() for name in (arguments.strategies or "single,ddp").split(",")]
-    entries(asked, numbers(arguments.nproc or "1,2"))  # mistakes are told before anything is started
+    entries(
+        asked, numbers(arguments.nproc or "1,2")
+    )  # mistakes are told before anything is started
     with contextlib.closing(Host(search.libraries(arguments))) as host:
-        described = host.describe(arguments.experiment, config.parse_assignments(arguments.settings), 1)
+        described = host.describe(
+            arguments.experiment, config.parse_assignments(arguments.settings), 1
+        )
         on_gpus = described.gpus > 0
         strategies = arguments.strategies or ("single,dp,ddp" if on_gpus else "single,ddp")
         counts = numbers(arguments.nproc or f"1,{described.gpus or 2}")
@@ -54,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_row(*line)
     terminal = as_it_is()
     terminal.print(table)
-    for text in [*(f"not run: {reason}" for reason in tables.reasons(rows)), *(f"not fair: {note}" for note in notes)]:
+    for text in [
+        *(f"not run: {reason}" for reason in tables.reasons(rows)),
+        *(f"not fair: {note}" for note in notes),
+    ]:
         terminal.print(text, soft_wrap=True)
     terminal.print(tables.sentence(rows), soft_wrap=True)
     search.say_what_is_left(delivery_status.wait(folder), folder)
@@ -62,15 +73,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(row.speed_up is not None for row in rows) else 1
 
 
-def made(arguments: argparse.Namespace, host: Host, described: describe.Description, verb: str) -> Bench:
+def made(
+    arguments: argparse.Namespace, host: Host, described: describe.ExperimentDescription, verb: str
+) -> CompareContext:
     """Return where to compare or profile: a run of its own, in the store that the command line names."""
     from rankzero.compare import runner
 
     reference = describe.mirrored(described)
     identity = search.identity_of(arguments, reference, described.processes, verb)
-    identity = dataclasses.replace(identity, name=new_name(f"{identity.experiment}-{verb}"), uuid=secrets.token_hex(16))
+    identity = dataclasses.replace(
+        identity, name=new_name(f"{identity.experiment}-{verb}"), uuid=secrets.token_hex(16)
+    )
     uris.prepare_store(identity.tracking_uri)
-    return runner.Bench(host, reference, identity, arguments.dir / "runs", described.device, described.gpus, search.say)
+    return runner.CompareContext(
+        host,
+        reference,
+        identity,
+        arguments.dir / "runs",
+        described.device,
+        described.gpus,
+        search.say,
+    )
 
 
 def numbers(text: str) -> list[int]:
@@ -78,4 +101,6 @@ def numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"--nproc takes whole numbers with commas between, such as 1,2,4: got {text!r}") from None
+        raise UserError(
+            f"--nproc takes whole numbers with commas between, such as 1,2,4: got {text!r}"
+        ) from None

@@ -32,8 +32,12 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", nargs="?", choices=SCRIPTS, metavar="SHELL", help="bash, zsh or fish")
-    parser.add_argument("--line", help="what is typed so far: print what may come next (the scripts ask this)")
+    parser.add_argument(
+        "shell", nargs="?", choices=SCRIPTS, metavar="SHELL", help="bash, zsh or fish"
+    )
+    parser.add_argument(
+        "--line", help="what is typed so far: print what may come next (the scripts ask this)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.shell is not None:
         print(SCRIPTS[arguments.shell], end="")
     else:
-        raise UserError("for which shell? rankzero completion bash, zsh or fish; into the shell's startup file goes "
-                        'eval "$(rankzero completion bash)"')  # fmt: skip
+        raise UserError(
+            "for which shell? rankzero completion bash, zsh or fish; into the shell's startup file goes "
+            'eval "$(rankzero completion bash)"'
+        )
     return 0

@@ -9,7 +9,9 @@ from rankzero.config import values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class")
+    parser.add_argument(
+        "experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class"
+    )
     parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change")
 
 

@@ -35,8 +35,15 @@ class Check(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="tell what happened to this run (its name or MLflow id)")
-    parser.add_argument("--tracking-uri", help="the tracking store to check (default: as `rankzero train` finds it)")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="tell what happened to this run (its name or MLflow id)",
+    )
+    parser.add_argument(
+        "--tracking-uri", help="the tracking store to check (default: as `rankzero train` finds it)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,21 +72,35 @@ def checks_of(root: Path, tracking_uri: str | None = None) -> Iterator[Check]:
 
 def python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
-    return Check("Python", version, None if sys.version_info >= (3, 11) else "install Python 3.11 or newer")
+    return Check(
+        "Python", version, None if sys.version_info >= (3, 11) else "install Python 3.11 or newer"
+    )
 
 
 def git() -> Check:
     found = shutil.which("git")
-    return Check("git", found or "not found: runs will not know their commit", None if found else "install git")
+    return Check(
+        "git",
+        found or "not found: runs will not know their commit",
+        None if found else "install git",
+    )
 
 
 def disk(root: Path) -> Check:
     """Check that the runs' folder can be written to, and has room for checkpoints."""
     existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return Check("runs folder", str(root), f"{existing} cannot be written to: choose another folder with --dir")
+        return Check(
+            "runs folder",
+            str(root),
+            f"{existing} cannot be written to: choose another folder with --dir",
+        )
     free = shutil.disk_usage(existing).free
-    fix = None if free > LEAST_DISK_BYTES else "make room: a checkpoint that cannot be written is lost"
+    fix = (
+        None
+        if free > LEAST_DISK_BYTES
+        else "make room: a checkpoint that cannot be written is lost"
+    )
     return Check("runs folder", f"{root}, {free / GIGABYTE:,.0f} GB free", fix)
 
 
@@ -93,7 +114,11 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Check:
         fix = "start the container with --shm-size=8g, or set train.workers=0"
     elif usage.free < LEAST_SHARED_BYTES:
         fix = f"see what fills {folder}: files of processes that are gone can be removed"
-    return Check("shared memory", f"{usage.free / GIGABYTE:,.1f} of {usage.total / GIGABYTE:,.1f} GB free", fix)
+    return Check(
+        "shared memory",
+        f"{usage.free / GIGABYTE:,.1f} of {usage.total / GIGABYTE:,.1f} GB free",
+        fix,
+    )
 
 
 def tracking_store(root: Path, tracking_uri: str | None = None) -> Check:
@@ -115,10 +140,18 @@ def torch_pair() -> Check:
     """Check that torch and torchvision load, and come from the same release pair."""
     versions, error = _try(_torch_versions)
     if versions is None:
-        return Check("PyTorch", "does not load", f"{error}: run `make setup`, which installs a pair that fits")
+        return Check(
+            "PyTorch",
+            "does not load",
+            f"{error}: run `make setup`, which installs a pair that fits",
+        )
     torch, torchvision = versions
     fits = _minor(torchvision) == _minor(torch) + TORCHVISION_BEHIND or not torch.startswith("2.")
-    fix = None if fits else f"torch {torch} goes with torchvision 0.{_minor(torch) + TORCHVISION_BEHIND}"
+    fix = (
+        None
+        if fits
+        else f"torch {torch} goes with torchvision 0.{_minor(torch) + TORCHVISION_BEHIND}"
+    )
     return Check("PyTorch", f"torch {torch}, torchvision {torchvision}", fix)
 
 
@@ -166,7 +199,13 @@ def nvml() -> Check:
 
 def _shown(console: Console, checks: Iterator[Check]) -> Iterator[Check]:
     for check in checks:
-        mark = "[red]fix[/]" if check.fix is not None else "[green]ok [/]" if check.there else "[dim]-- [/]"
+        mark = (
+            "[red]fix[/]"
+            if check.fix is not None
+            else "[green]ok [/]"
+            if check.there
+            else "[dim]-- [/]"
+        )
         console.print(f"{mark} {check.name:15} {escape(check.found)}")
         if check.fix is not None:
             console.print(f"    -> {escape(check.fix)}")
@@ -210,12 +249,16 @@ def _sqlite_answers(path: Path) -> str:
     if not path.exists():
         return " (made by the first run)"
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        ) as database:
             (answer,) = database.execute("PRAGMA quick_check").fetchone()
     except sqlite3.Error as error:
         answer = str(error)
     if answer != "ok":
-        raise RuntimeError(f"{path} is damaged: {answer}; restore a copy, or choose another --dir and rankzero sync")
+        raise RuntimeError(
+            f"{path} is damaged: {answer}; restore a copy, or choose another --dir and rankzero sync"
+        )
     return ""
 
 
@@ -226,12 +269,18 @@ def _server_answers(uri: str) -> str:
     from rankzero.redaction import text as secrecy
 
     try:
-        with urllib.request.urlopen(f"{secrecy.url_without_secrets(uri)}/health", timeout=SERVER_SECONDS):
+        with urllib.request.urlopen(
+            f"{secrecy.url_without_secrets(uri)}/health", timeout=SERVER_SECONDS
+        ):
             return ""
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in (401, 403):
             return " (asks who is there: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or a token)"
-        raise RuntimeError(f"what answers is no MLflow server ({error}): correct the tracking URI") from error
+        raise RuntimeError(
+            f"what answers is no MLflow server ({error}): correct the tracking URI"
+        ) from error
     except OSError as error:
-        raise RuntimeError(f"no answer ({error}): start the server, or correct the tracking URI") from error
+        raise RuntimeError(
+            f"no answer ({error}): start the server, or correct the tracking URI"
+        ) from error

@@ -27,8 +27,12 @@ FORMATS = ("csv", "parquet")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="where to (default: a folder called as the run)")
-    parser.add_argument("--format", choices=FORMATS, default="csv", help="of the tables (default: %(default)s)")
+    parser.add_argument(
+        "--to", type=Path, metavar="FOLDER", help="where to (default: a folder called as the run)"
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, default="csv", help="of the tables (default: %(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,7 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         (target / "figures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write to {target}: {error.strerror}; choose another folder with --to") from error
+        raise UserError(
+            f"cannot write to {target}: {error.strerror}; choose another folder with --to"
+        ) from error
     for path in written(folder, target, arguments.format):
         print(path)
     return 0

@@ -21,16 +21,28 @@ from rankzero.run_store import claims
 from rankzero.run_store.folder import RunFolder
 
 LOOK_SECONDS = 0.2
-RESTART_SECONDS = 5.0  # what a run that failed gets to begin again: a restart, or a smaller micro-batch
-SILENT_SECONDS = 20.0  # without a process that writes: until a run begins, or its recorder has said how it ended
+RESTART_SECONDS = (
+    5.0  # what a run that failed gets to begin again: a restart, or a smaller micro-batch
+)
+SILENT_SECONDS = (
+    20.0  # without a process that writes: until a run begins, or its recorder has said how it ended
+)
 EXIT_CODES = {"FINISHED": FINISHED, "FAILED": FAILED, "KILLED": RESUMABLE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends; Ctrl-C leaves it alone")
     parser.add_argument(
-        "--rank", type=int, metavar="R", help="of this machine, by local rank (default: all; with --follow rank 0)"
+        "--follow",
+        "-f",
+        action="store_true",
+        help="go on until the run ends; Ctrl-C leaves it alone",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="R",
+        help="of this machine, by local rank (default: all; with --follow rank 0)",
     )
 
 
@@ -40,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         return follow(folder, arguments.dir, arguments.rank or 0)
     found = ranks(folder)
     if arguments.rank is not None and arguments.rank not in found:
-        known = f"its ranks here are {', '.join(map(str, found))}" if found else "it keeps no logs here"
+        known = (
+            f"its ranks here are {', '.join(map(str, found))}" if found else "it keeps no logs here"
+        )
         raise UserError(f"{folder.path.name} has no output of rank {arguments.rank}: {known}")
     shown = found if arguments.rank is None else [arguments.rank]
     for rank in shown:
@@ -50,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def ranks(folder: RunFolder) -> list[int]:
     """Return the local ranks whose output is kept on this machine."""
-    names = {path.name for path in (folder.path / "logs").glob("*/attempt_*/*") if path.name.isdigit()}
+    names = {
+        path.name for path in (folder.path / "logs").glob("*/attempt_*/*") if path.name.isdigit()
+    }
     return sorted(map(int, names))
 
 
@@ -75,7 +91,9 @@ def follow(folder: RunFolder, root: Path, rank: int) -> int:
         console.notice(f"detached; {folder.path.name} goes on")
         return FINISHED
     if console.ended is None:
-        console.notice(f"{folder.path.name} has died without a word; rankzero sync {folder.path.name} closes it")
+        console.notice(
+            f"{folder.path.name} has died without a word; rankzero sync {folder.path.name} closes it"
+        )
         return FAILED
     console.result(console.ended)
     return EXIT_CODES[console.ended.status]

@@ -12,7 +12,7 @@ from rankzero.cli.commands import search
 from rankzero.cli.display.terminal import as_it_is
 from rankzero.mlflow_store import uris
 from rankzero.tuning import search as hunt
-from rankzero.tuning.probe.grid import Measured
+from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.trials.host_process import Host
 
 SHADES = ("grey30", "dark_red", "orange4", "gold3", "chartreuse4", "green3")  # slow to fast
@@ -28,26 +28,30 @@ def run(arguments: argparse.Namespace) -> int:
         described, space = search.look(arguments, host)
         identity = search.identity_of(arguments, space.reference, described.processes, "probe")
         uris.prepare_store(identity.tracking_uri)
-        measured = hunt.probe_alone(identity, arguments.dir, space, described, host, sys.argv, search.say)
+        measured = hunt.probe_alone(
+            identity, arguments.dir, space, described, host, sys.argv, search.say
+        )
     finally:
         host.close()
     show(measured)
     return 0
 
 
-def show(measured: list[Measured]) -> None:
+def show(measured: list[ProbeResult]) -> None:
     """Print the map: a row for each batch size, a column for each precision, brighter is faster."""
     precisions = list(dict.fromkeys(one.precision for one in measured))
     peak = max(one.samples_per_second for one in measured)
     cells = {(one.batch_size, one.precision): one for one in measured}
-    table = Table("batch", *precisions, title="samples/s, memory, what limits it", title_justify="left")
+    table = Table(
+        "batch", *precisions, title="samples/s, memory, what limits it", title_justify="left"
+    )
     for batch_size in sorted({one.batch_size for one in measured}):
         row = [_cell(cells.get((batch_size, precision)), peak) for precision in precisions]
         table.add_row(str(batch_size), *row)
     as_it_is().print(table)
 
 
-def _cell(one: Measured | None, peak: float) -> Text:
+def _cell(one: ProbeResult | None, peak: float) -> Text:
     if one is None:
         return Text("")
     if one.status != "ok":

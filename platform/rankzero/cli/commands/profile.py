@@ -24,15 +24,23 @@ def run(arguments: argparse.Namespace) -> int:
     from rankzero.compare import runner, tables
 
     with contextlib.closing(Host(search.libraries(arguments))) as host:
-        described = host.describe(arguments.experiment, config.parse_assignments(arguments.settings), arguments.nproc)
+        described = host.describe(
+            arguments.experiment, config.parse_assignments(arguments.settings), arguments.nproc
+        )
         found = compare.made(arguments, host, described, "profile")
         profile, folder = runner.profile(found, described.processes, sys.argv)
-    table = Table("operator", "ms a step", "share", "calls a step", title="top costs", title_justify="left")
+    table = Table(
+        "operator", "ms a step", "share", "calls a step", title="top costs", title_justify="left"
+    )
     for cost in profile.costs:
-        table.add_row(cost.name, f"{cost.milliseconds:.3g}", f"{cost.share:.0%}", f"{cost.calls:.3g}")
+        table.add_row(
+            cost.name, f"{cost.milliseconds:.3g}", f"{cost.share:.0%}", f"{cost.calls:.3g}"
+        )
     terminal = as_it_is()
     terminal.print(table)
     terminal.print(tables.verdict(profile), soft_wrap=True)
     search.say_what_is_left(delivery_status.wait(folder), folder)
-    search.say(f"trace: {folder.artifacts / 'profile'} (open in ui.perfetto.dev)\nlook:  {program()} ui")
+    search.say(
+        f"trace: {folder.artifacts / 'profile'} (open in ui.perfetto.dev)\nlook:  {program()} ui"
+    )
     return 0

@@ -17,21 +17,27 @@ from rankzero.tracking import delivery_status
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
     parser.add_argument("model_name", metavar="NAME", help="what the registered model is called")
-    parser.add_argument("--tracking-uri", help="where the run is tracked, if it is not on this disk")
+    parser.add_argument(
+        "--tracking-uri", help="where the run is tracked, if it is not on this disk"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rankzero.mlflow_store.client import OpenRun, Tracker
+    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 
     folder = lookup.find(arguments.dir / "runs", arguments.run_name)
     problems = [] if folder is None else _logged_best(folder)
     uri = _tracking_uri(arguments, folder)
-    tracker = Tracker(uri)
-    found = tracker.find_run(arguments.run_name if folder is None else lookup.mlflow_id(folder) or folder.path.name)
+    tracker = MlflowRuns(uri)
+    found = tracker.find_run(
+        arguments.run_name if folder is None else lookup.mlflow_id(folder) or folder.path.name
+    )
     run = OpenRun(found.run_id, found.experiment_id, {})
     model_id = tracker.models.best_model(run)
     if model_id is None:
-        raise RunFailed(f"{found.name} has no model in MLflow: {'; '.join(problems) or 'it ended without one'}")
+        raise RunFailed(
+            f"{found.name} has no model in MLflow: {'; '.join(problems) or 'it ended without one'}"
+        )
     for problem in problems:
         print(f"note: {problem}")
     version = tracker.models.register(run, model_id, arguments.model_name)
@@ -49,7 +55,9 @@ def _logged_best(folder: RunFolder) -> list[str]:
 
     problems: list[str] = []
     if delivery_status.status(folder).run_id is None:
-        raise UserError(f"{folder.path.name} is not in MLflow yet: rankzero sync {folder.path.name}")
+        raise UserError(
+            f"{folder.path.name} is not in MLflow yet: rankzero sync {folder.path.name}"
+        )
     best_model.in_new_process(folder, problems.append)
     return problems
 
@@ -58,6 +66,11 @@ def _tracking_uri(arguments: argparse.Namespace, folder: RunFolder | None) -> st
     if folder is not None:
         return folder.identity.tracking_uri
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-    if uri == uris.default_tracking_uri(arguments.dir) and not (arguments.dir / uris.DATABASE).exists():
-        lookup.require(arguments.dir / "runs", arguments.run_name)  # nowhere else to look: says which runs there are
+    if (
+        uri == uris.default_tracking_uri(arguments.dir)
+        and not (arguments.dir / uris.DATABASE).exists()
+    ):
+        lookup.require(
+            arguments.dir / "runs", arguments.run_name
+        )  # nowhere else to look: says which runs there are
     return uri

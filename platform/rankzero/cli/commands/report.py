@@ -17,7 +17,7 @@ from rankzero.cli.display.terminal import is_interactive, plain_or_fitting
 from rankzero.errors import UserError
 from rankzero.events import RunStarted
 from rankzero.reporting import comparison, run_facts, run_report
-from rankzero.reporting.comparison import Section, Side
+from rankzero.reporting.comparison import RunSide, Section
 from rankzero.reporting.run_page import page, status
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
@@ -29,17 +29,28 @@ A_SEARCH = "search.sampler"  # a param that only studies have
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", metavar="RUN", nargs="+", help="a run's or a study's name; two runs: how they differ")
+    parser.add_argument(
+        "names",
+        metavar="RUN",
+        nargs="+",
+        help="a run's or a study's name; two runs: how they differ",
+    )
     parser.add_argument("--all", action="store_true", help="of two runs, what is alike, too")
-    parser.add_argument("--storage", help="the study's database (default: studies.db beside the runs)")
+    parser.add_argument(
+        "--storage", help="the study's database (default: studies.db beside the runs)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     runs, names = arguments.dir / "runs", arguments.names
     if len(names) > 2:
-        raise UserError(f"a report is of one run, or of the differences between two; not of {len(names)}")
+        raise UserError(
+            f"a report is of one run, or of the differences between two; not of {len(names)}"
+        )
     if len(names) == 2:
-        show_differences(*(side(lookup.require(runs, name)) for name in names), everything=arguments.all)
+        show_differences(
+            *(side(lookup.require(runs, name)) for name in names), everything=arguments.all
+        )
         return 0
     folder = lookup.find(runs, names[0])
     if arguments.storage or (folder and is_study(folder)):
@@ -66,9 +77,9 @@ def show_markdown(text: str) -> None:
         print(text, end="")
 
 
-def side(folder: RunFolder) -> Side:
+def side(folder: RunFolder) -> RunSide:
     """Return all that is compared of a run, from its folder."""
-    return Side(
+    return RunSide(
         name=folder.identity.name,
         status=status(folder),
         facts=run_facts.fold(folder.all_events()),
@@ -77,14 +88,14 @@ def side(folder: RunFolder) -> Side:
     )
 
 
-def show_differences(left: Side, right: Side, *, everything: bool = False) -> None:
+def show_differences(left: RunSide, right: RunSide, *, everything: bool = False) -> None:
     """Print what differs between two runs, side by side."""
     terminal = plain_or_fitting()
     terminal.print(table(left, right, comparison.sections(left, right, everything=everything)))
     _show_code(terminal, left, right, None if everything else PATCH_LINES)
 
 
-def table(left: Side, right: Side, sections: list[Section]) -> Table:
+def table(left: RunSide, right: RunSide, sections: list[Section]) -> Table:
     """Return the differences as one table, so that their columns stand below each other."""
     shown = Table("", left.name, right.name, "", box=None, pad_edge=False)
     for column in shown.columns:
@@ -92,13 +103,17 @@ def table(left: Side, right: Side, sections: list[Section]) -> Table:
     for section in sections:
         shown.add_row(Text(section.title, style="bold"))
         for row in section.rows:
-            shown.add_row(*map(Text, (f"  {row.key}", row.left, row.right, row.change)))  # values may look like markup
+            shown.add_row(
+                *map(Text, (f"  {row.key}", row.left, row.right, row.change))
+            )  # values may look like markup
     return shown
 
 
-def _show_code(terminal: Console, left: Side, right: Side, limit: int | None) -> None:
+def _show_code(terminal: Console, left: RunSide, right: RunSide, limit: int | None) -> None:
     commits = [one.facts.environment.get("mlflow.source.git.commit", "") for one in (left, right)]
-    if commits[0] != commits[1] and (changed := provenance.changed_between(Path.cwd(), commits[0], commits[1])):
+    if commits[0] != commits[1] and (
+        changed := provenance.changed_between(Path.cwd(), commits[0], commits[1])
+    ):
         terminal.print(Text(changed.rstrip()))
     lines = list(comparison.patches(left.patch, right.patch))
     if lines:

@@ -27,9 +27,18 @@ CLOSE_SECONDS = 10.0  # for a recorder that lives to say how the attempt before 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
-    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change, such as train.epochs=20")
-    parser.add_argument("--experiment", metavar="EXP", help="the experiment's file, where it has moved")
-    parser.add_argument("--tracking-uri", help="where the run is tracked, if it is not on this disk")
+    parser.add_argument(
+        "settings",
+        metavar="key=value",
+        nargs="*",
+        help="settings to change, such as train.epochs=20",
+    )
+    parser.add_argument(
+        "--experiment", metavar="EXP", help="the experiment's file, where it has moved"
+    )
+    parser.add_argument(
+        "--tracking-uri", help="where the run is tracked, if it is not on this disk"
+    )
     add_launch_arguments(parser, processes="as many as before")
 
 
@@ -53,7 +62,9 @@ def _resumed(folder: RunFolder, arguments: argparse.Namespace) -> int:
         if folder.events.exists():  # now: not by who looks at the run while its ranks start
             sync.close_if_dead(folder, CLOSE_SECONDS)
         write_config(folder, experiment)
-    return launch_run.run(launch_run.Attempt(folder, experiment, nodes, arguments.dir, sys.argv, resumes=True))
+    return launch_run.run(
+        launch_run.LaunchPlan(folder, experiment, nodes, arguments.dir, sys.argv, resumes=True)
+    )
 
 
 def _folder(arguments: argparse.Namespace) -> RunFolder:
@@ -62,12 +73,19 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
     found = lookup.find(runs, arguments.run_name)
     if found is None:
         uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-        if uri == uris.default_tracking_uri(arguments.dir) and not (arguments.dir / uris.DATABASE).exists():
-            return lookup.require(runs, arguments.run_name)  # nowhere else to look: says which runs there are
+        if (
+            uri == uris.default_tracking_uri(arguments.dir)
+            and not (arguments.dir / uris.DATABASE).exists()
+        ):
+            return lookup.require(
+                runs, arguments.run_name
+            )  # nowhere else to look: says which runs there are
         found = _fetched(runs, uri, arguments.run_name)
     if arguments.experiment:
         path, cls = experiment_file.split(arguments.experiment)
-        moved = dataclasses.replace(found.identity, experiment_file=f"{path}:{cls}" if cls else str(path))
+        moved = dataclasses.replace(
+            found.identity, experiment_file=f"{path}:{cls}" if cls else str(path)
+        )
         found.write_identity(moved)
     return found
 
@@ -87,7 +105,9 @@ def _class(folder: RunFolder, store_folder: Path) -> type[Experiment]:
             "a run of your own program goes on in that"
         )
     if Path(reference).resolve().is_relative_to(store_folder.resolve()):
-        raise UserError(f"{reference} lies among the runs: what came with a run is not executed; say --experiment EXP")
+        raise UserError(
+            f"{reference} lies among the runs: what came with a run is not executed; say --experiment EXP"
+        )
     try:
         return experiment_file.load(reference)
     except UserError as error:
@@ -96,7 +116,9 @@ def _class(folder: RunFolder, store_folder: Path) -> type[Experiment]:
 
 def _told(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     """Return what this machine was told, which helps another with its run: that one's settings count."""
-    return config.override(_class(folder, arguments.dir)(), config.parse_assignments(arguments.settings))
+    return config.override(
+        _class(folder, arguments.dir)(), config.parse_assignments(arguments.settings)
+    )
 
 
 def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
@@ -112,7 +134,9 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     changed = config.override(saved, changes)
     for key in ("train.batch_size", "train.seed"):
         if config.flatten(changed)[key] != config.flatten(saved)[key]:
-            raise UserError(f"{key} decides the order of the data and cannot change within a run: start a new run")
+            raise UserError(
+                f"{key} decides the order of the data and cannot change within a run: start a new run"
+            )
     return changed
 
 
@@ -126,7 +150,9 @@ def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> 
         return
     processes, gpus = before // arguments.nnodes, gpu_count()
     if 0 < gpus < processes:
-        print(f"note: {before} processes trained before, and this machine shows {gpus} GPUs: not bit for bit the same")
+        print(
+            f"note: {before} processes trained before, and this machine shows {gpus} GPUs: not bit for bit the same"
+        )
         return
     arguments.nproc = processes
 
@@ -151,5 +177,7 @@ def _require_checkpoint(folder: RunFolder) -> Path:
         problems = [*more, *problems]
     if path is None:
         found = "".join(f"\n  {problem}" for problem in problems) or " start it anew"
-        raise UserError(f"{folder.path.name} has no checkpoint to go on from, here or in MLflow:{found}")
+        raise UserError(
+            f"{folder.path.name} has no checkpoint to go on from, here or in MLflow:{found}"
+        )
     return path

@@ -19,17 +19,30 @@ from rankzero.catalog.summary import ELSEWHERE, Summary
 from rankzero.cli.display.progress import duration
 from rankzero.cli.display.terminal import plain_or_fitting
 from rankzero.run_store.folder import FolderGone
-from rankzero.run_store.names import BrokenRun
+from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking import sync
 
 COLOURS = {
-    "FINISHED": "green", "FAILED": "red", "DIED": "red", "KILLED": "yellow", "RUNNING": "cyan", "STARTING": "cyan",
+    "FINISHED": "green",
+    "FAILED": "red",
+    "DIED": "red",
+    "KILLED": "yellow",
+    "RUNNING": "cyan",
+    "STARTING": "cyan",
     ELSEWHERE: "dim",
-}  # fmt: skip
+}
 SILENT_SECONDS = 120.0
 PATIENCE_SECONDS = 5.0
 SHOWN, WAITS = 20, "*"
-IN_THE_TABLE = ("run", "status", "goal", "best", "samples/s", "age", "started")  # keys that need no column of their own
+IN_THE_TABLE = (
+    "run",
+    "status",
+    "goal",
+    "best",
+    "samples/s",
+    "age",
+    "started",
+)  # keys that need no column of their own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         help="KEY=VALUE, !=, <, <=, > or >=: a column, a param or a metric; all must hold; * and ? stand for anything",
     )
-    parser.add_argument("--sort", metavar="KEY", help="a column, a param or a metric; -KEY: the largest first")
     parser.add_argument(
-        "--json", action="store_true", help="all that is known of each, as one JSON array, a run a line"
+        "--sort", metavar="KEY", help="a column, a param or a metric; -KEY: the largest first"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="all that is known of each, as one JSON array, a run a line",
     )
     parser.add_argument("--all", action="store_true", help="the trials of searches, too")
-    parser.add_argument("-n", type=int, dest="limit", help=f"how many (default: {SHOWN}; with --json all)")
+    parser.add_argument(
+        "-n", type=int, dest="limit", help=f"how many (default: {SHOWN}; with --json all)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,7 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif not runs:
         print(f"no runs in {arguments.dir}: start one with `rankzero train experiments/digits.py`")
     else:
-        asked = [condition.key for condition in conditions] + ([arguments.sort.lstrip("-")] if arguments.sort else [])
+        asked = [condition.key for condition in conditions] + (
+            [arguments.sort.lstrip("-")] if arguments.sort else []
+        )
         show(found, SHOWN if arguments.limit is None else arguments.limit, asked)
     return 0
 
@@ -70,18 +91,23 @@ def record(one: Summary) -> dict[str, Any]:
 def _closed(runs: Path) -> list[Summary]:
     """Return all runs, after the end, here and in MLflow, of those that say RUNNING and are not."""
     listed = lookup.listed(runs, told=lambda text: print(f"not listed: {text}", file=sys.stderr))
-    found = [one.folder for one in listed if one.status == "DIED" and dead_runs.is_stale(one.folder)]
+    found = [
+        one.folder for one in listed if one.status == "DIED" and dead_runs.is_stale(one.folder)
+    ]
     for folder in found:
         print(f"{folder.path.name}: FAILED, {dead_runs.close(folder)}", file=sys.stderr, flush=True)
     for folder in found:
         try:
             result = sync.deliver(folder, patience=PATIENCE_SECONDS)
-        except (FolderGone, BrokenRun) as error:
+        except (FolderGone, InvalidRunFolder) as error:
             print(error, file=sys.stderr)
             continue
         if result.pending:
             why = result.error or "no answer"
-            print(f"{folder.path.name}: MLflow does not know yet ({why}): rankzero sync", file=sys.stderr)
+            print(
+                f"{folder.path.name}: MLflow does not know yet ({why}): rankzero sync",
+                file=sys.stderr,
+            )
     return lookup.listed(runs) if found else listed
 
 
@@ -140,7 +166,9 @@ def _cell(one: Summary, key: str) -> str:
     value = filters.value_of(one, key)
     if key == "duration":
         return duration(one.seconds)
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+    return (
+        "" if value is None else f"{value:.4g}" if isinstance(value, float) else escape(str(value))
+    )
 
 
 def _finite(value: Any) -> Any:

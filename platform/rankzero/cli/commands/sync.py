@@ -9,12 +9,14 @@ from rankzero.catalog.summary import Summary
 from rankzero.errors import FAILED, FINISHED
 from rankzero.run_store import claims, delivery_state
 from rankzero.run_store.folder import FolderGone, RunFolder
-from rankzero.run_store.names import BrokenRun
+from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking import sync
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or MLflow id (default: all that wait)")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", help="a run's name or MLflow id (default: all that wait)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,7 +44,7 @@ def _deliver(folder: RunFolder) -> int:
     name = folder.path.name
     try:
         result = sync.deliver(folder)
-    except (FolderGone, BrokenRun) as error:
+    except (FolderGone, InvalidRunFolder) as error:
         print(f"{name}: {error}")
         return FAILED
     if result.pending:
@@ -52,7 +54,9 @@ def _deliver(folder: RunFolder) -> int:
         )
         return FAILED
     if lookup.last_end(folder) is None and not claims.writer_lives(folder):
-        print(f"{name}: its recorder lives, and is to write its end: try again later: rankzero sync {name}")
+        print(
+            f"{name}: its recorder lives, and is to write its end: try again later: rankzero sync {name}"
+        )
         return FAILED
     lacks = f", but for its figures: rankzero sync {name}" if result.undrawn else ""
     print(f"{name}: complete, {result.delivered:,} values in MLflow{lacks}")

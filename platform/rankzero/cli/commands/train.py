@@ -22,8 +22,12 @@ from rankzero.run_store.folder import Identity, RunFolder, new_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class")
-    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change; see `rankzero config`")
+    parser.add_argument(
+        "experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class"
+    )
+    parser.add_argument(
+        "settings", metavar="key=value", nargs="*", help="settings to change; see `rankzero config`"
+    )
     parser.add_argument(
         "--from",
         dest="start",
@@ -31,17 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings to start from: a file such as sweet_spot.yaml, a study, a run",
     )
     add_launch_arguments(parser)
-    parser.add_argument("--run-name", help="what to call the run (default: the file's name and the time)")
     parser.add_argument(
-        "--experiment-name", help="the MLflow experiment (default: $MLFLOW_EXPERIMENT_NAME or the file's name)"
+        "--run-name", help="what to call the run (default: the file's name and the time)"
     )
     parser.add_argument(
-        "--tracking-uri", help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or the embedded store)"
+        "--experiment-name",
+        help="the MLflow experiment (default: $MLFLOW_EXPERIMENT_NAME or the file's name)",
+    )
+    parser.add_argument(
+        "--tracking-uri",
+        help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or the embedded store)",
     )
 
 
 def add_launch_arguments(
-    parser: argparse.ArgumentParser, processes: str = "one per GPU; 1 without, or under single and dp"
+    parser: argparse.ArgumentParser,
+    processes: str = "one per GPU; 1 without, or under single and dp",
 ) -> None:
     """Add the options that say where the processes run; `processes`: in words, how many they are by default."""
     group = parser.add_argument_group("processes (torchrun's options)")
@@ -52,9 +61,13 @@ def add_launch_arguments(
         dest="nproc",
         help=f"processes on this machine (default: {processes})",
     )
-    group.add_argument("--nnodes", type=int, default=1, help="machines; run the same command on each")
+    group.add_argument(
+        "--nnodes", type=int, default=1, help="machines; run the same command on each"
+    )
     group.add_argument("--rdzv-endpoint", help="host:port of the first machine, the same on each")
-    group.add_argument("--rdzv-id", default="rankzero", help="what the machines of one job agree to call it")
+    group.add_argument(
+        "--rdzv-id", default="rankzero", help="what the machines of one job agree to call it"
+    )
     group.add_argument(
         "--max-restarts",
         type=int,
@@ -76,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     with sole_launcher(folder, nodes.nodes):
         if not joined:
             write_config(folder, experiment)
-        return launch_run.run(launch_run.Attempt(folder, experiment, nodes, arguments.dir, sys.argv, joined=joined))
+        return launch_run.run(
+            launch_run.LaunchPlan(folder, experiment, nodes, arguments.dir, sys.argv, joined=joined)
+        )
 
 
 def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experiment:
@@ -96,11 +111,15 @@ def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experi
 
 def _identity(arguments: argparse.Namespace, path: Path, cls: str | None) -> Identity:
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-    name = new_name(path.stem) if arguments.run_name is None else names.checked_run(arguments.run_name)
+    name = (
+        new_name(path.stem) if arguments.run_name is None else names.checked_run(arguments.run_name)
+    )
     return Identity(
         name=name,
         uuid=secrets.token_hex(16),
-        experiment=arguments.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or path.stem,
+        experiment=arguments.experiment_name
+        or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        or path.stem,
         tracking_uri=uri,
         artifact_root=uris.artifact_root(uri),
         experiment_file=f"{path}:{cls}" if cls else str(path),

@@ -26,24 +26,37 @@ STARTUP_SECONDS = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=5000, help="the port (default: 5000)")
     parser.add_argument(
-        "--host", default=server.LOOPBACK,
+        "--host",
+        default=server.LOOPBACK,
         help="the address to listen on; beyond this machine (0.0.0.0), people must log in (default: 127.0.0.1)",
-    )  # fmt: skip
-    parser.add_argument("--insecure", action="store_true", help="let everybody in who reaches the address")
+    )
     parser.add_argument(
-        "--allowed-hosts", type=_words, default=(), metavar="NAME,…",
+        "--insecure", action="store_true", help="let everybody in who reaches the address"
+    )
+    parser.add_argument(
+        "--allowed-hosts",
+        type=_words,
+        default=(),
+        metavar="NAME,…",
         help="what people call this machine in the address line, such as box.example.org:5000 (default: its own names)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--cors-origins", type=_words, default=(), metavar="URL,…", help="other sites whose pages may use the server"
+        "--cors-origins",
+        type=_words,
+        default=(),
+        metavar="URL,…",
+        help="other sites whose pages may use the server",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     who = server.access(
-        arguments.host, arguments.port, insecure=arguments.insecure,
-        names=arguments.allowed_hosts, origins=arguments.cors_origins,
-    )  # fmt: skip
+        arguments.host,
+        arguments.port,
+        insecure=arguments.insecure,
+        names=arguments.allowed_hosts,
+        origins=arguments.cors_origins,
+    )
     _require_free(who)
     uris.prepare_store(uris.default_tracking_uri(arguments.dir))
     empty = uris.is_empty(arguments.dir / uris.DATABASE)
@@ -51,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     if who.authenticated:
         environ, says = server.with_users(arguments.dir, environ)
     command = server.command(arguments.dir, who)
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     with process, _ended_with_us(process):
         links = list(_links(arguments.dir, who.address, empty))  # meanwhile the server starts
         _wait_until_up(process, who.address)
@@ -88,7 +103,9 @@ def _wait_until_up(process: subprocess.Popen[bytes], address: str) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             _, errors = process.communicate()
-            raise RunFailed(f"MLflow's server did not start:\n{errors.decode(errors='replace')[-2000:]}")
+            raise RunFailed(
+                f"MLflow's server did not start:\n{errors.decode(errors='replace')[-2000:]}"
+            )
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=2):
             return
         time.sleep(0.1)
@@ -113,16 +130,20 @@ def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
 
 def _save_views(tracking_uri: str, runs: Sequence[Summary]) -> dict[str, str]:
     """Save the view of every experiment, by its newest run's goal; return the experiments' ids by their names."""
-    from rankzero.mlflow_store.client import Tracker
+    from rankzero.mlflow_store.client import MlflowRuns
 
     goals: dict[str, str] = {}
     for one in runs:
         goals[one.experiment] = goals.get(one.experiment) or one.goal
     found: dict[str, str] = {}
-    with contextlib.suppress(Exception):  # a database that is read-only or another MLflow's: the server says what it is
-        tracker = Tracker(tracking_uri)
+    with contextlib.suppress(
+        Exception
+    ):  # a database that is read-only or another MLflow's: the server says what it is
+        tracker = MlflowRuns(tracking_uri)
         for name, goal in goals.items():
-            identity = tracker.save_view(name, saved_view.TAG, saved_view.saved(goal), saved_view.is_ours)
+            identity = tracker.save_view(
+                name, saved_view.TAG, saved_view.saved(goal), saved_view.is_ours
+            )
             found |= {name: identity} if identity else {}
     return found
 

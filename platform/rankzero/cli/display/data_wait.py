@@ -42,9 +42,7 @@ class DataWait:
         if waiting <= TOO_MUCH:
             return None
         self._told = True
-        return (
-            f"training waits for data {waiting:.0%} of the time: {remedy(self._workers, self._processes, self._cores)}"
-        )
+        return f"training waits for data {waiting:.0%} of the time: {remedy(self._workers, self._processes, self._cores)}"
 
 
 def remedy(workers: int | None, processes: int, cores: int) -> str:

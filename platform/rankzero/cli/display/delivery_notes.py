@@ -8,12 +8,16 @@ from rankzero.reporting.delivery_problems import UNDELIVERED
 from rankzero.tracking.delivery_status import Delivery
 
 
-def lines(delivery: Delivery, name: str, why: str = "it takes long", also: Sequence[str] = ()) -> Iterator[str]:
+def lines(
+    delivery: Delivery, name: str, why: str = "it takes long", also: Sequence[str] = ()
+) -> Iterator[str]:
     """Yield what to say; nothing where MLflow has everything and all went well.
 
     `why`: what was not waited for, where MLflow gave no error. `also`: what it lacks besides.
     """
-    yield from (line for line in delivery.trouble if delivery.done or not line.startswith(UNDELIVERED))
+    yield from (
+        line for line in delivery.trouble if delivery.done or not line.startswith(UNDELIVERED)
+    )
     if not delivery.done:
         lacking = ", ".join([*delivery.lacks, *also])
         yield (

@@ -78,14 +78,22 @@ def _timeline(folder: RunFolder) -> Iterator[str]:
 
 
 def _failures(folder: RunFolder) -> Iterator[str]:
-    found = [failure for path in sorted(folder.failures.glob("rank_*.json")) if (failure := _failure(path))]
+    found = [
+        failure
+        for path in sorted(folder.failures.glob("rank_*.json"))
+        if (failure := _failure(path))
+    ]
     for number, (_, rank, reason, error) in enumerate(sorted(found)):
         yield f"rank {rank}{', the first' if number == 0 and len(found) > 1 else ''}: {escape(_one_line(reason))}"
         if number == 0:
-            yield from (f"    [dim]{escape(line)}[/]" for line in error.rstrip().splitlines()[-TAIL_LINES:])
+            yield from (
+                f"    [dim]{escape(line)}[/]" for line in error.rstrip().splitlines()[-TAIL_LINES:]
+            )
     ended = lookup.last_end(folder)
     if not found and isinstance(ended, RunEnded) and ended.error:
-        yield from (f"[dim]{escape(line)}[/]" for line in ended.error.rstrip().splitlines()[-TAIL_LINES:])
+        yield from (
+            f"[dim]{escape(line)}[/]" for line in ended.error.rstrip().splitlines()[-TAIL_LINES:]
+        )
 
 
 def _failure(path: Path) -> tuple[float, int, str, str] | None:
@@ -94,7 +102,12 @@ def _failure(path: Path) -> tuple[float, int, str, str] | None:
 
     try:
         fields = json.loads(_text(path))
-        return float(fields["time"]), int(fields["rank"]), str(fields["reason"]), str(fields["error"])
+        return (
+            float(fields["time"]),
+            int(fields["rank"]),
+            str(fields["reason"]),
+            str(fields["error"]),
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
@@ -102,7 +115,11 @@ def _failure(path: Path) -> tuple[float, int, str, str] | None:
 def _delivery(folder: RunFolder) -> Iterator[str]:
     for path in sorted(folder.path.glob("delivery*.json")):
         progress = delivery.load(path)
-        pending = delivery.unread_bytes(folder, progress.offsets) + len(progress.waiting) + bool(progress.ending)
+        pending = (
+            delivery.unread_bytes(folder, progress.offsets)
+            + len(progress.waiting)
+            + bool(progress.ending)
+        )
         left = f", {pending:,} bytes and things not yet" if pending else ", complete"
         yield f"{path.stem}: {progress.delivered:,} values delivered{left}; last heard of {_ago(progress.updated)}"
         yield from (f"[yellow]{escape(line)}[/]" for line in trouble(progress))
@@ -139,7 +156,11 @@ def _advice(folder: RunFolder, listed: Summary) -> Iterator[str]:
         yield f"MLflow has not all of it: rankzero sync {name}"
     if listed.status in ("FAILED", "KILLED", "DIED"):
         kept = sorted(path.name for path in folder.checkpoints.glob("step_*"))
-        newest = f"go on from {kept[-1]}: rankzero resume {name}" if kept else "no checkpoint was kept: start it anew"
+        newest = (
+            f"go on from {kept[-1]}: rankzero resume {name}"
+            if kept
+            else "no checkpoint was kept: start it anew"
+        )
         yield newest
 
 

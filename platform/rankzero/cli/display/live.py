@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rankzero.cli.display.progress import View, progress_line, progress_panel
+from rankzero.cli.display.progress import ProgressModel, progress_line, progress_panel
 from rankzero.cli.display.terminal import as_it_is, is_interactive
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
@@ -25,7 +25,10 @@ from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
 
-LIVE_SECONDS, POLL_SECONDS = 0.25, 1.0  # each look at the files takes a core from a rank for a moment
+LIVE_SECONDS, POLL_SECONDS = (
+    0.25,
+    1.0,
+)  # each look at the files takes a core from a rank for a moment
 PLAIN_SECONDS = 5.0  # between progress lines where there is no terminal
 
 
@@ -37,14 +40,20 @@ class Console:
     """
 
     def __init__(
-        self, folder: RunFolder, goal: Goal, root: Path, rank: int = 0,
+        self,
+        folder: RunFolder,
+        goal: Goal,
+        root: Path,
+        rank: int = 0,
         advise: Callable[[Event], str | None] = lambda event: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._folder, self._root = folder, root
         self._terminal = as_it_is(soft_wrap=True)  # metrics, reasons and paths may hold brackets
-        self._view, self._rank, self._advise = View(goal), rank, advise
+        self._view, self._rank, self._advise = ProgressModel(goal), rank, advise
         self._logs_before = {path: path.stat().st_size for path in self._logs()}
-        self._offsets = {path: path.stat().st_size for path in (folder.events, folder.system(0)) if path.exists()}
+        self._offsets = {
+            path: path.stat().st_size for path in (folder.events, folder.system(0)) if path.exists()
+        }
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._live: Live | None = None
@@ -55,13 +64,20 @@ class Console:
     def __enter__(self) -> Console:
         identity = self._folder.identity
         name = (identity.name, "bold")
-        self._terminal.print(Text.assemble("run    ", name, f"  (MLflow experiment {identity.experiment})"))
-        self._terminal.print(f"store  {url_without_secrets(identity.tracking_uri)}   look: {self._ui_command()}")
+        self._terminal.print(
+            Text.assemble("run    ", name, f"  (MLflow experiment {identity.experiment})")
+        )
+        self._terminal.print(
+            f"store  {url_without_secrets(identity.tracking_uri)}   look: {self._ui_command()}"
+        )
         self._thread.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stopping.set()
         self._thread.join()
@@ -95,7 +111,9 @@ class Console:
     def result(self, ended: RunEnded) -> None:
         """Print how the run ended and what to do next."""
         name = self._folder.identity.name
-        table = Table(title=f"{name}: {ended.status}", title_justify="left", show_header=False, min_width=48)
+        table = Table(
+            title=f"{name}: {ended.status}", title_justify="left", show_header=False, min_width=48
+        )
         for label, value in self._view.results(ended):
             table.add_row(label, value)
         self._terminal.print(table)

@@ -20,7 +20,7 @@ from rankzero.reporting.run_report import straggler
 BAR_WIDTH = 32
 
 
-class View:
+class ProgressModel:
     """The newest values of a run. Takes events; a `Hook`."""
 
     def __init__(self, goal: Goal) -> None:
@@ -38,8 +38,12 @@ class View:
                 self.first_step = self.step = event.step
                 self.total_steps, self.started = event.total_steps, event.time
             case StepsLogged():
-                self.step = max([self.step, *(scalars.step(number) or 0 for number in event.steps[-1:])])
-                self.values |= _numbers({name: column[-1] for name, column in event.metrics.items() if column})
+                self.step = max(
+                    [self.step, *(scalars.step(number) or 0 for number in event.steps[-1:])]
+                )
+                self.values |= _numbers(
+                    {name: column[-1] for name, column in event.metrics.items() if column}
+                )
             case Evaluated():
                 self.values |= _numbers(event.metrics)
             case SystemSampled():
@@ -66,7 +70,9 @@ class View:
         if DATA_WAIT in self.values:
             facts.append(f"data wait {self.values[DATA_WAIT]:.0%}")
         gpus = [
-            value for name, value in self.system.items() if "/gpu_" in name and name.endswith("_utilization_percentage")
+            value
+            for name, value in self.system.items()
+            if "/gpu_" in name and name.endswith("_utilization_percentage")
         ]
         if gpus:
             facts.append(f"GPU {sum(gpus) / len(gpus):.0f}%")
@@ -107,12 +113,12 @@ def _numbers(values: Mapping[str, object]) -> dict[str, float]:
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def progress_line(view: View) -> str:
+def progress_line(view: ProgressModel) -> str:
     """Return one plain line."""
     return "  ".join(view.facts())
 
 
-def progress_panel(view: View) -> Group | Text:
+def progress_panel(view: ProgressModel) -> Group | Text:
     """Return the live block: a bar and the facts."""
     if not view.step:
         return Text("starting…", style="dim")

@@ -7,7 +7,17 @@ from rich.table import Table
 from rankzero.cli.display.terminal import as_it_is
 from rankzero.tuning.reports import study_run
 
-SHOWN = ("trial", "state", "value", "best", "samples_per_second", "batch_size", "precision", "lr", "reason")
+SHOWN = (
+    "trial",
+    "state",
+    "value",
+    "best",
+    "samples_per_second",
+    "batch_size",
+    "precision",
+    "lr",
+    "reason",
+)
 
 
 def show(storage: str, name: str) -> None:
@@ -20,17 +30,23 @@ def show(storage: str, name: str) -> None:
     terminal = as_it_is()
     table = Table(title=f"{study.name}: {len(study.trials())} trials", title_justify="left")
     for name in SHOWN:
-        table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=1 if name == "reason" else None)
+        table.add_column(
+            name, no_wrap=True, overflow="ellipsis", ratio=1 if name == "reason" else None
+        )
     for trial in study.trials():
         row = dict(zip(study_run.COLUMNS, study_run.row_of(trial), strict=True))
         table.add_row(*(_cell(row[name]) for name in SHOWN))
     terminal.print(table)
     for number, runs in by_trial(study.facts.get(CONFIRMATIONS, [])).items():
-        values = ", ".join("missed" if run.value is None else f"{abs(run.value):.4g}" for run in runs)
+        values = ", ".join(
+            "missed" if run.value is None else f"{abs(run.value):.4g}" for run in runs
+        )
         terminal.print(f"confirmed  trial {number:3}: {values}")
     if "objective" in study.facts:
         terminal.print(f"objective: {study.facts['objective']}")
-    terminal.print(study.facts.get("sentence") or "No verdict yet: the same search command goes on.")
+    terminal.print(
+        study.facts.get("sentence") or "No verdict yet: the same search command goes on."
+    )
 
 
 def _cell(value: object) -> str:

@@ -21,10 +21,12 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # deprecations among MLflow's dependencies: nothing for our users to mend
+    warnings.simplefilter(
+        "ignore"
+    )  # deprecations among MLflow's dependencies: nothing for our users to mend
     import mlflow.store.artifact.artifact_repository_registry  # noqa: F401
 
-from rankzero.mlflow_store.client.records import Checkpoint, OpenRun, RunRecord  # noqa: E402
-from rankzero.mlflow_store.client.runs import Tracker  # noqa: E402
+from rankzero.mlflow_store.client.records import OpenRun, RemoteCheckpoint, RunRecord  # noqa: E402
+from rankzero.mlflow_store.client.runs import MlflowRuns  # noqa: E402
 
-__all__ = ["Checkpoint", "OpenRun", "RunRecord", "Tracker"]
+__all__ = ["MlflowRuns", "OpenRun", "RemoteCheckpoint", "RunRecord"]

@@ -17,19 +17,22 @@ from mlflow.entities import LoggedModel
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.utils import file_utils, uri
 
-from rankzero.faults import Impossible
+from rankzero.faults import NeverAccepted
 from rankzero.mlflow_store.client.records import known
 
 RUN_ID, MODEL_ID = re.compile(r"[0-9a-f]{32}"), re.compile(r"m-[0-9a-f]{32}")
 MODELS, ARTIFACTS = "models", "artifacts"
-ASKED_AGAIN = ("runs", "models")  # schemes for which MLflow asks the server where that is, and takes any answer
+ASKED_AGAIN = (
+    "runs",
+    "models",
+)  # schemes for which MLflow asks the server where that is, and takes any answer
 ELSEWHERE = "; nothing is written or deleted there: put right what MLflow has for it, or use another tracking store"
 
 _file_utils: Any = file_utils
 _uri: Any = uri
 
 
-class Place:
+class ArtifactLocation:
     """The files of one run or logged model; `folder`: where they are on this machine, None for a place elsewhere."""
 
     def __init__(self, repository: Any, folder: Path | None) -> None:
@@ -49,7 +52,9 @@ class Place:
         """Delete all of the files."""
         if self.folder is None:
             self.repository.delete_artifacts()
-        elif self.folder.exists():  # by ourselves: MLflow unquotes the path twice, and deletes another folder then
+        elif (
+            self.folder.exists()
+        ):  # by ourselves: MLflow unquotes the path twice, and deletes another folder then
             shutil.rmtree(self.folder)
 
     def refuse_links(self, written: Iterable[str]) -> None:
@@ -59,17 +64,19 @@ class Place:
         base = self.folder.resolve()
         for name in written:
             if (base / name).resolve() != base / name:
-                raise Impossible(f"{self.folder / name} leads out of MLflow's artifacts, by a link; take it away")
+                raise NeverAccepted(
+                    f"{self.folder / name} leads out of MLflow's artifacts, by a link; take it away"
+                )
 
 
-class Places:
+class ArtifactLocations:
     """The places of one tracking store's runs and models."""
 
     def __init__(self, client: MlflowClient, tracking_uri: str) -> None:
         self._client, self._uri = client, tracking_uri
-        self._runs: dict[str, Place] = {}
+        self._runs: dict[str, ArtifactLocation] = {}
 
-    def of_run(self, run_id: str) -> Place:
+    def of_run(self, run_id: str) -> ArtifactLocation:
         """Return where a run's artifacts lie, asked for once. Raises Impossible where a run's artifacts cannot be."""
         if run_id not in self._runs:
             info = self._client.get_run(run_id).info
@@ -78,7 +85,7 @@ class Places:
             self._runs[run_id] = self._place(info.artifact_uri, info.experiment_id, below)
         return self._runs[run_id]
 
-    def of_model(self, model: LoggedModel) -> Place:
+    def of_model(self, model: LoggedModel) -> ArtifactLocation:
         """Return where a logged model's files lie. Raises Impossible where a model's files cannot be."""
         model_id = known(model.model_id, "logged model")
         below = (MODELS, model_id) if MODEL_ID.fullmatch(model_id) else None
@@ -89,13 +96,17 @@ class Places:
         location = _uri.add_databricks_profile_info_to_artifact_uri(location, self._uri)
         return get_artifact_repository(location, tracking_uri=self._uri)
 
-    def _place(self, location: str | None, experiment_id: str, below: tuple[str, ...] | None) -> Place:
+    def _place(
+        self, location: str | None, experiment_id: str, below: tuple[str, ...] | None
+    ) -> ArtifactLocation:
         location = location or ""
         folder = _on_this_machine(location)
         if folder is not None:
-            base = _on_this_machine(self._client.get_experiment(experiment_id).artifact_location or "")
+            base = _on_this_machine(
+                self._client.get_experiment(experiment_id).artifact_location or ""
+            )
             _require_usual(folder, base, below)
-        return Place(self.repository(location), folder)
+        return ArtifactLocation(self.repository(location), folder)
 
 
 def names(folder: Path) -> set[str]:
@@ -107,8 +118,14 @@ def _on_this_machine(location: str) -> Path | None:
     """Return the folder that MLflow takes the location for; None where it is elsewhere."""
     scheme = _uri.get_uri_scheme(location)
     if scheme in ASKED_AGAIN or "\x00" in location:
-        raise Impossible(f"MLflow answers that files lie at {location!r}, which is no place for them{ELSEWHERE}")
-    return Path(_file_utils.local_file_uri_to_path(location)).absolute() if scheme in ("", "file") else None
+        raise NeverAccepted(
+            f"MLflow answers that files lie at {location!r}, which is no place for them{ELSEWHERE}"
+        )
+    return (
+        Path(_file_utils.local_file_uri_to_path(location)).absolute()
+        if scheme in ("", "file")
+        else None
+    )
 
 
 def _require_usual(folder: Path, base: Path | None, below: tuple[str, ...] | None) -> None:
@@ -118,7 +135,7 @@ def _require_usual(folder: Path, base: Path | None, below: tuple[str, ...] | Non
         usual = folder.parts[-len(tail) :] == real.parts[-len(tail) :] == tail
         if usual and real.is_relative_to(base.resolve()) and not folder.is_symlink():
             return
-    raise Impossible(
+    raise NeverAccepted(
         f"MLflow answers that files lie in {str(folder)!r} on this machine{ELSEWHERE}; it is not "
         f".../{'/'.join((*(below or ('<id>',)), ARTIFACTS))} in the folder of the experiment, {str(base)!r}"
     )

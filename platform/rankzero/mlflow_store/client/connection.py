@@ -15,10 +15,13 @@ from mlflow.entities import Metric
 
 from rankzero.mlflow_store import limits
 from rankzero.mlflow_store.client.response_checks import refuse_false_answers
-from rankzero.mlflow_store.items import Point
+from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import artifact_root, make_tables, prepare_store
 
-LEAST_SECONDS, MOST_SECONDS = 30, 600  # for a file: a server may store the whole of it before it answers
+LEAST_SECONDS, MOST_SECONDS = (
+    30,
+    600,
+)  # for a file: a server may store the whole of it before it answers
 STORED_BYTES_PER_SECOND = 2 << 20  # by a slow one
 
 
@@ -27,21 +30,32 @@ def connect(tracking_uri: str) -> MlflowClient:
     refuse_false_answers()
     prepare_store(tracking_uri)
     root = artifact_root(tracking_uri)
-    if root is not None:  # else experiments made beside a database keep artifacts in the current directory
+    if (
+        root is not None
+    ):  # else experiments made beside a database keep artifacts in the current directory
         os.environ.setdefault("_MLFLOW_SERVER_ARTIFACT_ROOT", root)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations between MLflow and sqlalchemy: nothing to do for us
-        make_tables(tracking_uri, lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
+        warnings.simplefilter(
+            "ignore"
+        )  # deprecations between MLflow and sqlalchemy: nothing to do for us
+        make_tables(
+            tracking_uri,
+            lambda uri: MlflowClient(tracking_uri=uri).search_experiments(max_results=1),
+        )
         client = MlflowClient(tracking_uri=tracking_uri)
-    logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # each error comes to us as an exception as well
+    logging.getLogger("mlflow").setLevel(
+        logging.CRITICAL
+    )  # each error comes to us as an exception as well
     logging.getLogger("alembic").setLevel(logging.ERROR)
     return client
 
 
-def log_points(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:
+def log_points(client: MlflowClient, run_id: str, points: Sequence[MetricPoint]) -> None:
     """Send the points, at most a thousand at a time. Sending one again changes nothing."""
     for chunk in chunks(points, limits.METRICS_PER_BATCH):
-        metrics = [Metric(p.key, p.value, p.milliseconds, p.step, model_id=p.model_id) for p in chunk]
+        metrics = [
+            Metric(p.key, p.value, p.milliseconds, p.step, model_id=p.model_id) for p in chunk
+        ]
         client.log_batch(run_id, metrics=metrics, synchronous=True)
 
 
@@ -60,7 +74,9 @@ def patience(path: Path | None = None) -> Iterator[None]:
     """
     name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
     before = os.environ.get(name)
-    seconds = MOST_SECONDS if path is None else LEAST_SECONDS + size_of(path) // STORED_BYTES_PER_SECOND
+    seconds = (
+        MOST_SECONDS if path is None else LEAST_SECONDS + size_of(path) // STORED_BYTES_PER_SECOND
+    )
     os.environ[name] = str(max(min(seconds, MOST_SECONDS), int(before or 0)))
     try:
         yield

@@ -14,8 +14,14 @@ NAME_LENGTH, DIGEST_LENGTH, TAG_LENGTH = 500, 36, 500
 
 def dataset_input(event: DataDescribed) -> DatasetInput:
     """Return the data set as MLflow shows and filters it."""
-    source = {"uri": event.source} if event.source_type == "local" else {"tags": {"mlflow.source.name": event.source}}
-    columns = [{"name": name, "type": kind, "required": True} for name, kind in event.columns.items()]
+    source = (
+        {"uri": event.source}
+        if event.source_type == "local"
+        else {"tags": {"mlflow.source.name": event.source}}
+    )
+    columns = [
+        {"name": name, "type": kind, "required": True} for name, kind in event.columns.items()
+    ]
     dataset = Dataset(
         name=limits.head(event.name, NAME_LENGTH),
         digest=limits.head(event.digest, DIGEST_LENGTH),
@@ -25,4 +31,6 @@ def dataset_input(event: DataDescribed) -> DatasetInput:
         profile=json.dumps({"num_rows": event.samples}),
     )
     tags = {"mlflow.data.context": event.context, "rankzero.digest_of": event.how}
-    return DatasetInput(dataset, [InputTag(key, limits.head(value, TAG_LENGTH)) for key, value in tags.items()])
+    return DatasetInput(
+        dataset, [InputTag(key, limits.head(value, TAG_LENGTH)) for key, value in tags.items()]
+    )

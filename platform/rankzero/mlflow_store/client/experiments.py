@@ -43,12 +43,18 @@ def ids(client: MlflowClient, tracking_uri: str, name: str | None) -> list[str]:
         return [experiment.experiment_id for experiment in client.search_experiments()]
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        raise TrackingError(f"no experiment is called {name!r} in {url_without_secrets(tracking_uri)}")
+        raise TrackingError(
+            f"no experiment is called {name!r} in {url_without_secrets(tracking_uri)}"
+        )
     return [experiment.experiment_id]
 
 
 def set_tag(
-    client: MlflowClient, experiment: str, tag: str, value: str, may_replace: Callable[[str | None], bool]
+    client: MlflowClient,
+    experiment: str,
+    tag: str,
+    value: str,
+    may_replace: Callable[[str | None], bool],
 ) -> str | None:
     """Set an experiment's tag where what it has `may_replace`; return the experiment's id, None without one."""
     found = client.get_experiment_by_name(experiment)
@@ -71,7 +77,9 @@ def folder_for(experiment: str) -> str:
 
 
 def _create(client: MlflowClient, tracking_uri: str, identity: Identity) -> str:
-    kind = {"mlflow.experimentKind": "custom_model_development"}  # else the UI takes it for one of language agents
+    kind = {
+        "mlflow.experimentKind": "custom_model_development"
+    }  # else the UI takes it for one of language agents
     base = identity.artifact_root or artifact_root(tracking_uri)
     location = None if base is None else f"{base.rstrip('/')}/{folder_for(identity.experiment)}"
     return known(client.create_experiment(identity.experiment, location, tags=kind), "experiment")

@@ -8,14 +8,16 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankzero.faults import Impossible, is_want
+from rankzero.faults import NeverAccepted, is_want
 
 PICTURES = "pictures"
 THUMBNAIL_PIXELS = 800
 LONGEST_KEY_BYTES = 140  # of the 255 of a file's name; step, time and the rest take up to 114
 
 
-def write_images(pictures: Mapping[str, Path], folder: Path, run_id: str, step: int, milliseconds: int) -> None:
+def write_images(
+    pictures: Mapping[str, Path], folder: Path, run_id: str, step: int, milliseconds: int
+) -> None:
     """Write PNGs by key as `write_image` does. Raises Impossible for what cannot be made smaller."""
     for key, path in pictures.items():
         try:
@@ -23,10 +25,12 @@ def write_images(pictures: Mapping[str, Path], folder: Path, run_id: str, step: 
         except Exception as error:
             if is_want(error):
                 raise
-            raise Impossible(f"{key}: {type(error).__name__}: {error}") from error
+            raise NeverAccepted(f"{key}: {type(error).__name__}: {error}") from error
 
 
-def write_image(path: Path, folder: Path, run_id: str, key: str, step: int, milliseconds: int) -> None:
+def write_image(
+    path: Path, folder: Path, run_id: str, key: str, step: int, milliseconds: int
+) -> None:
     """Write a PNG as `MlflowClient.log_image` names its files, but for the random part, which is always the same.
 
     Our smaller copy, which the page's grid shows, is sharper than MLflow's of 256 pixels: there are words to read.

@@ -12,21 +12,25 @@ from mlflow.entities import LoggedModel, LoggedModelOutput
 from mlflow.exceptions import MlflowException
 
 from rankzero.events import CheckpointSaved
-from rankzero.mlflow_store.client.artifact_locations import Places, names
+from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations, names
 from rankzero.mlflow_store.client.connection import as_everybodys, log_points, patience
-from rankzero.mlflow_store.client.records import Checkpoint, OpenRun, checkpoint
-from rankzero.mlflow_store.items import Point
+from rankzero.mlflow_store.client.records import OpenRun, RemoteCheckpoint, checkpoint
+from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import TrackingError
 
 
-class Models:
+class MlflowModels:
     """The logged models of one tracking store: those of kind checkpoint, and those that can be served."""
 
-    def __init__(self, client: MlflowClient, tracking_uri: str, places: Places) -> None:
+    def __init__(self, client: MlflowClient, tracking_uri: str, places: ArtifactLocations) -> None:
         self._client, self._uri, self._places = client, tracking_uri, places
 
     def save_checkpoint(
-        self, run: OpenRun, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]
+        self,
+        run: OpenRun,
+        event: CheckpointSaved,
+        folder: Path,
+        points: Callable[[str], Sequence[MetricPoint]],
     ) -> str:
         """Upload the checkpoint's folder as a logged model and return its id; again: nothing happens.
 
@@ -35,17 +39,21 @@ class Models:
         """
         saved_at = repr(event.time)
         models = self._checkpoint_models(run, event.step)
-        whole = [m for m in models if m.status == "READY" and m.tags.get("rankzero.saved_at") == saved_at]
+        whole = [
+            m for m in models if m.status == "READY" and m.tags.get("rankzero.saved_at") == saved_at
+        ]
         for model in models:
             if model not in whole:
                 self.delete_checkpoint(model.model_id)
-        model_id = whole[0].model_id if whole else self._upload_checkpoint(run, event, folder, points)
+        model_id = (
+            whole[0].model_id if whole else self._upload_checkpoint(run, event, folder, points)
+        )
         self._link_output(run, model_id, event.step)
         if event.best:
             self._unmark_best(run, but=model_id)
         return model_id
 
-    def list_checkpoints(self, run: OpenRun) -> list[Checkpoint]:
+    def list_checkpoints(self, run: OpenRun) -> list[RemoteCheckpoint]:
         """Return the run's checkpoints by step, those whose upload was cut short included."""
         return sorted(map(checkpoint, self._checkpoint_models(run)))
 
@@ -72,7 +80,9 @@ class Models:
             self._places.repository(location).download_artifacts("", str(destination))
         return destination
 
-    def log_model(self, run: OpenRun, folder: Path, name: str, step: int, tags: Mapping[str, str]) -> str:
+    def log_model(
+        self, run: OpenRun, folder: Path, name: str, step: int, tags: Mapping[str, str]
+    ) -> str:
         """Upload a model saved with `save_pytorch` for ``mlflow.pytorch.load_model("models:/<id>")``; return its id.
 
         What an upload of this name that was cut short has left is deleted.
@@ -81,7 +91,11 @@ class Models:
             if left.name == name and left.status != "READY":
                 self.delete_checkpoint(left.model_id)
         model = self._client.create_logged_model(
-            run.experiment_id, name=name, source_run_id=run.run_id, tags=dict(tags), model_type="pytorch"
+            run.experiment_id,
+            name=name,
+            source_run_id=run.run_id,
+            tags=dict(tags),
+            model_type="pytorch",
         )
         self._upload(model, folder)
         self._client.finalize_logged_model(model.model_id, "READY")
@@ -92,7 +106,11 @@ class Models:
         """Return the id of the run's logged best model; None where it has none, or only what a cut upload has left."""
         whole = [model for model in self._models(run, "pytorch") if model.status == "READY"]
         models = [model for model in whole if model.tags.get("rankzero.model") == "best"]
-        return str(max(models, key=lambda model: int(model.tags["rankzero.step"])).model_id) if models else None
+        return (
+            str(max(models, key=lambda model: int(model.tags["rankzero.step"])).model_id)
+            if models
+            else None
+        )
 
     def register(self, run: OpenRun, model_id: str, name: str) -> int:
         """Make a logged model the newest version of a registered model, made if need be; return the version.
@@ -103,31 +121,52 @@ class Models:
             self._client.create_registered_model(name)
         except MlflowException as error:
             if error.error_code == "INVALID_PARAMETER_VALUE":
-                raise TrackingError(f"MLflow does not take {name!r} for a registered model: {error}") from error
+                raise TrackingError(
+                    f"MLflow does not take {name!r} for a registered model: {error}"
+                ) from error
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         known = self._client.search_model_versions(f"run_id = '{run.run_id}'")
-        same = next((found for found in known if (found.name, found.source) == (name, f"models:/{model_id}")), None)
-        with as_everybodys(self._uri):  # MLflow's registry looks the model up by a client of its own
-            made = same or self._client.create_model_version(name, f"models:/{model_id}", run.run_id, model_id=model_id)
+        same = next(
+            (
+                found
+                for found in known
+                if (found.name, found.source) == (name, f"models:/{model_id}")
+            ),
+            None,
+        )
+        with as_everybodys(
+            self._uri
+        ):  # MLflow's registry looks the model up by a client of its own
+            made = same or self._client.create_model_version(
+                name, f"models:/{model_id}", run.run_id, model_id=model_id
+            )
         return int(made.version)
 
     def _checkpoint_models(self, run: OpenRun, step: int | None = None) -> list[LoggedModel]:
-        return self._models(run, "checkpoint", "" if step is None else f" AND tags.`rankzero.step` = '{step}'")
+        return self._models(
+            run, "checkpoint", "" if step is None else f" AND tags.`rankzero.step` = '{step}'"
+        )
 
     def _models(self, run: OpenRun, kind: str, further: str = "") -> list[LoggedModel]:
         condition = f"source_run_id = '{run.run_id}'{further}"
         found: list[LoggedModel] = []
         token: str | None = None
         while True:
-            page = self._client.search_logged_models([run.experiment_id], condition, page_token=token)
+            page = self._client.search_logged_models(
+                [run.experiment_id], condition, page_token=token
+            )
             found += (model for model in page if model.model_type == kind)
             token = page.token
             if not token:
                 return found
 
     def _upload_checkpoint(
-        self, run: OpenRun, event: CheckpointSaved, folder: Path, points: Callable[[str], Sequence[Point]]
+        self,
+        run: OpenRun,
+        event: CheckpointSaved,
+        folder: Path,
+        points: Callable[[str], Sequence[MetricPoint]],
     ) -> str:
         files = names(folder)
         if not files:
@@ -163,7 +202,9 @@ class Models:
 
     def _link_output(self, run: OpenRun, model_id: str, step: int) -> None:
         outputs = self._client.get_run(run.run_id).outputs
-        if not any(output.model_id == model_id for output in (outputs.model_outputs if outputs else ())):
+        if not any(
+            output.model_id == model_id for output in (outputs.model_outputs if outputs else ())
+        ):
             self._client.log_outputs(run.run_id, [LoggedModelOutput(model_id, step)])
 
     def _unmark_best(self, run: OpenRun, but: str) -> None:

@@ -10,7 +10,12 @@ from typing import Any
 
 
 def save_pytorch(
-    model: Any, folder: Path, inputs: Sequence[Any], output: Any, kind: str, code_paths: Sequence[Path]
+    model: Any,
+    folder: Path,
+    inputs: Sequence[Any],
+    output: Any,
+    kind: str,
+    code_paths: Sequence[Path],
 ) -> None:
     """Write the module in MLflow's layout, its signature taken from arrays; the first dimension is any batch size.
 
@@ -28,11 +33,15 @@ def save_pytorch(
             str(folder),
             serialization_format=kind,
             signature=ModelSignature(
-                Schema(_specs("input", inputs)), None if output is None else Schema(_specs("output", [output]))
+                Schema(_specs("input", inputs)),
+                None if output is None else Schema(_specs("output", [output])),
             ),
             input_example=inputs[0] if len(inputs) == 1 else list(inputs),
             code_paths=[str(path) for path in code_paths] or None,
-            pip_requirements=[f"{name}=={version(name).partition('+')[0]}" for name in ("mlflow", "torch", "numpy")],
+            pip_requirements=[
+                f"{name}=={version(name).partition('+')[0]}"
+                for name in ("mlflow", "torch", "numpy")
+            ],
         )
 
 

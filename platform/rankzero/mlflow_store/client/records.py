@@ -20,7 +20,7 @@ class OpenRun(NamedTuple):
     marks: dict[str, int]
 
 
-class Checkpoint(NamedTuple):
+class RemoteCheckpoint(NamedTuple):
     """A checkpoint as MLflow knows it; `status` is READY once it is whole."""
 
     step: int
@@ -48,8 +48,13 @@ class RunRecord(NamedTuple):
 
 def opened(run: Run) -> OpenRun:
     """Return a run to write to. Raises TrackingError for an answer that is none of MLflow's."""
-    metrics: Iterable[Any] = run.data._metric_objs  # the public dictionary has the values without their steps
-    run_id, experiment_id = known(run.info.run_id, "run"), known(run.info.experiment_id, "experiment")
+    metrics: Iterable[Any] = (
+        run.data._metric_objs
+    )  # the public dictionary has the values without their steps
+    run_id, experiment_id = (
+        known(run.info.run_id, "run"),
+        known(run.info.experiment_id, "experiment"),
+    )
     return OpenRun(run_id, experiment_id, {metric.key: metric.step for metric in metrics})
 
 
@@ -59,7 +64,9 @@ def known(identifier: str, what: str) -> str:
     MLflow's client takes ``{}``, or "200 OK", for a run or an experiment whose fields are empty.
     """
     if not identifier:
-        raise TrackingError(f"the server answered without the {what}'s id: is it MLflow's, at the right address?")
+        raise TrackingError(
+            f"the server answered without the {what}'s id: is it MLflow's, at the right address?"
+        )
     return str(identifier)
 
 
@@ -83,7 +90,7 @@ def record(run: Run) -> RunRecord:
     )
 
 
-def checkpoint(model: LoggedModel) -> Checkpoint:
+def checkpoint(model: LoggedModel) -> RemoteCheckpoint:
     """Return a logged model that is a checkpoint."""
     step, best = int(model.tags["rankzero.step"]), model.tags.get("rankzero.best") == "true"
-    return Checkpoint(step, model.model_id, str(model.status), best, model.tags)
+    return RemoteCheckpoint(step, model.model_id, str(model.status), best, model.tags)

@@ -28,7 +28,9 @@ def refuse_false_answers() -> None:
 
 def _verified(response: Any, endpoint: str, *arguments: Any, **options: Any) -> Any:
     if response.status_code == 200 and response.text.strip() in EMPTY:
-        raise MlflowException(f"the answer to {endpoint} is empty: it was cut off, or is none of MLflow's")
+        raise MlflowException(
+            f"the answer to {endpoint} is empty: it was cut off, or is none of MLflow's"
+        )
     return _verify(response, endpoint, *arguments, **options)
 
 
@@ -36,7 +38,9 @@ def _received(response: Any) -> None:
     _raise_for_status(response)
     asked = (*response.history, response)[0].request.method
     if asked != "GET" and (response.request.method != asked or not _may_be_a_receipt(response)):
-        raise MlflowException(f"the answer to an upload is none of MLflow's: {response.text[:100]!r}")
+        raise MlflowException(
+            f"the answer to an upload is none of MLflow's: {response.text[:100]!r}"
+        )
 
 
 def _may_be_a_receipt(response: Any) -> bool:

@@ -15,13 +15,13 @@ from rankzero import scalars
 from rankzero.events import DataDescribed, RunEnded, RunStarted
 from rankzero.mlflow_store import limits
 from rankzero.mlflow_store.client import experiments
-from rankzero.mlflow_store.client.artifact_locations import Places
+from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
 from rankzero.mlflow_store.client.connection import chunks, connect, log_points, patience
 from rankzero.mlflow_store.client.datasets import dataset_input
 from rankzero.mlflow_store.client.images import write_images
-from rankzero.mlflow_store.client.models import Models
+from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.mlflow_store.client.records import OpenRun, RunRecord, known, opened, record
-from rankzero.mlflow_store.items import DESCRIPTION, Point
+from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
@@ -29,14 +29,14 @@ from rankzero.run_store.folder import Identity
 LOGGED_IMAGES = "mlflow.loggedImages"
 
 
-class Tracker:
+class MlflowRuns:
     """The runs of one tracking store; `models`: its checkpoints and models. Not for use by several threads at once."""
 
     def __init__(self, tracking_uri: str) -> None:
         self._uri = tracking_uri
         self._client = connect(tracking_uri)
-        self._places = Places(self._client, tracking_uri)
-        self.models = Models(self._client, tracking_uri, self._places)
+        self._places = ArtifactLocations(self._client, tracking_uri)
+        self.models = MlflowModels(self._client, tracking_uri, self._places)
 
     def open_run(self, identity: Identity, start_seconds: float) -> OpenRun:
         """Return the identity's run, made if it is not there; the same run however often it is called."""
@@ -90,13 +90,16 @@ class Tracker:
         """Log a data set as the run's input, where MLflow shows and filters data sets. Again: nothing happens."""
         self._client.log_inputs(run_id, [dataset_input(event)])
 
-    def log_metrics(self, run_id: str, points: Sequence[Point]) -> None:
+    def log_metrics(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         """Send the points, at most a thousand at a time. Sending one again changes nothing."""
         log_points(self._client, run_id, points)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set the tags, made legal."""
-        legal_tags = [RunTag(limits.name(key), limits.head(value, limits.TAG_LENGTH)) for key, value in tags.items()]
+        legal_tags = [
+            RunTag(limits.name(key), limits.head(value, limits.TAG_LENGTH))
+            for key, value in tags.items()
+        ]
         for chunk in chunks(legal_tags, limits.ITEMS_PER_BATCH):
             self._client.log_batch(run_id, tags=chunk, synchronous=True)
 
@@ -109,7 +112,9 @@ class Tracker:
         self._client.set_terminated(run_id, event.status, end_time=scalars.milliseconds(event.time))
         status = self._run(run_id).info.status
         if status != event.status:
-            raise TrackingError(f"MLflow says that the run is {status}, after it was told that it is {event.status}")
+            raise TrackingError(
+                f"MLflow says that the run is {status}, after it was told that it is {event.status}"
+            )
 
     def require_run(self, run_id: str) -> None:
         """Raise RunGone when the run was deleted, and whatever MLflow raises when it cannot be asked."""
@@ -132,7 +137,9 @@ class Tracker:
         with patience(path):
             self._places.of_run(run_id).upload_folder(path, folder)
 
-    def log_pictures(self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int) -> None:
+    def log_pictures(
+        self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int
+    ) -> None:
         """Upload PNGs by key, so that MLflow's page shows each key's pictures by step; again: the same files.
 
         The newest of each also goes to ``pictures/<key>.png``. Raises Impossible for what cannot be made smaller.
@@ -164,14 +171,18 @@ class Tracker:
             order_by=["attributes.start_time DESC"],
         )
         if not runs:
-            raise TrackingError(f"no run is called {name_or_id!r} in {url_without_secrets(self._uri)}")
+            raise TrackingError(
+                f"no run is called {name_or_id!r} in {url_without_secrets(self._uri)}"
+            )
         return record(runs[0])
 
     def experiment_name(self, experiment_id: str) -> str:
         """Return the name of an experiment."""
         return str(self._client.get_experiment(experiment_id).name)
 
-    def save_view(self, experiment: str, tag: str, value: str, may_replace: Callable[[str | None], bool]) -> str | None:
+    def save_view(
+        self, experiment: str, tag: str, value: str, may_replace: Callable[[str | None], bool]
+    ) -> str | None:
         """Set an experiment's tag where what it has `may_replace`; return the experiment's id, None without one."""
         return experiments.set_tag(self._client, experiment, tag, value, may_replace)
 
@@ -184,13 +195,18 @@ class Tracker:
         with patience():
             path = Path(self._client.download_artifacts(run_id, name, str(folder)))
         if size is not None and path.stat().st_size != size:  # MLflow sees no difference
-            raise TrackingError(f"of {name!r}, {path.stat().st_size} of {size} bytes came from MLflow; try again")
+            raise TrackingError(
+                f"of {name!r}, {path.stat().st_size} of {size} bytes came from MLflow; try again"
+            )
         return path
 
-    def history(self, run_id: str, key: str) -> list[Point]:
+    def history(self, run_id: str, key: str) -> list[MetricPoint]:
         """Return every point of a metric, by step."""
         metrics = self._client.get_metric_history(run_id, key)
-        points = [Point(metric.key, metric.value, metric.timestamp, metric.step) for metric in metrics]
+        points = [
+            MetricPoint(metric.key, metric.value, metric.timestamp, metric.step)
+            for metric in metrics
+        ]
         return sorted(points, key=lambda point: (point.step, point.milliseconds))
 
     def _run(self, run_id: str) -> Run:
@@ -207,6 +223,8 @@ def _birth_tags(identity: Identity) -> dict[str, str]:
         "mlflow.source.type": "LOCAL",
         "mlflow.parentRunId": identity.parent_run_id,
     }
-    with contextlib.suppress(OSError, KeyError, ImportError):  # a user id without a name, as containers have
+    with contextlib.suppress(
+        OSError, KeyError, ImportError
+    ):  # a user id without a name, as containers have
         tags["mlflow.user"] = getpass.getuser()
     return {key: limits.head(value, limits.TAG_LENGTH) for key, value in tags.items() if value}

@@ -27,7 +27,7 @@ from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.tracking import delivery_status
 from rankzero.training.checkpoints import files, manifest
-from rankzero.training.data.loader import Feed
+from rankzero.training.data.loader import BatchLoader
 
 NAME = "best_model"
 MARK = "best_model.json"
@@ -56,16 +56,22 @@ def in_new_process(
     note(folder, late=unfinished)
     if unfinished:  # and may have left half a word: nothing is read of it
         why = "the command was told to stop" if hurried() else "it took too long"
-        notice(f"the best model was not logged to MLflow: {why}; rankzero sync {folder.path.name} does it")
+        notice(
+            f"the best model was not logged to MLflow: {why}; rankzero sync {folder.path.name} does it"
+        )
     elif not problems.empty():
         notice(f"the best model was not logged to MLflow: {problems.get()}")
     elif process.exitcode:
-        notice(f"the best model was not logged to MLflow: its process ended with {process.exitcode}")
+        notice(
+            f"the best model was not logged to MLflow: its process ended with {process.exitcode}"
+        )
 
 
 def note(folder: RunFolder, *, late: bool) -> None:
     """Leave word for `rankzero sync` that the best model is to be logged still, or take it away."""
-    with contextlib.suppress(OSError):  # a disk that is full or read-only: then sync is to be told the run's name
+    with contextlib.suppress(
+        OSError
+    ):  # a disk that is full or read-only: then sync is to be told the run's name
         if late:
             folder.late_model.touch()
         else:
@@ -77,7 +83,9 @@ def _end(process: BaseProcess) -> None:
     process.terminate()
     process.join(LEAVE_SECONDS)
     process.kill()
-    process.join(LEAVE_SECONDS)  # no longer: one that waits for a dead disk does not even hear SIGKILL
+    process.join(
+        LEAVE_SECONDS
+    )  # no longer: one that waits for a dead disk does not even hear SIGKILL
 
 
 def best(folder: RunFolder) -> None:
@@ -85,7 +93,7 @@ def best(folder: RunFolder) -> None:
 
     A better one than was logged before takes its place.
     """
-    from rankzero.mlflow_store.client import OpenRun, Tracker
+    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
     from rankzero.training.checkpoints import mlflow_model
 
     identity, delivery = folder.identity, delivery_status.status(folder)
@@ -97,7 +105,7 @@ def best(folder: RunFolder) -> None:
     if before is not None and before["step"] == step:
         return
     model = _loaded(experiment, path)
-    tracker = Tracker(identity.tracking_uri)
+    tracker = MlflowRuns(identity.tracking_uri)
     run = OpenRun(delivery.run_id, delivery.experiment_id, {})
     source, _ = experiment_file.split(identity.experiment_file or "")
     model_id = mlflow_model.log_model(
@@ -119,7 +127,9 @@ def experiment_of(folder: RunFolder) -> Experiment:
     """Return the experiment of a run's file with the run's settings. Raises UserError."""
     reference = folder.identity.experiment_file
     if reference is None:
-        raise UserError(f"{folder.path.name} was not started by `rankzero train`: its own program has its model")
+        raise UserError(
+            f"{folder.path.name} was not started by `rankzero train`: its own program has its model"
+        )
     if Path(reference).resolve().is_relative_to(folder.path.parent.parent.resolve()):
         raise UserError(f"{reference} lies among the runs: what came with a run is not executed")
     return config.override(experiment_file.load(reference)(), config.read_file(folder.config))
@@ -132,7 +142,9 @@ def load_best(folder: RunFolder) -> nn.Module:
     try:
         return _loaded(experiment, path)
     except (RuntimeError, KeyError, manifest.BrokenCheckpoint) as error:
-        raise UserError(f"{path} does not fit the experiment's model as its file is now: {error}") from error
+        raise UserError(
+            f"{path} does not fit the experiment's model as its file is now: {error}"
+        ) from error
 
 
 def _best_checkpoint(folder: RunFolder, experiment: Experiment) -> Path:
@@ -161,7 +173,7 @@ def example_of(experiment: Experiment, model: nn.Module) -> tuple[Tensor, ...]:
     Raises ValueError for a model that takes anything but tensors, by position.
     """
     _, val_set = experiment.data()
-    feed = Feed(val_set, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate)
+    feed = BatchLoader(val_set, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate)
     seen: list[tuple[Any, Any]] = []
     handle = served(model).register_forward_pre_hook(
         lambda _module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
@@ -170,7 +182,9 @@ def example_of(experiment: Experiment, model: nn.Module) -> tuple[Tensor, ...]:
         batch, _ = next(iter(feed.evaluate(EXAMPLE_SAMPLES, 0, 1)))
         experiment.measure(model, batch)
     if not seen:
-        raise ValueError("its steps never call the module itself, self(x); only what they call can be logged")
+        raise ValueError(
+            "its steps never call the module itself, self(x); only what they call can be logged"
+        )
     args, kwargs = seen[0]
     if kwargs or not args or not all(isinstance(arg, Tensor) for arg in args):
         raise ValueError(
@@ -200,7 +214,9 @@ def _child(folder: str, problems: Any) -> None:
     except Exception as error:
         told = text_without_secrets(traceback.format_exc())
         (Path(folder) / "export.log").write_text(told, encoding="utf-8", errors="backslashreplace")
-        problems.put(line_without_secrets(f"{type(error).__name__}: {error}"))  # what a pipe holds, whoever reads it
+        problems.put(
+            line_without_secrets(f"{type(error).__name__}: {error}")
+        )  # what a pipe holds, whoever reads it
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:

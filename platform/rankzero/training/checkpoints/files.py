@@ -31,7 +31,9 @@ TEMPORARY = ".tmp-"
 DELETED, REPLACED = TEMPORARY + "deleted-", TEMPORARY + "replaced-"
 
 
-def superseded(manifests: Mapping[Path, Manifest], keep: int, goal: Goal, written: Path) -> list[Path]:
+def superseded(
+    manifests: Mapping[Path, Manifest], keep: int, goal: Goal, written: Path
+) -> list[Path]:
     """Return the checkpoints that are neither the last nor among the best `keep` by the goal metric. Pure.
 
     The last is the one just `written`, and that of the highest step: a loop of one's own may have begun anew.
@@ -45,7 +47,9 @@ def _best_first(manifests: Mapping[Path, Manifest], goal: Goal) -> list[Path]:
     """Return the checkpoints at which the goal's metric was measured, the older first where two are as good."""
     judged = [path for path in manifests if is_judged(manifests[path], goal)]
     sign = -1 if goal.mode == "max" else 1
-    return sorted(judged, key=lambda path: (sign * manifests[path].metrics[goal.metric], manifests[path].step))
+    return sorted(
+        judged, key=lambda path: (sign * manifests[path].metrics[goal.metric], manifests[path].step)
+    )
 
 
 def write(
@@ -76,8 +80,12 @@ def load(folder: Path) -> dict[str, Any]:
     verify(folder)
     try:
         state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # with the checksum right, this was written so: nothing of it was run
-        raise BrokenCheckpoint(f"{folder} holds more than tensors and plain values, and is refused") from error
+    except (
+        pickle.UnpicklingError
+    ) as error:  # with the checksum right, this was written so: nothing of it was run
+        raise BrokenCheckpoint(
+            f"{folder} holds more than tensors and plain values, and is refused"
+        ) from error
     return state
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
+class PendingCopy:
     """A state on its way to the host."""
 
     state: Any
@@ -25,7 +25,7 @@ class Staged:
         return self.state
 
 
-class Staging:
+class HostCopier:
     """Host buffers, reused from copy to copy: fresh memory would cost a page fault every 4 KiB.
 
     GPU tensors are copied into pinned buffers on the current stream of their GPU: the call only
@@ -36,11 +36,11 @@ class Staging:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._gpus: set[torch.device] = set()
 
-    def copy(self, state: Any) -> Staged:
+    def copy(self, state: Any) -> PendingCopy:
         """Return `state` with every tensor copied. The copy is valid until the next call."""
         self._gpus = set()
         copied = _map_tensors(state, self._copy, ())
-        return Staged(copied, recorded(self._gpus))
+        return PendingCopy(copied, recorded(self._gpus))
 
     def _copy(self, tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
         source = tensor.detach()
@@ -64,12 +64,16 @@ def recorded(gpus: Iterable[torch.device]) -> list[torch.cuda.Event]:
     return events
 
 
-def _map_tensors(value: Any, change: Callable[[Tensor, tuple[Any, ...]], Tensor], path: tuple[Any, ...]) -> Any:
+def _map_tensors(
+    value: Any, change: Callable[[Tensor, tuple[Any, ...]], Tensor], path: tuple[Any, ...]
+) -> Any:
     if isinstance(value, Tensor):
         return change(value, path)
     if isinstance(value, dict):
         return {key: _map_tensors(item, change, (*path, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         items = [_map_tensors(item, change, (*path, index)) for index, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)  # a named one could not be loaded as plain values
+        return (
+            items if isinstance(value, list) else tuple(items)
+        )  # a named one could not be loaded as plain values
     return value

@@ -43,7 +43,9 @@ def verify(folder: Path) -> Manifest:
     _require_own_files(manifest, folder)
     for name, expected in manifest.files.items():
         if fingerprint(folder / name) != expected:
-            raise BrokenCheckpoint(f"{folder / name} is truncated or altered: its checksum does not match")
+            raise BrokenCheckpoint(
+                f"{folder / name} is truncated or altered: its checksum does not match"
+            )
     return manifest
 
 
@@ -70,7 +72,9 @@ def read(folder: Path) -> Manifest:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{folder} has no readable manifest: {error}") from error
     if not _is_sound(manifest) or seal != (_seal(found) if seal or manifest.format > 1 else None):
-        raise BrokenCheckpoint(f"{folder} has an altered manifest: what it says of the checkpoint is not believed")
+        raise BrokenCheckpoint(
+            f"{folder} has an altered manifest: what it says of the checkpoint is not believed"
+        )
     return manifest
 
 
@@ -109,7 +113,9 @@ def _require_own_files(manifest: Manifest, folder: Path) -> None:
         raise BrokenCheckpoint(f"{folder} has a manifest that does not name {STATE}")
     for name in manifest.files:
         if name in ("", "..") or Path(name).name != name or (folder / name).is_symlink():
-            raise BrokenCheckpoint(f"{folder} has a manifest that names {name!r}, which is no file of its own")
+            raise BrokenCheckpoint(
+                f"{folder} has a manifest that names {name!r}, which is no file of its own"
+            )
 
 
 def complete(checkpoints: Path) -> list[Path]:

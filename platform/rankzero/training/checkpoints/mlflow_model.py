@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from rankzero.mlflow_store.client import OpenRun, Tracker
+    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 
 Format = Literal["pt2", "pickle"]
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def log_model(
-    tracker: Tracker,
+    tracker: MlflowRuns,
     run: OpenRun,
     model: Any,
     example: Any,
@@ -42,7 +42,9 @@ def log_model(
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         target = Path(folder) / "model"
         kind = save(model, example, target, code_paths)
-        return tracker.models.log_model(run, target, name, step, {"rankzero.format": kind, **(tags or {})})
+        return tracker.models.log_model(
+            run, target, name, step, {"rankzero.format": kind, **(tags or {})}
+        )
 
 
 def save(model: Any, example: Any, folder: Path, code_paths: Sequence[Path] = ()) -> Format:
@@ -50,14 +52,22 @@ def save(model: Any, example: Any, folder: Path, code_paths: Sequence[Path] = ()
     from rankzero.mlflow_store.client.pytorch import save_pytorch
 
     model = copy.deepcopy(model).cpu().eval()
-    inputs = tuple(_batch(tensor) for tensor in (example if isinstance(example, (tuple, list)) else (example,)))
+    inputs = tuple(
+        _batch(tensor) for tensor in (example if isinstance(example, (tuple, list)) else (example,))
+    )
     outputs = _array(model(*inputs))
     arrays = [_array(tensor) for tensor in inputs]
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # whole graphs
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):  # whole graphs
             save_pytorch(model, folder, arrays, outputs, "pt2", ())
     except Exception as error:  # torch.export gives up in as many ways as there are models
-        log.warning("the model cannot be traced, so it is pickled: %s", (str(error).splitlines() or [repr(error)])[0])
+        log.warning(
+            "the model cannot be traced, so it is pickled: %s",
+            (str(error).splitlines() or [repr(error)])[0],
+        )
         shutil.rmtree(folder, ignore_errors=True)
         save_pytorch(model, folder, arrays, outputs, "pickle", code_paths)
         return "pickle"

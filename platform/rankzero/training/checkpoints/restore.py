@@ -14,14 +14,21 @@ import torch
 from rankzero.errors import UserError
 from rankzero.training import optimizers, rng, strategies
 from rankzero.training.checkpoints import files, manifest
-from rankzero.training.job import Job, State
+from rankzero.training.job import State, TrainingContext
 
 ELSE = "to go on from the checkpoint before, delete this one"
 NEEDED = ("batch_size", "samples", "scaler", "step", "best", "randoms")
 """What a checkpoint must hold besides the strategy's own: model and optimizer."""
 
 
-def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], None], *, required: bool = False) -> None:
+def newest(
+    checkpoints: Path,
+    job: TrainingContext,
+    state: State,
+    notice: Callable[[str], None],
+    *,
+    required: bool = False,
+) -> None:
     """Set `state` to rank 0's newest intact checkpoint; leave it fresh where there is none. All ranks call it.
 
     Raises UserError where there is none and one is `required`.
@@ -35,10 +42,12 @@ def newest(checkpoints: Path, job: Job, state: State, notice: Callable[[str], No
         with _named(name):
             apply(_read(path, name, job), job, state)
     elif required:
-        raise UserError("there is no intact checkpoint where rank 0 runs: resume on the machine that has the run")
+        raise UserError(
+            "there is no intact checkpoint where rank 0 runs: resume on the machine that has the run"
+        )
 
 
-def apply(saved: dict[str, Any], job: Job, state: State) -> None:
+def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
     """Set the model, optimizer, scaler, random states and position to `saved`. Raises UserError where they differ."""
     missing = [name for name in NEEDED if name not in saved]
     if missing:
@@ -59,7 +68,9 @@ def apply(saved: dict[str, Any], job: Job, state: State) -> None:
         optimizers.change_options(state.optimizer, options, saved.get("options", state.options))
         optimizers.place_steps(state.optimizer)
     except (RuntimeError, ValueError, KeyError) as error:
-        raise UserError(f"the checkpoint does not fit the experiment's model or optimizer any more: {error}") from error
+        raise UserError(
+            f"the checkpoint does not fit the experiment's model or optimizer any more: {error}"
+        ) from error
     if job.precision.scaler is not None and saved["scaler"] is not None:
         job.precision.scaler.load_state_dict(saved["scaler"])
     state.step, state.best, state.owed = saved["step"], saved["best"], saved.get("owed", False)
@@ -79,14 +90,18 @@ def _named(name: str) -> Iterator[None]:
     except manifest.BrokenCheckpoint as error:
         raise UserError(f"{error}; {ELSE}") from error
     except pickle.UnpicklingError as error:  # nothing of it was run
-        raise UserError(f"{name} holds more than tensors and plain values, and is refused; {ELSE}") from error
+        raise UserError(
+            f"{name} holds more than tensors and plain values, and is refused; {ELSE}"
+        ) from error
 
 
-def _read(path: Path | None, name: str, job: Job) -> dict[str, Any]:
+def _read(path: Path | None, name: str, job: TrainingContext) -> dict[str, Any]:
     world = job.world
     if world.all(path is not None and path.name == name):
         assert path is not None
         return files.load(path)
-    content = world.broadcast((path / manifest.STATE).read_bytes() if path and world.ranks.first else b"")
+    content = world.broadcast(
+        (path / manifest.STATE).read_bytes() if path and world.ranks.first else b""
+    )
     saved: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return saved

@@ -21,8 +21,14 @@ import torch
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
 from rankzero.experiment import Goal
-from rankzero.training.checkpoints.files import _delete, _remove_leftovers, folder_of, superseded, write
-from rankzero.training.checkpoints.host_copy import Staged, Staging
+from rankzero.training.checkpoints.files import (
+    _delete,
+    _remove_leftovers,
+    folder_of,
+    superseded,
+    write,
+)
+from rankzero.training.checkpoints.host_copy import HostCopier, PendingCopy
 from rankzero.training.checkpoints.manifest import (
     Manifest,
     known,
@@ -52,7 +58,7 @@ class Checkpoints:
         self._root, self._keep, self._goal, self._world_size = run_folder, keep, goal, world_size
         self._notice = notice
         self._folder = run_folder / "checkpoints"
-        self._staging = Staging()
+        self._staging = HostCopier()
         self._writer = ThreadPoolExecutor(1, "checkpoint", _lowest_priority)
         self._pending: Future[list[Event]] | None = None
         self.blocked_seconds = 0.0
@@ -61,7 +67,9 @@ class Checkpoints:
         self._intact: dict[Path, bool] = {}
         _remove_leftovers(self._folder)
 
-    def save(self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], best: bool) -> list[Event]:
+    def save(
+        self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], best: bool
+    ) -> list[Event]:
         """Copy `state` and have it written; return the events of the checkpoint before."""
         start = time.perf_counter()
         events = self.finish()
@@ -81,11 +89,15 @@ class Checkpoints:
             return []
         try:
             return pending.result()
-        except Exception as error:  # a full disk must not end the training: say so, keep the older ones
+        except (
+            Exception
+        ) as error:  # a full disk must not end the training: say so, keep the older ones
             self._problems.append(f"a checkpoint could not be written: {error}")
             return []
         finally:
-            while self._problems:  # the thread that wrote has ended its work: this is the only one at the list
+            while (
+                self._problems
+            ):  # the thread that wrote has ended its work: this is the only one at the list
                 self._notice(self._problems.pop(0))
 
     def close(self) -> list[Event]:
@@ -94,10 +106,21 @@ class Checkpoints:
         self._writer.shutdown()
         return events
 
-    def _write(self, staged: Staged, step: int, metrics: dict[str, float], best: bool) -> list[Event]:
+    def _write(
+        self, staged: PendingCopy, step: int, metrics: dict[str, float], best: bool
+    ) -> list[Event]:
         target = folder_of(self._folder, step)
-        write(target, lambda path: torch.save(staged.wait(), path), step, metrics, best, self._world_size)
-        saved = CheckpointSaved(time.time(), step, str(target.relative_to(self._root)), best, metrics)
+        write(
+            target,
+            lambda path: torch.save(staged.wait(), path),
+            step,
+            metrics,
+            best,
+            self._world_size,
+        )
+        saved = CheckpointSaved(
+            time.time(), step, str(target.relative_to(self._root)), best, metrics
+        )
         self._intact[target] = True
         return [saved, *self._prune(target)]
 
@@ -109,12 +132,18 @@ class Checkpoints:
             except OSError as error:  # what has been saved is no less good for it
                 self._complain_of_deleting(error)
             if not path.exists():
-                yield CheckpointDeleted(time.time(), manifests[path].step, str(path.relative_to(self._root)))
+                yield CheckpointDeleted(
+                    time.time(), manifests[path].step, str(path.relative_to(self._root))
+                )
 
     def _doomed(self, manifests: Mapping[Path, Manifest], written: Path) -> list[Path]:
         """Return what intact checkpoints have superseded. Reads those that are to be kept, where any is to go."""
         while doomed := superseded(manifests, self._keep, self._goal, written):
-            intact = {path: told for path, told in manifests.items() if path in doomed or self._holds(path)}
+            intact = {
+                path: told
+                for path, told in manifests.items()
+                if path in doomed or self._holds(path)
+            }
             if len(intact) == len(manifests):
                 break
             manifests = intact
@@ -130,7 +159,9 @@ class Checkpoints:
         """Say once that retention fails: the next checkpoint will have it fail again, and the one after that."""
         if not self._cannot_delete:
             self._cannot_delete = True
-            self._problems.append(f"an older checkpoint could not be deleted, and others may stay, too: {error}")
+            self._problems.append(
+                f"an older checkpoint could not be deleted, and others may stay, too: {error}"
+            )
 
 
 def _lowest_priority() -> None:

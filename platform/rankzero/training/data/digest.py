@@ -45,7 +45,7 @@ def describe(dataset: Any, context: Literal["training", "validation"], experimen
     return DataDescribed(
         time.time(), context, name, digest, how, "local" if local else "code",
         text_without_secrets(source if local else experiment_file), len(dataset), _columns(dataset),
-    )  # fmt: skip
+    )
 
 
 def fingerprint(dataset: Any) -> tuple[str, str]:
@@ -166,7 +166,7 @@ def spaced(count: int, most: int) -> list[int]:
 def _of_facts(dataset: Any) -> tuple[Contents, str]:
     """Return what the data set's parts are, and the settings of the one that it is of in the end."""
     plain = [(name, _said(value)) for name, value in _attributes(innermost(dataset))
-             if name[:1] != "_" and isinstance(value, (str, int, float, bool, Path))]  # fmt: skip
+             if name[:1] != "_" and isinstance(value, (str, int, float, bool, Path))]
     facts = [(name, value.rpartition("/")[2] if isinstance(value, str) else value) for name, value in plain]
     how = "its type, its length" + "".join(f", {name}" for name, _ in facts)
     return [*_contents(dataset, [], 0), repr(facts).encode()], how[:200]

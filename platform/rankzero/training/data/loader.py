@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from rankzero.experiment import Experiment
 from rankzero.telemetry.host import usable_cores
 from rankzero.training.data.batch import to_device
-from rankzero.training.data.order import Plan, mix, shard
+from rankzero.training.data.order import BatchOrder, mix, shard
 
 RESIDENT_BYTES = 1 << 30  # a tensor data set up to this size is copied to the GPU once, and gathered there
 MOST_WORKERS = 8
@@ -31,7 +31,7 @@ Collate = Callable[[list[Any]], Any]
 Key = tuple[int, int]  # (epoch, index)
 
 
-class Feed:
+class BatchLoader:
     """A data set on its way to `device`, for one rank.
 
     `workers`: loading processes; None: as many as the cores allow, none for a TensorDataset, which is
@@ -53,12 +53,12 @@ class Feed:
         """As the experiment made it."""
         self.samples = len(dataset)
         self._tensors = _tensors(dataset, device) if stacks(collate) else None
-        self._dataset = Augmented(dataset, seed)
+        self._dataset = SeededDataset(dataset, seed)
         self._collate = collate
         self._workers = loader_workers(workers, local_world_size)
         self._evaluation: DataLoader[Any] | None = None
 
-    def train(self, plan: Plan, rank: int, first_step: int, total_steps: int) -> Iterator[Any]:
+    def train(self, plan: BatchOrder, rank: int, first_step: int, total_steps: int) -> Iterator[Any]:
         """Yield `rank`'s micro-batches of all steps from `first_step` on, on the device."""
         keys = plan.walk(rank, first_step, total_steps)
         if self._tensors is not None:
@@ -88,7 +88,7 @@ class Feed:
     def _loader(self, keys: Iterable[tuple[int, Tensor]], workers: int, *, persistent: bool = False) -> DataLoader[Any]:
         return DataLoader(
             self._dataset,
-            batch_sampler=_KeyBatches(keys),
+            batch_sampler=_EpochBatchSampler(keys),
             num_workers=workers,
             collate_fn=self._collate,
             pin_memory=self.device.type == "cuda",
@@ -118,7 +118,7 @@ def _follow(rank: Any) -> None:
     os._exit(1)
 
 
-class Augmented(Dataset[Any]):
+class SeededDataset(Dataset[Any]):
     """A map-style data set keyed by (epoch, index), each item drawn under a seed of its own."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -159,8 +159,8 @@ def loader_workers(asked: int | None, local_world_size: int) -> int:
     return max(0, min(MOST_WORKERS, cores // local_world_size - 1))
 
 
-class _KeyBatches:
-    """The batch sampler: turns (epoch, indices) into the keys of `Augmented`."""
+class _EpochBatchSampler:
+    """The batch sampler: turns (epoch, indices) into the keys of `SeededDataset`."""
 
     def __init__(self, keys: Iterable[tuple[int, Tensor]]) -> None:
         self._keys = keys

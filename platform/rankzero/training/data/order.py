@@ -23,7 +23,7 @@ MOST_NAMED = 8  # ranks, in a message
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BatchOrder:
     """How a data set is cut into steps. All counts are samples; `batch_size` is over all ranks."""
 
     samples: int
@@ -71,7 +71,7 @@ class Plan:
             step += steps
 
 
-def make_plan(train: Train, samples: int, world_size: int) -> Plan:
+def make_plan(train: Train, samples: int, world_size: int) -> BatchOrder:
     """Cut `samples` as `train` asks for so many parts. Raises UserError where that cannot be."""
     micro_batch = check_even(train, world_size)
     if samples < train.batch_size:
@@ -80,7 +80,7 @@ def make_plan(train: Train, samples: int, world_size: int) -> Plan:
         )
     if train.strategy == "pp":  # its micro-batches are its own affair
         micro_batch = train.batch_size
-    return Plan(samples, train.batch_size, micro_batch, world_size, train.seed)
+    return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
 
 
 def check_alike(what: str, lengths: Sequence[int]) -> None:

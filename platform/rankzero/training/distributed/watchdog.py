@@ -18,7 +18,9 @@ from types import FrameType
 from rankzero.launch.failures import Failure, place_of
 
 CHECKS = 20  # per limit
-FIRST_STEP = 6.0  # the first step may take so many times as long: it compiles, and data loaders start
+FIRST_STEP = (
+    6.0  # the first step may take so many times as long: it compiles, and data loaders start
+)
 AROUND_SECONDS = 1800.0  # before the first step and after the last: at least so long, data may have to be fetched
 OTHERS = 1.5  # who waits for the others ends so many times later: the one that hangs is to be named
 TELL_SECONDS = 5.0  # to leave word: a rank 0 that is stopped answers nobody
@@ -68,7 +70,9 @@ class Watchdog:
             yield
             return
         self._last = time.monotonic()
-        thread = threading.Thread(target=self._watch, args=(self._seconds,), name="watchdog", daemon=True)
+        thread = threading.Thread(
+            target=self._watch, args=(self._seconds,), name="watchdog", daemon=True
+        )
         thread.start()
         try:
             yield
@@ -86,7 +90,9 @@ class Watchdog:
             self._enter(ENDING)
 
     def _enter(self, phase: str) -> None:
-        self._last = time.monotonic()  # first: who reads the phase, and then this, measures no phase by another's time
+        self._last = (
+            time.monotonic()
+        )  # first: who reads the phase, and then this, measures no phase by another's time
         self._phase = phase
 
     def _watch(self, limit: float) -> None:
@@ -96,8 +102,15 @@ class Watchdog:
             if (stopped := time.monotonic() - looked - limit / CHECKS) > limit / CHECKS:
                 self._last, waited = self._last + stopped, waited + stopped
             looked = time.monotonic()
-            allowed, last, now = self._allowed(limit, phase := self._phase), self._last, time.monotonic()
-            since, frame = max(last, waited), sys._current_frames()[threading.main_thread().ident or 0]
+            allowed, last, now = (
+                self._allowed(limit, phase := self._phase),
+                self._last,
+                time.monotonic(),
+            )
+            since, frame = (
+                max(last, waited),
+                sys._current_frames()[threading.main_thread().ident or 0],
+            )
             if waits(frame):
                 since, allowed, waited = last, allowed * OTHERS, now
             if now - since > allowed:
@@ -115,7 +128,10 @@ class Watchdog:
         when = f" {phase}" if phase else ""
         place = place_of(stack)
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
-        others = "".join(f"; rank {first + local} is stopped, by SIGSTOP or a debugger" for local in stopped_beside())
+        others = "".join(
+            f"; rank {first + local} is stopped, by SIGSTOP or a debugger"
+            for local in stopped_beside()
+        )
         reason = f"rank {self._rank} {did} for {silent:.0f} s{when}{f' ({place})' if place else ''}{others}"
         failure = Failure(time.time(), self._rank, reason, "".join(traceback.format_list(stack)))
         _in_time([functools.partial(told, failure) for told in self._told])

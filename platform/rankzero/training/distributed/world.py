@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from rankzero.launch import rendezvous
 from rankzero.ranks import Ranks
 
-PIECE_BYTES = 64 << 20  # what is sent at a time: a checkpoint may be larger than what a GPU has left
+PIECE_BYTES = (
+    64 << 20
+)  # what is sent at a time: a checkpoint may be larger than what a GPU has left
 FAILURE_KEY = "rankzero/failure"
-SETUP_WAIT = datetime.timedelta(minutes=30)  # of a collective that no watchdog watches: another may load data meanwhile
+SETUP_WAIT = datetime.timedelta(
+    minutes=30
+)  # of a collective that no watchdog watches: another may load data meanwhile
 TRAINING_WAIT = datetime.timedelta(days=1)  # where one does: it ends what hangs, and names it
 FAILURE_SECONDS = 2.0  # what a failing peer gets to say why
 
@@ -77,7 +81,9 @@ class World:
         whole = bytearray()
         while len(whole) < int(length):
             piece = content[len(whole) : len(whole) + PIECE_BYTES]
-            whole += self._broadcast_piece(piece, min(PIECE_BYTES, int(length) - len(whole)), source)
+            whole += self._broadcast_piece(
+                piece, min(PIECE_BYTES, int(length) - len(whole)), source
+            )
         return bytes(whole)
 
     def _broadcast_piece(self, piece: bytes, length: int, source: int) -> bytes:
@@ -89,7 +95,10 @@ class World:
 
     def all(self, answer: bool) -> bool:
         """Tell whether every rank says yes. A collective, for start-up only."""
-        return int(self.sum(torch.tensor([answer], dtype=torch.int64, device=self.device))) == self.size
+        return (
+            int(self.sum(torch.tensor([answer], dtype=torch.int64, device=self.device)))
+            == self.size
+        )
 
     def broadcast_buffers(self, module: nn.Module) -> None:
         """Give every rank rank 0's buffers (running statistics). A collective."""
@@ -108,7 +117,9 @@ class World:
         """Let collectives wait for long: NCCL's own limit would end who waits before the watchdog ends who hangs."""
         if self.together:
             distributed: Any = dist.distributed_c10d
-            change = getattr(distributed, "set_timeout", None) or distributed._set_pg_timeout  # PyTorch before 2.15
+            change = (
+                getattr(distributed, "set_timeout", None) or distributed._set_pg_timeout
+            )  # PyTorch before 2.15
             change(TRAINING_WAIT)
 
     def first_failure(self) -> dict[str, object] | None:
@@ -161,7 +172,9 @@ def joined() -> Ranks | None:
 
 def is_lost_contact(error: BaseException) -> bool:
     """Tell whether `error` is what a rank sees of another's end, and not a failure of its own."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
 
 
 def _store() -> Any:

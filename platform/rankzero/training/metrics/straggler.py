@@ -15,7 +15,7 @@ LATER = 0.1  # of the time waited for data, more than the others
 WINDOWS = 5  # fewer are no pattern
 
 
-class Timer(Protocol):
+class ForwardTimer(Protocol):
     """What a forward is timed with."""
 
     def timed(self, measure: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,7 +25,7 @@ class Timer(Protocol):
         """Return the seconds of a forward, 0 where none was timed."""
 
 
-class Stopwatch:
+class EventTimer:
     """Times the first forward of each window, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,9 @@ class Stopwatch:
         marks, self._marks = self._marks, None
         if marks is None:
             return 0.0
-        return float(marks[0].elapsed_time(marks[1]) / 1000 if self._on_gpu else marks[1] - marks[0])
+        return float(
+            marks[0].elapsed_time(marks[1]) / 1000 if self._on_gpu else marks[1] - marks[0]
+        )
 
     def _once(self, measure: Callable[..., Any], *given: Any) -> Any:
         begun = self._mark()
@@ -58,7 +60,7 @@ class Stopwatch:
 
 
 @dataclasses.dataclass
-class Paces:
+class RankTimes:
     """What each rank's windows took, added up."""
 
     windows: int = 0
@@ -79,7 +81,10 @@ class Paces:
         late, waited = _last(self.data_wait)
         fraction = (self.data_wait[late] - waited) / self.seconds
         if fraction >= LATER:
-            return {"straggler_rank": late, "straggler_data_wait_fraction": self.data_wait[late] / self.seconds}
+            return {
+                "straggler_rank": late,
+                "straggler_data_wait_fraction": self.data_wait[late] / self.seconds,
+            }
         slow, median = _last(self.forward)
         if self.forward[slow] >= SLOWER * median:
             return {"straggler_rank": slow, "straggler_forward_ratio": self.forward[slow] / median}

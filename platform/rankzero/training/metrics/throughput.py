@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from rankzero.confidence import half_width
-from rankzero.training.metrics.straggler import Paces
-from rankzero.training.metrics.window import Report
+from rankzero.training.metrics.straggler import RankTimes
+from rankzero.training.metrics.window import WindowStats
 
 
 class Throughput:
@@ -32,7 +32,9 @@ class Throughput:
         """All samples over all seconds; None before the first window after the warm-up."""
         if not self._windows:
             return None
-        return sum(samples for samples, _ in self._windows) / sum(seconds for _, seconds in self._windows)
+        return sum(samples for samples, _ in self._windows) / sum(
+            seconds for _, seconds in self._windows
+        )
 
     @property
     def half_width(self) -> float | None:
@@ -41,11 +43,11 @@ class Throughput:
 
 
 @dataclasses.dataclass
-class Tally:
+class RunTotals:
     """What the run's summary is made of."""
 
     throughput: Throughput = dataclasses.field(default_factory=Throughput)
-    paces: Paces = dataclasses.field(default_factory=Paces)
+    paces: RankTimes = dataclasses.field(default_factory=RankTimes)
     steps: int = 0
     train_seconds: float = 0.0
     data_wait_seconds: float = 0.0
@@ -53,7 +55,7 @@ class Tally:
     best: float | None = None
     last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def add(self, report: Report, batch_size: int) -> None:
+    def add(self, report: WindowStats, batch_size: int) -> None:
         self.throughput.add(report.steps * batch_size, report.seconds)
         self.paces.add(report.seconds, report.forwards, report.data_waits)
         self.steps += report.steps
@@ -68,8 +70,13 @@ class Tally:
             "samples_per_second_half_width": self.throughput.half_width,
             "steps": float(self.steps),
             "train_seconds": self.train_seconds,
-            "data_wait_fraction": self.data_wait_seconds / self.train_seconds if self.train_seconds else None,
+            "data_wait_fraction": self.data_wait_seconds / self.train_seconds
+            if self.train_seconds
+            else None,
             "checkpoint_blocked_seconds": self.blocked_seconds,
             **self.paces.straggler(),
         }
-        return {**self.last_metrics, **{name: value for name, value in figures.items() if value is not None}}
+        return {
+            **self.last_metrics,
+            **{name: value for name, value in figures.items() if value is not None},
+        }

@@ -16,7 +16,7 @@ from rankzero.training.stop import foremost
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class WindowStats:
     """What every rank knows after a window of steps: the same bits on each."""
 
     values: Mapping[str, list[float]]
@@ -49,7 +49,7 @@ class Report:
         """Tell whether the last step's loss is a number."""
         return math.isfinite(self.values["loss"][-1])
 
-    def and_then(self, later: Report) -> Report:
+    def and_then(self, later: WindowStats) -> WindowStats:
         """Return this report's times and those of the one of the steps after it as one, with the latter's values."""
         return dataclasses.replace(
             later,
@@ -59,7 +59,7 @@ class Report:
         )
 
 
-class Window:
+class MetricWindow:
     """The steps since the last report. Values stay on the device until `reduce`."""
 
     def __init__(self, world: World) -> None:
@@ -81,7 +81,9 @@ class Window:
                 f"measure() left out {error} that it returned before: return the same keys every time"
             ) from None
 
-    def reduce(self, stop_code: int, seconds: float, data_wait_seconds: float, forward_seconds: float = 0.0) -> Report:
+    def reduce(
+        self, stop_code: int, seconds: float, data_wait_seconds: float, forward_seconds: float = 0.0
+    ) -> WindowStats:
         """Add up the window over all ranks and start a new one. The only collective and host sync between steps."""
         names, rows, world = self._names or [], self._rows, self._world
         self._rows = []
@@ -90,9 +92,11 @@ class Window:
             [stop_code, seconds, data_wait_seconds, forward_seconds], dtype=torch.float64
         )
         values = torch.stack([value for row in rows for value in row]).double()
-        fused = world.sum(torch.cat([values / world.size, mine.flatten().to(values.device)])).tolist()
+        fused = world.sum(
+            torch.cat([values / world.size, mine.flatten().to(values.device)])
+        ).tolist()
         width, cut = len(names), len(values)
-        return Report(
+        return WindowStats(
             values={name: fused[column:cut:width] for column, name in enumerate(names)},
             stop_codes=[int(code) for code in fused[cut::4]],
             seconds=max(fused[cut + 1 :: 4]),
@@ -102,7 +106,7 @@ class Window:
         )
 
 
-class Means:
+class EvaluationMeans:
     """Means over every sample that any rank saw, however ragged the batches: sums and counts."""
 
     def __init__(self, world: World) -> None:
@@ -132,13 +136,19 @@ class Means:
 def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:
     """Return the metrics' names, loss first. Raises UserError where `measure` broke its contract."""
     if not isinstance(metrics, Mapping):
-        raise UserError(f"measure() must return a mapping like {{'loss': loss}}, got {type(metrics).__name__}")
+        raise UserError(
+            f"measure() must return a mapping like {{'loss': loss}}, got {type(metrics).__name__}"
+        )
     if "loss" not in metrics:
         raise UserError(f"measure() returned no 'loss', only {sorted(metrics)}: add the key 'loss'")
     for name, value in metrics.items():
         if not isinstance(value, Tensor) or value.dim():
-            shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(f"measure()[{name!r}] must be a 0-d tensor (a mean over the batch), got {shape}")
+            shape = (
+                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            )
+            raise UserError(
+                f"measure()[{name!r}] must be a 0-d tensor (a mean over the batch), got {shape}"
+            )
         if value.device != metrics["loss"].device:
             raise UserError(
                 f"measure()[{name!r}] is on {value.device}, the loss on {metrics['loss'].device}: leave every metric "

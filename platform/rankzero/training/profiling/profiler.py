@@ -12,20 +12,38 @@ from pathlib import Path
 from typing import Any
 
 from rankzero import config, experiment_file
-from rankzero.training.profiling.spans import Breakdown, Seen, Span, breakdown, common, union, without
+from rankzero.training.profiling.spans import (
+    ActivitySpans,
+    Span,
+    StepBreakdown,
+    breakdown,
+    common,
+    union,
+    without,
+)
 
 COMMUNICATION = ("nccl", "gloo:", "c10d::")
 FORWARD, DATA = "rankzero::forward", "rankzero::data"
-BACKWARD, OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer."  # as PyTorch marks them itself
-MARKS = ("rankzero::", OPTIMIZER, "ProfilerStep", "## ")  # shown again beside the kernels below them
+BACKWARD, OPTIMIZER = (
+    "autograd::engine::evaluate_function",
+    "Optimizer.",
+)  # as PyTorch marks them itself
+MARKS = (
+    "rankzero::",
+    OPTIMIZER,
+    "ProfilerStep",
+    "## ",
+)  # shown again beside the kernels below them
 WARM_UP, STEPS = 10, 10
 TOP = 12
-RUNTIME = re.compile(r"(cuda|cu|hip)[A-Z]")  # cudaLaunchKernel, cuLaunchKernel: calls, as CUPTI records them
+RUNTIME = re.compile(
+    r"(cuda|cu|hip)[A-Z]"
+)  # cudaLaunchKernel, cuLaunchKernel: calls, as CUPTI records them
 ENDLESS = 1_000_000_000  # steps: an order of samples for ever
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ProfileRequest:
     """What to profile, and where the results go."""
 
     experiment_file: str
@@ -36,7 +54,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class OperatorCost:
     """An operator, by the time that it takes itself."""
 
     name: str
@@ -55,12 +73,12 @@ class Profile:
     """Without the profiler, the slowest rank's."""
     profiled_seconds: float
     batch_size: int
-    breakdown: Breakdown
-    costs: list[Cost]
+    breakdown: StepBreakdown
+    costs: list[OperatorCost]
     device: str
 
 
-def main(request: Request) -> str:
+def main(request: ProfileRequest) -> str:
     """Profile; the entry point of every rank. Rank 0 writes ``profile.json``, every rank its trace."""
     from rankzero import ranks as launcher
     from rankzero.launch import failures as failure
@@ -84,11 +102,11 @@ def main(request: Request) -> str:
 def read(folder: Path) -> Profile:
     """Return what rank 0 left."""
     found = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
-    costs = [Cost(**cost) for cost in found["costs"]]
-    return Profile(**{**found, "breakdown": Breakdown(**found["breakdown"]), "costs": costs})
+    costs = [OperatorCost(**cost) for cost in found["costs"]]
+    return Profile(**{**found, "breakdown": StepBreakdown(**found["breakdown"]), "costs": costs})
 
 
-def _profile(request: Request, world: Any) -> Profile:
+def _profile(request: ProfileRequest, world: Any) -> Profile:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -96,23 +114,33 @@ def _profile(request: Request, world: Any) -> Profile:
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     job, state = worker.build(config.override(experiment, {"train.steps": ENDLESS}), world)
-    job = dataclasses.replace(job, stopwatch=Marking())
+    job = dataclasses.replace(job, stopwatch=ForwardMarker())
     batches = marked(job.train_feed.train(job.plan, job.strategy.shard.rank, 0, ENDLESS))
     state.model.train()
     _steps(job, state, batches, WARM_UP)
     bare, _ = _steps(job, state, batches, STEPS)
     on_gpu = world.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    ) as profiler:
         seconds, waited = _steps(job, state, batches, STEPS)
     slowest = float(world.gather(torch.tensor([bare])).max())
     if request.trace:
-        profiler.export_chrome_trace(str(Path(request.folder) / f"trace_rank_{world.ranks.rank}.json.gz"))
-    recorded = profiler.profiler.kineto_results.events()  # these alone say which operator launched a kernel
-    seen = attributed([Recorded.of(event) for event in recorded], on_gpu)
+        profiler.export_chrome_trace(
+            str(Path(request.folder) / f"trace_rank_{world.ranks.rank}.json.gz")
+        )
+    recorded = (
+        profiler.profiler.kineto_results.events()
+    )  # these alone say which operator launched a kernel
+    seen = attributed([TraceEvent.of(event) for event in recorded], on_gpu)
     return Profile(
-        slowest / STEPS, seconds / STEPS, job.plan.batch_size, breakdown(seconds, waited, seen),
-        _costs(profiler.key_averages(), on_gpu), world.device.type,
-    )  # fmt: skip
+        slowest / STEPS,
+        seconds / STEPS,
+        job.plan.batch_size,
+        breakdown(seconds, waited, seen),
+        _costs(profiler.key_averages(), on_gpu),
+        world.device.type,
+    )
 
 
 def _steps(job: Any, state: Any, batches: Iterator[Any], count: int) -> tuple[float, float]:
@@ -126,7 +154,7 @@ def _steps(job: Any, state: Any, batches: Iterator[Any], count: int) -> tuple[fl
     return job.world.now() - start, waited
 
 
-class Marking:
+class ForwardMarker:
     """Marks each forward for the profiler, in the place of the stopwatch that times some."""
 
     def timed(self, measure: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,7 +181,7 @@ def marked(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class TraceEvent:
     """What the profiler saw: an operator, a range or a kernel."""
 
     name: str
@@ -167,7 +195,7 @@ class Recorded:
     """PyTorch's own number of an operator or a range; 0 of what only CUPTI has numbered, such as a call of CUDA's."""
 
     @classmethod
-    def of(cls, event: Any) -> Recorded:
+    def of(cls, event: Any) -> TraceEvent:
         """Return one of the profiler's own events."""
         begin = event.start_ns() / 1e9
         on_gpu = str(event.device_type()).endswith("CUDA")
@@ -196,7 +224,7 @@ def _external_id(event: Any) -> int:
     return 0 if RUNTIME.match(event.name()) else int(event.correlation_id())
 
 
-def attributed(events: Sequence[Recorded], on_gpu: bool) -> Seen:
+def attributed(events: Sequence[TraceEvent], on_gpu: bool) -> ActivitySpans:
     """Return when something was computed, by what for, and when something was sent.
 
     On a GPU, by its kernels: a kernel belongs to the range in which the operator that launched it began. On the CPU, by
@@ -204,19 +232,25 @@ def attributed(events: Sequence[Recorded], on_gpu: bool) -> Seen:
     nothing, as on a pipeline's stages, it is what is neither the backward nor the optimizer.
     """
     host = [event for event in events if not event.on_gpu]
-    ranges = {prefix: union(event.span for event in host if event.name.startswith(prefix))
-              for prefix in (FORWARD, BACKWARD, OPTIMIZER, DATA)}  # fmt: skip
+    ranges = {
+        prefix: union(event.span for event in host if event.name.startswith(prefix))
+        for prefix in (FORWARD, BACKWARD, OPTIMIZER, DATA)
+    }
     mine = [event for event in events if event.on_gpu] if on_gpu else host
     talking = [event.span for event in mine if event.talks]
     work = [event for event in mine if not event.talks]
     if on_gpu:
         kernels = [event for event in work if not event.name.startswith(MARKS)]
-        parts = _by_launch(kernels, {event.number: event.begin for event in host if event.is_operator}, ranges)
+        parts = _by_launch(
+            kernels, {event.number: event.begin for event in host if event.is_operator}, ranges
+        )
     else:
-        parts = _by_time(union(event.span for event in work if event.name.startswith("aten::")), ranges)
+        parts = _by_time(
+            union(event.span for event in work if event.name.startswith("aten::")), ranges
+        )
     if not parts[FORWARD]:
         parts = {**parts, FORWARD: parts[""], "": []}
-    return Seen(parts[FORWARD], parts[BACKWARD], parts[OPTIMIZER], parts[""], talking)
+    return ActivitySpans(parts[FORWARD], parts[BACKWARD], parts[OPTIMIZER], parts[""], talking)
 
 
 def _by_time(busy: Sequence[Span], ranges: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]]:
@@ -229,7 +263,7 @@ def _by_time(busy: Sequence[Span], ranges: Mapping[str, Sequence[Span]]) -> dict
 
 
 def _by_launch(
-    kernels: Sequence[Recorded], begun: Mapping[int, float], ranges: Mapping[str, Sequence[Span]]
+    kernels: Sequence[TraceEvent], begun: Mapping[int, float], ranges: Mapping[str, Sequence[Span]]
 ) -> dict[str, list[Span]]:
     """Sort kernels by the range in which they were launched; those of no known range go under the empty name."""
     parts: dict[str, list[Span]] = {name: [] for name in (OPTIMIZER, BACKWARD, FORWARD, DATA, "")}
@@ -247,12 +281,19 @@ def _range_at(moment: float | None, ranges: Mapping[str, Sequence[Span]]) -> str
     return ""
 
 
-def _costs(averages: Any, on_gpu: bool) -> list[Cost]:
+def _costs(averages: Any, on_gpu: bool) -> list[OperatorCost]:
     """Return the operators that take the most time, the greatest first; a kernel's time counts with who launched it."""
     from torch._C._autograd import DeviceType
 
     operators = [event for event in averages if event.device_type == DeviceType.CPU]
-    taken = [(event.self_device_time_total if on_gpu else event.self_cpu_time_total, event) for event in operators]
+    taken = [
+        (event.self_device_time_total if on_gpu else event.self_cpu_time_total, event)
+        for event in operators
+    ]
     whole = sum(time for time, _ in taken) or 1.0
     top = sorted(taken, key=lambda pair: -pair[0])[:TOP]
-    return [Cost(event.key, time / 1e3 / STEPS, time / whole, event.count / STEPS) for time, event in top if time > 0]
+    return [
+        OperatorCost(event.key, time / 1e3 / STEPS, time / whole, event.count / STEPS)
+        for time, event in top
+        if time > 0
+    ]

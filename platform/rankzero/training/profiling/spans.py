@@ -57,7 +57,7 @@ def without(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Breakdown:
+class StepBreakdown:
     """Where the time of a step goes: fractions of it, adding up to 1."""
 
     forward: float
@@ -78,12 +78,14 @@ class Breakdown:
     @property
     def bound(self) -> str:
         """Return what limits the speed: compute, communication, data or other."""
-        shares = {name: getattr(self, name) for name in ("compute", "communication", "data", "other")}
+        shares = {
+            name: getattr(self, name) for name in ("compute", "communication", "data", "other")
+        }
         return max(shares, key=lambda name: shares[name])
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class ActivitySpans:
     """What was computed and sent in a stretch of time, in seconds since whenever; parts may overlap."""
 
     forward: Sequence[Span] = ()
@@ -94,7 +96,7 @@ class Seen:
     communicating: Sequence[Span] = ()
 
 
-def breakdown(wall: float, waited: float, seen: Seen) -> Breakdown:
+def breakdown(wall: float, waited: float, seen: ActivitySpans) -> StepBreakdown:
     """Return where `wall` seconds went, of which `waited` for data.
 
     Time in which several parts are computed at once counts once: for the optimizer, else the backward.
@@ -110,6 +112,8 @@ def breakdown(wall: float, waited: float, seen: Seen) -> Breakdown:
         "data": waited,
     }
     shares = {name: max(0.0, part) / wall for name, part in seconds.items()}
-    whole = max(1.0, sum(shares.values()))  # threads beside the main one make more of it than there is
+    whole = max(
+        1.0, sum(shares.values())
+    )  # threads beside the main one make more of it than there is
     parts = {name: share / whole for name, share in shares.items()}
-    return Breakdown(**parts, other=max(0.0, 1 - sum(parts.values())))
+    return StepBreakdown(**parts, other=max(0.0, 1 - sum(parts.values())))

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from rankzero.events import PicturesTaken
 from rankzero.run_store import picture_files
 from rankzero.training.sample_images import user_images
-from rankzero.training.sample_images.mistakes import MOST_SHOWN, Mistakes, classified, is_labelled_images, pixels, small
+from rankzero.training.sample_images.mistakes import (
+    MOST_SHOWN,
+    Mistakes,
+    classified,
+    is_labelled_images,
+    pixels,
+    small,
+)
 from rankzero.training.sample_images.user_images import as_bytes
 
 LEAST_SECONDS = 10.0  # of training between pictures of a new best
@@ -36,7 +43,7 @@ Own = Callable[[Any, Any], Mapping[str, Any]]
 """The experiment's ``pictures(model, batch)``."""
 
 
-class Gallery:
+class ImageCapture:
     """Takes pictures into `folder`, on rank 0; elsewhere (None) it only calls the experiment's own method.
 
     `total`: how many validation samples all ranks have; `classes`: their names, where the data set knows them.
@@ -54,7 +61,12 @@ class Gallery:
         self.own = own
         self.first_batch: Any = None
         """The evaluation's, where the experiment has pictures of its own."""
-        self._folder, self._total, self._classes, self._notice = folder, total, list(classes), notice
+        self._folder, self._total, self._classes, self._notice = (
+            folder,
+            total,
+            list(classes),
+            notice,
+        )
         self._seen: Mistakes | None = None
         self._trained: tuple[Tensor, Tensor] | None = None
         self._taken_at: float | None = None
@@ -77,7 +89,11 @@ class Gallery:
         def see(batch: Any, samples: int) -> None:
             self._remember(batch, samples)
             with self._harmless():
-                found = classified(batch, outputs[0], len(self._classes)) if samples and len(outputs) == 1 else None
+                found = (
+                    classified(batch, outputs[0], len(self._classes))
+                    if samples and len(outputs) == 1
+                    else None
+                )
                 if found is not None:
                     mistakes.add(found)
                     self._seen = mistakes
@@ -191,7 +207,9 @@ def caught(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
 def images_of(returned: Any) -> dict[str, Any]:
     """Return what an experiment's `pictures` returned as bytes by name. Raises ValueError, which says what is odd."""
     if not isinstance(returned, Mapping):
-        raise ValueError(f"it must return a mapping of names to images, not {type(returned).__name__}")
+        raise ValueError(
+            f"it must return a mapping of names to images, not {type(returned).__name__}"
+        )
     if len(returned) > MOST_OF_OWN:
         raise ValueError(f"it returned {len(returned)} images; at most {MOST_OF_OWN} are kept")
     found = {}

@@ -21,7 +21,7 @@ FOLD_ROWS, FOLD_BYTES = 1024, 64 << 20  # what waits to be looked at together
 ABSENT = -1.0  # in the place of a loss: no mistake
 
 
-class Classified(NamedTuple):
+class ClassifiedBatch(NamedTuple):
     """A batch of images [n, 1 or 3, h, w], its labels [n], and what the model makes of it [n, classes]."""
 
     images: Tensor
@@ -29,7 +29,7 @@ class Classified(NamedTuple):
     output: Tensor
 
 
-def classified(batch: Any, output: Any, classes: int = 0) -> Classified | None:
+def classified(batch: Any, output: Any, classes: int = 0) -> ClassifiedBatch | None:
     """Return a batch as what it is, where it is images with labels and `output` scores of two classes or more.
 
     `classes`: how many there are, where that is known: other outputs are no scores, but embeddings, say. The output is
@@ -38,21 +38,37 @@ def classified(batch: Any, output: Any, classes: int = 0) -> Classified | None:
     if not is_labelled_images(batch):
         return None
     images, labels = batch
-    fits = type(output) is Tensor and output.dim() == 2 and len(output) == len(images) and output.shape[1] >= 2
+    fits = (
+        type(output) is Tensor
+        and output.dim() == 2
+        and len(output) == len(images)
+        and output.shape[1] >= 2
+    )
     if not fits or not output.is_floating_point() or output.device != labels.device:
         return None
     if classes and output.shape[1] != classes:
         return None
-    return Classified(images.detach(), labels.detach(), output.detach().clone())
+    return ClassifiedBatch(images.detach(), labels.detach(), output.detach().clone())
 
 
 def is_labelled_images(batch: Any) -> bool:
     """Tell whether a batch is a pair of floating-point images [n, 1 or 3, h, w] and whole numbers [n]."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(one, Tensor) for one in batch):
+    if (
+        not isinstance(batch, (tuple, list))
+        or len(batch) != 2
+        or not all(isinstance(one, Tensor) for one in batch)
+    ):
         return False
     images, labels = batch
-    shaped = images.dim() == 4 and images.shape[1] in (1, 3) and labels.dim() == 1 and len(images) == len(labels) > 0
-    whole = not labels.is_floating_point() and not labels.is_complex() and labels.dtype != torch.bool
+    shaped = (
+        images.dim() == 4
+        and images.shape[1] in (1, 3)
+        and labels.dim() == 1
+        and len(images) == len(labels) > 0
+    )
+    whole = (
+        not labels.is_floating_point() and not labels.is_complex() and labels.dtype != torch.bool
+    )
     return bool(shaped and whole and images.is_floating_point() and images.device == labels.device)
 
 
@@ -61,20 +77,22 @@ class Mistakes:
 
     def __init__(self) -> None:
         self.samples = 0
-        self._waiting: list[Classified] = []
+        self._waiting: list[ClassifiedBatch] = []
         self._rows = self._bytes = 0
         self._classes: int | None = None
-        self._top: Top | None = None
+        self._top: HardestMistakes | None = None
         self._confusion: Tensor | None = None
         self._tally: Tensor | None = None
         """How many are wrong, and how many have a label that is no class."""
 
-    def add(self, batch: Classified) -> None:
+    def add(self, batch: ClassifiedBatch) -> None:
         """Look at a batch, at once or with the next ones. Raises ValueError where the last had other classes."""
         if self.samples >= MOST_SAMPLES:
             return
         if self._classes not in (None, batch.output.shape[1]):
-            raise ValueError(f"the model's outputs have {self._classes} columns and {batch.output.shape[1]}")
+            raise ValueError(
+                f"the model's outputs have {self._classes} columns and {batch.output.shape[1]}"
+            )
         self._classes = batch.output.shape[1]
         if self._waiting and self._waiting[0].images.shape[1:] != batch.images.shape[1:]:
             self._fold()
@@ -125,21 +143,29 @@ class Mistakes:
         hardest = torch.where(wrong, losses, ABSENT).topk(min(MOST_SHOWN, len(labels)))
         kept = hardest.indices
         confidence = scores.softmax(1).amax(1)
-        top = Top(hardest.values, small(images[kept]), labels[kept], predicted[kept], confidence[kept])
+        top = HardestMistakes(
+            hardest.values, small(images[kept]), labels[kept], predicted[kept], confidence[kept]
+        )
         self._top = top if self._top is None else _hardest(self._top, top)
 
-    def _count(self, classes: int, known: Tensor, wrong: Tensor, labels: Tensor, predicted: Tensor) -> None:
+    def _count(
+        self, classes: int, known: Tensor, wrong: Tensor, labels: Tensor, predicted: Tensor
+    ) -> None:
         tally = torch.stack([wrong.sum(), (~known).sum()])
         self._tally = tally if self._tally is None else self._tally + tally
         if classes > MOST_CLASSES:
             return
         if self._confusion is None:
-            self._confusion = torch.zeros(classes * classes + 1, dtype=torch.int64, device=labels.device)
+            self._confusion = torch.zeros(
+                classes * classes + 1, dtype=torch.int64, device=labels.device
+            )
         where = torch.where(known, labels * classes + predicted, classes * classes)
-        self._confusion.index_add_(0, where, torch.ones_like(where))  # bincount would wait for a GPU
+        self._confusion.index_add_(
+            0, where, torch.ones_like(where)
+        )  # bincount would wait for a GPU
 
 
-class Top(NamedTuple):
+class HardestMistakes(NamedTuple):
     """Mistakes, the hardest first; losses of `ABSENT` where there are fewer."""
 
     losses: Tensor
@@ -150,12 +176,12 @@ class Top(NamedTuple):
     """How probable the model takes its prediction to be."""
 
 
-def _hardest(one: Top, other: Top) -> Top:
+def _hardest(one: HardestMistakes, other: HardestMistakes) -> HardestMistakes:
     images = _framed(one.images, other.images), _framed(other.images, one.images)
     one, other = one._replace(images=images[0]), other._replace(images=images[1])
-    both = Top(*(torch.cat(pair) for pair in zip(one, other, strict=True)))
+    both = HardestMistakes(*(torch.cat(pair) for pair in zip(one, other, strict=True)))
     kept = both.losses.topk(min(MOST_SHOWN, len(both.losses))).indices
-    return Top(*(column[kept] for column in both))
+    return HardestMistakes(*(column[kept] for column in both))
 
 
 def _framed(images: Tensor, others: Tensor) -> Tensor:

@@ -31,7 +31,9 @@ def as_bytes(image: Any) -> Any:
     elif hasattr(image, "convert"):  # PIL's
         image = np.asarray(image.convert("RGBA" if "A" in image.getbands() else "RGB"))
     if not isinstance(image, np.ndarray):
-        raise ValueError(f"{type(image).__name__} is no tensor, array, PIL image or matplotlib figure")
+        raise ValueError(
+            f"{type(image).__name__} is no tensor, array, PIL image or matplotlib figure"
+        )
     return _in_bytes(_thinned(_channels_last(image)))
 
 
@@ -60,7 +62,9 @@ def _channels_last(image: Any) -> Any:
     elif image.ndim == 3 and image.shape[0] in CHANNELS and image.shape[1] not in CHANNELS:
         image = image.transpose(1, 2, 0)  # a narrow image, as PyTorch has it
     if image.ndim != 3 or image.shape[2] not in CHANNELS or not image.size:
-        raise ValueError(f"an image has the shape [h, w] or [c, h, w] with c = 1, 3 or 4, not {list(image.shape)}")
+        raise ValueError(
+            f"an image has the shape [h, w] or [c, h, w] with c = 1, 3 or 4, not {list(image.shape)}"
+        )
     return image
 
 

@@ -31,7 +31,9 @@ def layout(name: str, world_size: int) -> str:
     return f"{name if name in SAME_SAMPLES and world_size > 1 else 'data'} x {world_size}"
 
 
-def build(experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]) -> Strategy:
+def build(
+    experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]
+) -> Strategy:
     """Make `model`, which is on the host, ready under ``train.strategy`` on this rank's device. All ranks call it.
 
     A model that is divided is moved in parts: the whole of it need not fit, unless it is traced.
@@ -46,8 +48,12 @@ def build(experiment: Experiment, model: nn.Module, world: World, example: Calla
         case "single" | "dp" | "ddp" | "zero1":
             from rankzero.training.strategies import replicated
 
-            make = {"single": replicated.single, "dp": replicated.data_parallel, "ddp": replicated.ddp,
-                    "zero1": replicated.zero1}[train.strategy]  # fmt: skip
+            make = {
+                "single": replicated.single,
+                "dp": replicated.data_parallel,
+                "ddp": replicated.ddp,
+                "zero1": replicated.zero1,
+            }[train.strategy]
             if train.compile:
                 model.compile()
             return make(experiment, model.to(world.device), world)
@@ -63,7 +69,9 @@ def build(experiment: Experiment, model: nn.Module, world: World, example: Calla
             return _pipeline(experiment, model, world, example)
 
 
-def _pipeline(experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]) -> Strategy:
+def _pipeline(
+    experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]
+) -> Strategy:
     from rankzero.training import optimizers
     from rankzero.training.strategies import parameter_names, replicated, stages
     from rankzero.training.strategies.pipeline import Pipeline, micro_batches
@@ -79,5 +87,7 @@ def _pipeline(experiment: Experiment, model: nn.Module, world: World, example: C
     def micro_batch() -> Tensor:
         return stages.given_to(experiment.measure, example())[:size]
 
-    stage = stages.make_stage(model, experiment.split_points(), world.ranks.rank, world.size, world.device, micro_batch)
+    stage = stages.make_stage(
+        model, experiment.split_points(), world.ranks.rank, world.size, world.device, micro_batch
+    )
     return Pipeline(stage, optimizers.of(experiment, stage.submod), names, train, world)

@@ -28,7 +28,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arithmetic:
+class MicroBatchStep:
     """How a micro-batch is computed."""
 
     measure: Measure
@@ -58,10 +58,10 @@ class Strategy(Protocol):
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         """Keep gradients local inside the block: all but the last micro-batch of a step."""
 
-    def gradients(self, how: Arithmetic, batch: Any) -> Metrics:
+    def gradients(self, how: MicroBatchStep, batch: Any) -> Metrics:
         """Add a micro-batch's share of the gradients; return its metrics, detached."""
 
-    def metrics(self, how: Arithmetic, batch: Any) -> Mapping[str, Any] | None:
+    def metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any] | None:
         """Return an evaluation batch's metrics; None where another rank has them. Without gradients."""
 
     def align(self) -> None:
@@ -83,7 +83,7 @@ class Strategy(Protocol):
         """Return the same work without talking to others, to see what that costs; None where there is no such thing."""
 
 
-def backward(how: Arithmetic, replica: nn.Module, batch: Any) -> Metrics:
+def backward(how: MicroBatchStep, replica: nn.Module, batch: Any) -> Metrics:
     """Measure one micro-batch and add its share of the gradients; return its metrics, detached."""
     with how.autocast:
         values = how.measure(replica, batch)
@@ -94,19 +94,25 @@ def backward(how: Arithmetic, replica: nn.Module, batch: Any) -> Metrics:
         (loss if how.scaler is None else how.scaler.scale(loss)).backward()
         return {name: value.detach() for name, value in values.items()}
     except (AttributeError, TypeError, RuntimeError):
-        check_metrics(values)  # says what to change, where the error comes of what measure() returned
+        check_metrics(
+            values
+        )  # says what to change, where the error comes of what measure() returned
         raise
 
 
 def loss_of(values: object) -> Any:
     """Return the loss. Raises UserError where `measure` returned none."""
     if not isinstance(values, Mapping) or "loss" not in values:
-        shown = f"the keys {sorted(values)}" if isinstance(values, Mapping) else type(values).__name__
+        shown = (
+            f"the keys {sorted(values)}" if isinstance(values, Mapping) else type(values).__name__
+        )
         raise UserError(f"measure() must return a mapping with the key 'loss', got {shown}")
     return values["loss"]
 
 
-def total_norm_factor(norm: float, world: World, *, parts: list[Tensor], whole: list[Tensor]) -> Tensor:
+def total_norm_factor(
+    norm: float, world: World, *, parts: list[Tensor], whole: list[Tensor]
+) -> Tensor:
     """Return what gradients are multiplied by so that their norm is at most `norm`. A collective.
 
     `parts`: gradients of weights that no other rank has; `whole`: those that all ranks have alike. The same as

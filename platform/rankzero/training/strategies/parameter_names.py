@@ -24,7 +24,10 @@ def by_name(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     if _is_named(saved):
         return dict(saved)
     state = {names[number]: entry for number, entry in saved["state"].items()}
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
+    groups = [
+        {**group, "params": [names[number] for number in group["params"]]}
+        for group in saved["param_groups"]
+    ]
     return {"state": state, "param_groups": groups}
 
 
@@ -34,7 +37,10 @@ def by_number(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         return dict(saved)
     numbers = {name: number for number, name in enumerate(names)}
     state = {numbers[name]: entry for name, entry in saved["state"].items()}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["param_groups"]]
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]]}
+        for group in saved["param_groups"]
+    ]
     return {"state": state, "param_groups": groups}
 
 
@@ -45,8 +51,10 @@ def _is_named(saved: Mapping[str, Any]) -> bool:
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state of one optimizer whose parameters were spread over several, by name."""
     state = {name: entry for part in parts for name, entry in part["state"].items()}
-    groups = [{**every[0], "params": [name for group in every for name in group["params"]]}
-              for every in zip(*(part["param_groups"] for part in parts), strict=True)]  # fmt: skip
+    groups = [
+        {**every[0], "params": [name for group in every for name in group["params"]]}
+        for every in zip(*(part["param_groups"] for part in parts), strict=True)
+    ]
     return {"state": state, "param_groups": groups}
 
 
@@ -54,11 +62,17 @@ def part_of(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return what a state, by name, has of some parameters."""
     mine = set(names)
     groups = [
-        {**group, "params": [name for name in group["params"] if name in mine]} for group in saved["param_groups"]
+        {**group, "params": [name for name in group["params"] if name in mine]}
+        for group in saved["param_groups"]
     ]
-    return {"state": {name: saved["state"][name] for name in saved["state"] if name in mine}, "param_groups": groups}
+    return {
+        "state": {name: saved["state"][name] for name in saved["state"] if name in mine},
+        "param_groups": groups,
+    }
 
 
 def on_host(content: Any) -> Any:
     """Return the same with every tensor copied to the host."""
-    return tree_map(lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value, content)
+    return tree_map(
+        lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value, content
+    )

@@ -31,11 +31,19 @@ from rankzero.training.data.batch import rows_of, samples_in
 from rankzero.training.distributed.world import TRAINING_WAIT, World
 from rankzero.training.metrics.window import check_metrics
 from rankzero.training.strategies import parameter_names
-from rankzero.training.strategies.base import Arithmetic, Metrics, Shard, Strategy, total_norm_factor
-from rankzero.training.strategies.stages import Given, given_to
+from rankzero.training.strategies.base import (
+    Metrics,
+    MicroBatchStep,
+    Shard,
+    Strategy,
+    total_norm_factor,
+)
+from rankzero.training.strategies.stages import StageOutput, given_to
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-MICRO_BATCHES_PER_STAGE = 2  # unless the user says: the more, the less of the time stages wait for each other
+MICRO_BATCHES_PER_STAGE = (
+    2  # unless the user says: the more, the less of the time stages wait for each other
+)
 
 
 class Pipeline:
@@ -45,7 +53,12 @@ class Pipeline:
     shard = Shard(0, 1)
 
     def __init__(
-        self, stage: Any, optimizer: torch.optim.Optimizer, names: list[str], train: Train, world: World
+        self,
+        stage: Any,
+        optimizer: torch.optim.Optimizer,
+        names: list[str],
+        train: Train,
+        world: World,
     ) -> None:
         """Follow a schedule.
 
@@ -57,8 +70,10 @@ class Pipeline:
         self._micro_batches = micro_batches(train, world.size)
         # NCCL would gather a checkpoint in one GPU's memory.
         self._hosts: Any = dist.new_group(backend="gloo", timeout=TRAINING_WAIT)
-        self._schedule = SCHEDULES[train.pp_schedule](stage, self._micro_batches, loss_fn=self._loss)
-        self._how: Arithmetic | None = None
+        self._schedule = SCHEDULES[train.pp_schedule](
+            stage, self._micro_batches, loss_fn=self._loss
+        )
+        self._how: MicroBatchStep | None = None
         self._batch: Any = None
         self._measured: list[Metrics] = []
         self._metric_names: list[str] = []
@@ -66,19 +81,21 @@ class Pipeline:
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def gradients(self, how: Arithmetic, batch: Any) -> Metrics:
+    def gradients(self, how: MicroBatchStep, batch: Any) -> Metrics:
         self._send(how, batch, self._schedule.step)
         return self._shared_by_all()
 
-    def metrics(self, how: Arithmetic, batch: Any) -> Mapping[str, Any] | None:
+    def metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any] | None:
         """Return the last stage's metrics. A smaller batch is filled up on its way, and cut again at its end."""
         samples = samples_in(batch)
         filled = torch.arange(self._samples, device=self._world.device) % samples
-        output = self._send(how, batch if samples == self._samples else rows_of(batch, filled), self._schedule.eval)
+        output = self._send(
+            how, batch if samples == self._samples else rows_of(batch, filled), self._schedule.eval
+        )
         if not self._stage.is_last:
             return None
         with how.autocast:
-            return how.measure(Given(output[:samples], self.model.training), batch)
+            return how.measure(StageOutput(output[:samples], self.model.training), batch)
 
     def align(self) -> None:
         """Do nothing: no two ranks have the same buffers."""
@@ -93,24 +110,32 @@ class Pipeline:
         return torch.zeros(1, dtype=torch.int64)  # there are no replicas
 
     def state(self) -> dict[str, Any]:
-        mine = get_model_state_dict(self.model), get_optimizer_state_dict(self.model, self.optimizer)
+        mine = (
+            get_model_state_dict(self.model),
+            get_optimizer_state_dict(self.model, self.optimizer),
+        )
         found: list[Any] | None = [None] * self._world.size if self._world.ranks.first else None
         dist.gather_object(parameter_names.on_host(mine), found, group=self._hosts)
         if found is None:
             return {}
         weights = {name: value for model, _ in found for name, value in model.items()}
-        return {"model": weights, "optimizer": parameter_names.joined([optimizer for _, optimizer in found])}
+        return {
+            "model": weights,
+            "optimizer": parameter_names.joined([optimizer for _, optimizer in found]),
+        }
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.model.load_state_dict({name: saved["model"][name] for name in self.model.state_dict()})
         mine = [name for name, _ in self.model.named_parameters()]
-        named = parameter_names.part_of(parameter_names.by_name(saved["optimizer"], self._names), mine)
+        named = parameter_names.part_of(
+            parameter_names.by_name(saved["optimizer"], self._names), mine
+        )
         set_optimizer_state_dict(self.model, self.optimizer, named)
 
     def without_communication(self) -> Strategy | None:
         return None
 
-    def _send(self, how: Arithmetic, batch: Any, go: Any) -> Any:
+    def _send(self, how: MicroBatchStep, batch: Any, go: Any) -> Any:
         """Send a batch through the stages; return the output, on the last rank."""
         self._how, self._batch, self._measured = how, batch, []
         with how.autocast:
@@ -123,7 +148,9 @@ class Pipeline:
     def _loss(self, output: Tensor, rows: Tensor) -> Tensor:
         """Measure a micro-batch on the last rank: those rows of the batch."""
         assert self._how is not None
-        values = self._how.measure(Given(output, self.model.training), rows_of(self._batch, rows))
+        values = self._how.measure(
+            StageOutput(output, self.model.training), rows_of(self._batch, rows)
+        )
         if not self._metric_names:
             check_metrics(values)
         loss: Tensor = values["loss"]
@@ -134,11 +161,18 @@ class Pipeline:
         """Return the step's metrics so that their mean over all ranks is the last rank's."""
         if not self._metric_names:
             names = json.dumps(list(self._measured[-1]) if self._measured else []).encode()
-            self._metric_names = json.loads(self._world.broadcast(names, source=self._world.size - 1))
+            self._metric_names = json.loads(
+                self._world.broadcast(names, source=self._world.size - 1)
+            )
         if not self._stage.is_last:
             return {name: torch.zeros((), device=self._world.device) for name in self._metric_names}
-        step = self._measured[-self._micro_batches :]  # the first step begins with one that only finds out shapes
-        return {name: torch.stack([one[name] for one in step]).mean() * self._world.size for name in self._metric_names}
+        step = self._measured[
+            -self._micro_batches :
+        ]  # the first step begins with one that only finds out shapes
+        return {
+            name: torch.stack([one[name] for one in step]).mean() * self._world.size
+            for name in self._metric_names
+        }
 
 
 def micro_batches(train: Train, stages: int) -> int:

@@ -19,7 +19,14 @@ from rankzero.experiment import Experiment, Train
 from rankzero.training import optimizers
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies import parameter_names
-from rankzero.training.strategies.base import Arithmetic, Metrics, Shard, Strategy, backward, checksum
+from rankzero.training.strategies.base import (
+    Metrics,
+    MicroBatchStep,
+    Shard,
+    Strategy,
+    backward,
+    checksum,
+)
 
 KINDS = ("cuda", "cpu")  # of devices, whose number formats may be set
 
@@ -37,12 +44,16 @@ class Replicated:
     lockstep: bool = False
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        return self.replica.no_sync() if isinstance(self.replica, DistributedDataParallel) else contextlib.nullcontext()
+        return (
+            self.replica.no_sync()
+            if isinstance(self.replica, DistributedDataParallel)
+            else contextlib.nullcontext()
+        )
 
-    def gradients(self, how: Arithmetic, batch: Any) -> Metrics:
+    def gradients(self, how: MicroBatchStep, batch: Any) -> Metrics:
         return backward(how, self.replica, batch)
 
-    def metrics(self, how: Arithmetic, batch: Any) -> Mapping[str, Any]:
+    def metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
         with how.autocast:
             return how.measure(self.model, batch)
 
@@ -70,7 +81,9 @@ class Replicated:
 def single(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """Make one process's model ready. Raises UserError with several processes."""
     if world.together:
-        raise UserError(f"train.strategy=single is one process, not {world.size}: give --nproc 1, or use ddp")
+        raise UserError(
+            f"train.strategy=single is one process, not {world.size}: give --nproc 1, or use ddp"
+        )
     return Replicated(model, model, optimizers.of(experiment, model), Shard(0, 1), world)
 
 
@@ -84,21 +97,32 @@ def data_parallel(experiment: Experiment, model: nn.Module, world: World) -> Rep
             "train.strategy=dp divides a batch among GPUs, and there is none: use ddp, which runs on CPUs, too"
         )
     if world.together:
-        raise UserError(f"train.strategy=dp is one process for all GPUs, not {world.size}: give --nproc 1, or use ddp")
-    return Replicated(model, SameFormat(model), optimizers.of(experiment, model), Shard(0, 1), world)
+        raise UserError(
+            f"train.strategy=dp is one process for all GPUs, not {world.size}: give --nproc 1, or use ddp"
+        )
+    return Replicated(
+        model, SameFormat(model), optimizers.of(experiment, model), Shard(0, 1), world
+    )
 
 
 class SameFormat(DataParallel[Any]):
     """DataParallel whose threads compute in the caller's number format: PyTorch tells them only that there is one."""
 
-    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+    def parallel_apply(
+        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
         """Run each replica on its input; PyTorch's hook."""
-        found: list[Any] = super().parallel_apply([_in_callers_format(replica) for replica in replicas], inputs, kwargs)
+        found: list[Any] = super().parallel_apply(
+            [_in_callers_format(replica) for replica in replicas], inputs, kwargs
+        )
         return found
 
 
 def _in_callers_format(replica: Callable[..., Any]) -> Callable[..., Any]:
-    formats = [torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in KINDS]
+    formats = [
+        torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        for kind in KINDS
+    ]
 
     def call(*inputs: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
@@ -149,16 +173,22 @@ def _divided(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
     known = inspect.signature(kind).parameters
     settings = {name: value for name, value in optimizer.defaults.items() if name in known}
     try:
-        return ZeroRedundancyOptimizer(optimizer.param_groups, kind, parameters_as_bucket_view=False, **settings)
+        return ZeroRedundancyOptimizer(
+            optimizer.param_groups, kind, parameters_as_bucket_view=False, **settings
+        )
     except (TypeError, ValueError) as error:
-        raise UserError(f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use ddp or fsdp") from error
+        raise UserError(
+            f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use ddp or fsdp"
+        ) from error
 
 
 def _whole(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     """Return the optimizer's state, all ranks' parts together on rank 0."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.consolidate_state_dict(to=0)
-        if world.device.type == "cuda":  # it copies to the host without waiting, and nobody else would
+        if (
+            world.device.type == "cuda"
+        ):  # it copies to the host without waiting, and nobody else would
             torch.cuda.current_stream(world.device).synchronize()
         return optimizer.state_dict() if world.ranks.first else {}
     return optimizer.state_dict()

@@ -31,8 +31,8 @@ from rankzero.training import optimizers
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies import parameter_names, shared_weights
 from rankzero.training.strategies.base import (
-    Arithmetic,
     Metrics,
+    MicroBatchStep,
     Shard,
     Strategy,
     backward,
@@ -45,7 +45,7 @@ SCATTERED = StateDictOptions(full_state_dict=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Divided:
+class Sharded:
     """A model whose weights are spread over the ranks."""
 
     model: nn.Module
@@ -55,12 +55,16 @@ class Divided:
     lockstep: bool = True
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        return _without_reduction(self.model) if isinstance(self.model, FSDPModule) else contextlib.nullcontext()
+        return (
+            _without_reduction(self.model)
+            if isinstance(self.model, FSDPModule)
+            else contextlib.nullcontext()
+        )
 
-    def gradients(self, how: Arithmetic, batch: Any) -> Metrics:
+    def gradients(self, how: MicroBatchStep, batch: Any) -> Metrics:
         return backward(how, self.model, batch)
 
-    def metrics(self, how: Arithmetic, batch: Any) -> Mapping[str, Any]:
+    def metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
         with how.autocast:
             return how.measure(self.model, batch)
 
@@ -90,14 +94,16 @@ class Divided:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         set_model_state_dict(self.model, saved["model"], options=SCATTERED)
-        named = parameter_names.by_name(saved["optimizer"], parameter_names.order(self.model, self.optimizer))
+        named = parameter_names.by_name(
+            saved["optimizer"], parameter_names.order(self.model, self.optimizer)
+        )
         set_optimizer_state_dict(self.model, self.optimizer, named, options=SCATTERED)
 
     def without_communication(self) -> Strategy | None:
         return None
 
 
-def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Divided:
+def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
     """Make the model ready for fully sharded data parallel: parameters, gradients and optimizer state in parts.
 
     Units that are gathered, and compiled, together: the items of the outermost `nn.Sequential` or `nn.ModuleList`s,
@@ -111,10 +117,12 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Divided:
         for unit in [*parts, model]:
             fully_shard(unit, mesh=mesh)  # moves it to the device, too
     model.to(world.device)
-    return Divided(model, optimizers.of(experiment, model), Shard(world.ranks.rank, world.size), world)
+    return Sharded(
+        model, optimizers.of(experiment, model), Shard(world.ranks.rank, world.size), world
+    )
 
 
-def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> Divided:
+def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
     """Make the model ready for tensor parallel, by the experiment's `parallelize()`. All ranks see the same samples.
 
     Raises UserError without a plan, where it parts a weight that two modules share, and with fp16, whose loss scaler
@@ -136,7 +144,7 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> D
         parallelize_module(model, init_device_mesh(world.device.type, (world.size,)), dict(plan))
     shared_weights.check_together(model, tied, "tp")
     model.to(world.device)
-    return Divided(model, optimizers.one_by_one(experiment.optimizer(model)), Shard(0, 1), world)
+    return Sharded(model, optimizers.one_by_one(experiment.optimizer(model)), Shard(0, 1), world)
 
 
 def units(model: nn.Module) -> Iterator[nn.Module]:
@@ -160,13 +168,19 @@ def _without_reduction(model: FSDPModule) -> Iterator[None]:
 
 def _summed(gradient: Tensor | None) -> Tensor | None:
     """Return a gradient of which each rank has a summand (a norm's, under SequenceParallel) as the sum."""
-    if not isinstance(gradient, DTensor) or not any(placement.is_partial() for placement in gradient.placements):
+    if not isinstance(gradient, DTensor) or not any(
+        placement.is_partial() for placement in gradient.placements
+    ):
         return gradient
-    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
+    return gradient.redistribute(
+        placements=[Replicate() if p.is_partial() else p for p in gradient.placements]
+    )
 
 
 def _is_part(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+    return isinstance(tensor, DTensor) and any(
+        placement.is_shard() for placement in tensor.placements
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -16,21 +16,23 @@ from rankzero.training.strategies import shared_weights
 from rankzero.training.strategies.base import Measure
 
 
-class _Taken(Exception):
+class _InputTaken(Exception):
     """What a model was given."""
 
     def __init__(self, given: Any) -> None:
         self.given = given
 
 
-class _Taker(nn.Module):
+class _InputCatcher(nn.Module):
     def forward(self, *given: Any, **named: Any) -> Any:
         if len(given) != 1 or named or not isinstance(given[0], Tensor):
-            raise UserError("train.strategy=pp needs measure() to call the model with one tensor, its samples in rows")
-        raise _Taken(given[0])
+            raise UserError(
+                "train.strategy=pp needs measure() to call the model with one tensor, its samples in rows"
+            )
+        raise _InputTaken(given[0])
 
 
-class Given(nn.Module):
+class StageOutput(nn.Module):
     """A model that has its output already, in the mode that its stages are in."""
 
     def __init__(self, output: Any, training: bool) -> None:
@@ -44,24 +46,30 @@ class Given(nn.Module):
 def given_to(measure: Measure, batch: Any, training: bool = True) -> Tensor:
     """Return what `measure` gives the model. Raises UserError where that is not one tensor, or nothing."""
     try:
-        measure(_Taker().train(training), batch)
-    except _Taken as taken:
+        measure(_InputCatcher().train(training), batch)
+    except _InputTaken as taken:
         found: Tensor = taken.given
         return found
     raise UserError("train.strategy=pp needs measure() to call the model it is given")
 
 
 def make_stage(
-    model: nn.Module, split_points: Sequence[str], rank: int, size: int, device: torch.device,
+    model: nn.Module,
+    split_points: Sequence[str],
+    rank: int,
+    size: int,
+    device: torch.device,
     example: Callable[[], Tensor],
-) -> Any:  # fmt: skip
+) -> Any:
     """Cut the model; return this rank's stage. `example`: what a micro-batch gives the model.
 
     An `nn.Sequential` is cut between its items, at those that `split_points` names, else so that stages have about as
     many weights each. Another model is traced, and cut before the modules named. Raises UserError.
     """
     if split_points and len(split_points) != size - 1:
-        raise UserError(f"split_points() names {len(split_points)} places, but {size} processes need {size - 1}")
+        raise UserError(
+            f"split_points() names {len(split_points)} places, but {size} processes need {size - 1}"
+        )
     if isinstance(model, nn.Sequential):
         stages = cut(model, split_points, size)
         shared_weights.check_stages(stages)
@@ -75,8 +83,12 @@ def make_stage(
     if missing:
         raise UserError(f"split_points() names {missing[0]!r}, which the model does not have")
     cuts = dict.fromkeys(split_points, SplitPoint.BEGINNING)
-    whole = pipeline(model.to(device), mb_args=(example(),), split_spec=cuts)  # a trace knows the device it was made on
-    for uses in whole.replicated_params:  # by stage; a module that is called in two has a number behind its name
+    whole = pipeline(
+        model.to(device), mb_args=(example(),), split_spec=cuts
+    )  # a trace knows the device it was made on
+    for uses in (
+        whole.replicated_params
+    ):  # by stage; a module that is called in two has a number behind its name
         shared_weights.refuse([re.sub(r"@\d+", "", name) for name in uses.values()], "pp")
     return whole.build_stage(rank, device)
 
@@ -88,12 +100,17 @@ def cut(model: nn.Sequential, split_points: Sequence[str], size: int) -> list[nn
     if split_points:
         unknown = [name for name in split_points if name not in names]
         if unknown:
-            raise UserError(f"split_points() names {unknown[0]!r}; the model's items are {', '.join(names)}")
+            raise UserError(
+                f"split_points() names {unknown[0]!r}; the model's items are {', '.join(names)}"
+            )
         starts = [0, *(names.index(name) for name in split_points)]
     else:
         starts = balanced([sum(p.numel() for p in item.parameters()) for _, item in items], size)
     ends = [*starts[1:], len(items)]
-    stages = [nn.Sequential(OrderedDict(items[start:end])) for start, end in zip(starts, ends, strict=True)]
+    stages = [
+        nn.Sequential(OrderedDict(items[start:end]))
+        for start, end in zip(starts, ends, strict=True)
+    ]
     if not all(any(True for _ in stage.parameters()) for stage in stages):
         raise UserError(
             f"a stage of the pipeline has no weights: use fewer than {size} processes, or name split_points()"
@@ -105,7 +122,9 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
     """Return where each part of a list begins, so that each has something and about as much as the others. Pure."""
     heavy = [number for number, weight in enumerate(weights) if weight]
     if len(heavy) < parts:
-        raise UserError(f"the model has {len(heavy)} items with weights, too few for {parts} processes")
+        raise UserError(
+            f"the model has {len(heavy)} items with weights, too few for {parts} processes"
+        )
     total, starts, done = sum(weights), [0], 0
     for number, weight in enumerate(weights):
         left = len([other for other in heavy if other >= number])

@@ -15,24 +15,42 @@ from rankzero import config
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.launch import failures as failure
-from rankzero.launch.agent import Nodes
+from rankzero.launch.agent import Topology
 from rankzero.tuning.probe import grid, worker
-from rankzero.tuning.probe.grid import Measured
+from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.space import Space
-from rankzero.tuning.trials.describe import Description
+from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 
 BELOW = 2  # a ladder starts at the user's batch size over this
 MOST_RESTARTS = 8
-NOT_PART = ("train.batch_size", "train.micro_batch", "train.precision", "train.seed", "train.epochs", "train.steps",
-            "train.eval_every", "train.save_every", "train.keep", "train.log_model", "train.pictures",
-            "train.max_minutes", "train.stop_at_target", "train.log_every", "train.schedule", "train.warmup_steps",
-            "lr", "goal.metric", "goal.mode", "goal.target")  # fmt: skip
+NOT_PART = (
+    "train.batch_size",
+    "train.micro_batch",
+    "train.precision",
+    "train.seed",
+    "train.epochs",
+    "train.steps",
+    "train.eval_every",
+    "train.save_every",
+    "train.keep",
+    "train.log_model",
+    "train.pictures",
+    "train.max_minutes",
+    "train.stop_at_target",
+    "train.log_every",
+    "train.schedule",
+    "train.warmup_steps",
+    "lr",
+    "goal.metric",
+    "goal.mode",
+    "goal.target",
+)
 """Settings that do not change how long a step takes, or that a cell sets itself."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ProbePlan:
     """What to probe, and where the results are kept."""
 
     experiment_file: str
@@ -48,10 +66,12 @@ class Plan:
     most_seconds: float = 4.0
 
 
-def make_plan(space: Space, described: Description, reference_file: str, root: Path) -> Plan:
+def make_plan(
+    space: Space, described: ExperimentDescription, reference_file: str, root: Path
+) -> ProbePlan:
     """Return the plan for a space: its precisions, its batch sizes from a quarter of the user's own on."""
     own = space.reference.train.batch_size
-    return Plan(
+    return ProbePlan(
         experiment_file=reference_file,
         reference=space.reference,
         batch_sizes=tuple(size for size in space.batch_sizes if size * BELOW >= own),
@@ -67,7 +87,7 @@ def _run_samples(reference: Experiment, samples: int) -> float:
     return train.steps * train.batch_size if train.steps else (train.epochs or 1) * samples
 
 
-def run(plan: Plan, host: Host, say: Callable[[str], None]) -> list[Measured]:
+def run(plan: ProbePlan, host: Host, say: Callable[[str], None]) -> list[ProbeResult]:
     """Measure what is not known yet; return the whole map. Raises RunFailed where no cell could be measured."""
     plan.cache.parent.mkdir(parents=True, exist_ok=True)
     failures = plan.cache.with_suffix(".failures")
@@ -83,15 +103,34 @@ def run(plan: Plan, host: Host, say: Callable[[str], None]) -> list[Measured]:
     return found
 
 
-def _measure(plan: Plan, host: Host, known: Sequence[Measured], failures: Path, say: Callable[[str], None]) -> None:
+def _measure(
+    plan: ProbePlan,
+    host: Host,
+    known: Sequence[ProbeResult],
+    failures: Path,
+    say: Callable[[str], None],
+) -> None:
     """Run one process group for as long as it lives; a cell that kills it is noted."""
     for path in failures.glob("rank_*.json"):
         path.unlink()
-    request = worker.Request(
-        plan.experiment_file, config.to_yaml(plan.reference), plan.batch_sizes, plan.precisions, tuple(known),
-        str(plan.cache), plan.relative, plan.most_seconds, plan.run_samples, str(failures),
-    )  # fmt: skip
-    host.run("rankzero.tuning.probe.worker:main", Nodes(plan.processes), request, plan.cache.with_suffix(".logs"))
+    request = worker.ProbeRequest(
+        plan.experiment_file,
+        config.to_yaml(plan.reference),
+        plan.batch_sizes,
+        plan.precisions,
+        tuple(known),
+        str(plan.cache),
+        plan.relative,
+        plan.most_seconds,
+        plan.run_samples,
+        str(failures),
+    )
+    host.run(
+        "rankzero.tuning.probe.worker:main",
+        Topology(plan.processes),
+        request,
+        plan.cache.with_suffix(".logs"),
+    )
     told = len(known)
     while not host.over(0.2):
         told = _tell(plan, told, say)
@@ -99,20 +138,24 @@ def _measure(plan: Plan, host: Host, known: Sequence[Measured], failures: Path, 
     begun = unfinished(plan.cache)
     if begun is not None:
         reason = failure_text(failures) or "its processes ended without a word"
-        status = "out of memory" if "MemoryError" in reason or failure.is_out_of_memory(reason) else "failed"
+        status = (
+            "out of memory"
+            if "MemoryError" in reason or failure.is_out_of_memory(reason)
+            else "failed"
+        )
         lost = grid.parse({**begun, "status": status, "reason": reason})
         _append(plan.cache, lost)
         say(line(lost))
 
 
-def _tell(plan: Plan, told: int, say: Callable[[str], None]) -> int:
+def _tell(plan: ProbePlan, told: int, say: Callable[[str], None]) -> int:
     found = read(plan.cache)
     for one in found[told:]:
         say(line(one))
     return len(found)
 
 
-def read(path: Path) -> list[Measured]:
+def read(path: Path) -> list[ProbeResult]:
     """Return the cells in a file; lines that are none are passed over."""
     return [grid.parse(fields) for fields in _lines(path) if "status" in fields]
 
@@ -123,7 +166,7 @@ def unfinished(path: Path) -> dict[str, Any] | None:
     return lines[-1]["begun"] if lines and "begun" in lines[-1] else None
 
 
-def line(one: Measured) -> str:
+def line(one: ProbeResult) -> str:
     """Return a cell in words."""
     what = f"batch {one.batch_size:6} {one.precision:5}"
     if one.status != "ok":
@@ -135,7 +178,7 @@ def line(one: Measured) -> str:
     )
 
 
-def guesses(space: Space, measured: Sequence[Measured]) -> list[dict[str, Any]]:
+def guesses(space: Space, measured: Sequence[ProbeResult]) -> list[dict[str, Any]]:
     """Return the parameters that the map suggests, as the scaling rule has it: between the user's batch and the knee.
 
     With samples to the target n0 (1 + B / B_crit) and speed X0 B / (B + B_hw), the best batch is sqrt(B_hw B_crit):
@@ -146,9 +189,17 @@ def guesses(space: Space, measured: Sequence[Measured]) -> list[dict[str, Any]]:
     found, own = grid.knee(measured), space.reference_parameters()
     if found is None or BATCH_INDEX not in own:
         return []
-    knee = space.batch_sizes.index(found.batch_size) if found.batch_size in space.batch_sizes else own[BATCH_INDEX]
+    knee = (
+        space.batch_sizes.index(found.batch_size)
+        if found.batch_size in space.batch_sizes
+        else own[BATCH_INDEX]
+    )
     between = math.ceil((own[BATCH_INDEX] + knee) / 2)
-    precision = {PRECISION: found.precision} if PRECISION in own and found.precision in space.precisions else {}
+    precision = (
+        {PRECISION: found.precision}
+        if PRECISION in own and found.precision in space.precisions
+        else {}
+    )
     tried = [{**own, **precision, BATCH_INDEX: index} for index in dict.fromkeys((between, knee))]
     return [parameters for parameters in tried if parameters != own]
 
@@ -158,7 +209,7 @@ def failure_text(failures: Path) -> str:
     return first.reason if first else ""
 
 
-def _append(path: Path, one: Measured) -> None:
+def _append(path: Path, one: ProbeResult) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(dataclasses.asdict(one)) + "\n")
 
@@ -177,10 +228,23 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _key(reference: Experiment, described: Description, reference_file: str) -> str:
+def _key(reference: Experiment, described: ExperimentDescription, reference_file: str) -> str:
     """Return what a measurement depends on, as one word: code, settings, processes, device, driver, versions."""
-    source = Path(reference_file.rpartition(":")[0] if reference_file.endswith(described.name) else reference_file)
-    settings = {key: value for key, value in config.flatten(reference).items() if key not in NOT_PART}
-    what = (source.read_bytes() if source.is_file() else b"", described.name, sorted(map(repr, settings.items())),
-            described.processes, described.device, described.driver, version("torch"))  # fmt: skip
+    source = Path(
+        reference_file.rpartition(":")[0]
+        if reference_file.endswith(described.name)
+        else reference_file
+    )
+    settings = {
+        key: value for key, value in config.flatten(reference).items() if key not in NOT_PART
+    }
+    what = (
+        source.read_bytes() if source.is_file() else b"",
+        described.name,
+        sorted(map(repr, settings.items())),
+        described.processes,
+        described.device,
+        described.driver,
+        version("torch"),
+    )
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero import config, experiment_file
 from rankzero.tuning.probe import grid
-from rankzero.tuning.probe.grid import Cell, Measured
+from rankzero.tuning.probe.grid import Cell, ProbeResult
 from rankzero.tuning.probe.steady_state import Steady
 
 if TYPE_CHECKING:
     from rankzero.experiment import Experiment
     from rankzero.training.distributed.world import World
-    from rankzero.training.job import Job, State
+    from rankzero.training.job import State, TrainingContext
 
 Data = tuple[Any, Any]
 """The training and the validation set."""
@@ -29,14 +29,14 @@ ENDLESS = 1_000_000_000  # steps: an order of samples for ever
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ProbeRequest:
     """What to measure."""
 
     experiment_file: str
     config: str
     batch_sizes: tuple[int, ...]
     precisions: tuple[str, ...]
-    known: tuple[Measured, ...]
+    known: tuple[ProbeResult, ...]
     results: str
     """A file: a line before each cell and one after it, so that a cell that kills the processes is known."""
     relative: float
@@ -46,7 +46,7 @@ class Request:
     failures: str
 
 
-def main(request: Request) -> str:
+def main(request: ProbeRequest) -> str:
     """Measure what the ladder asks for; the entry point of every rank."""
     from rankzero import ranks as launcher
     from rankzero.launch import failures as failure
@@ -63,33 +63,45 @@ def main(request: Request) -> str:
     return "FINISHED"
 
 
-def _climb(request: Request, world: World) -> None:
+def _climb(request: ProbeRequest, world: World) -> None:
     from rankzero.training import worker
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
-    measured, data = list(request.known), worker.data_of(experiment)  # once: loading may take longer than a cell
+    measured, data = (
+        list(request.known),
+        worker.data_of(experiment),
+    )  # once: loading may take longer than a cell
     while True:
         cell = grid.next_cell(measured, request.batch_sizes, request.precisions, world.size)
         if cell is None:
             return
         if world.ranks.first:
             _note(request, {"begun": dataclasses.asdict(cell)})
-        measured.append(_attempt(request, experiment, data, world, cell, cap_seconds(request, measured)))
+        measured.append(
+            _attempt(request, experiment, data, world, cell, cap_seconds(request, measured))
+        )
         if world.ranks.first:
             _note(request, dataclasses.asdict(measured[-1]))
 
 
-def cap_seconds(request: Request, measured: Sequence[Measured]) -> float:
+def cap_seconds(request: ProbeRequest, measured: Sequence[ProbeResult]) -> float:
     """Return how long a cell may be watched: a fiftieth of a run at the first speed known, within bounds."""
     speeds = [one.samples_per_second for one in measured if one.status == "ok"]
     if not speeds:
         return SHORTEST_SECONDS
-    return min(request.most_seconds, max(SHORTEST_SECONDS, PART_OF_A_RUN * request.run_samples / speeds[0]))
+    return min(
+        request.most_seconds, max(SHORTEST_SECONDS, PART_OF_A_RUN * request.run_samples / speeds[0])
+    )
 
 
 def _attempt(
-    request: Request, experiment: Experiment, data: Data, world: World, cell: Cell, most_seconds: float
-) -> Measured:
+    request: ProbeRequest,
+    experiment: Experiment,
+    data: Data,
+    world: World,
+    cell: Cell,
+    most_seconds: float,
+) -> ProbeResult:
     """Measure a cell. Alone, a rank survives its own out-of-memory; together, the others would wait for ever."""
     import torch
 
@@ -102,13 +114,23 @@ def _attempt(
         reason = str(error).splitlines()[0]
     gc.collect()
     torch.cuda.empty_cache()
-    return Measured(**dataclasses.asdict(cell), status="out of memory", reason=reason,
-                    memory_limit_bytes=_limit(world), seconds=time.perf_counter() - began)  # fmt: skip
+    return ProbeResult(
+        **dataclasses.asdict(cell),
+        status="out of memory",
+        reason=reason,
+        memory_limit_bytes=_limit(world),
+        seconds=time.perf_counter() - began,
+    )
 
 
 def measure(
-    experiment: Experiment, data: Data, world: World, cell: Cell, relative: float, most_seconds: float
-) -> Measured:
+    experiment: Experiment,
+    data: Data,
+    world: World,
+    cell: Cell,
+    relative: float,
+    most_seconds: float,
+) -> ProbeResult:
     """Measure a cell's steady speed with the real data loading. A collective."""
     import torch
 
@@ -116,8 +138,12 @@ def measure(
 
     began = time.perf_counter()
     on_gpu = world.device.type == "cuda"
-    settings = {"train.batch_size": cell.batch_size, "train.micro_batch": cell.micro_batch, "train.steps": ENDLESS,
-                "train.precision": cell.precision}  # fmt: skip
+    settings = {
+        "train.batch_size": cell.batch_size,
+        "train.micro_batch": cell.micro_batch,
+        "train.steps": ENDLESS,
+        "train.precision": cell.precision,
+    }
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -129,10 +155,12 @@ def measure(
     seconds = steady.mean / steps
     local = _local_seconds(job, state, batches, steps) if world.together else seconds
     thrashed = int(world.sum(torch.tensor([_retries(world) - retries], device=world.device)))
-    memory = int(world.gather(torch.tensor([torch.cuda.max_memory_reserved() if on_gpu else 0])).max())
+    memory = int(
+        world.gather(torch.tensor([torch.cuda.max_memory_reserved() if on_gpu else 0])).max()
+    )
     del job, state, batches
     gc.collect()
-    return Measured(
+    return ProbeResult(
         **dataclasses.asdict(cell),
         status="out of memory" if thrashed else "ok",
         reason="the allocator had to free its cache to go on" if thrashed else "",
@@ -148,7 +176,7 @@ def measure(
 
 
 def _windows(
-    job: Job, state: State, batches: Iterator[Any], relative: float, most_seconds: float
+    job: TrainingContext, state: State, batches: Iterator[Any], relative: float, most_seconds: float
 ) -> tuple[Steady, int, float]:
     """Return the steady windows, the steps in each, and the mean seconds waited for data in a step."""
     steady, steps, waits = Steady(relative, most_seconds), 1, [0.0]
@@ -163,12 +191,14 @@ def _windows(
     return steady, steps, sum(waits) / len(waits) / steps
 
 
-def _window(job: Job, state: State, batches: Iterator[Any], steps: int) -> tuple[float, float]:
+def _window(
+    job: TrainingContext, state: State, batches: Iterator[Any], steps: int
+) -> tuple[float, float]:
     """Take some steps; return the slowest rank's seconds and its wait for data. Every rank gets the same."""
     from rankzero.training.loop import train_step
-    from rankzero.training.metrics.window import Window
+    from rankzero.training.metrics.window import MetricWindow
 
-    window, waited, start = Window(job.world), 0.0, job.world.now()
+    window, waited, start = MetricWindow(job.world), 0.0, job.world.now()
     for _ in range(steps):
         metrics, wait = train_step(job, state, batches)
         window.add(metrics)
@@ -177,7 +207,9 @@ def _window(job: Job, state: State, batches: Iterator[Any], steps: int) -> tuple
     return report.seconds, report.data_wait_seconds
 
 
-def _local_seconds(job: Job, state: State, batches: Iterator[Any], steps: int) -> float | None:
+def _local_seconds(
+    job: TrainingContext, state: State, batches: Iterator[Any], steps: int
+) -> float | None:
     """Return a step's seconds without communication: the same work on the model itself, whose weights drift."""
     strategy = job.strategy.without_communication()
     if strategy is None:
@@ -190,7 +222,11 @@ def _local_seconds(job: Job, state: State, batches: Iterator[Any], steps: int) -
 def _retries(world: World) -> int:
     import torch
 
-    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if world.device.type == "cuda" else 0
+    return (
+        int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+        if world.device.type == "cuda"
+        else 0
+    )
 
 
 def _limit(world: World) -> int | None:
@@ -199,6 +235,6 @@ def _limit(world: World) -> int | None:
     return int(torch.cuda.mem_get_info()[1]) if world.device.type == "cuda" else None
 
 
-def _note(request: Request, fact: dict[str, Any]) -> None:
+def _note(request: ProbeRequest, fact: dict[str, Any]) -> None:
     with Path(request.results).open("a", encoding="utf-8") as file:
         file.write(json.dumps(fact) + "\n")

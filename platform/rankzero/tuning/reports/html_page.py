@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankzero.experiment import Goal
-from rankzero.tuning.probe.grid import Measured
+from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION
 from rankzero.tuning.trial import Trial
 
@@ -17,9 +17,13 @@ Point = tuple[float, float, Trial]  # samples/s, quality
 
 
 def page(
-    trials: Sequence[Trial], measured: Sequence[Measured], importances: Mapping[str, float], goal: Goal,
-    region: Sequence[int], title: str,
-) -> str:  # fmt: skip
+    trials: Sequence[Trial],
+    measured: Sequence[ProbeResult],
+    importances: Mapping[str, float],
+    goal: Goal,
+    region: Sequence[int],
+    title: str,
+) -> str:
     """Return an HTML page with every picture, interactive, with all that it needs inside."""
     figures = [
         pareto(trials, goal, region),
@@ -76,19 +80,40 @@ def pareto(trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> Any:
 
     found = points(trials)
     figure = go.Figure(
-        layout={"title": "Throughput and quality", "xaxis_title": "samples/s", "yaxis_title": goal.metric}
+        layout={
+            "title": "Throughput and quality",
+            "xaxis_title": "samples/s",
+            "yaxis_title": goal.metric,
+        }
     )
     for state, some in by_state(found):
         colour = COLOURS[state]
-        figure.add_scatter(x=[one[0] for one in some], y=[one[1] for one in some], mode="markers", name=state.lower(),
-                           marker={"color": colour, "size": 9}, text=[said(one[2]) for one in some])  # fmt: skip
+        figure.add_scatter(
+            x=[one[0] for one in some],
+            y=[one[1] for one in some],
+            mode="markers",
+            name=state.lower(),
+            marker={"color": colour, "size": 9},
+            text=[said(one[2]) for one in some],
+        )
     edge = front(found, goal)
-    figure.add_scatter(x=[one[0] for one in edge], y=[one[1] for one in edge], mode="lines", name="Pareto front",
-                       line={"color": GREY, "dash": "dot"})  # fmt: skip
+    figure.add_scatter(
+        x=[one[0] for one in edge],
+        y=[one[1] for one in edge],
+        mode="lines",
+        name="Pareto front",
+        line={"color": GREY, "dash": "dot"},
+    )
     sweet = [point for point in found if point[2].number in set(region)]
     star = {"symbol": "star", "color": GREEN, "size": 16}
-    figure.add_scatter(x=[one[0] for one in sweet], y=[one[1] for one in sweet], mode="markers", name="sweet region",
-                       marker=star, text=[said(one[2]) for one in sweet])  # fmt: skip
+    figure.add_scatter(
+        x=[one[0] for one in sweet],
+        y=[one[1] for one in sweet],
+        mode="markers",
+        name="sweet region",
+        marker=star,
+        text=[said(one[2]) for one in sweet],
+    )
     return figure
 
 
@@ -98,26 +123,53 @@ def history(trials: Sequence[Trial]) -> Any:
 
     valued = [trial for trial in trials if trial.value is not None]
     figure = go.Figure(
-        layout={"title": "Objective by trial", "xaxis_title": "trial", "yaxis_title": "value (less is better)"}
+        layout={
+            "title": "Objective by trial",
+            "xaxis_title": "trial",
+            "yaxis_title": "value (less is better)",
+        }
     )
-    figure.add_scatter(x=[trial.number for trial in valued], y=[trial.value for trial in valued], mode="markers",
-                       name="trials", text=[said(trial) for trial in valued])  # fmt: skip
+    figure.add_scatter(
+        x=[trial.number for trial in valued],
+        y=[trial.value for trial in valued],
+        mode="markers",
+        name="trials",
+        text=[said(trial) for trial in valued],
+    )
     good = [trial for trial in valued if trial.feasible]
     best = [min(one.value or 0.0 for one in good[: count + 1]) for count in range(len(good))]
-    figure.add_scatter(x=[trial.number for trial in good], y=best, name="best so far", line={"shape": "hv"})
+    figure.add_scatter(
+        x=[trial.number for trial in good], y=best, name="best so far", line={"shape": "hv"}
+    )
     return figure
 
 
-def heat_map(measured: Sequence[Measured]) -> Any:
+def heat_map(measured: Sequence[ProbeResult]) -> Any:
     """Return the probe map as a picture: batch size x precision, samples/s."""
     import plotly.graph_objects as go
 
     sizes, precisions, cells = grid(measured)
-    speed = [[cells[s, p].samples_per_second if (s, p) in cells else None for s in sizes] for p in precisions]
+    speed = [
+        [cells[s, p].samples_per_second if (s, p) in cells else None for s in sizes]
+        for p in precisions
+    ]
     text = [[cell(cells.get((s, p))) for s in sizes] for p in precisions]
-    layout = {"title": "Probe map: samples/s", "xaxis_title": "batch size", "xaxis_type": "category"}
-    return go.Figure(go.Heatmap(z=speed, x=[str(s) for s in sizes], y=precisions, text=text,
-                                texttemplate="%{text}", colorscale="Viridis"), layout=layout)  # fmt: skip
+    layout = {
+        "title": "Probe map: samples/s",
+        "xaxis_title": "batch size",
+        "xaxis_type": "category",
+    }
+    return go.Figure(
+        go.Heatmap(
+            z=speed,
+            x=[str(s) for s in sizes],
+            y=precisions,
+            text=text,
+            texttemplate="%{text}",
+            colorscale="Viridis",
+        ),
+        layout=layout,
+    )
 
 
 def importance(importances: Mapping[str, float]) -> Any:
@@ -126,8 +178,10 @@ def importance(importances: Mapping[str, float]) -> Any:
 
     names = sorted(importances, key=lambda name: importances[name])
     shown = [TERMS.get(name, name) for name in names]
-    return go.Figure(go.Bar(x=[importances[name] for name in names], y=shown, orientation="h"),
-                     layout={"title": "Importance of what was searched (PED-ANOVA)"})  # fmt: skip
+    return go.Figure(
+        go.Bar(x=[importances[name] for name in names], y=shown, orientation="h"),
+        layout={"title": "Importance of what was searched (PED-ANOVA)"},
+    )
 
 
 def parallel(trials: Sequence[Trial]) -> Any:
@@ -136,30 +190,47 @@ def parallel(trials: Sequence[Trial]) -> Any:
 
     valued = [trial for trial in trials if trial.value is not None]
     rows = [configuration(trial) for trial in valued]
-    dimensions = [_axis(name, [row.get(name) for row in rows]) for name in (rows[0] if rows else ())]
+    dimensions = [
+        _axis(name, [row.get(name) for row in rows]) for name in (rows[0] if rows else ())
+    ]
     dimensions.append({"label": "value", "values": [trial.value for trial in valued]})
-    line = {"color": [trial.value for trial in valued], "colorscale": "Viridis_r", "showscale": True}
-    return go.Figure(go.Parcoords(line=line, dimensions=dimensions), layout={"title": "Configurations"})
+    line = {
+        "color": [trial.value for trial in valued],
+        "colorscale": "Viridis_r",
+        "showscale": True,
+    }
+    return go.Figure(
+        go.Parcoords(line=line, dimensions=dimensions), layout={"title": "Configurations"}
+    )
 
 
 def configuration(trial: Trial) -> dict[str, Any]:
     """Return what a trial tried, in the user's own terms."""
     ours = {name: trial.facts.get(name) for name in ("batch_size", "precision", "lr")}
-    return {**ours, **{name: value for name, value in trial.parameters.items() if name not in TERMS}}
+    return {
+        **ours,
+        **{name: value for name, value in trial.parameters.items() if name not in TERMS},
+    }
 
 
-def map_page(measured: Sequence[Measured], title: str) -> str:
+def map_page(measured: Sequence[ProbeResult], title: str) -> str:
     """Return an HTML page with the probe map alone."""
     return _html([heat_map(measured)], title)
 
 
-def grid(measured: Sequence[Measured]) -> tuple[list[int], list[str], dict[tuple[int, str], Measured]]:
+def grid(
+    measured: Sequence[ProbeResult],
+) -> tuple[list[int], list[str], dict[tuple[int, str], ProbeResult]]:
     """Return the batch sizes, the precisions and the cells that were measured."""
     cells = {(one.batch_size, one.precision): one for one in measured if one.status == "ok"}
-    return sorted({size for size, _ in cells}), list(dict.fromkeys(name for _, name in cells)), cells
+    return (
+        sorted({size for size, _ in cells}),
+        list(dict.fromkeys(name for _, name in cells)),
+        cells,
+    )
 
 
-def cell(one: Measured | None) -> str:
+def cell(one: ProbeResult | None) -> str:
     """Return a cell in words, its lines parted as in HTML."""
     if one is None:
         return ""
@@ -171,14 +242,20 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
     if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
         return {"label": name, "values": list(values)}
     options = sorted({str(value) for value in values})
-    return {"label": name, "values": [options.index(str(value)) for value in values],
-            "tickvals": list(range(len(options))), "ticktext": options}  # fmt: skip
+    return {
+        "label": name,
+        "values": [options.index(str(value)) for value in values],
+        "tickvals": list(range(len(options))),
+        "ticktext": options,
+    }
 
 
 def said(trial: Trial) -> str:
     """Return a trial in words."""
-    what = ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-                     for name, value in trial.parameters.items())  # fmt: skip
+    what = ", ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in trial.parameters.items()
+    )
     return f"trial {trial.number}: {what}"
 
 

@@ -23,14 +23,29 @@ from rankzero.tracking.run_log import RunLog
 from rankzero.tuning.trial import Trial
 
 SWEET_SPOT, TRIALS = "sweet_spot.yaml", "trials"
-COLUMNS = ("trial", "state", "value", "best", "samples_per_second", "batch_size", "precision", "lr", "train_seconds",
-           "memory_megabytes", "joules", "run", "reason")  # fmt: skip
+COLUMNS = (
+    "trial",
+    "state",
+    "value",
+    "best",
+    "samples_per_second",
+    "batch_size",
+    "precision",
+    "lr",
+    "train_seconds",
+    "memory_megabytes",
+    "joules",
+    "run",
+    "reason",
+)
 
 
 class Record:
     """The study's run, open for the duration of a with block."""
 
-    def __init__(self, runs: Path, identity: Identity, params: Mapping[str, str], argv: Sequence[str]) -> None:
+    def __init__(
+        self, runs: Path, identity: Identity, params: Mapping[str, str], argv: Sequence[str]
+    ) -> None:
         self._log = RunLog.open(runs, identity, Ranks(), gpu_uuids=())
         self.folder = self._log.folder
         self.environment = self._where_from(argv)
@@ -44,7 +59,10 @@ class Record:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._status, self._reason = "KILLED", "stopped by Ctrl-C; the same command goes on"
@@ -55,9 +73,15 @@ class Record:
 
     def trial(self, trial: Trial, best: float | None) -> None:
         """Draw a trial into the study's curves; the step is its number."""
-        known = {"value": trial.value, "best_value": best, "quality": trial.facts.get("best"),
-                 "samples_per_second": trial.facts.get("samples_per_second")}  # fmt: skip
-        metrics = {f"search/{name}": [float(value)] for name, value in known.items() if value is not None}
+        known = {
+            "value": trial.value,
+            "best_value": best,
+            "quality": trial.facts.get("best"),
+            "samples_per_second": trial.facts.get("samples_per_second"),
+        }
+        metrics = {
+            f"search/{name}": [float(value)] for name, value in known.items() if value is not None
+        }
         self._log(StepsLogged([trial.number], [time.time()], metrics))
         self._log.flush()
 
@@ -101,4 +125,6 @@ def row_of(trial: Trial) -> list[Any]:
 def sweet_spot_yaml(experiment: Experiment, says: str, command: str) -> str:
     """Return the configuration that a search hands out, less what looks secret, with its evidence as comments."""
     head = [f"# {line}" for line in (says, f"Use it: {command}")]
-    return "\n".join([*head, config.to_yaml(experiment, instead=blotted(config.rendered(experiment)))])
+    return "\n".join(
+        [*head, config.to_yaml(experiment, instead=blotted(config.rendered(experiment)))]
+    )

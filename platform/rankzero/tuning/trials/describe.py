@@ -21,7 +21,7 @@ ADAPTIVE, PLAIN = 0.5, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Description:
+class ExperimentDescription:
     """An experiment in plain values, and what the machine offers it."""
 
     name: str
@@ -42,14 +42,18 @@ class _Pipe(Protocol):
     def close(self) -> None: ...
 
 
-def describe(reference: str, settings: Mapping[str, str], processes: int | None, parallel: int = 1) -> Description:
+def describe(
+    reference: str, settings: Mapping[str, str], processes: int | None, parallel: int = 1
+) -> ExperimentDescription:
     """Return the description of the experiment in a file, read in a child. Raises UserError, ConfigError, RunFailed.
 
     `processes`: of each trial; None: as many as there are GPUs for each of the `parallel` ones.
     """
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(reference, dict(settings), processes, parallel, writer))
+    child = context.Process(
+        target=_child, args=(reference, dict(settings), processes, parallel, writer)
+    )
     child.start()
     writer.close()
     try:
@@ -59,12 +63,12 @@ def describe(reference: str, settings: Mapping[str, str], processes: int | None,
         raise RunFailed(f"the process that reads {reference} ended with {child.exitcode}") from None
     child.join()
     if kind == "described":
-        found: Description = content
+        found: ExperimentDescription = content
         return found
     raise {"user": UserError, "config": config.ConfigError}.get(kind, RunFailed)(content)
 
 
-def mirrored(description: Description) -> Experiment:
+def mirrored(description: ExperimentDescription) -> Experiment:
     """Return an experiment with the description's settings; it cannot be trained, only configured."""
     fields: dict[str, Any] = {"search": dict(description.search)}
     annotations: dict[str, Any] = {}
@@ -81,11 +85,15 @@ def mirrored(description: Description) -> Experiment:
     fields["goal"] = Goal(**_of_group(known, "goal"))
     fields["lr"] = known["lr"]
     annotations |= {"train": Train, "goal": Goal, "lr": float}
-    cls: type[Experiment] = type(description.name, (Experiment,), {"__annotations__": annotations, **fields})
+    cls: type[Experiment] = type(
+        description.name, (Experiment,), {"__annotations__": annotations, **fields}
+    )
     return cls()
 
 
-def _child(reference: str, settings: Mapping[str, str], processes: int | None, parallel: int, pipe: _Pipe) -> None:
+def _child(
+    reference: str, settings: Mapping[str, str], processes: int | None, parallel: int, pipe: _Pipe
+) -> None:
     from rankzero.launch import failures, signals
 
     signals.release()
@@ -100,7 +108,9 @@ def _child(reference: str, settings: Mapping[str, str], processes: int | None, p
     pipe.close()
 
 
-def _described(reference: str, settings: Mapping[str, str], processes: int | None, parallel: int) -> Description:
+def _described(
+    reference: str, settings: Mapping[str, str], processes: int | None, parallel: int
+) -> ExperimentDescription:
     import torch
 
     from rankzero.training import strategies
@@ -110,14 +120,18 @@ def _described(reference: str, settings: Mapping[str, str], processes: int | Non
     experiment = config.override(experiment_file.load(reference)(), settings)
     strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
     if strategy == "dp" and parallel > 1:
-        raise UserError("train.strategy=dp takes all GPUs for one trial: leave out --parallel, or use ddp")
-    processes = processes if processes is not None else strategies.processes(strategy, gpus // parallel)
+        raise UserError(
+            "train.strategy=dp takes all GPUs for one trial: leave out --parallel, or use ddp"
+        )
+    processes = (
+        processes if processes is not None else strategies.processes(strategy, gpus // parallel)
+    )
     if processes < 1:
         raise UserError("--nproc must be at least 1")
     check_gpus(processes)
     check_even(experiment.train, strategies.shards(experiment.train.strategy, processes))
     optimizer = experiment.optimizer(experiment.model())
-    return Description(
+    return ExperimentDescription(
         name=type(experiment).__name__,
         settings=tuple(config.leaves(experiment)),
         search=dict(type(experiment).search),
@@ -158,7 +172,11 @@ def _by_first_part(settings: Sequence[config.Leaf]) -> dict[str, list[config.Lea
 
 
 def _of_group(known: Mapping[str, Any], group: str) -> dict[str, Any]:
-    return {key.removeprefix(group + "."): value for key, value in known.items() if key.startswith(group + ".")}
+    return {
+        key.removeprefix(group + "."): value
+        for key, value in known.items()
+        if key.startswith(group + ".")
+    }
 
 
 def _group(prefix: str, leaves: Sequence[config.Leaf]) -> type[Any]:

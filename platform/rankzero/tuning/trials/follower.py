@@ -22,7 +22,7 @@ from rankzero.config import flatten
 from rankzero.events import RunEnded, SystemSampled
 from rankzero.experiment import Experiment
 from rankzero.launch.failures import is_out_of_memory
-from rankzero.tuning.learning_curve import Curve
+from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import QUALITY, Objective
 from rankzero.tuning.study import Study
 from rankzero.tuning.trial import State
@@ -30,23 +30,27 @@ from rankzero.tuning.trials.launcher import Running
 
 MEMORY = "memory"
 DIVERGED = "NotFinite"
-OF_A_TRIAL = {"train.save_every": 0, "train.log_model": False, "train.pictures": False}  # a trial is judged, not kept
+OF_A_TRIAL = {
+    "train.save_every": 0,
+    "train.log_model": False,
+    "train.pictures": False,
+}  # a trial is judged, not kept
 Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Followed:
+class TrialResult:
     """What became of a trial."""
 
     state: State
-    curve: Curve
+    curve: LearningCurve
     reason: str
     constraints: Mapping[str, float]
     value: float | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Terms:
+class StopRules:
     """What may end a trial before its end."""
 
     report: Callable[[int, float], bool] | None = None
@@ -62,13 +66,22 @@ class Follower:
     """Follows one trial: reads its journal, prunes it where it cannot win, kills it after a silence."""
 
     def __init__(
-        self, running: Running, objective: Objective, terms: Terms, clock: Callable[[], float] = time.monotonic
+        self,
+        running: Running,
+        objective: Objective,
+        terms: StopRules,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._running, self._objective, self._terms, self._clock = running, objective, terms, clock
-        self._curve, self._heard, self._asked, self._rung = Curve(objective.goal), clock(), "", 0
+        self._curve, self._heard, self._asked, self._rung = (
+            LearningCurve(objective.goal),
+            clock(),
+            "",
+            0,
+        )
         self._killed = False
 
-    def poll(self) -> Followed | None:
+    def poll(self) -> TrialResult | None:
         """Read what is new, and ask the trial to stop where that is due; return what became of it once it ended."""
         if self._running.over:
             self.close()
@@ -77,7 +90,10 @@ class Follower:
         if self._read():
             self._judge()
         elif self._clock() - self._heard > self._terms.silence_seconds and not self._killed:
-            self._killed, self._asked = True, f"no sign of life for {self._terms.silence_seconds:.0f} s"
+            self._killed, self._asked = (
+                True,
+                f"no sign of life for {self._terms.silence_seconds:.0f} s",
+            )
             self._running.kill(self._asked)
         return None
 
@@ -119,24 +135,28 @@ class Follower:
         return True
 
 
-def classify(curve: Curve, objective: Objective, asked: str) -> Followed:
+def classify(curve: LearningCurve, objective: Objective, asked: str) -> TrialResult:
     """Return what became of a trial whose processes have ended."""
     ended = curve.ended or RunEnded(0.0, "FAILED", "no process of it said anything", None, {})
     reason = asked or ended.reason
     if ended.status == "FINISHED":
         judged = objective.judge(curve)
-        return Followed("COMPLETE", curve, ended.reason, {**judged.constraints, MEMORY: 0.0}, judged.value)
+        return TrialResult(
+            "COMPLETE", curve, ended.reason, {**judged.constraints, MEMORY: 0.0}, judged.value
+        )
     if ended.status == "KILLED" and asked:
-        return Followed("PRUNED", curve, reason, {QUALITY: objective.gap(curve), MEMORY: 0.0}, None)
+        return TrialResult(
+            "PRUNED", curve, reason, {QUALITY: objective.gap(curve), MEMORY: 0.0}, None
+        )
     text = f"{ended.reason} {ended.error or ''}"
     if is_out_of_memory(text):
-        return Followed("PRUNED", curve, ended.reason, {QUALITY: 1.0, MEMORY: 1.0}, None)
+        return TrialResult("PRUNED", curve, ended.reason, {QUALITY: 1.0, MEMORY: 1.0}, None)
     if DIVERGED in text:
-        return Followed("PRUNED", curve, ended.reason, {QUALITY: 1.0, MEMORY: 0.0}, None)
-    return Followed("FAIL", curve, reason, {}, None)
+        return TrialResult("PRUNED", curve, ended.reason, {QUALITY: 1.0, MEMORY: 0.0}, None)
+    return TrialResult("FAIL", curve, reason, {}, None)
 
 
-def facts(found: Followed, experiment: Experiment, label: str) -> dict[str, Any]:
+def facts(found: TrialResult, experiment: Experiment, label: str) -> dict[str, Any]:
     """Return what the study keeps of a trial."""
     settings, curve = flatten(experiment), found.curve
     known = {
@@ -161,7 +181,9 @@ def best_value(study: Study) -> float | None:
     return min(values, default=None)
 
 
-def _peak(curve: Curve, name: str) -> float | None:
+def _peak(curve: LearningCurve, name: str) -> float | None:
     stem, _, rest = name.partition("_")
-    found = [value for key, value in curve.peaks.items() if f"/{stem}_" in key and key.endswith(rest)]
+    found = [
+        value for key, value in curve.peaks.items() if f"/{stem}_" in key and key.endswith(rest)
+    ]
     return max(found, default=None)

@@ -25,7 +25,7 @@ from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.launch import agent, output
 from rankzero.launch import signals as relay
-from rankzero.launch.signals import Relay
+from rankzero.launch.signals import SignalForwarder
 from rankzero.tuning.trials import describe as mirror
 from rankzero.tuning.trials.resources import EVERYTHING, VISIBLE, Share
 
@@ -42,15 +42,15 @@ class Host:
 
     def describe(
         self, reference: str, settings: dict[str, str], processes: int | None, parallel: int = 1
-    ) -> mirror.Description:
+    ) -> mirror.ExperimentDescription:
         """Return what the experiment in a file is. Raises UserError, ConfigError, RunFailed."""
         self._pipe.send(("describe", reference, settings, processes, parallel))
         answer = self._answer()
-        if isinstance(answer, mirror.Description):
+        if isinstance(answer, mirror.ExperimentDescription):
             return answer
         raise answer
 
-    def run(self, entry: str, nodes: agent.Nodes, request: Any, logs: Path) -> None:
+    def run(self, entry: str, nodes: agent.Topology, request: Any, logs: Path) -> None:
         """Have `entry`, ``module:function``, run in every rank; `over` tells when they have ended."""
         if not self._process.is_alive():
             self._start()
@@ -92,7 +92,9 @@ class Host:
         try:
             return self._pipe.recv()
         except EOFError:
-            raise RuntimeError(f"the process that launches trials ended with {self._process.exitcode}") from None
+            raise RuntimeError(
+                f"the process that launches trials ended with {self._process.exitcode}"
+            ) from None
 
 
 def main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
@@ -124,23 +126,27 @@ def _keep_to(share: Share) -> None:
         os.sched_setaffinity(0, share.cores)
 
 
-def _described(reference: str, settings: dict[str, str], processes: int | None, parallel: int) -> Any:
+def _described(
+    reference: str, settings: dict[str, str], processes: int | None, parallel: int
+) -> Any:
     try:
         return mirror.describe(reference, settings, processes, parallel)
     except (UserError, ConfigError, Exception) as error:
         return error
 
 
-def _ran(entry: str, nodes: agent.Nodes, request: Any, logs: str) -> str:
+def _ran(entry: str, nodes: agent.Topology, request: Any, logs: str) -> str:
     module, _, function = entry.partition(":")
     with _output_to(Path(logs) / "launcher.log"):
         output.take_anything()
         try:
             # Ctrl-C in a terminal comes from it and from the search: one wish. To end a trial the search says SIGQUIT.
-            with Relay(second_ends=False) as signals:
+            with SignalForwarder(second_ends=False) as signals:
                 begin = getattr(importlib.import_module(module), function)
                 return agent.run(nodes, begin, request, Path(logs), signals)
-        except Exception as error:  # the run's journal has the reason; what torchrun says of it is a detail
+        except (
+            Exception
+        ) as error:  # the run's journal has the reason; what torchrun says of it is a detail
             print(error, flush=True)
             return "FAILED"
 

@@ -65,7 +65,9 @@ class TrainLauncher:
     `study`: the run whose children the trials are. `nodes`: the processes of each trial.
     """
 
-    def __init__(self, host: Host, study: RunFolder, nodes: agent.Nodes, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, host: Host, study: RunFolder, nodes: agent.Topology, environment: Mapping[str, str]
+    ) -> None:
         self._host, self._study, self._nodes, self._environment = host, study, nodes, environment
 
     def start(self, experiment: Experiment, name: str) -> RunningTrial:

@@ -38,8 +38,13 @@ def shares(parallel: int, processes: int, gpus: Sequence[str], cores: Sequence[i
             f"{len(gpus)}: give --nproc {max(1, len(gpus) // parallel)}, or fewer in parallel"
         )
     if parallel > len(cores):
-        raise UserError(f"--parallel {parallel} needs as many processor cores, and there are {len(cores)}")
+        raise UserError(
+            f"--parallel {parallel} needs as many processor cores, and there are {len(cores)}"
+        )
     each = len(cores) // parallel
     blocks = [tuple(cores[number * each : (number + 1) * each]) for number in range(parallel)]
-    groups = [tuple(gpus[number * processes : (number + 1) * processes]) or None for number in range(parallel)]
+    groups = [
+        tuple(gpus[number * processes : (number + 1) * processes]) or None
+        for number in range(parallel)
+    ]
     return [Share(group, block) for group, block in zip(groups, blocks, strict=True)]

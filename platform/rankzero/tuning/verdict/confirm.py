@@ -12,8 +12,8 @@ from rankzero.tuning.next_trial import reference_trial
 from rankzero.tuning.objective import Objective
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, Space
 from rankzero.tuning.trial import Trial
-from rankzero.tuning.trials.follower import Followed
-from rankzero.tuning.verdict.decide import Contestant, Run, Verdict, decide
+from rankzero.tuning.trials.follower import TrialResult
+from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun, Verdict, decide
 
 NEW_SEED = 1000  # confirmations start here, so that no trial's seed is among theirs
 Kept = Sequence[Mapping[str, Any]]
@@ -21,14 +21,16 @@ Kept = Sequence[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class ConfirmationJob:
     """A contestant's run on one new seed."""
 
     trial: Trial
     seed: int
 
 
-def turns(contestants: Sequence[Trial], first_seed: int, rounds: range, kept: Kept) -> Iterator[Turn]:
+def turns(
+    contestants: Sequence[Trial], first_seed: int, rounds: range, kept: Kept
+) -> Iterator[ConfirmationJob]:
     """Yield what is to be trained: each round all contestants on one seed, in another order; nothing that is kept.
 
     None always goes first, or behind the same other.
@@ -38,20 +40,24 @@ def turns(contestants: Sequence[Trial], first_seed: int, rounds: range, kept: Ke
         seed, first = first_seed + NEW_SEED + number, number % max(1, len(contestants))
         for trial in [*contestants[first:], *contestants[:first]]:
             if (trial.number, seed) not in known:
-                yield Turn(trial, seed)
+                yield ConfirmationJob(trial, seed)
 
 
-def configured(space: Space, turn: Turn) -> Experiment:
+def configured(space: Space, turn: ConfirmationJob) -> Experiment:
     """Return the configuration of a turn."""
     return override(space.experiment(turn.trial.parameters), {"train.seed": turn.seed})
 
 
-def run_of(found: Followed, objective: Objective, seed: int) -> Run:
+def run_of(found: TrialResult, objective: Objective, seed: int) -> ConfirmationRun:
     """Return what a run on a new seed says; its value is None where the quality was not reached."""
     facts, curve = found.curve.peaks, found.curve
     reached = found.state == "COMPLETE" and objective.gap(curve) <= 0
-    memory = [value for name, value in facts.items() if "gpu" in name and name.endswith("memory_usage_megabytes")]
-    return Run(
+    memory = [
+        value
+        for name, value in facts.items()
+        if "gpu" in name and name.endswith("memory_usage_megabytes")
+    ]
+    return ConfirmationRun(
         seed=seed,
         value=found.value if reached else None,
         quality=curve.best,
@@ -61,16 +67,18 @@ def run_of(found: Followed, objective: Objective, seed: int) -> Run:
     )
 
 
-def stored(trial: Trial, run: Run) -> dict[str, Any]:
+def stored(trial: Trial, run: ConfirmationRun) -> dict[str, Any]:
     """Return a run as it is kept."""
     return {"trial": trial.number, **dataclasses.asdict(run)}
 
 
-def by_trial(kept: Kept) -> dict[int, list[Run]]:
+def by_trial(kept: Kept) -> dict[int, list[ConfirmationRun]]:
     """Return the stored confirmations by trial."""
-    found: dict[int, list[Run]] = {}
+    found: dict[int, list[ConfirmationRun]] = {}
     for one in kept:
-        found.setdefault(one["trial"], []).append(Run(**{name: one[name] for name in one if name != "trial"}))
+        found.setdefault(one["trial"], []).append(
+            ConfirmationRun(**{name: one[name] for name in one if name != "trial"})
+        )
     return found
 
 
@@ -79,22 +87,26 @@ def verdict_of(trials: Sequence[Trial], space: Space, objective: Objective, kept
     known = {trial.number: trial for trial in trials}
     reference = reference_trial(trials, space)
     assert reference is not None
-    contestants = {number: contestant(space, known[number], runs) for number, runs in by_trial(kept).items()}
-    own = contestants.pop(reference.number, None) or contestant(space, reference, [as_run(reference, objective)])
+    contestants = {
+        number: contestant(space, known[number], runs) for number, runs in by_trial(kept).items()
+    }
+    own = contestants.pop(reference.number, None) or contestant(
+        space, reference, [as_run(reference, objective)]
+    )
     return decide(objective.name, objective.goal, own, list(contestants.values()))
 
 
-def as_run(trial: Trial, objective: Objective) -> Run:
+def as_run(trial: Trial, objective: Objective) -> ConfirmationRun:
     """Return a trial of the search as if it were a confirmation: where there is nothing to confirm."""
     facts = trial.facts
     value = trial.value if trial.feasible else None
-    return Run(0, value, facts.get("best"), facts.get("samples_per_second"))
+    return ConfirmationRun(0, value, facts.get("best"), facts.get("samples_per_second"))
 
 
-def contestant(space: Space, trial: Trial, runs: Sequence[Run]) -> Contestant:
+def contestant(space: Space, trial: Trial, runs: Sequence[ConfirmationRun]) -> Candidate:
     """Return a trial with its confirmations, and what is special about it."""
     settings = flatten(space.experiment(trial.parameters))
     searched = {"train.batch_size": BATCH_INDEX, "train.precision": PRECISION, "lr": FACTOR}
     keys = [key for key, name in searched.items() if name in space.parameters() or key == "lr"]
     shown = {key: settings[key] for key in [*keys, *space.extras]}
-    return Contestant(trial.number, shown, settings["train.batch_size"], tuple(runs))
+    return Candidate(trial.number, shown, settings["train.batch_size"], tuple(runs))

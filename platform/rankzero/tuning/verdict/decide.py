@@ -24,7 +24,7 @@ FLOOR = 0.03  # a gain below this is not worth another configuration, however su
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class ConfirmationRun:
     """One confirmation: a configuration trained on a new seed."""
 
     seed: int
@@ -37,13 +37,13 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """A configuration and its confirmations."""
 
     trial: int
     settings: Mapping[str, Any]
     batch_size: int
-    runs: tuple[Run, ...]
+    runs: tuple[ConfirmationRun, ...]
 
     @property
     def reached(self) -> bool:
@@ -60,8 +60,8 @@ class Verdict:
     """What a search found."""
 
     objective: Name
-    reference: Contestant
-    winner: Contestant
+    reference: Candidate
+    winner: Candidate
     """What is handed out: the reference itself where nothing beats it."""
     beaten: bool
     """Whether the winner beats the reference beyond the noise."""
@@ -78,25 +78,59 @@ class Verdict:
     """The challenger that `gain` is of."""
 
 
-def decide(objective: Name, goal: Goal, reference: Contestant, challengers: Sequence[Contestant]) -> Verdict:
+def decide(
+    objective: Name, goal: Goal, reference: Candidate, challengers: Sequence[Candidate]
+) -> Verdict:
     """Choose among confirmed contestants. A challenger that missed the quality on any seed is out."""
     able = [one for one in challengers if one.reached]
     scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
     noise = scale.floor(reference, min(able, key=scale.mean, default=reference))
     if not able:
-        return Verdict(objective, reference, reference, False, (reference.trial,), None, None, None, noise)
+        return Verdict(
+            objective, reference, reference, False, (reference.trial,), None, None, None, noise
+        )
     best = min([*able, *([reference] if reference.reached else [])], key=scale.mean)
     region = [one for one in able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)]
     if not reference.reached:
-        return Verdict(objective, reference, min(region, key=_modesty), True, _trials(region), None, None, None, noise)
-    better = [one for one in region if scale.mean(reference) - scale.mean(one) > scale.floor(reference, one)]
+        return Verdict(
+            objective,
+            reference,
+            min(region, key=_modesty),
+            True,
+            _trials(region),
+            None,
+            None,
+            None,
+            noise,
+        )
+    better = [
+        one
+        for one in region
+        if scale.mean(reference) - scale.mean(one) > scale.floor(reference, one)
+    ]
     chosen = min(better, key=_modesty) if better else reference
     nearest = chosen if better else min(able, key=scale.mean)
-    effect, width = scale.mean(reference) - scale.mean(nearest), scale.width(reference, nearest, 0.975)
-    gain, low, high = (_gain(objective, found) for found in (effect, effect - width, effect + width))
+    effect, width = (
+        scale.mean(reference) - scale.mean(nearest),
+        scale.width(reference, nearest, 0.975),
+    )
+    gain, low, high = (
+        _gain(objective, found) for found in (effect, effect - width, effect + width)
+    )
     members = region if better else [*region, reference]
     floor = _gain(objective, scale.floor(reference, nearest)) - _unit(objective)
-    return Verdict(objective, reference, chosen, bool(better), _trials(members), gain, low, high, floor, nearest.trial)
+    return Verdict(
+        objective,
+        reference,
+        chosen,
+        bool(better),
+        _trials(members),
+        gain,
+        low,
+        high,
+        floor,
+        nearest.trial,
+    )
 
 
 def finalists(verdict: Verdict) -> tuple[int, ...]:
@@ -104,7 +138,10 @@ def finalists(verdict: Verdict) -> tuple[int, ...]:
 
     Clear is also what would not be worth it if it were sure.
     """
-    gain, worth = verdict.gain, _gain(verdict.objective, FLOOR if verdict.objective != "quality" else 0.0)
+    gain, worth = (
+        verdict.gain,
+        _gain(verdict.objective, FLOOR if verdict.objective != "quality" else 0.0),
+    )
     if verdict.beaten or verdict.nearest is None or gain is None or gain <= worth:
         return ()
     return verdict.reference.trial, verdict.nearest
@@ -113,37 +150,42 @@ def finalists(verdict: Verdict) -> tuple[int, ...]:
 class _Scale:
     """Means and uncertainties of contestants, on the scale where effects add up."""
 
-    def __init__(self, objective: Name, contestants: Sequence[Contestant], sure: float) -> None:
-        self._scores = {one.trial: [_score(objective, value) for value in one.values] for one in contestants}
+    def __init__(self, objective: Name, contestants: Sequence[Candidate], sure: float) -> None:
+        self._scores = {
+            one.trial: [_score(objective, value) for value in one.values] for one in contestants
+        }
         self._deviation, self._freedom = pooled_deviation(list(self._scores.values()))
         self._worth, self._sure = (FLOOR if objective != "quality" else 0.0), sure
 
-    def mean(self, one: Contestant) -> float:
+    def mean(self, one: Candidate) -> float:
         return statistics.fmean(self._scores[one.trial]) if self._scores[one.trial] else math.inf
 
-    def floor(self, one: Contestant, other: Contestant) -> float:
+    def floor(self, one: Candidate, other: Candidate) -> float:
         """Return the difference from which on one is better than the other for sure, and it matters."""
         return max(self._worth, self.width(one, other, self._sure))
 
-    def near(self, one: Contestant, other: Contestant) -> float:
+    def near(self, one: Candidate, other: Candidate) -> float:
         """Return the difference up to which both are as good, as far as can be told: one standard error."""
         return max(self._worth, self._error(one, other))
 
-    def width(self, one: Contestant, other: Contestant, probability: float) -> float:
+    def width(self, one: Candidate, other: Candidate, probability: float) -> float:
         """Return the quantile of the difference of two means."""
         if not self._freedom:
             return math.inf  # one run each: nothing is known of the noise
         return student_t(self._freedom, probability) * self._error(one, other)
 
-    def _error(self, one: Contestant, other: Contestant) -> float:
+    def _error(self, one: Candidate, other: Candidate) -> float:
         runs = [max(1, len(self._scores[found.trial])) for found in (one, other)]
         return self._deviation * math.sqrt(sum(1 / count for count in runs))
 
 
-def _modesty(contestant: Contestant) -> tuple[float, float, int]:
+def _modesty(contestant: Candidate) -> tuple[float, float, int]:
     """Order by least memory, then least energy, then the smallest batch."""
-    return (median([run.memory_bytes for run in contestant.runs]),
-            median([run.joules for run in contestant.runs]), contestant.batch_size)  # fmt: skip
+    return (
+        median([run.memory_bytes for run in contestant.runs]),
+        median([run.joules for run in contestant.runs]),
+        contestant.batch_size,
+    )
 
 
 def median(values: Sequence[float | None]) -> float:
@@ -171,5 +213,5 @@ def _unit(objective: Name) -> float:
     return 0.0 if objective == "quality" else 1.0
 
 
-def _trials(contestants: Sequence[Contestant]) -> tuple[int, ...]:
+def _trials(contestants: Sequence[Candidate]) -> tuple[int, ...]:
     return tuple(sorted(one.trial for one in contestants))

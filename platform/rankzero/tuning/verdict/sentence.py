@@ -8,7 +8,7 @@ from typing import Any
 
 from rankzero.experiment import Goal
 from rankzero.tuning.objective import Name
-from rankzero.tuning.verdict.decide import Contestant, Verdict, median
+from rankzero.tuning.verdict.decide import Candidate, Verdict, median
 
 
 def sentence(
@@ -29,7 +29,9 @@ def sentence(
         )
     seeds = len(winner.runs)
     confirmed = (
-        f"Confirmed on {seeds} new seeds." if seeds > 1 else "No other came close enough to be worth confirming."
+        f"Confirmed on {seeds} new seeds."
+        if seeds > 1
+        else "No other came close enough to be worth confirming."
     )
     took = f"The search took {_duration(search_seconds)}"
     if not verdict.beaten:
@@ -48,27 +50,32 @@ def sentence(
     return first + second + took + _pays(verdict, search_seconds) + "."
 
 
-def described(contestant: Contestant) -> str:
+def described(contestant: Candidate) -> str:
     """Return what is special about a configuration: ``batch 512, bf16, lr 0.006``."""
     names = {"train.batch_size": "batch", "train.precision": "", "lr": "lr"}
     ordered = sorted(
-        contestant.settings, key=lambda key: (key not in names, list(names).index(key) if key in names else 0)
+        contestant.settings,
+        key=lambda key: (key not in names, list(names).index(key) if key in names else 0),
     )
-    return ", ".join(f"{names.get(key, key)} {_short(contestant.settings[key])}".strip() for key in ordered)
+    return ", ".join(
+        f"{names.get(key, key)} {_short(contestant.settings[key])}".strip() for key in ordered
+    )
 
 
-def _does(objective: Name, contestant: Contestant, goal: Goal, target: float | None) -> str:
+def _does(objective: Name, contestant: Candidate, goal: Goal, target: float | None) -> str:
     values = contestant.values
     match objective:
         case "time-to-target":
             if not contestant.reached:
-                return (
-                    f"does not reliably reach {_quality(goal, target)} ({len(values)} of {len(contestant.runs)} seeds)"
-                )
-            spread = f" ({_seconds(min(values))}-{_seconds(max(values))})" if len(values) > 1 else ""
+                return f"does not reliably reach {_quality(goal, target)} ({len(values)} of {len(contestant.runs)} seeds)"
+            spread = (
+                f" ({_seconds(min(values))}-{_seconds(max(values))})" if len(values) > 1 else ""
+            )
             return f"reaches {_quality(goal, target)} in {_seconds(statistics.median(values))} s{spread}"
         case "throughput":
-            return f"trains {statistics.median([-value for value in values] or [0.0]):,.0f} samples/s"
+            return (
+                f"trains {statistics.median([-value for value in values] or [0.0]):,.0f} samples/s"
+            )
         case "quality":
             found = [run.quality for run in contestant.runs if run.quality is not None]
             return f"reaches {_quality(goal, statistics.median(found) if found else None)}"
@@ -81,7 +88,7 @@ def _quality(goal: Goal, value: float | None) -> str:
     return f"{value:.1%} {goal.metric}" if share else f"{goal.metric} {value:.4g}"
 
 
-def _ratio(one: Contestant, other: Contestant) -> float | None:
+def _ratio(one: Candidate, other: Candidate) -> float | None:
     speeds = [median([run.samples_per_second for run in each.runs]) for each in (one, other)]
     return speeds[0] / speeds[1] if all(speeds) else None
 
@@ -90,7 +97,11 @@ def _pays(verdict: Verdict, search_seconds: float) -> str:
     if verdict.objective != "time-to-target" or not verdict.reference.reached:
         return ""
     saved = statistics.median(verdict.reference.values) - statistics.median(verdict.winner.values)
-    return f" and pays for itself after {math.ceil(search_seconds / saved):,} runs" if saved > 0 else ""
+    return (
+        f" and pays for itself after {math.ceil(search_seconds / saved):,} runs"
+        if saved > 0
+        else ""
+    )
 
 
 def _seconds(value: float) -> str:
