@@ -1,9 +1,12 @@
-"""What the Lightning adapter costs Lightning's own loop, beside its MLFlowLogger.   about 5 minutes
+"""Measure what the Lightning adapter costs Lightning's own loop, next to its MLFlowLogger.
 
-    .venv-integrations/bin/python benchmarks/adapters.py [--rounds 5]      (after `make test-integrations`)
+    .venv-integrations/bin/python benchmarks/adapters.py [--rounds 5]
 
-A round: no logger, ours with its callback (a point every step), Lightning's MLFlowLogger (a point every step), ours,
-no logger. A fresh process each; the time of `Trainer.fit`'s epochs but the first.
+Takes about 5 minutes. Run `make test-integrations` first: it makes that environment.
+
+A round has five trainings, each in a fresh process: no logger, RankZero's logger and callback,
+Lightning's MLFlowLogger, RankZero's again, no logger again. Both loggers log a point every step.
+The time is that of `Trainer.fit`, without the first epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--epochs", type=int, default=EPOCHS, help="200: half a minute each, MLflow's import in it"
+        "--epochs",
+        type=int,
+        default=EPOCHS,
+        help="200 take half a minute each, with MLflow's import",
     )
     options = parser.parse_args()
     rounds = options.rounds
@@ -63,7 +69,7 @@ def main() -> None:
 
 
 def seconds_of(who: str, epochs: int) -> float:
-    """Return the seconds that a fresh process trains for with this logger."""
+    """Return the training seconds of a fresh process with this logger."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, __file__, "--child", who, str(epochs)]
         done = subprocess.run(
@@ -80,7 +86,7 @@ def seconds_of(who: str, epochs: int) -> float:
 
 
 def child(who: str, epochs: int) -> None:
-    """Train, and print how long the epochs but the first took."""
+    """Train, and print the seconds of all epochs but the first."""
     sys.path[:0] = [
         str(HERE.parent / "experiments"),
         str(HERE.parent / "experiments" / "integrations"),

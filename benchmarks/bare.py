@@ -1,4 +1,7 @@
-"""The bare loop: hand-written PyTorch DDP that logs nothing.     torchrun --nproc-per-node 2 bare.py Mlp 9 out.json"""
+"""Train a hand-written PyTorch DDP loop that logs nothing: the baseline of the other benchmarks.
+
+torchrun --nproc-per-node 2 bare.py Mlp 9 out.json
+"""
 
 import json
 import os
@@ -14,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def permutation(epoch: int, samples: int) -> torch.Tensor:
-    """The same order as the tracked run's, so that both do the same arithmetic."""
+    """Return the tracked run's order of samples, so that both do the same arithmetic."""
     from rankzero.training.data.order import mix
 
     return torch.randperm(samples, generator=torch.Generator().manual_seed(mix(0, epoch)))
 
 
 def loop(name: str, steps: int) -> tuple[list[float], float]:
-    """Train; return when each step ended, and the last loss over all ranks."""
+    """Train. Return the end time of each step, and the last loss over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     from rankzero.training.rng import seed_all
@@ -51,11 +54,9 @@ def loop(name: str, steps: int) -> tuple[list[float], float]:
 
 
 def leave() -> None:
-    """End this process at once, its peers having come so far too.
-
-    gloo's threads outlive the group, and one that lets go of a tensor while Python is being taken down
-    aborts the process (one run in 25 with PyTorch 2.15): torchrun would report a failed run.
-    """
+    """End this process at once, after all ranks have arrived here. Collective."""
+    # gloo's threads outlive the group. A thread that releases a tensor while Python shuts down
+    # aborts the process (one run in 25 with PyTorch 2.15), and torchrun would report a failed run.
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

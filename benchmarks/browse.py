@@ -1,10 +1,13 @@
-"""What looking at 5,000 runs and a million metric points takes, beside plain `mlflow server`.   about 5 minutes
+"""Measure how long browsing 5,000 runs takes, with `rankzero ui` and with plain `mlflow server`.
 
-python benchmarks/browse.py [--runs 5000] [--points 1000000] [--rounds 7] [--keep FOLDER]
+    python benchmarks/browse.py [--runs 5000] [--points 1000000] [--rounds 7] [--keep FOLDER]
 
-A real run makes the tables; the others are written in bulk, as the recorder would have. In Chromium, what it has loaded
-once is in its cache, as for somebody who comes back: from the address to the rows of the table, and to a run's curve.
-Plain MLflow serves a copy of the store, made its way, without a write-ahead log and without a view.
+Takes about 5 minutes. The store has a million metric points.
+
+A real run creates the tables. The script writes the other runs in bulk, in the recorder's format.
+It measures in Chromium with a warm cache, as for a returning user: from the address to the rows of
+the table, and to a run's curve. Plain MLflow serves a copy of the store, made the way MLflow makes
+one: without a write-ahead log and without a saved view.
 """
 
 from __future__ import annotations
@@ -33,18 +36,18 @@ from playwright.sync_api import Page, sync_playwright
 
 from rankzero.catalog import lookup
 
-TABLE, RUN_PAGE, LIST = 2.0, 3.0, 1.0  # seconds, wanted
+TABLE, RUN_PAGE, LIST = 2.0, 3.0, 1.0  # goals, in seconds
 NAME = "bench"
 EVERY_STEP, EVERY_EVALUATION = ("train/loss", "train/accuracy"), ("val/loss", "val/accuracy", "lr")
 EVALUATIONS = 10
-STUDY, TRIALS = 250, 49  # every so many runs are a study's, with so many trials
+STUDY, TRIALS = 250, 49  # every 250th run is a study; the next 49 runs are its trials
 ROWS = ".ag-center-cols-container .ag-row"
 CURVE = ".scatterlayer path.js-line"
 QUIET = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
 
 
 def fill(root: Path, runs: int, points: int) -> None:
-    """Make the store of one real run and copies of it."""
+    """Make a store with one real run and its copies."""
     words = [
         HERE.parent / "experiments" / "digits.py",
         "train.epochs=1",
@@ -116,7 +119,7 @@ def _value(key: str, value: str, number: int, name: str) -> str:
 
 
 def _parent(table: str, number: int, key: str) -> list[tuple[str, str, str]]:
-    """Return what makes a run a trial."""
+    """Return the tag that makes a run a trial, or nothing."""
     place = number % STUDY
     is_trial = table == "tags" and 0 < place <= TRIALS
     return [("mlflow.parentRunId", f"{number - place:032x}", key)] if is_trial else []
@@ -135,7 +138,7 @@ def _points(
 
 
 def _delivered(folder: Path, run_id: str) -> None:
-    """Write down that MLflow has all of it."""
+    """Record that MLflow has the complete run."""
     offsets = {"events.jsonl": (folder / "events.jsonl").stat().st_size}
     (folder / "delivery.json").write_text(
         json.dumps({"run_id": run_id, "experiment_id": "1", "offsets": offsets})
@@ -143,7 +146,7 @@ def _delivered(folder: Path, run_id: str) -> None:
 
 
 def plain_copy(root: Path, target: Path) -> None:
-    """Copy the database as MLflow makes one, with a rollback journal."""
+    """Copy the database the way MLflow makes one, with a rollback journal."""
     target.mkdir()
     with (
         contextlib.closing(sqlite3.connect(root / "mlflow.db")) as ours,
@@ -187,7 +190,7 @@ def wait_for(address: str) -> None:
 
 
 def searched(address: str) -> float:
-    """Return the seconds that the table's request takes, asked for without a browser."""
+    """Return the seconds of the table's request, without a browser."""
     body = {
         "experiment_ids": ["1"],
         "max_results": 100,
@@ -205,7 +208,8 @@ def searched(address: str) -> float:
 
 
 def until(page: Page, url: str, selector: str) -> float:
-    """Return the seconds from the address to what is looked for; what was there before is not it."""
+    """Return the seconds from the address to the first element that matches `selector`."""
+    # An empty page first: an element of the previous page must not match.
     page.goto("about:blank")
     start = time.perf_counter()
     page.goto(url, wait_until="commit")
@@ -216,7 +220,10 @@ def until(page: Page, url: str, selector: str) -> float:
 def measured(
     addresses: dict[str, str], runs: int, rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Return the readings, one server after the other in each round; a first round fills the caches."""
+    """Return the readings: in each round one server after the other.
+
+    A first round fills the caches and does not count.
+    """
     readings: dict[str, dict[str, list[float]]] = {name: {} for name in addresses}
     last = f"#/experiments/1/runs/{runs - 1:032x}/model-metrics?workflowType=machine_learning"
     with sync_playwright() as playwright:
@@ -251,7 +258,7 @@ def measured(
 
 
 def listed(root: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the readings of `rankzero runs`, its cache gone and there."""
+    """Return the readings of `rankzero runs`, without its cache and with it."""
     found: dict[str, list[float]] = {"first time": [], "again": []}
     for _ in range(rounds):
         (root / "runs" / lookup.CACHE).unlink(missing_ok=True)
@@ -265,7 +272,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5000)
     parser.add_argument("--points", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--keep", type=Path, help="where the store is, or is to stay")
+    parser.add_argument("--keep", type=Path, help="folder with the store, or for a new store")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         base = options.keep or Path(folder)
@@ -297,7 +304,7 @@ def _measure(root: Path, copy: Path, options: argparse.Namespace) -> dict[str, A
             stack.enter_context(served(command, copy))
         for address in addresses.values():
             wait_for(address)
-        time.sleep(10)  # the view is saved, the server's workers are there
+        time.sleep(10)  # until the view is saved and the server's workers run
         browsing = measured(addresses, options.runs, options.rounds)
     readings = {**browsing, "rankzero runs": listing}
     for name, found in readings.items():

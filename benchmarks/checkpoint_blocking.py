@@ -1,8 +1,9 @@
-"""How long a 100 MB checkpoint blocks training, against a blocking `torch.save` of the same state.   about 1 minute
+"""Measure how long a 100 MB checkpoint blocks training, against a blocking `torch.save`.
 
     python benchmarks/checkpoint_blocking.py [--rounds 9]
 
-Training steps run in between, so the thread that writes competes with them, as it would.
+Takes about 1 minute. Both save the same state. Training steps run in between, so the thread that
+writes competes with them, as in a real run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def training() -> tuple[nn.Module, optim.Optimizer]:
 
 
 def steps(model: nn.Module, optimizer: optim.Optimizer, batch: Tensor) -> float:
-    """Train a little; return the seconds a step takes."""
+    """Train some steps. Return the seconds of one step."""
     start = time.perf_counter()
     for _ in range(STEPS_BETWEEN):
         model(batch).square().mean().backward()

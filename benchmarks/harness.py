@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, ratios, tables, results on disk."""
+"""Functions that the benchmarks share: the machine, ratios, tables, results on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULTS = HERE / "results"
 
 
 def machine() -> dict[str, Any]:
-    """Return what a figure means little without."""
+    """Return the machine and the versions that a figure depends on."""
     cpu = next(
         (
             line.partition(":")[2].strip()
@@ -53,13 +53,19 @@ def save(name: str, **figures: Any) -> None:
 
 
 def ratios(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """Return the pairwise ratios one/other: median, least, most. Pairs were measured side by side."""
+    """Return median, least and most of the pairwise ratios one/other.
+
+    The two readings of a pair must be measured one after the other.
+    """
     found = [a / b for a, b in zip(one, other, strict=True)]
     return {"median": statistics.median(found), "least": min(found), "most": max(found)}
 
 
 def interval(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """Return the pairwise ratios' geometric mean, and its 95 % interval (Student's t of their logarithms)."""
+    """Return the geometric mean of the pairwise ratios, and its 95 % interval.
+
+    The interval is Student's t of the logarithms.
+    """
     logarithms = [math.log(a / b) for a, b in zip(one, other, strict=True)]
     middle, half = statistics.fmean(logarithms), half_width(logarithms) or math.inf
     return {
@@ -75,7 +81,7 @@ def line(label: str, ratio: Mapping[str, float], wanted: str) -> str:
 
 
 def run(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
-    """Run a command quietly; raise with its output where it fails."""
+    """Run a command without output. Raises RuntimeError with its output if it fails."""
     done = subprocess.run(
         command, env=dict(environ), cwd=folder, capture_output=True, text=True, check=False
     )
@@ -86,7 +92,7 @@ def run(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> Non
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return the environment for both contestants: one thread each, this folder importable."""
+    """Return the environment for both candidates: one thread each, this folder importable."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), **extra}
 
 

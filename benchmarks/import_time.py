@@ -1,6 +1,8 @@
-"""What `import rankzero` and `rankzero --help` take, from the shell's point of view.   about 10 seconds
+"""Measure how long `import rankzero` and `rankzero --help` take, from the shell.
 
-python benchmarks/import_time.py [--rounds 20]
+    python benchmarks/import_time.py [--rounds 20]
+
+Takes about 10 seconds.
 """
 
 from __future__ import annotations

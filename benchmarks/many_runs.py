@@ -1,6 +1,8 @@
-"""What `rankzero runs` takes with 5,000 runs on disk, from the shell's point of view.   about 30 seconds
+"""Measure how long `rankzero runs` takes with 5,000 runs on disk, from the shell.
 
-python benchmarks/many_runs.py [--runs 5000] [--rounds 10]
+    python benchmarks/many_runs.py [--runs 5000] [--rounds 10]
+
+Takes about 30 seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ COMMANDS = {
 
 
 def events(number: int) -> list[Event]:
-    """Return a short run's journal: about 11 kB."""
+    """Return the events of a short run: a journal of about 11 kB."""
     began = 1_800_000_000.0 + 60 * number
     params = {
         **config.rendered(Experiment()),

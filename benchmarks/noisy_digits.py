@@ -1,6 +1,7 @@
-"""The digits behind noise, which the recorded table trains: harder, so that a run takes many epochs.
+"""The digits with noise, for the recorded table. The noise makes a run need many epochs.
 
-The goal is the validation loss, which falls smoothly: an accuracy on 360 images jumps, and so would the time to it.
+The goal is the validation loss, because it falls smoothly. An accuracy on 360 images jumps, and the
+time to a target accuracy would jump, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "experiments"))
 
 from digits import Digits
 
-NOISE = 0.5  # standard deviation; a pixel is in 0..1
+NOISE = 0.5  # standard deviation. A pixel is between 0 and 1.
 
 
 class NoisyDigits(Digits):

@@ -1,14 +1,16 @@
-"""Record one exhaustive table: batch size x precision x learning rate x seed, each to the end.   about 30 minutes
+"""Record one exhaustive table: batch size x precision x learning rate x seed, each to its end.
 
     python benchmarks/record_table.py [--resume]
 
-With --resume, what an earlier recording left is kept, without the rows that something else on the machine disturbed:
-those more than 10 % slower than the upper quartile of their batch size and precision.
+Takes about 30 minutes. `replay.py` runs searchers on the table.
 
-The digits behind noise (`noisy_digits.py`), two gloo processes, twelve epochs. Each run goes through the search's own
-launcher; what is kept is its curve: training seconds and validation loss after every epoch, samples/s, and what the run
-cost by the clock.
-`replay.py` lets searchers loose on the table.
+With --resume, the script keeps the rows of an earlier recording. It drops rows that another
+process on the machine disturbed: those more than 10 % slower than the upper quartile of their
+batch size and precision.
+
+The experiment is `noisy_digits.py`, with two gloo processes and twelve epochs. Each run goes
+through the search's own launcher. A row has the run's curve (training seconds and validation loss
+after every epoch), its samples/s, and the elapsed time of the run.
 """
 
 from __future__ import annotations
@@ -44,16 +46,14 @@ BATCH_SIZES, PRECISIONS, FACTORS, SEEDS = (
     (0.5, 1.0, 2.0, 4.0),
     range(10),
 )
-CLOSE, MORE_SEEDS = (
-    (64, 128, 256),
-    range(10, 16),
-)  # where the sweet spot is, to know the truth better
+# More seeds near the sweet spot, to know the true times there better.
+CLOSE, MORE_SEEDS = (64, 128, 256), range(10, 16)
 
 
 def record(
     space: Space, launcher: TrainLauncher, batch_size: int, precision: str, factor: float, seed: int
 ) -> Any:
-    """Train one configuration to its end; return its curve."""
+    """Train one configuration to its end. Return its row, with the curve."""
     drawn = {BATCH_INDEX: space.batch_sizes.index(batch_size), PRECISION: precision, FACTOR: factor}
     kept = {name: value for name, value in drawn.items() if name in space.parameters()}
     experiment: Experiment = override(
@@ -82,7 +82,7 @@ def record(
 
 
 def recorded() -> list[Any]:
-    """Return the undisturbed rows that an earlier recording left."""
+    """Return the undisturbed rows of an earlier recording."""
     path = RESULTS / "digits_table.json"
     if "--resume" not in sys.argv or not path.exists():
         return []
@@ -105,7 +105,8 @@ def main() -> None:
         *itertools.product(BATCH_SIZES, PRECISIONS, FACTORS, SEEDS),
         *itertools.product(CLOSE, PRECISIONS, FACTORS, MORE_SEEDS),
     ]
-    random.Random(0).shuffle(cells)  # so that a drift of the machine's speed hits all alike
+    # In random order, so that a drift of the machine's speed affects all cells equally.
+    random.Random(0).shuffle(cells)
     with tempfile.TemporaryDirectory() as temporary:
         study = RunFolder.create(
             Path(temporary),

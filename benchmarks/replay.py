@@ -1,11 +1,15 @@
-"""Searchers let loose on the recorded table, with the same accounting for all.   about 10 minutes, no training
+"""Run searchers on the recorded table, with the same accounting for all.
 
     python benchmarks/replay.py [--replays 50] [--longer 10]
 
-Every searcher pays, by the recorded clock, for what it trains: the training seconds until it stops and the fixed cost
-of a run; probes and confirmations are charged too. What it would hand out is judged on seeds that no searcher ever saw:
-regret = its time to target there over the best cell's, minus 1. Ours is the real search, on the table's clock.
---longer: as if training took so many times longer, and starting a run and probing a cell as long as they do.
+Takes about 10 minutes and trains nothing.
+
+Every searcher pays, by the recorded clock, for each training: the training seconds until it stops
+and the fixed cost of a run. It also pays for probes and confirmations. The configuration that it
+would return is judged on seeds that no searcher saw. Its regret is its time to the target there
+over the best cell's, minus 1. The searcher `ours` is the real search, on the table's clock.
+
+With --longer, training takes so many times longer. Starting a run and probing a cell do not.
 """
 
 from __future__ import annotations
@@ -37,14 +41,15 @@ from rankzero.tuning.space import Space, narrowed
 from rankzero.tuning.study import open_study
 from rankzero.tuning.verdict.confirm import NEW_SEED
 
-SEARCH_SEEDS, CONFIRM_SEEDS = (0, 1), (2, 3, 4, 5, 6, 7)  # the others are held out
-GRID_SEEDS = 3  # the grid's evidence for a cell: what a confirmation asks for
+SEARCH_SEEDS, CONFIRM_SEEDS = (0, 1), (2, 3, 4, 5, 6, 7)  # the other seeds are held out
+GRID_SEEDS = 3  # seeds per cell of the grid, as in a confirmation
 TARGET, SAMPLES, METRIC = 0.3, 1437, "val/loss"
-PROBE_SECONDS = 1.2  # what a cell of the probe map takes of runs this short, by `rankzero probe`: see the README
+# The seconds of a cell of the probe map with such short runs, by `rankzero probe`: see the README.
+PROBE_SECONDS = 1.2
 NEVER = 1e9
 MOST_TRIALS = 60
 Key = tuple[int, str, float]
-Step = tuple[float, Key]  # cost so far, what would be handed out
+Step = tuple[float, Key]  # cost so far, configuration that would be returned
 
 
 class NoisyDigits(Experiment):
@@ -68,14 +73,14 @@ class Table:
     factors: tuple[float, ...]
     exponent: float
     fixed_seconds: float
-    """What a run costs besides its steps."""
+    """Seconds that a run costs in addition to its steps."""
 
     @property
     def keys(self) -> list[Key]:
         return sorted({key for key, _ in self.rows})
 
     def seconds_to_target(self, key: Key, seed: int) -> float:
-        """Return the training seconds to the target; a great number where it is missed."""
+        """Return the training seconds to the target, or `NEVER` if it is missed."""
         curve = LearningCurve(OWN.goal)
         for event in journal(self.rows[key, seed], key[0]):
             curve(event)
@@ -83,13 +88,13 @@ class Table:
         return NEVER if found is None else found
 
     def cost(self, key: Key, seed: int, *, to_target: bool) -> float:
-        """Return what a run costs: to the first evaluation that reaches the target, or to its end."""
+        """Return a run's cost in seconds: to its end, or to the first evaluation at the target."""
         points: list[tuple[float, float]] = self.rows[key, seed]["points"]
         reached = (seconds for seconds, value in points if OWN.goal.reached(value))
         return self.fixed_seconds + (next(reached, points[-1][0]) if to_target else points[-1][0])
 
     def truth(self, key: Key) -> float:
-        """Return the time to target on the held-out seeds, their geometric mean."""
+        """Return the geometric mean of the time to target on the held-out seeds."""
         known = [
             seed
             for found, seed in self.rows
@@ -102,7 +107,7 @@ class Table:
 
 
 def load(longer: float = 1.0) -> Table:
-    """Return the recorded table, training times `longer` times as long."""
+    """Return the recorded table, with training that takes `longer` times as long."""
     found = json.loads((RESULTS / "digits_table.json").read_text())
     fixed = statistics.median(row["wall_seconds"] - row["points"][-1][0] for row in found["rows"])
     for row in found["rows"]:
@@ -123,7 +128,7 @@ def load(longer: float = 1.0) -> Table:
 
 
 def journal(row: dict[str, Any], batch_size: int) -> Iterator[Event]:
-    """Yield a recorded run as its journal would have it."""
+    """Yield the events of a recorded run, as in its journal."""
     yield RunStarted(0.0, {}, {}, 1)
     before, per_epoch = 0.0, SAMPLES // batch_size
     for epoch, (seconds, value) in enumerate(row["points"], start=1):
@@ -137,7 +142,7 @@ def journal(row: dict[str, Any], batch_size: int) -> Iterator[Event]:
 
 
 class ReplayLauncher:
-    """Gives the search the recorded runs, and counts what they cost."""
+    """Gives the search the recorded runs, and sums their cost."""
 
     def __init__(self, table: Table, space: Space, seed: int) -> None:
         self.table, self.space, self.seed, self.seconds = table, space, seed, 0.0
@@ -151,7 +156,7 @@ class ReplayLauncher:
 
 
 class ReplayRunning:
-    """A recorded run, an epoch at a time."""
+    """Replays a recorded run, one epoch at a time."""
 
     def __init__(
         self, launcher: ReplayLauncher, experiment: Experiment, name: str, row: dict[str, Any]
@@ -218,7 +223,7 @@ def ours(
     guesses: bool = True,
     sampler: str = "tpe",
 ) -> list[Step]:
-    """Run the real search on the table, on a budget of a quarter of the grid's cost."""
+    """Run the real search on the table, with a budget of a quarter of the grid's cost."""
     space, seed = space_of(table), SEARCH_SEEDS[number % 2]
     measured = probe_map(table, seed) if probes else []
     if measured:
@@ -264,12 +269,12 @@ def ours(
 
 
 def budget(table: Table) -> float:
-    """Return a quarter of what the whole grid costs, in seconds."""
+    """Return a quarter of the grid's cost, in seconds."""
     return grid(table, 0)[-1][0] / 4
 
 
 def probe_map(table: Table, seed: int) -> list[ProbeResult]:
-    """Return the probe map that the recorded speeds make."""
+    """Return the probe map of the recorded speeds."""
     return [
         ProbeResult(
             batch,
@@ -286,7 +291,7 @@ def probe_map(table: Table, seed: int) -> list[ProbeResult]:
 
 
 def grid(table: Table, number: int) -> list[Step]:
-    """Train every cell on some seeds, in a random order; hand out the best mean so far."""
+    """Train every cell on some seeds, in a random order. Return the best mean so far."""
     spent, best, steps = 0.0, (math.inf, table.keys[0]), list[Step]()
     draw = random.Random(number)
     seeds = draw.sample(SEARCH_SEEDS + CONFIRM_SEEDS, GRID_SEEDS)
@@ -316,7 +321,7 @@ def _sequence(table: Table, number: int, keys: Sequence[Key]) -> list[Step]:
 
 
 def tpe(table: Table, number: int, what: str) -> list[Step]:
-    """Optuna's default sampler on one number: the final quality, or samples/s (of one epoch)."""
+    """Run Optuna's default sampler on the final quality, or on samples/s (of one epoch)."""
     seed, spent, steps = SEARCH_SEEDS[number % 2], 0.0, list[Step]()
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=number)
@@ -337,7 +342,10 @@ def tpe(table: Table, number: int, what: str) -> list[Step]:
 
 
 def two_objectives(table: Table, number: int) -> list[Step]:
-    """Optuna's default for samples/s and quality; hands out the fastest of the front that reached the target."""
+    """Run Optuna's default sampler on samples/s and quality.
+
+    Returns the fastest configuration of the Pareto front that reached the target.
+    """
     seed, spent, steps = SEARCH_SEEDS[number % 2], 0.0, list[Step]()
     study = optuna.create_study(
         directions=["maximize", "maximize"], sampler=optuna.samplers.TPESampler(seed=number)
@@ -360,7 +368,7 @@ def _suggest(table: Table, trial: optuna.Trial) -> Key:
 
 
 def largest(table: Table, number: int) -> list[Step]:
-    """The largest batch that fits, the learning rate left as it is."""
+    """Return the largest batch that fits, with the user's learning rate."""
     own, batch = 32, table.batch_sizes[-1]
     factor = min(
         table.factors, key=lambda known: abs(math.log(known / (own / batch) ** table.exponent))
@@ -369,7 +377,7 @@ def largest(table: Table, number: int) -> list[Step]:
 
 
 def plateau(table: Table, number: int) -> list[Step]:
-    """The smallest batch within 5 % of the peak speed, the learning rate scaled."""
+    """Return the smallest batch within 5 % of the peak speed, with a scaled learning rate."""
     measured = probe_map(table, SEARCH_SEEDS[number % 2])
     peak = max(one.samples_per_second for one in measured)
     chosen = min(
@@ -396,14 +404,16 @@ CONTESTANTS: dict[str, Callable[[Table, int], list[Step]]] = {
 
 
 def judge(table: Table, steps: Sequence[Step], budget: float) -> dict[str, float]:
-    """Return the regret at the budget and at the end, the cost, and the cost from which on regret stays below 5 %."""
+    """Return the regret at the budget and at the end, the cost, and the cost to 5 %.
+
+    From that last cost on, the searcher never returns a configuration with a regret above 5 %.
+    """
     oracle = min(map(table.truth, table.keys))
     regrets = [(spent, table.truth(key) / oracle - 1) for spent, key in steps]
     at_budget = [regret for spent, regret in regrets if spent <= budget]
     bad = max((number for number, (_, regret) in enumerate(regrets) if regret > 0.05), default=-1)
-    good = [
-        spent for spent, _ in regrets[bad + 1 :]
-    ]  # from here on it never hands out anything worse
+    # After the last bad step, the regret stays at or below 5 %.
+    good = [spent for spent, _ in regrets[bad + 1 :]]
     return {
         "regret_at_budget": at_budget[-1] if at_budget else math.inf,
         "regret": regrets[-1][1],
@@ -413,7 +423,7 @@ def judge(table: Table, steps: Sequence[Step], budget: float) -> dict[str, float
 
 
 def regret_at(steps: Sequence[Step], truth: dict[Key, float], cost: float) -> float:
-    """Return the regret of what would be handed out after so much; infinite before there is anything."""
+    """Return the regret after this cost, or infinity before the first configuration."""
     known = [key for spent, key in steps if spent <= cost]
     return truth[known[-1]] / min(truth.values()) - 1 if known else math.inf
 
@@ -438,9 +448,9 @@ def draw(curves: dict[str, list[float]], shares: Sequence[float], path: Path) ->
     axes.axhline(0.05, color="grey", linewidth=0.8)
     axes.set(
         yscale="log",
-        xlabel="cost, of the whole grid's",
+        xlabel="cost, as a share of the grid's",
         ylabel="median regret in time to target",
-        title="What a searcher would hand out, by what it has cost",
+        title="Regret of the configuration that a searcher would return",
     )
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=110)

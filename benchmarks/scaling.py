@@ -1,8 +1,11 @@
-"""Samples/s of two processes over one, same global batch, one thread each; bare PyTorch beside it.   about 4 minutes
+"""Compare samples/s of two processes with one, and with a bare PyTorch loop.
 
     python benchmarks/scaling.py [--rounds 5]
 
-A round: rankzero with one process and with two, a bare loop with one and with two. Steady: without the first fifth.
+Takes about 4 minutes. The global batch is the same, and each process has one thread.
+
+A round has RankZero with one process and with two, then a bare loop with one and with two. The
+rates leave out the first fifth of the steps.
 """
 
 from __future__ import annotations

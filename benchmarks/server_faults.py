@@ -1,16 +1,26 @@
-"""Steps/s with an MLflow server that misbehaves, or is away, over the same with one that does not.   about half an hour
+"""Compare steps/s with an MLflow server that misbehaves, or is away, with an undisturbed server.
 
     python benchmarks/server_faults.py [--blocks 8] [--quick]
 
-Two gloo processes, one thread each, fully tracked to a server on the same two cores; the proxy of the fault-injection
-campaign stands between, for all contestants. For the disturbed one it refuses, hangs, drops or cuts answers, answers
-500, 429 or garbage, or takes five seconds for an answer; or the server's database is locked, or its disk full (where
-this user may mount one). One kind after the other: each until a request has met it, and for twelve seconds at least,
-longer than the courier's five between two batches; then good manners until one is answered. For the third contestant
-the server is away from the first step to the last. Then MLflow gets the rest, and has every step. Interleaved in one
-pair of processes: undisturbed, disturbed, away, disturbed, undisturbed, after a turn that warms up; a block's ratio is
-that of the means, over all but the first fifth of the steps. Many short turns rather than a few long ones: a shared
-machine's speed drifts. Counted are the faults that a request has met.
+Takes about half an hour.
+
+Two gloo processes, with one thread each, train fully tracked to a server on the same two cores.
+The proxy of the fault-injection campaign stands between them and the server for every candidate.
+
+- Undisturbed: the proxy forwards everything.
+- Disturbed: it refuses, hangs, drops or cuts answers, answers 500, 429 or garbage, or takes five
+  seconds for an answer. Or the server's database is locked, or its disk is full (if this user may
+  mount one). One kind follows another. Each lasts until a request has met it, and at least twelve
+  seconds: longer than the courier's five seconds between two batches. Then the server is healthy
+  until it has answered a request.
+- Away: there is no server from the first step to the last.
+
+After each run, MLflow receives the rest and must have every step.
+
+One pair of processes runs all candidates, interleaved, after a warm-up turn: undisturbed, disturbed,
+away, disturbed, undisturbed. A block's ratio is that of the means, without the first fifth of the
+steps. Many short turns are better than a few long ones, because a shared machine's speed drifts.
+Only faults that a request has met count.
 """
 
 from __future__ import annotations
@@ -50,9 +60,9 @@ WANTED = 0.99
 
 @dataclasses.dataclass
 class Trouble:
-    """What happens to whom: to the disturbed one kind after the other, to the away one no server at all.
+    """Injects the faults: one kind after another for `disturbed`, no server for `away`.
 
-    `met`: how many faults of each kind a request has met.
+    `met` counts the faults of each kind that a request has met.
     """
 
     proxy: Proxy
@@ -70,7 +80,7 @@ class Trouble:
         return len(self._kinds)
 
     def make(self) -> None:
-        """Make trouble until it is over."""
+        """Inject faults until `over` is set."""
         while not self.over.wait(POLL_SECONDS):
             if self._trains(ABSENT):
                 with self._hurt(AWAY):
@@ -79,7 +89,10 @@ class Trouble:
                 self._disturb()
 
     def _disturb(self) -> None:
-        """Make the trouble whose turn it is; it keeps its turn where nobody has met it before the training's end."""
+        """Inject the next kind of fault.
+
+        A kind that no request has met before the training's end is injected again next time.
+        """
         with self._hurt(self._kinds[0]):
             met = self._lasts(DISTURBED, BAD_SECONDS)
         if met:
@@ -88,7 +101,10 @@ class Trouble:
         self._lasts(DISTURBED, GOOD_SECONDS)
 
     def _lasts(self, who: str, seconds: float) -> bool:
-        """Wait so long, and until a request has come, while somebody trains; return whether one has."""
+        """Wait `seconds`, and until a request has arrived, while candidate `who` trains.
+
+        Return whether a request has arrived.
+        """
         before, begin = self.proxy.requests, time.monotonic()
         while time.monotonic() - begin < seconds or self.proxy.requests == before:
             if self.over.wait(POLL_SECONDS) or not self._trains(who):
@@ -121,7 +137,7 @@ class Trouble:
 
 @contextlib.contextmanager
 def made(trouble: Trouble) -> Iterator[None]:
-    """Make trouble for the duration of the block."""
+    """Inject faults for the duration of the block."""
     thread = threading.Thread(target=trouble.make)
     thread.start()
     try:
@@ -133,13 +149,13 @@ def made(trouble: Trouble) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_for(path: Path) -> Iterator[Disk | None]:
-    """A disk that can be filled, mounted where the server is to be; none where mounting is not allowed."""
+    """Yield a disk that can be filled, mounted at `path`, or None if mounting is not allowed."""
     with contextlib.ExitStack() as stack:
         disk = None
         try:
             disk = stack.enter_context(small_disk(path, DISK_MEGABYTES))
         except (OSError, subprocess.CalledProcessError) as error:
-            print(f"without full disks: {error}", flush=True)
+            print(f"full disks are left out: {error}", flush=True)
         yield disk
 
 
@@ -148,7 +164,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--quick", action="store_true", help="one block, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="one block, to check that it works")
     options = parser.parse_args()
     blocks = 1 if options.quick else options.blocks
     with tempfile.TemporaryDirectory() as temporary, disk_for(Path(temporary) / "disk") as disk:

@@ -1,10 +1,12 @@
-"""Two contestants in one pair of processes: one, other, other, one, …; or three: one, other, third, other, one, …
+"""Run two or three candidates interleaved in one pair of processes.
 
     torchrun --nproc-per-node 2 side_by_side.py Mlp 9 3 '{"bare": null, "tracked": "URI"}' out.json
 
-A contestant without a tracking URI is the bare loop. Each tracked turn is a whole run, with a recorder and a courier
-of its own, from its first step to the last. One pair of processes serves all, since a new pair runs up to 15 % faster
-or slower than the last.
+The order of two is one, other, other, one. The order of three is one, other, third, other, one.
+
+A candidate without a tracking URI is the bare loop. Each tracked turn is a complete run with its own
+recorder and courier. All candidates share one pair of processes, because a new pair runs up to 15 %
+faster or slower than the previous one.
 """
 
 import contextlib
@@ -32,18 +34,17 @@ from rankzero.training import worker
 from rankzero.training.distributed.world import World
 from rankzero.training.stop import Stop
 
-ORDERS = {
-    2: (0, 1, 1, 0),
-    3: (0, 1, 2, 1, 0),
-}  # of so many; a drift of the machine's speed cancels out
-TRAINING = "training"  # a file beside the result: the contestant that trains now
-REST_SECONDS = 4.0  # before each turn: a shared machine runs faster for a while after it was idle
-DELIVERY_SECONDS = 300.0  # without progress
+# By the number of candidates. The symmetry cancels a drift of the machine's speed.
+ORDERS = {2: (0, 1, 1, 0), 3: (0, 1, 2, 1, 0)}
+TRAINING = "training"  # a file next to the result with the candidate that trains now
+# A pause before each turn, because a shared machine runs faster for a while after it was idle.
+REST_SECONDS = 4.0
+DELIVERY_SECONDS = 300.0  # longest wait for the delivery without progress
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One contestant's steps per second: all steps, and all but the first fifth; and its last loss."""
+    """One candidate's steps per second (all steps, and all but the first fifth) and last loss."""
 
     who: str
     whole: float
@@ -63,7 +64,7 @@ def rate(times: list[float], first: int) -> float:
 def tracked(
     name: str, steps: int, runs: Path, uri: str, world: World, who: str
 ) -> tuple[list[float], float]:
-    """Make a run; return when each step ended, and the last loss, once MLflow has every one of them."""
+    """Make a run. Return the steps' end times and the last loss, once MLflow has every step."""
     label = f"{name}-{time.monotonic_ns()}"
     experiment = config.override(
         getattr(workloads, name)(),
@@ -86,7 +87,7 @@ def tracked(
 
 
 def found(runs: Path, steps: int) -> tuple[list[float], float]:
-    """Return the newest run's times and last loss. Raises AssertionError where MLflow lacks a step."""
+    """Return the newest run's times and last loss. Raises AssertionError if MLflow lacks a step."""
     folder = RunFolder(max(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime).parent)
     assert delivery_status.wait(folder, DELIVERY_SECONDS).done, "not delivered"
     assert steps_in_mlflow(folder) == list(range(1, steps + 1)), "MLflow does not have every step"
@@ -102,7 +103,7 @@ def found(runs: Path, steps: int) -> tuple[list[float], float]:
 
 @contextlib.contextmanager
 def told(path: Path, who: str) -> Iterator[None]:
-    """Say who trains, for whoever disturbs a contestant's turns."""
+    """Write the candidate that trains, for the thread that injects faults into its turns."""
     path.write_text(who)
     try:
         yield
@@ -132,9 +133,8 @@ def main(name: str, steps: int, blocks: int, uris: dict[str, str | None], out: s
             print(f"  {name} {turns[-1]}", flush=True)
     dist.barrier()
     if world.ranks.first:
-        Path(out).write_text(
-            json.dumps([dataclasses.asdict(one) for one in turns[1:]])
-        )  # the first one warms up
+        # The first turn is a warm-up.
+        Path(out).write_text(json.dumps([dataclasses.asdict(one) for one in turns[1:]]))
     bare.leave()
 
 

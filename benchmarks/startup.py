@@ -1,8 +1,9 @@
-"""From the command to the end of the first optimizer step, two processes, against a bare script.   about 3 minutes
+"""Measure from the command to the end of the first optimizer step, against a bare script.
 
     python benchmarks/startup.py [--rounds 9]
 
-The bare script runs under torchrun, which imports PyTorch once in the agent and again in every worker.
+Takes about 3 minutes. Both have two processes. The bare script runs under torchrun, which imports
+PyTorch once in the agent and again in every worker.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        bare(folder), tracked(folder)  # the files into memory, the database made
+        bare(folder), tracked(folder)  # loads the files into memory and makes the database
         readings = [(tracked(folder), bare(folder)) for _ in range(rounds)]
     ours, theirs = zip(*readings, strict=True)
     ratio = ratios(ours, theirs)

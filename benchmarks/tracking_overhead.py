@@ -1,12 +1,16 @@
-"""Steps/s of fully tracked runs against a bare hand-written DDP loop that logs nothing.   about 20 minutes
+"""Compare steps/s of fully tracked runs with a bare hand-written DDP loop that logs nothing.
 
     python benchmarks/tracking_overhead.py [--blocks 3] [--quick] [--longer 3 --only http]
 
-Two gloo processes, one thread each; same model, data, order, optimizer; sqlite, and a server on the same two cores.
-The tracked run puts one `train/loss` point per step into MLflow (checked after each run) and samples the machine.
-Interleaved in one pair of processes: a block is bare, tracked, tracked, bare; its ratio is that of the two means.
-Timed by rank 0's clock; evaluation and checkpoint come after the last step. Two figures for runs of about twenty
-seconds: `whole` is all steps, with the import of MLflow on the same cores in them; `steady` is all but the first fifth.
+Takes about 20 minutes. The stores are SQLite, and an HTTP server on the same two cores.
+
+Two gloo processes have one thread each, and the same model, data, order and optimizer. The tracked
+run puts one `train/loss` point per step into MLflow (checked after each run) and samples the machine.
+One pair of processes runs both, interleaved. A block is bare, tracked, tracked, bare, and its ratio
+is that of the two means. Rank 0's clock measures. Evaluation and checkpoint come after the last step.
+
+A run takes about twenty seconds and gives two figures. `whole` covers all steps, and with them the
+import of MLflow on the same cores. `steady` covers all but the first fifth.
 """
 
 from __future__ import annotations
@@ -31,12 +35,12 @@ STEPS = {"Mlp": 11_000, "Convnet": 1600}
 WANTED = {"Mlp": 0.95, "Convnet": 0.99}
 BLOCK = 4
 PORT = 5917
-PATIENT = {"RANKZERO_DELIVERY_GRACE_SECONDS": "300"}  # a server that misbehaves takes its time
+PATIENT = {"RANKZERO_DELIVERY_GRACE_SECONDS": "300"}  # a server that misbehaves is slow
 
 
 @contextlib.contextmanager
 def server(folder: Path) -> Iterator[str]:
-    """An MLflow server on this machine's same two cores."""
+    """Run an MLflow server on the same two cores. Yields its address."""
     folder.mkdir()
     with subprocess.Popen(
         server_command(folder, PORT),
@@ -59,7 +63,7 @@ def server(folder: Path) -> Iterator[str]:
 def side_by_side(
     name: str, steps: int, blocks: int, uris: dict[str, str | None], folder: Path
 ) -> list[dict[str, Any]]:
-    """Return every turn of the contestants, in the order in which they ran."""
+    """Return every turn of the candidates, in the order in which they ran."""
     out = folder / "turns.json"
     run(
         torchrun(HERE / "side_by_side.py", name, steps, blocks, json.dumps(uris), out),
@@ -73,7 +77,7 @@ def side_by_side(
 
 
 def mean_rates(turns: list[dict[str, Any]], who: str, span: str, block: int = BLOCK) -> list[float]:
-    """Return the mean steps per second of one contestant in each block of so many turns."""
+    """Return the mean steps per second of one candidate in each block of `block` turns."""
     blocks = [turns[start : start + block] for start in range(0, len(turns), block)]
     chosen = [[turn[span] for turn in block if turn["who"] == who] for block in blocks]
     return [sum(rates) / len(rates) for rates in chosen]
@@ -82,7 +86,7 @@ def mean_rates(turns: list[dict[str, Any]], who: str, span: str, block: int = BL
 def compare(
     name: str, store: str, steps: int, blocks: int, uri: str, folder: Path
 ) -> dict[str, Any]:
-    """Return one workload's ratios in one store, and every reading."""
+    """Return one workload's ratios with one store, and every reading."""
     turns = side_by_side(name, steps, blocks, {"bare": None, "tracked": uri}, folder)
     found = {
         span: ratios(mean_rates(turns, "tracked", span), mean_rates(turns, "bare", span))
@@ -99,9 +103,9 @@ def main() -> None:
     )
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument(
-        "--quick", action="store_true", help="one short block, to see that it works"
+        "--quick", action="store_true", help="one short block, to check that it works"
     )
-    parser.add_argument("--longer", type=int, default=1, help="how many times longer each run is")
+    parser.add_argument("--longer", type=int, default=1, help="factor for the length of each run")
     parser.add_argument("--only", choices=("sqlite", "http"), help="one store only")
     parser.add_argument("--workload", choices=tuple(STEPS), help="one workload only")
     options = parser.parse_args()
@@ -118,9 +122,8 @@ def main() -> None:
                     name, "sqlite", steps, blocks, default_tracking_uri(folder), folder
                 )
             if options.only != "sqlite":
-                with server(
-                    folder / f"server-{name}"
-                ) as uri:  # while sqlite was measured, no server took its share
+                # Started here: no server uses the cores while SQLite is measured.
+                with server(folder / f"server-{name}") as uri:
                     found[name]["http"] = compare(name, "http", steps, blocks, uri, folder)
     if not options.quick:
         save(

@@ -1,9 +1,9 @@
-"""From a trial's end to the next one's first optimizer step, two processes, against a fresh torchrun.   about 3 minutes
+"""Measure from a trial's end to the next trial's first optimizer step, against a fresh torchrun.
 
     python benchmarks/turnaround.py [--rounds 7]
 
-A round is one search of five trials, which has four turn-arounds, its MLflow tracking included, and one bare script
-from the command to its first step.
+Takes about 3 minutes, with two processes. A round is one search of five trials with MLflow tracking,
+which has four turn-arounds, and one bare script from the command to its first step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ TRIALS = 5
 
 
 def turnarounds(folder: Path) -> list[float]:
-    """Search; return the seconds between each trial's end and the next one's first step, by their journals."""
+    """Search. Return the seconds from each trial's end to the next trial's first step.
+
+    Both times come from the trials' journals.
+    """
     name = f"s-{time.monotonic_ns()}"
     run(
         rankzero(
@@ -60,7 +63,7 @@ def turnarounds(folder: Path) -> list[float]:
 
 
 def span(events: list[Event]) -> tuple[float, float]:
-    """Return when a trial's first step ended, and when the trial did."""
+    """Return the end time of a trial's first step, and that of the trial."""
     first = next(event for event in events if isinstance(event, StepsLogged)).times[0]
     return first, next(event for event in events if isinstance(event, RunEnded)).time
 
@@ -73,7 +76,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        bare(folder)  # the files into memory
+        bare(folder)  # loads the files into memory
         readings = [(statistics.median(turnarounds(folder)), bare(folder)) for _ in range(rounds)]
     ours, theirs = zip(*readings, strict=True)
     ratio = ratios(ours, theirs)

@@ -1,4 +1,4 @@
-"""What the benchmarks train: the same data, model and order for the tracked run and the bare loop."""
+"""Experiments of the benchmarks: the same data, model and order, tracked and bare."""
 
 import torch
 from torch import Tensor, nn, optim
@@ -29,7 +29,7 @@ class Workload(Experiment):
 
 
 class Mlp(Workload):
-    """64-128-10 at a global batch of 64: a step is nearly all overhead."""
+    """An MLP of 64-128-10 at a global batch of 64. A step is nearly all overhead."""
 
     train: Train = Train(batch_size=64)
 
@@ -41,7 +41,7 @@ class Mlp(Workload):
 
 
 class Convnet(Workload):
-    """A small convnet on 32x32 images: some 15 ms of arithmetic a step."""
+    """A small convnet on 32x32 images, with about 15 ms of arithmetic a step."""
 
     train: Train = Train(batch_size=64)
 
@@ -62,7 +62,7 @@ class Convnet(Workload):
 
 
 class Wide(Convnet):
-    """A convnet that is bound by arithmetic: some 100 ms a step on one core."""
+    """A convnet that is bound by arithmetic, with about 100 ms a step on one core."""
 
     train: Train = Train(batch_size=128)
 
