@@ -62,7 +62,10 @@ class Computed(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self._file = self._file or []
         self._file.append(index)
-        return {"x": self.slope * index + torch.rand(3, generator=self.generator), "y": (index % 2, "text")}
+        return {
+            "x": self.slope * index + torch.rand(3, generator=self.generator),
+            "y": (index % 2, "text"),
+        }
 
 
 class Odd:
@@ -98,7 +101,9 @@ def kinds() -> dict[str, Any]:
         "others computed": Subset(Computed(), range(50, 100)),
         "odd": Odd(),
         "empty rows": TensorDataset(torch.zeros(5, 0)),
-        "bytes": TensorDataset(torch.zeros(5, 2, dtype=torch.bfloat16), torch.ones(5, dtype=torch.bool)),
+        "bytes": TensorDataset(
+            torch.zeros(5, 2, dtype=torch.bfloat16), torch.ones(5, dtype=torch.bool)
+        ),
     }
 
 
@@ -135,7 +140,11 @@ def test_augmentation_does_not_change_a_digest_and_is_not_even_run() -> None:
 def test_no_sample_is_read_so_no_file_is_opened_that_loading_processes_would_inherit() -> None:
     computed = Computed()
     before = computed.generator.get_state()
-    parts: list[Any] = [Subset(computed, range(9)), ConcatDataset([computed, tensors()]), Wrapped(computed)]
+    parts: list[Any] = [
+        Subset(computed, range(9)),
+        ConcatDataset([computed, tensors()]),
+        Wrapped(computed),
+    ]
     for dataset in (computed, *parts):
         describe(dataset, "training", "x.py")
     assert computed._file is None and torch.equal(computed.generator.get_state(), before)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from support.paths import SUPPORT
 import random
 import subprocess
 import sys
 from collections import UserDict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from rankzero.experiment import Experiment
 from rankzero.training.data.batch import rows_of, samples_in, to_device
 from rankzero.training.data.loader import BatchLoader, loader_workers
 from rankzero.training.data.order import BatchOrder
+from support.paths import SUPPORT
 
 CPU = torch.device("cpu")
 
@@ -32,16 +31,22 @@ class Noise(Dataset[Tensor]):
         return 20
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+        return torch.tensor(
+            [index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64
+        )
 
 
 def feed(dataset: Any, workers: int = 0) -> BatchLoader:
     return BatchLoader(dataset, CPU, seed=3, workers=workers, collate=default_collate)
 
 
-def drawn(workers: int, world_size: int, micro_batch: int, first_step: int = 0) -> dict[tuple[int, int], list[float]]:
+def drawn(
+    workers: int, world_size: int, micro_batch: int, first_step: int = 0
+) -> dict[tuple[int, int], list[float]]:
     """Return each item's values by (step, index), over all ranks."""
-    plan = BatchOrder(samples=20, batch_size=8, micro_batch=micro_batch, world_size=world_size, seed=3)
+    plan = BatchOrder(
+        samples=20, batch_size=8, micro_batch=micro_batch, world_size=world_size, seed=3
+    )
     found = {}
     for rank in range(world_size):
         batches = feed(Noise(), workers).train(plan, rank, first_step, 5)
@@ -83,7 +88,9 @@ def test_a_collate_of_ones_own_is_used_whatever_the_data_set() -> None:
             return torch.stack([value + 100 for (value,) in samples])
 
     def first(experiment: Experiment) -> Any:
-        mine = BatchLoader(TensorDataset(torch.arange(20)), CPU, seed=3, workers=0, collate=experiment.collate)
+        mine = BatchLoader(
+            TensorDataset(torch.arange(20)), CPU, seed=3, workers=0, collate=experiment.collate
+        )
         return next(mine.train(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1))
 
     plain = first(Experiment())
@@ -94,8 +101,11 @@ def test_a_collate_of_ones_own_is_used_whatever_the_data_set() -> None:
 def test_evaluation_sees_every_sample_once_and_again(dataset: Any) -> None:
     mine = feed(dataset)
     for _ in range(2):
-        seen = [batch for rank in (0, 1, 2) for batch in mine.evaluate(2, rank, 3)] if dataset.__class__ is not Noise \
+        seen = (
+            [batch for rank in (0, 1, 2) for batch in mine.evaluate(2, rank, 3)]
+            if dataset.__class__ is not Noise
             else list(mine.evaluate(3, 0, 1))
+        )
         assert sum(samples for _, samples in seen) == len(dataset)
         assert [samples_in(batch) for batch, _ in seen] == [samples for _, samples in seen]
 
@@ -113,7 +123,9 @@ def test_a_part_of_a_data_set_has_each_samples_own_augmentation() -> None:
     part = Subset(Subset(Noise(), range(20)), range(20))  # as random_split makes them
 
     def rows(dataset: Any, batch_size: int) -> dict[int, list[float]]:
-        batches = feed(dataset).train(BatchOrder(20, batch_size, batch_size, 1, 3), 0, 0, 20 // batch_size)
+        batches = feed(dataset).train(
+            BatchOrder(20, batch_size, batch_size, 1, 3), 0, 0, 20 // batch_size
+        )
         return {int(row[0]): row[1:] for batch in batches for row in batch.tolist()}
 
     assert rows(part, 10) == rows(Noise(), 10) == rows(part, 5)
@@ -145,7 +157,11 @@ def test_whatever_has_tensors_or_moves_is_moved() -> None:
     meta = torch.device("meta")
     encoded = Encoded(ids=torch.zeros(3, 2), graph=Graph(), texts=["a"])
     moved = to_device(encoded, meta)
-    assert isinstance(moved, Encoded) and moved["ids"].device == meta and moved["graph"].device == "meta"
+    assert (
+        isinstance(moved, Encoded)
+        and moved["ids"].device == meta
+        and moved["graph"].device == "meta"
+    )
     assert encoded["ids"].device == CPU and moved["texts"] == ["a"]
     assert rows_of(encoded, torch.tensor([2]))["ids"].shape == (1, 2) and samples_in(encoded) == 3
     packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
@@ -159,7 +175,11 @@ def test_samples_are_counted_by_what_was_asked_for_and_not_by_what_came() -> Non
         return {"tokens": torch.cat(items), "lengths": torch.tensor([len(item) for item in items])}
 
     mine = BatchLoader(Noise(), CPU, seed=3, workers=0, collate=collate)
-    assert [(len(batch["tokens"]), samples) for batch, samples in mine.evaluate(8, 0, 1)] == [(32, 8), (32, 8), (16, 4)]
+    assert [(len(batch["tokens"]), samples) for batch, samples in mine.evaluate(8, 0, 1)] == [
+        (32, 8),
+        (32, 8),
+        (16, 4),
+    ]
 
 
 def test_loaders_get_the_cores_that_training_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,14 @@ def test_the_ranks_micro_batches_are_the_global_batch(plan: BatchOrder, step: in
 def test_walking_is_going_step_by_step(plan: BatchOrder, first: int, more: int) -> None:
     for rank in range(plan.world_size):
         walked = list(plan.walk(rank, first, first + more))
-        stepped = [(plan.epoch(step), indices) for step in range(first, first + more)
-                   for indices in plan.micro_batches(step, rank)]
+        stepped = [
+            (plan.epoch(step), indices)
+            for step in range(first, first + more)
+            for indices in plan.micro_batches(step, rank)
+        ]
         assert [(epoch, indices.tolist()) for epoch, indices in walked] == [
-            (epoch, indices.tolist()) for epoch, indices in stepped]
+            (epoch, indices.tolist()) for epoch, indices in stepped
+        ]
 
 
 @given(plans)
@@ -54,7 +58,11 @@ def test_the_global_batch_does_not_depend_on_how_it_is_cut(plan: BatchOrder, ste
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 5))
 def test_shards_cover_every_sample_once(samples: int, batch_size: int, world_size: int) -> None:
-    shards = [batch for rank in range(world_size) for batch in shard(samples, batch_size, rank, world_size)]
+    shards = [
+        batch
+        for rank in range(world_size)
+        for batch in shard(samples, batch_size, rank, world_size)
+    ]
     assert sorted(index for batch in shards for index in batch.tolist()) == list(range(samples))
 
 
@@ -65,7 +73,10 @@ def test_epochs_differ_and_repeat() -> None:
     assert torch.equal(order(0, 0, 100), first)
 
 
-@given(st.lists(st.integers(0, 2**63), min_size=1, max_size=3), st.lists(st.integers(0, 2**63), min_size=1, max_size=3))
+@given(
+    st.lists(st.integers(0, 2**63), min_size=1, max_size=3),
+    st.lists(st.integers(0, 2**63), min_size=1, max_size=3),
+)
 def test_mixed_seeds_differ(one: list[int], other: list[int]) -> None:
     assert 0 <= mix(*one) < 2**63
     assert (mix(*one) == mix(*other)) == (one == other)
@@ -88,7 +99,9 @@ def test_accumulation_follows_from_the_two() -> None:
 
 def test_data_that_differ_in_length_are_refused_and_the_ranks_named() -> None:
     check_alike("training", [5, 5, 5])
-    with pytest.raises(UserError, match=r"5 samples on ranks 0, 2; 4 samples on rank 1\. Every rank must see"):
+    with pytest.raises(
+        UserError, match=r"5 samples on ranks 0, 2; 4 samples on rank 1\. Every rank must see"
+    ):
         check_alike("training", [5, 4, 5])
     with pytest.raises(UserError, match=r"9 samples on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more"):
         check_alike("validation", [1] + [9] * 99)

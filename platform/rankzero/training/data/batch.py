@@ -12,7 +12,11 @@ from torch import Tensor
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return `batch` with every tensor in it on `device`, and whatever else has a method ``to``."""
-    return _changed(batch, lambda tensor: tensor.to(device, non_blocking=True), lambda other: _moved(other, device))
+    return _changed(
+        batch,
+        lambda tensor: tensor.to(device, non_blocking=True),
+        lambda other: _moved(other, device),
+    )
 
 
 def rows_of(batch: Any, rows: Tensor) -> Any:
@@ -24,11 +28,19 @@ def samples_in(batch: Any) -> int:
     """Return the length of the first tensor found in `batch`: its samples, where every tensor has them in rows."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else 0
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    values = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, (list, tuple))
+        else ()
+    )
     return next((count for count in map(samples_in, values) if count), 0)
 
 
-def _changed(batch: Any, change: Callable[[Tensor], Tensor], change_other: Callable[[Any], Any]) -> Any:
+def _changed(
+    batch: Any, change: Callable[[Tensor], Tensor], change_other: Callable[[Any], Any]
+) -> Any:
     """Return `batch` with its tensors changed, in lists, tuples, mappings; and others that could be moved."""
 
     def changed(value: Any) -> Any:

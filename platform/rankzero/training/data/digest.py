@@ -34,17 +34,32 @@ GENERIC = (TensorDataset, Subset, ConcatDataset)
 Contents = list[bytes]
 
 
-def describe(dataset: Any, context: Literal["training", "validation"], experiment_file: str) -> DataDescribed:
+def describe(
+    dataset: Any, context: Literal["training", "validation"], experiment_file: str
+) -> DataDescribed:
     """Return what a data set is; of one that cannot be looked into, its type and its length. Raises nothing."""
     inner = innermost(dataset)
-    name = Path(experiment_file.partition(".py")[0]).name if isinstance(inner, GENERIC) else type(inner).__name__
+    name = (
+        Path(experiment_file.partition(".py")[0]).name
+        if isinstance(inner, GENERIC)
+        else type(inner).__name__
+    )
     digest, how = fingerprint(dataset)
     root = dict(_attributes(inner)).get("root")
     local = isinstance(root, (str, Path)) and bool(str(root))
-    source = str(Path(str(root)).absolute()) if local and "://" not in str(root) else str(root or "")
+    source = (
+        str(Path(str(root)).absolute()) if local and "://" not in str(root) else str(root or "")
+    )
     return DataDescribed(
-        time.time(), context, name, digest, how, "local" if local else "code",
-        text_without_secrets(source if local else experiment_file), len(dataset), _columns(dataset),
+        time.time(),
+        context,
+        name,
+        digest,
+        how,
+        "local" if local else "code",
+        text_without_secrets(source if local else experiment_file),
+        len(dataset),
+        _columns(dataset),
     )
 
 
@@ -110,7 +125,11 @@ def _attributes(dataset: Any) -> list[tuple[str, Any]]:
 def _holds(value: Any, count: int) -> bool:
     """Tell whether an attribute has an entry for each sample."""
     if isinstance(value, (Tensor, np.ndarray)):
-        return bool(value.ndim) and len(value) == count and not getattr(value.dtype, "hasobject", False)
+        return (
+            bool(value.ndim)
+            and len(value) == count
+            and not getattr(value.dtype, "hasobject", False)
+        )
     return isinstance(value, (list, tuple)) and len(value) == count > 0 and _is_plain(value[0])
 
 
@@ -124,9 +143,13 @@ def _packed(values: Any) -> bytes:
     """Return the shape and evenly spaced rows of an array or a list, as bytes. Only what is returned is copied."""
     if isinstance(values, Tensor):
         picked = values.detach()[_places(values.shape, ROW_VALUES)].cpu().contiguous()
-        return f"{values.dtype} {tuple(values.shape)}".encode() + bytes(picked.view(torch.uint8).numpy())
+        return f"{values.dtype} {tuple(values.shape)}".encode() + bytes(
+            picked.view(torch.uint8).numpy()
+        )
     if isinstance(values, np.ndarray):
-        gathered = values[_places(values.shape, MAPPED_VALUES if isinstance(values, np.memmap) else ROW_VALUES)]
+        gathered = values[
+            _places(values.shape, MAPPED_VALUES if isinstance(values, np.memmap) else ROW_VALUES)
+        ]
         return f"torch.{values.dtype} {values.shape}".encode() + bytes(gathered.tobytes())
     return repr((len(values), [_said(values[row]) for row in spaced(len(values), ROWS)])).encode()
 
@@ -135,7 +158,11 @@ def _places(shape: Sequence[int], most: int) -> tuple[Any, ...]:
     """Return an index of spaced rows' spaced values, `most` of each: a gather, however the array lies in memory."""
     rows, size = np.array(spaced(shape[0], ROWS), np.int64)[:, None], math.prod(shape[1:])
     steps = np.arange(0, size, max(1, -(-size // most)))
-    columns = np.unravel_index(steps, tuple(shape[1:])) if size and len(shape) > 1 else [steps] * (len(shape) - 1)
+    columns = (
+        np.unravel_index(steps, tuple(shape[1:]))
+        if size and len(shape) > 1
+        else [steps] * (len(shape) - 1)
+    )
     return (rows, *columns)
 
 
@@ -165,9 +192,15 @@ def spaced(count: int, most: int) -> list[int]:
 
 def _of_facts(dataset: Any) -> tuple[Contents, str]:
     """Return what the data set's parts are, and the settings of the one that it is of in the end."""
-    plain = [(name, _said(value)) for name, value in _attributes(innermost(dataset))
-             if name[:1] != "_" and isinstance(value, (str, int, float, bool, Path))]
-    facts = [(name, value.rpartition("/")[2] if isinstance(value, str) else value) for name, value in plain]
+    plain = [
+        (name, _said(value))
+        for name, value in _attributes(innermost(dataset))
+        if name[:1] != "_" and isinstance(value, (str, int, float, bool, Path))
+    ]
+    facts = [
+        (name, value.rpartition("/")[2] if isinstance(value, str) else value)
+        for name, value in plain
+    ]
     how = "its type, its length" + "".join(f", {name}" for name, _ in facts)
     return [*_contents(dataset, [], 0), repr(facts).encode()], how[:200]
 
@@ -184,6 +217,13 @@ def _columns(dataset: Any) -> dict[str, str]:
     if isinstance(dataset, TensorDataset):
         pairs = [(str(number), tensor) for number, tensor in enumerate(dataset.tensors)]
     else:
-        arrays = [(name, value) for name, value in _attributes(dataset) if isinstance(value, (Tensor, np.ndarray))]
+        arrays = [
+            (name, value)
+            for name, value in _attributes(dataset)
+            if isinstance(value, (Tensor, np.ndarray))
+        ]
         pairs = [(name, array) for name, array in arrays if _holds(array, len(dataset))]
-    return {name: f"{str(array.dtype).removeprefix('torch.')}{list(array.shape[1:]) or ''}" for name, array in pairs}
+    return {
+        name: f"{str(array.dtype).removeprefix('torch.')}{list(array.shape[1:]) or ''}"
+        for name, array in pairs
+    }

@@ -24,7 +24,9 @@ from rankzero.telemetry.host import usable_cores
 from rankzero.training.data.batch import to_device
 from rankzero.training.data.order import BatchOrder, mix, shard
 
-RESIDENT_BYTES = 1 << 30  # a tensor data set up to this size is copied to the GPU once, and gathered there
+RESIDENT_BYTES = (
+    1 << 30
+)  # a tensor data set up to this size is copied to the GPU once, and gathered there
 MOST_WORKERS = 8
 EVALUATION_WORKERS = 2
 Collate = Callable[[list[Any]], Any]
@@ -58,7 +60,9 @@ class BatchLoader:
         self._workers = loader_workers(workers, local_world_size)
         self._evaluation: DataLoader[Any] | None = None
 
-    def train(self, plan: BatchOrder, rank: int, first_step: int, total_steps: int) -> Iterator[Any]:
+    def train(
+        self, plan: BatchOrder, rank: int, first_step: int, total_steps: int
+    ) -> Iterator[Any]:
         """Yield `rank`'s micro-batches of all steps from `first_step` on, on the device."""
         keys = plan.walk(rank, first_step, total_steps)
         if self._tensors is not None:
@@ -74,10 +78,14 @@ class BatchLoader:
         if self._tensors is not None:
             return self._gather(keys, self._tensors)
         if self._evaluation is None:  # kept, so that its processes start once
-            self._evaluation = self._loader(keys, min(self._workers, EVALUATION_WORKERS), persistent=True)
+            self._evaluation = self._loader(
+                keys, min(self._workers, EVALUATION_WORKERS), persistent=True
+            )
         return self._load(self._evaluation)
 
-    def _gather(self, keys: Iterable[tuple[int, Tensor]], tensors: Sequence[Tensor]) -> Iterator[Any]:
+    def _gather(
+        self, keys: Iterable[tuple[int, Tensor]], tensors: Sequence[Tensor]
+    ) -> Iterator[Any]:
         home = tensors[0].device
         on_cpu, moves = home.type == "cpu", home != self.device
         for _, indices in keys:
@@ -85,7 +93,9 @@ class BatchLoader:
             batch = [_rows(tensor, here, pinned=moves) for tensor in tensors]
             yield to_device(batch, self.device) if moves else batch
 
-    def _loader(self, keys: Iterable[tuple[int, Tensor]], workers: int, *, persistent: bool = False) -> DataLoader[Any]:
+    def _loader(
+        self, keys: Iterable[tuple[int, Tensor]], workers: int, *, persistent: bool = False
+    ) -> DataLoader[Any]:
         return DataLoader(
             self._dataset,
             batch_sampler=_EpochBatchSampler(keys),

@@ -17,7 +17,9 @@ from torch import Tensor
 from rankzero.errors import UserError
 from rankzero.experiment import Train
 
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive integers (Knuth; splitmix64)
+GOLDEN = (
+    0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive integers (Knuth; splitmix64)
+)
 MASK = (1 << 64) - 1
 MOST_NAMED = 8  # ranks, in a message
 
@@ -64,7 +66,9 @@ class BatchOrder:
         while step < total_steps:
             epoch, position = divmod(step, self.steps_per_epoch)
             steps = min(self.steps_per_epoch - position, total_steps - step)
-            whole = order(self.seed, epoch, self.samples)[position * self.batch_size :][: steps * self.batch_size]
+            whole = order(self.seed, epoch, self.samples)[position * self.batch_size :][
+                : steps * self.batch_size
+            ]
             mine = whole.view(-1, self.world_size, self.micro_batch)[:, rank]
             for indices in mine.contiguous().unbind():
                 yield epoch, indices
@@ -87,7 +91,10 @@ def check_alike(what: str, lengths: Sequence[int]) -> None:
     """Raise UserError, naming ranks and lengths, where a data set is not as long on each rank as on the others."""
     if len(set(lengths)) == 1:
         return
-    by_length = {length: [rank for rank, found in enumerate(lengths) if found == length] for length in lengths}
+    by_length = {
+        length: [rank for rank, found in enumerate(lengths) if found == length]
+        for length in lengths
+    }
     told = "; ".join(f"{length} samples on {_ranks(ranks)}" for length, ranks in by_length.items())
     raise UserError(
         f"data() returned {what} sets of different lengths: {told}. Every rank must see the whole of the same data, "
