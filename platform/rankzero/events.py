@@ -1,6 +1,6 @@
-"""What happens in a run, and what a hook is. Pure.
+"""The events of a run. Pure.
 
-Events are frozen facts; one line of JSON each in the run's journal. NaN and the infinities
+An event is a frozen fact, and one line of JSON in the run's journal. NaN and the infinities
 are written as Python's json writes them (``NaN``, ``Infinity``).
 """
 
@@ -105,7 +105,7 @@ class SystemSampled:
 
 @dataclasses.dataclass(frozen=True)
 class Noticed:
-    """Something about the run that people should know: a hook disabled, a checkpoint not written."""
+    """Something about the run that people should know: a metric lost, a checkpoint not written."""
 
     time: float
     text: str
@@ -134,7 +134,8 @@ Event = (
     | Noticed
     | RunEnded
 )
-Hook = Callable[[Event], None]
+Emit = Callable[[Event], None]
+"""Writes an event to the run's journal. A failure in it never reaches the training."""
 
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
 

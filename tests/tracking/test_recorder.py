@@ -311,8 +311,8 @@ def test_a_writer_that_lives_is_told_from_a_dead_one(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     assert not claims.writer_lives(folder)
     code = (
-        f"from rankzero.tracking import folder, incumbent; from pathlib import Path; "
-        f"incumbent.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
+        f"from rankzero.run_store import claims, folder; from pathlib import Path; "
+        f"claims.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert not claims.writer_lives(folder)

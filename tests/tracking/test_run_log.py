@@ -1,52 +1,68 @@
-"""Hooks observe; one that fails is disabled and told."""
+"""RunLog: a failure of the journal is reported, and never ends the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rankzero.events import Event, RunEnded
-from rankzero.tracking.run_log import Emitter
-
-EVENT = RunEnded(0.0, "FINISHED", "done", None, {})
-
-
-def test_a_failing_hook_is_disabled_and_the_others_go_on() -> None:
-    seen: list[Event] = []
-    calls: list[Event] = []
-
-    def broken(event: Event) -> None:
-        calls.append(event)
-        raise RuntimeError("of its own")
-
-    emit = Emitter([broken, seen.append])
-    emit(EVENT)
-    emit(EVENT)
-    assert seen == [EVENT, EVENT] and calls == [EVENT]
-    assert emit.problems == ["the hook broken failed and was disabled: RuntimeError: of its own"]
+from rankzero.events import Evaluated, Noticed
+from rankzero.run_store.journal import Journal, read_all
+from rankzero.tracking.run_log import RunLog
+from support.runs import T0, append, ended, evaluated, make_folder
 
 
-def test_hooks_are_called_in_order_and_an_object_goes_by_its_class() -> None:
-    seen: list[str] = []
+class Unreadable(dict[str, float]):
+    """Metrics that raise when the journal encodes them."""
 
-    class Broken:
-        def __call__(self, event: Event) -> None:
-            seen.append("broken")
-            raise OSError("disk full")
+    def __init__(self, error: Exception) -> None:
+        super().__init__(x=1.0)
+        self.error = error
 
-    emit = Emitter(
-        [lambda _: seen.append("first"), Broken(), Broken(), lambda _: seen.append("last")]
-    )
-    emit(EVENT)
-    emit(EVENT)
-    assert seen == ["first", "broken", "broken", "last", "first", "last"]
-    assert [problem.split(":")[0] for problem in emit.problems] == [
-        "the hook Broken failed and was disabled"
-    ] * 2
+    def items(self) -> Any:
+        raise self.error
 
 
-def test_an_interrupt_is_no_failure_of_a_hook() -> None:
-    def interrupted(event: Event) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("of its own"), OSError("disk full"), MemoryError("none left")],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_unexpected_error_costs_one_event_and_is_noticed(
+    tmp_path: Path, error: Exception
+) -> None:
+    folder = make_folder(tmp_path)
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    odd = Evaluated(T0, 1, Unreadable(error), False)
+    for event in (evaluated(1, 0.5), odd, evaluated(2, 0.6), ended()):
+        log(event)
+    log.close()
+    *_, notice, second, end = read_all(folder.events)
+    assert isinstance(notice, Noticed) and notice.text.startswith("a Evaluated is lost")
+    assert (second, end) == (evaluated(2, 0.6), ended())
 
-    emit = Emitter([interrupted])
+
+def test_an_interrupt_is_no_failure_of_the_journal(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+
+    class Interrupted(Journal):
+        def _append(self, event: Any) -> None:
+            raise KeyboardInterrupt
+
+    log = RunLog(folder, Interrupted(folder.events), 1, None)
     with pytest.raises(KeyboardInterrupt):
-        emit(EVENT)
-    assert emit.problems == []
+        log(ended())
+    log.close()
+    assert list(read_all(folder.events)) == []
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder)
+    log = RunLog(folder, None, 0, None)
+    log(ended())
+    log.notice("unseen")
+    log.flush()
+    log.close()
+    assert list(read_all(folder.events)) == []

@@ -34,14 +34,14 @@ STEPS_SECONDS = (
 
 
 class Journal:
-    """Appends events to a file; a `Hook`.
+    """Appends events to a file. Calling it never raises: telemetry must not end a training.
 
     Events are handed to the operating system at once, so they survive the death of the process; of
     StepsLogged only those a while after the last, others wait in memory for the next event or `flush`.
     RunStarted, CheckpointSaved and RunEnded are also synced to the disk. While the disk is
     full, lines wait in memory, and the next event tries again; past `MOST_WAITING_BYTES` events other than those
-    three are lost, and counted: in `lost`, and in the journal once there is room. An event that JSON cannot hold
-    is lost alone, and stands in `problems`.
+    three are lost, and counted: in `lost`, and in the journal once there is room. An event that cannot be written
+    is lost alone, and `problems` says so.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,21 +54,20 @@ class Journal:
         self.problems: list[str] = []
 
     def __call__(self, event: Event) -> None:
+        try:
+            self._append(event)
+        except Exception as error:
+            # One odd value must not end the journal, and the journal must not end the training.
+            self.problems.append(
+                f"a {type(event).__name__} is lost, since it cannot be written: {error}"
+            )
+
+    def _append(self, event: Event) -> None:
         if self._has_no_room_for(event):
             self.lost += 1
             self._untold += 1
             return
-        try:
-            self._waiting += _line(event)
-        except (
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as error:  # one odd value must not end the journal
-            self.problems.append(
-                f"a {type(event).__name__} is lost, since it cannot be written: {error}"
-            )
-            return
+        self._waiting += _line(event)
         if self._is_due(event):
             self._write()
         if isinstance(event, MILESTONES):

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rankzero.events import Event, Hook, Noticed, RunEnded, RunStarted
+from rankzero.events import Event, Noticed, RunEnded, RunStarted
 from rankzero.ranks import Ranks
 from rankzero.redaction.text import text_without_secrets
 from rankzero.run_store import picture_files
@@ -23,7 +23,7 @@ FULL = "the disk has been full for so long that metrics are lost from now on, un
 
 
 class RunLog:
-    """Rank 0's way to write a run; on other ranks every call does nothing. A `Hook`."""
+    """Rank 0's way to write a run; on other ranks every call does nothing."""
 
     def __init__(
         self,
@@ -31,12 +31,10 @@ class RunLog:
         journal: Journal | None,
         attempt: int,
         recording: Any,
-        hooks: Sequence[Hook] = (),
     ) -> None:
         self.folder, self.attempt = folder, attempt
         self._journal, self._recording = journal, recording
         self._told: list[str] = []
-        self._emit = Emitter([journal, *hooks] if journal is not None else ())
 
     @classmethod
     def open(
@@ -64,14 +62,16 @@ class RunLog:
         return cls(folder, journal, attempt, recording)
 
     def __call__(self, event: Event) -> None:
-        """Write the event; what a failure says of itself, without secrets."""
+        """Append the event to the journal, a failure's text without secrets. Raises nothing."""
+        if self._journal is None:
+            return
         if isinstance(event, RunEnded):
             error = None if event.error is None else text_without_secrets(event.error)
             event = dataclasses.replace(
                 event, reason=text_without_secrets(event.reason), error=error
             )
-        self._emit(event)
-        self._tell_problems()
+        self._journal(event)
+        self._report_problems(self._journal)
 
     def flush(self) -> None:
         """Hand what was logged to the operating system, where readers find it."""
@@ -85,27 +85,23 @@ class RunLog:
         text = text_without_secrets(text)
         if text not in self._told and len(self._told) < MOST_NOTICES:
             self._told.append(text)
-            self._emit(Noticed(time.time(), text))
+            self._journal(Noticed(time.time(), text))
         _print(text)  # last: whatever becomes of the output, the journal has it
 
-    def _tell_problems(self) -> None:
-        for problems in (
-            self._emit.problems,
-            [] if self._journal is None else self._journal.problems,
-        ):
-            while problems:
-                self.notice(problems.pop(0))
-        if self._journal is not None and self._journal.lost and FULL not in self._told:
+    def _report_problems(self, journal: Journal) -> None:
+        while journal.problems:
+            self.notice(journal.problems.pop(0))
+        if journal.lost and FULL not in self._told:
             self.notice(FULL)
 
     def close(self) -> None:
         """Close the journal, and let the recorder finish by itself."""
-        self._tell_problems()
-        try:
-            if self._journal is not None:
+        if self._journal is not None:
+            self._report_problems(self._journal)
+            try:
                 self._journal.close()
-        except OSError as error:
-            _print(f"the end of the journal could not be written: {error}")
+            except OSError as error:
+                _print(f"the end of the journal could not be written: {error}")
         if self._recording is not None:
             self._recording.close()
 
@@ -116,22 +112,3 @@ def _print(text: str) -> None:
     with contextlib.suppress(OSError, ValueError, LookupError):
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(f"note: {text}".encode(encoding, "backslashreplace").decode(encoding), flush=True)
-
-
-class Emitter:
-    """Calls every hook with every event, in order. A `Hook` itself; never raises."""
-
-    def __init__(self, hooks: Iterable[Hook] = ()) -> None:
-        self._hooks = list(hooks)
-        self.problems: list[str] = []
-
-    def __call__(self, event: Event) -> None:
-        for hook in tuple(self._hooks):
-            try:
-                hook(event)
-            except Exception as error:  # telemetry cannot kill a run
-                self._hooks.remove(hook)
-                name = getattr(hook, "__name__", type(hook).__name__)
-                self.problems.append(
-                    f"the hook {name} failed and was disabled: {type(error).__name__}: {error}"
-                )

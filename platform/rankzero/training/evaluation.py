@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rankzero.errors import UserError
-from rankzero.events import Hook
+from rankzero.events import Emit
 from rankzero.training import rng
 from rankzero.training.data.order import most_batches
 from rankzero.training.job import State, TrainingContext, arithmetic
@@ -84,7 +84,7 @@ def validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
 
 
 def show(
-    job: TrainingContext, state: State, *, better: bool, last: bool, seconds: float, emit: Hook
+    job: TrainingContext, state: State, *, better: bool, last: bool, seconds: float, emit: Emit
 ) -> None:
     """Take pictures of the evaluation that has just been, where they are due; `seconds` of training so far.
 

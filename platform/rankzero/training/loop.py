@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankzero.events import Hook, StepsLogged
+from rankzero.events import Emit, StepsLogged
 from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.job import State, TrainingContext, arithmetic
@@ -39,7 +39,7 @@ class NotFinite(Exception):
 def fit(
     job: TrainingContext,
     state: State,
-    emit: Hook,
+    emit: Emit,
     stop: Stop,
     checkpoints: Checkpoints | None,
     tally: RunTotals,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rankzero.events import Evaluated, Hook
+from rankzero.events import Emit, Evaluated
 from rankzero.training import rng, strategies
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.evaluation import evaluation, show
@@ -33,7 +33,7 @@ class PeriodicActions:
         self,
         job: TrainingContext,
         state: State,
-        emit: Hook,
+        emit: Emit,
         stop: Stop,
         checkpoints: Checkpoints | None,
         tally: RunTotals,
@@ -99,7 +99,7 @@ def save(
     job: TrainingContext,
     state: State,
     checkpoints: Checkpoints | None,
-    emit: Hook,
+    emit: Emit,
     metrics: Mapping[str, float],
     best: bool,
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from rankzero import config, experiment_file
 from rankzero import ranks as launcher
 from rankzero.errors import UserError
-from rankzero.events import DataDescribed, Hook
+from rankzero.events import DataDescribed, Emit
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
@@ -261,7 +261,7 @@ def _gallery(job: TrainingContext, log: RunLog) -> ImageCapture:
     )
 
 
-def _finish(checkpoints: Checkpoints, emit: Hook, tally: RunTotals) -> None:
+def _finish(checkpoints: Checkpoints, emit: Emit, tally: RunTotals) -> None:
     for event in checkpoints.close():
         emit(event)
     tally.blocked_seconds = checkpoints.blocked_seconds

@@ -26,7 +26,7 @@ class CurvePoint:
 
 @dataclasses.dataclass
 class LearningCurve:
-    """What is known of a trial so far; takes events, a `Hook`."""
+    """What is known of a trial so far; takes events."""
 
     goal: Goal
     points: list[CurvePoint] = dataclasses.field(default_factory=list)

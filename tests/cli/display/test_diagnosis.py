@@ -38,8 +38,8 @@ def aged(folder: RunFolder, seconds: float) -> None:
 def dead_writer(folder: RunFolder) -> None:
     """Leave the claim of a process that is gone."""
     program = (
-        "from pathlib import Path; from rankzero.tracking import folder, incumbent; "
-        f"incumbent.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
+        "from pathlib import Path; from rankzero.run_store import claims, folder; "
+        f"claims.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
     )
     subprocess.run([os.sys.executable, "-c", program], check=True)  # type: ignore[attr-defined]
 
@@ -361,18 +361,16 @@ def test_a_run_without_anything_has_a_story(tmp_path: Path) -> None:
     ]
 
 
-def test_hooks_that_fail_are_on_the_runs_page(tmp_path: Path) -> None:
+def test_events_that_cannot_be_written_are_on_the_runs_page(tmp_path: Path) -> None:
     from rankzero.run_store.journal import Journal
     from rankzero.tracking.deliverer import Deliverer
     from rankzero.tracking.run_log import RunLog
     from support.fake_tracker import FakeTracker
 
-    def broken(event: object) -> None:
-        raise RuntimeError("no")
-
     folder, tracker = make_folder(tmp_path), FakeTracker()
-    log = RunLog(folder, Journal(folder.events), 1, None, hooks=[broken])
-    for event in (started(), steps(1, 3), ended()):
+    log = RunLog(folder, Journal(folder.events), 1, None)
+    odd = Evaluated(T0, 3, {"x": object()}, False)  # type: ignore[dict-item]
+    for event in (started(), steps(1, 3), odd, ended()):
         log(event)
     log.close()
     tracker.fail = _failing_once()
@@ -381,7 +379,7 @@ def test_hooks_that_fail_are_on_the_runs_page(tmp_path: Path) -> None:
         deliverer.hasten()
         deliverer.work()
     page = tracker.tags["mlflow.note.content"]
-    assert "the hook broken failed and was disabled: RuntimeError: no" in page
+    assert "a Evaluated is lost, since it cannot be written" in page
     assert (
         "1 try to deliver failed, MLflow was away 1 times" in page
         and tracker.tags["rankzero.retries"] == "1"

@@ -21,7 +21,7 @@ BAR_WIDTH = 32
 
 
 class ProgressModel:
-    """The newest values of a run. Takes events; a `Hook`."""
+    """The newest values of a run. Takes events."""
 
     def __init__(self, goal: Goal) -> None:
         self.goal = goal
