@@ -1,4 +1,8 @@
-"""CIFAR-10, a ResNet-18 for 32x32 images.     rankzero train experiments/cifar10.py     (data=fake: no download)"""
+"""CIFAR-10 with a ResNet-18 for 32x32 images.
+
+rankzero train experiments/cifar10.py
+rankzero train experiments/cifar10.py data=fake      # noise instead of a download, for speed work
+"""
 
 from typing import Any, Literal
 
@@ -12,7 +16,8 @@ from vision_data import downloaded
 
 from rankzero import Experiment, Goal, LogUniform, Train
 
-MEAN, SPREAD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training set's channels
+# Mean and standard deviation of each channel of the training set.
+MEAN, SPREAD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 SHAPE = (3, 32, 32)
 
 AS_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, SPREAD)]
@@ -44,10 +49,12 @@ class Cifar10(Experiment):
         )
 
     def model(self) -> nn.Module:
-        """Return torchvision's ResNet-18 with a stem for small images, channels last (which tensor cores want)."""
+        """Return torchvision's ResNet-18 with a stem for small images."""
         model = resnet18(num_classes=10)
+        # The original stem shrinks 224 x 224 images by four, which would leave 8 x 8 pixels of ours.
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
+        # Tensor cores compute convolutions faster with the channels last.
         return model.to(memory_format=torch.channels_last)
 
     def optimizer(self, model: nn.Module) -> optim.Optimizer:
@@ -62,6 +69,7 @@ class Cifar10(Experiment):
     def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         images, labels = batch
         logits = model(images.contiguous(memory_format=torch.channels_last))
+        # Validation measures the plain loss, so that runs with another smoothing can be compared.
         smoothing = self.label_smoothing if model.training else 0.0
         return {
             "loss": cross_entropy(logits, labels, label_smoothing=smoothing),

@@ -1,4 +1,7 @@
-"""Handwritten digits, a small convnet: 99 % in seconds.     rankzero train experiments/digits.py lr=3e-3"""
+"""Handwritten digits with a small convnet: 99 % accuracy in seconds.
+
+rankzero train experiments/digits.py lr=3e-3
+"""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +18,8 @@ VALIDATION_SAMPLES = 360
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's 1797 digits: images [1797, 1, 8, 8] in 0..1, labels [1797].
-
-    Reads the file that scikit-learn ships: importing scikit-learn would take seconds in every process.
-    """
+    """Return scikit-learn's 1797 digits: images [1797, 1, 8, 8] from 0 to 1, labels [1797]."""
+    # Importing scikit-learn would take seconds in every process, so this reads its data file.
     package = find_spec("sklearn")
     assert package is not None and package.origin is not None, "pip install scikit-learn"
     table = np.loadtxt(
@@ -53,6 +54,7 @@ class Digits(Experiment):
 
     def data(self) -> tuple[TensorDataset, TensorDataset]:
         images, labels = load()
+        # The split has its own seed: every run validates on the same digits.
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         train, val = order[VALIDATION_SAMPLES:], order[:VALIDATION_SAMPLES]
         return TensorDataset(images[train], labels[train]), TensorDataset(images[val], labels[val])
@@ -63,7 +65,5 @@ class Digits(Experiment):
     def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         images, labels = batch
         logits = model(images)
-        return {
-            "loss": cross_entropy(logits, labels),
-            "accuracy": (logits.argmax(-1) == labels).float().mean(),
-        }
+        accuracy = (logits.argmax(-1) == labels).float().mean()
+        return {"loss": cross_entropy(logits, labels), "accuracy": accuracy}

@@ -1,4 +1,8 @@
-"""MNIST, the classic 784-128-10 MLP.     rankzero train experiments/mnist.py     (data=fake: no download, for speed)"""
+"""MNIST with the classic 784-128-10 MLP.
+
+rankzero train experiments/mnist.py
+rankzero train experiments/mnist.py data=fake      # noise instead of a download, for speed work
+"""
 
 from typing import Literal
 
@@ -11,7 +15,8 @@ from vision_data import downloaded
 
 from rankzero import Choice, Experiment, Goal, Train
 
-MEAN, SPREAD = 0.1307, 0.3081  # of the training set's pixels
+# Mean and standard deviation of the pixels of the training set.
+MEAN, SPREAD = 0.1307, 0.3081
 
 
 def load(split: Literal["train", "val"]) -> TensorDataset:
@@ -22,7 +27,7 @@ def load(split: Literal["train", "val"]) -> TensorDataset:
 
 
 def fake(samples: int) -> TensorDataset:
-    """Return noise of MNIST's shape: as fast to train on, and nothing to learn."""
+    """Return noise with MNIST's shapes: as fast to train on as MNIST, with nothing to learn."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(samples, 784, generator=generator)
     return TensorDataset(pixels, torch.randint(10, (samples,), generator=generator))
@@ -48,7 +53,5 @@ class Mnist(Experiment):
     def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         pixels, labels = batch
         logits = model(pixels)
-        return {
-            "loss": cross_entropy(logits, labels),
-            "accuracy": (logits.argmax(-1) == labels).float().mean(),
-        }
+        accuracy = (logits.argmax(-1) == labels).float().mean()
+        return {"loss": cross_entropy(logits, labels), "accuracy": accuracy}

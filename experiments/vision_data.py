@@ -1,4 +1,4 @@
-"""torchvision's data sets, downloaded once a machine: what mnist.py and cifar10.py share."""
+"""Load torchvision's data sets, downloaded once per machine, for mnist.py and cifar10.py."""
 
 import contextlib
 import fcntl
@@ -15,15 +15,13 @@ PATIENCE_SECONDS = 10.0
 
 
 def downloaded(dataset: Callable[..., Any], **options: Any) -> Any:
-    """Return ``dataset("data", **options)``, downloaded first where it is missing.
+    """Return ``dataset("data", **options)``, and download it first if it is missing.
 
-    Every rank calls it: one downloads, the others wait for it. Raises UserError, with the folder
-    that is expected, where it cannot be downloaded.
+    Every rank calls it: one rank downloads, the others wait. Raises UserError, with the expected
+    folder, if the download fails.
     """
-    with (
-        _lock(fcntl.LOCK_SH),
-        contextlib.suppress(RuntimeError),
-    ):  # torchvision's word for "not there, or damaged"
+    # torchvision raises RuntimeError if the files are missing or damaged.
+    with _lock(fcntl.LOCK_SH), contextlib.suppress(RuntimeError):
         return dataset(FOLDER, download=False, **options)
     with _lock(fcntl.LOCK_EX):
         return _download(dataset, options)
@@ -31,11 +29,13 @@ def downloaded(dataset: Callable[..., Any], **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _lock(kind: int) -> Iterator[None]:
-    """Share the folder with readers, or keep it to oneself: half a download looks whole to torchvision."""
+    """Hold the folder's lock, shared (LOCK_SH) to read or exclusive (LOCK_EX) to download."""
+    # The lock is needed because torchvision takes half a download for a complete one.
     try:
         FOLDER.mkdir(exist_ok=True)
         file = (FOLDER / ".lock").open("w")
-    except OSError:  # a read-only folder: nobody downloads into it
+    except OSError:
+        # The folder is read-only: no process can download into it, so no lock is needed.
         yield
         return
     with file:
@@ -44,6 +44,7 @@ def _lock(kind: int) -> Iterator[None]:
 
 
 def _download(dataset: Callable[..., Any], options: dict[str, Any]) -> Any:
+    # torchvision sets no timeout: without one, a download could hang.
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(PATIENCE_SECONDS)
     try:

@@ -1,4 +1,7 @@
-"""Digits with Accelerate, tracked.     accelerate launch experiments/integrations/accelerate_digits.py [epochs]"""
+"""Digits with Accelerate, tracked.
+
+accelerate launch experiments/integrations/accelerate_digits.py [epochs]
+"""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,9 @@
-"""Digits with DeepSpeed's ZeRO-1, tracked.     deepspeed experiments/integrations/deepspeed_digits.py [epochs]
+"""Digits with DeepSpeed's ZeRO-1, tracked.
 
-On two processes without GPUs: DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 … (or torchrun --nproc-per-node 2 …).
+deepspeed experiments/integrations/deepspeed_digits.py [epochs]
+
+On two processes without GPUs: DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 …
+(or torchrun --nproc-per-node 2 …).
 """
 
 import argparse
@@ -25,10 +28,8 @@ BATCH_SIZE = 64
 def settings(lr: float) -> dict:
     return {
         "train_batch_size": BATCH_SIZE,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": lr, "torch_adam": True},
-        },  # else it compiles one of its own
+        # Without torch_adam, DeepSpeed compiles an optimizer of its own.
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},
         "zero_optimization": {"stage": 1},
     }
 
@@ -60,7 +61,8 @@ def main(epochs: int) -> None:
             engine.eval()
             with torch.no_grad():
                 accuracy = (engine(images).argmax(-1) == labels).float().mean()
-            # Rank 0 has all weights, but only its part of the optimizer: that is for DeepSpeed's save_checkpoint.
+            # Rank 0 has all weights, but only its part of the optimizer.
+            # DeepSpeed's save_checkpoint would save all of the optimizer.
             run.checkpoint({"model": engine.module.state_dict()}, step, {"val/accuracy": accuracy})
 
 

@@ -1,4 +1,7 @@
-"""Digits with Ignite, tracked.     python experiments/integrations/ignite_digits.py [epochs]"""
+"""Digits with Ignite, tracked.
+
+python experiments/integrations/ignite_digits.py [epochs]
+"""
 
 import sys
 from pathlib import Path

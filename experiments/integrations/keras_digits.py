@@ -1,4 +1,7 @@
-"""Digits with Keras on two replicas, tracked.     python experiments/integrations/keras_digits.py [epochs]"""
+"""Digits with Keras on two replicas, tracked.
+
+python experiments/integrations/keras_digits.py [epochs]
+"""
 
 import sys
 
@@ -44,7 +47,7 @@ def convnet(width: int) -> keras.Model:
 
 
 def two_replicas() -> tf.distribute.Strategy:
-    """Return a strategy for all GPUs; where there are none, for the processor as if it were two devices."""
+    """Return a strategy for all GPUs, or for the CPU as two logical devices if there is no GPU."""
     if tf.config.list_physical_devices("GPU"):
         return tf.distribute.MirroredStrategy()
     (processor,) = tf.config.list_physical_devices("CPU")

@@ -1,10 +1,13 @@
-"""Digits with a Keras model on several TensorFlow workers, tracked: start each with a TF_CONFIG of its own.
+"""Digits with a Keras model on several TensorFlow workers, tracked.
 
-    TF_CONFIG='{"cluster": {"worker": ["localhost:4001", "localhost:4002"]}, "task": {"type": "worker", "index": 0}}' \
+Start each worker with its own TF_CONFIG:
+
+    TF_CONFIG='{"cluster": {"worker": ["localhost:4001", "localhost:4002"]},
+                "task": {"type": "worker", "index": 0}}' \
         python experiments/integrations/keras_workers_digits.py [epochs]
 
-Keras 3's `fit` does not run under MultiWorkerMirroredStrategy (its issue 20585). So the loop is TensorFlow's, and calls
-the callbacks as Keras' documentation says for one's own loop.
+Keras 3's `fit` does not run under MultiWorkerMirroredStrategy (Keras issue 20585). So this example
+has TensorFlow's own loop. It calls the callbacks as Keras' documentation describes for such a loop.
 """
 
 import sys
@@ -22,9 +25,7 @@ def main(epochs: int, *callbacks: keras.callbacks.Callback) -> None:
         model = convnet(16)
     train, val = digits(BATCH_SIZE)
     tracker = RankZeroCallback("keras-workers-digits", {"batch_size": BATCH_SIZE}, goal=GOAL)
-    told = keras.callbacks.CallbackList(
-        [tracker, *callbacks], model=model, epochs=epochs, steps=len(train)
-    )
+    callback_list = keras.callbacks.CallbackList([tracker, *callbacks], model=model, epochs=epochs, steps=len(train))
     train = strategy.experimental_distribute_dataset(train)
 
     def on_replica(images, labels):
@@ -38,13 +39,13 @@ def main(epochs: int, *callbacks: keras.callbacks.Callback) -> None:
     def step(images, labels):
         return strategy.reduce("SUM", strategy.run(on_replica, (images, labels)), axis=None)
 
-    told.on_train_begin()
+    callback_list.on_train_begin()
     for epoch in range(epochs):
-        told.on_epoch_begin(epoch)
+        callback_list.on_epoch_begin(epoch)
         for number, batch in enumerate(train):
-            told.on_train_batch_end(number, {"loss": step(*batch)})
-        told.on_epoch_end(epoch, {"val_accuracy": accuracy(model, val)})
-    told.on_train_end()
+            callback_list.on_train_batch_end(number, {"loss": step(*batch)})
+        callback_list.on_epoch_end(epoch, {"val_accuracy": accuracy(model, val)})
+    callback_list.on_train_end()
 
 
 def accuracy(model, data) -> float:

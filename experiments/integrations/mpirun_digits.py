@@ -1,8 +1,9 @@
-"""Digits with DistributedDataParallel whose processes MPI starts, tracked.
+"""Digits with DistributedDataParallel in processes that MPI starts, tracked.
 
-    mpirun -np 2 python experiments/integrations/mpirun_digits.py [epochs]
+mpirun -np 2 python experiments/integrations/mpirun_digits.py [epochs]
 
-Several machines: `-x MASTER_ADDR=…`, the first one's. What Horovod's launcher says (HOROVOD_RANK…) does as well.
+For several machines, add `-x MASTER_ADDR=…` with the address of the first machine. The variables of
+Horovod's launcher (HOROVOD_RANK …) work as well.
 """
 
 import os
@@ -31,12 +32,8 @@ LAUNCHERS = {
 
 
 def place() -> tuple[int, int]:
-    """Return this process's rank and how many there are."""
-    found = (
-        (int(os.environ[rank]), int(os.environ[size]))
-        for rank, size in LAUNCHERS.items()
-        if rank in os.environ
-    )
+    """Return this process's rank and the number of processes."""
+    found = ((int(os.environ[rank]), int(os.environ[size])) for rank, size in LAUNCHERS.items() if rank in os.environ)
     return next(found, (0, 1))
 
 

@@ -1,4 +1,7 @@
-"""Digits with Transformers' Trainer, tracked.     python experiments/integrations/transformers_digits.py [epochs]"""
+"""Digits with Transformers' Trainer, tracked.
+
+python experiments/integrations/transformers_digits.py [epochs]
+"""
 
 import sys
 import tempfile
@@ -51,11 +54,7 @@ def main(epochs: int) -> None:
             train_dataset=train,
             eval_dataset=val,
             compute_metrics=accuracy,
-            callbacks=[
-                RankZeroCallback(
-                    "transformers-digits", goal=Goal("val/accuracy", "max", target=0.9)
-                )
-            ],
+            callbacks=[RankZeroCallback("transformers-digits", goal=Goal("val/accuracy", "max", target=0.9))],
         )
         trainer.train()
 
