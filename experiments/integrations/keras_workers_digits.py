@@ -25,7 +25,9 @@ def main(epochs: int, *callbacks: keras.callbacks.Callback) -> None:
         model = convnet(16)
     train, val = digits(BATCH_SIZE)
     tracker = RankZeroCallback("keras-workers-digits", {"batch_size": BATCH_SIZE}, goal=GOAL)
-    callback_list = keras.callbacks.CallbackList([tracker, *callbacks], model=model, epochs=epochs, steps=len(train))
+    callback_list = keras.callbacks.CallbackList(
+        [tracker, *callbacks], model=model, epochs=epochs, steps=len(train)
+    )
     train = strategy.experimental_distribute_dataset(train)
 
     def on_replica(images, labels):

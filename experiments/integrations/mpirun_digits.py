@@ -33,7 +33,11 @@ LAUNCHERS = {
 
 def place() -> tuple[int, int]:
     """Return this process's rank and the number of processes."""
-    found = ((int(os.environ[rank]), int(os.environ[size])) for rank, size in LAUNCHERS.items() if rank in os.environ)
+    found = (
+        (int(os.environ[rank]), int(os.environ[size]))
+        for rank, size in LAUNCHERS.items()
+        if rank in os.environ
+    )
     return next(found, (0, 1))
 
 

@@ -54,7 +54,11 @@ def main(epochs: int) -> None:
             train_dataset=train,
             eval_dataset=val,
             compute_metrics=accuracy,
-            callbacks=[RankZeroCallback("transformers-digits", goal=Goal("val/accuracy", "max", target=0.9))],
+            callbacks=[
+                RankZeroCallback(
+                    "transformers-digits", goal=Goal("val/accuracy", "max", target=0.9)
+                )
+            ],
         )
         trainer.train()
 
