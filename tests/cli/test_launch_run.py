@@ -64,7 +64,7 @@ def without_rank_zero(folder: RunFolder, *, stopped: bool) -> tuple[int, list[st
     tried = launch_run.LaunchPlan(
         folder, experiment_file.load(str(TINY))(), agent.Topology(1), folder.path.parent, []
     )
-    launched = launch_run._LaunchResult(console, "FAILED", is_heard_of=False)  # type: ignore[arg-type]
+    launched = launch_run._LaunchResult(console, "FAILED", attempt_started=False)  # type: ignore[arg-type]
     return launch_run._without_rank_zero(tried, launched, stopped=stopped), console.notices
 
 

@@ -102,7 +102,7 @@ def test_nobody_waits_for_them(tmp_path: Path) -> None:
     assert (
         delivered(folder, tracker).complete and "figures/learning_curves.png" in tracker.artifacts
     )
-    assert delivery_status.drawn(delivery_status.status(folder))
+    assert delivery_status.is_complete(delivery_status.status(folder))
 
 
 def test_they_hold_up_nothing_of_a_later_attempt(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_the_courier_draws_them_after_the_command_has_gone(tmp_path: Path, sqlit
     while claims.is_recording(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
     found = delivery_status.status(folder)
-    assert not claims.is_recording(folder) and delivery_status.drawn(found)
+    assert not claims.is_recording(folder) and delivery_status.is_complete(found)
     assert len(list(tmp_path.rglob("figures/learning_curves.png"))) == 1
 
 
@@ -144,12 +144,12 @@ def test_sync_draws_what_a_courier_that_died_has_left(tmp_path: Path, sqlite: st
     made.hasten()
     while not made.progress.undrawn:
         made.work()
-    assert delivery_status.told(delivery_status.status(folder)) and not list(
+    assert delivery_status.is_delivered(delivery_status.status(folder)) and not list(
         tmp_path.rglob("learning_curves.png")
     )
     assert sync_command.run(argparse.Namespace(dir=tmp_path, run=None)) == 0
     assert (
-        delivery_status.drawn(delivery_status.status(folder))
+        delivery_status.is_complete(delivery_status.status(folder))
         and len(list(tmp_path.rglob("learning_curves.png"))) == 1
     )
 

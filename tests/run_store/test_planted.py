@@ -431,7 +431,7 @@ def test_a_trial_that_is_none_of_ours_keeps_no_other_from_mlflow(
     (trials[0].path / "logs").symlink_to(tmp_path)
     with pytest.raises(names.InvalidRunFolder, match="'logs'"):
         sync.deliver(study, patience=20)
-    assert delivery_status.drawn(delivery_status.status(study)) and delivery_status.drawn(
-        delivery_status.status(trials[1])
-    )
+    assert delivery_status.is_complete(
+        delivery_status.status(study)
+    ) and delivery_status.is_complete(delivery_status.status(trials[1]))
     assert not delivery_status.status(trials[0]).done

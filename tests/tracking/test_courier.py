@@ -269,7 +269,7 @@ class TestFailingCalls:
             if len(tries) < 3:
                 raise OSError(errno.ENOSPC, "no space")
 
-        monkeypatch.setattr(attempt, "say_end_if_unsaid", say)
+        monkeypatch.setattr(attempt, "ensure_run_ended", say)
         monkeypatch.setattr(module, "_come_forward", lambda: None)
         monkeypatch.setattr(module, "TICK_SECONDS", 0.01)
         module.deliver_attempt(attempt, Delivered(), reader)  # type: ignore[arg-type]

@@ -184,7 +184,7 @@ def test_a_recorder_that_waits_for_the_right_is_seen_to_live(
     older = claims.acquire(folder, 0)
     assert older is not None
     newer = recorder.start(folder, [], 0)
-    until(lambda: claims.is_stood_by(folder))
+    until(lambda: claims.has_live_recorder(folder))
     process = psutil.Process(newer.pid)
     process.suspend()
     os.close(older)
@@ -194,7 +194,7 @@ def test_a_recorder_that_waits_for_the_right_is_seen_to_live(
     assert time.monotonic() - begin >= 1.0
     process.kill()
     newer.close()
-    until(lambda: not claims.is_stood_by(folder))
+    until(lambda: not claims.has_live_recorder(folder))
     begin = time.monotonic()
     delivery_status.wait(folder, timeout=60.0)
     assert time.monotonic() - begin < 10
@@ -252,8 +252,8 @@ class TestAttempt:
         os.close(pipe[1])
         attempt.wait(1)
         assert attempt.over
-        attempt.say_end_if_unsaid()
-        attempt.say_end_if_unsaid()
+        attempt.ensure_run_ended()
+        attempt.ensure_run_ended()
         assert [
             (e.status, e.reason, e.error)
             for e in read_all(folder.events)
@@ -268,7 +268,7 @@ class TestAttempt:
         append(folder, started(2), ended("KILLED", "time limit"))
         attempt.wait(0)
         assert attempt.over  # though the pipe is open: a notebook lives on
-        attempt.say_end_if_unsaid()
+        attempt.ensure_run_ended()
         assert last(folder).reason == "time limit"
         os.close(pipe[1])
 
@@ -279,7 +279,7 @@ class TestAttempt:
             file.write('{"event":"StepsLogged","steps":[1')
         os.close(pipe[1])
         attempt.wait(1)
-        attempt.say_end_if_unsaid()
+        attempt.ensure_run_ended()
         assert last(folder).status == "FAILED"
 
     def test_an_older_attempt_says_nothing(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
@@ -288,7 +288,7 @@ class TestAttempt:
         claims.claim(folder, 0)
         os.close(pipe[1])
         attempt.wait(1)
-        attempt.say_end_if_unsaid()
+        attempt.ensure_run_ended()
         assert not attempt.is_latest
         assert not folder.events.exists()
 
@@ -303,7 +303,7 @@ class TestAttempt:
         assert not attempt.is_latest
         os.close(pipe[1])
         attempt.wait(1)
-        attempt.say_end_if_unsaid()
+        attempt.ensure_run_ended()
         assert not folder.events.exists()
 
 

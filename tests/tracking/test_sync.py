@@ -129,7 +129,7 @@ def test_what_is_missing_is_said(folder: RunFolder) -> None:
     trial = make_folder(folder.path.parent.parent, parent=folder.path.name)
     append(trial, started())
     folder.add_child(trial.path.name)
-    assert delivery_status.of_family(folder).lacks == (
+    assert delivery_status.combined_status(folder).lacks == (
         "the latest values",
         "its end",
         "1 of its 1 trials",
@@ -203,7 +203,7 @@ def recorder_of_a_dead_rank_0(folder: RunFolder) -> Iterator[int]:
     """A recorder that lives and does not deliver, as beside a search's trial; yield what says so."""
     claim = dataclasses.replace(claims.claim(folder, 0), pid_started="0")
     (folder.path / "recorder.json").write_text(json.dumps(dataclasses.asdict(claim)))
-    recorder = claims.stand_by(folder, 0, claim.token)
+    recorder = claims.announce_recorder(folder, 0, claim.token)
     assert recorder is not None
     try:
         yield recorder

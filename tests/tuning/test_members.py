@@ -32,7 +32,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Board:
 
 
 def named(pid: int) -> str:
-    return f"{members.machine()} {pid} {members.incumbent.started(pid)}"
+    return f"{members.machine()} {pid} {members.claims.process_start(pid)}"
 
 
 def test_the_first_leads_and_stays_leader(board: Board) -> None:

@@ -11,7 +11,7 @@ import time
 from rankzero.catalog.lookup import last_end
 from rankzero.catalog.summary import STARTING_SECONDS
 from rankzero.run_store import claims
-from rankzero.run_store.attempt import DIED_WITHOUT_WORD, say_end
+from rankzero.run_store.attempt import DIED_WITHOUT_WORD, append_run_ended
 from rankzero.run_store.folder import RunFolder
 
 QUIET_SECONDS = 30.0  # three times the longest silence of a recorder that lives
@@ -24,7 +24,11 @@ def is_stale(folder: RunFolder, quiet_seconds: float = QUIET_SECONDS) -> bool:
     """
     if folder.is_elsewhere or last_end(folder) is not None:
         return False
-    if claims.writer_lives(folder) or claims.is_recording(folder) or claims.is_stood_by(folder):
+    if (
+        claims.writer_lives(folder)
+        or claims.is_recording(folder)
+        or claims.has_live_recorder(folder)
+    ):
         return False
     quiet = quiet_seconds if claims.is_known(folder) else max(quiet_seconds, STARTING_SECONDS)
     return silence(folder) > quiet and not _has_living_parent(folder)
@@ -32,12 +36,12 @@ def is_stale(folder: RunFolder, quiet_seconds: float = QUIET_SECONDS) -> bool:
 
 def silence(folder: RunFolder) -> float:
     """Return for how many seconds nothing of the run has moved."""
-    return max(0.0, time.time() - claims.beat(folder))
+    return max(0.0, time.time() - claims.last_heartbeat(folder))
 
 
 def close(folder: RunFolder) -> str:
     """Write the end that nobody wrote: FAILED, at the last sign of life. Returns the reason."""
-    at, claim = claims.beat(folder), claims.latest(folder, 0)
+    at, claim = claims.last_heartbeat(folder), claims.latest(folder, 0)
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
     where = f" on {claim.host}" if claim else ""
     reason = (
@@ -45,10 +49,10 @@ def close(folder: RunFolder) -> str:
         if folder.events.exists()
         else f"never began: its processes were gone by {moment}"
     )
-    with claims.turn(folder):
+    with claims.exclusive_end(folder):
         # Since one looked, an attempt may have begun.
         if last_end(folder) is None and not claims.writer_lives(folder):
-            say_end(folder, claim.time if claim else 0.0, reason, at)
+            append_run_ended(folder, claim.time if claim else 0.0, reason, at)
     return reason
 
 

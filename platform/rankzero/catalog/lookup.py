@@ -87,7 +87,7 @@ def journal_bytes(folder: RunFolder) -> int | None:
     return None
 
 
-def is_heard_of(folder: RunFolder, since: int | None) -> bool:
+def attempt_started(folder: RunFolder, since: int | None) -> bool:
     """Tell whether an attempt has begun, or was said to have ended, since `journal_bytes` were so many."""
     if since is None:
         return folder.events.exists()

@@ -127,7 +127,10 @@ def _unended(folder: RunFolder) -> str:
         return "RUNNING" if begun else "STARTING"
     if folder.is_elsewhere:
         return ELSEWHERE
-    expected = not claims.is_known(folder) and time.time() - claims.beat(folder) <= STARTING_SECONDS
+    expected = (
+        not claims.is_known(folder)
+        and time.time() - claims.last_heartbeat(folder) <= STARTING_SECONDS
+    )
     return "STARTING" if expected else "DIED"
 
 

@@ -68,7 +68,7 @@ def run(attempt: LaunchPlan) -> int:
     """
     with SignalForwarder() as signals:
         attempt, launched = _trained(attempt, signals)
-        if not launched.is_heard_of:
+        if not launched.attempt_started:
             return _without_rank_zero(attempt, launched, stopped=bool(signals.received))
         heard = len(signals.received)  # what comes from now on can only mean the waiting
         _finish_tracking(attempt, launched.console, lambda: len(signals.received) > heard)
@@ -81,7 +81,7 @@ class _LaunchResult:
 
     console: Console
     status: str
-    is_heard_of: bool
+    attempt_started: bool
 
 
 def _trained(attempt: LaunchPlan, signals: SignalForwarder) -> tuple[LaunchPlan, _LaunchResult]:
@@ -120,7 +120,7 @@ def _launched(attempt: LaunchPlan, signals: SignalForwarder) -> _LaunchResult:
             status = agent.run(attempt.nodes, worker.main, request, folder.path / "logs", signals)
         except agent.WorkersFailed as error:
             console.failed = str(error)
-    return _LaunchResult(console, status, lookup.is_heard_of(folder, before))
+    return _LaunchResult(console, status, lookup.attempt_started(folder, before))
 
 
 def _with_half_the_micro_batch(attempt: LaunchPlan) -> LaunchPlan | None:
@@ -230,7 +230,8 @@ def _finish_tracking(attempt: LaunchPlan, console: Console, hurried: Callable[[]
     until = time.monotonic() + grace_seconds()
     with console.status("delivering to MLflow"):
         delivery = delivery_status.wait(
-            attempt.folder, enough=lambda delivery: delivery_status.told(delivery) or hurried()
+            attempt.folder,
+            enough=lambda delivery: delivery_status.is_delivered(delivery) or hurried(),
         )
     ended = lookup.last_end(
         attempt.folder

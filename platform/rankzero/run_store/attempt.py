@@ -57,14 +57,14 @@ class LiveAttempt:
         self._closed = closed(self._stdin, seconds)
         self._find_end()
 
-    def say_end_if_unsaid(self) -> None:
+    def ensure_run_ended(self) -> None:
         """Write for a dead rank 0 how the attempt ended, unless it did itself or a newer attempt has begun."""
         if self.node != 0:
             return
-        with claims.turn(self.folder):
+        with claims.exclusive_end(self.folder):
             self._find_end()
             if not self._said and self.is_latest:
-                say_end(self.folder, self._since)
+                append_run_ended(self.folder, self._since)
 
     def _find_end(self) -> None:
         behind = -1
@@ -111,7 +111,7 @@ def is_written(folder: RunFolder) -> bool:
 
 
 def _writes_beside(folder: RunFolder, claim: claims.Claim) -> bool:
-    beside = claim.pid != os.getpid() and claims.is_here(claim) and claims.lives(claim)
+    beside = claim.pid != os.getpid() and claims.is_local(claim) and claims.is_alive(claim)
     return beside and not _said_since(folder, claim.events_offset)
 
 
@@ -125,7 +125,7 @@ def closed(pipe: int, seconds: float = 0.0) -> bool:
     return bool(readable) and not os.read(pipe, 1)
 
 
-def say_end(
+def append_run_ended(
     folder: RunFolder, since: float, unsaid: str = DIED_WITHOUT_WORD, at: float | None = None
 ) -> None:
     """Append the RunEnded that a dead rank 0 could not, with the first failure that any rank left word of.

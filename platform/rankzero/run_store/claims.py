@@ -35,13 +35,13 @@ class Claim:
 
 def claim(folder: RunFolder, node: int) -> Claim:
     """Make this process's attempt the run's latest; an older recorder sees it and stops."""
-    with turn(folder):
+    with exclusive_end(folder):
         return _claim(folder, node)
 
 
 def claim_unless(folder: RunFolder, is_busy: Callable[[Claim], bool]) -> Claim | None:
     """Do the same for node 0, unless the latest claim is busy; return that then."""
-    with turn(folder):
+    with exclusive_end(folder):
         found = latest(folder, 0)
         if found is not None and is_busy(found):
             return found
@@ -55,7 +55,7 @@ def _claim(folder: RunFolder, node: int) -> Claim:
         secrets.token_hex(8),
         socket.gethostname(),
         os.getpid(),
-        started(os.getpid()),
+        process_start(os.getpid()),
         time.time(),
         events,
     )
@@ -85,20 +85,24 @@ def writer_lives(folder: RunFolder) -> bool:
     found = latest(folder, 0)
     if found is None:
         return False
-    return lives(found) if is_here(found) else time.time() - beat(folder) < ABANDONED_SECONDS
+    return (
+        is_alive(found)
+        if is_local(found)
+        else time.time() - last_heartbeat(folder) < ABANDONED_SECONDS
+    )
 
 
-def is_here(claim: Claim) -> bool:
+def is_local(claim: Claim) -> bool:
     """Tell whether a process of this machine made the claim."""
     return claim.host == socket.gethostname()
 
 
-def lives(claim: Claim) -> bool:
+def is_alive(claim: Claim) -> bool:
     """Tell whether the process of this machine lives that made the claim."""
-    return started(claim.pid) == claim.pid_started != ""
+    return process_start(claim.pid) == claim.pid_started != ""
 
 
-def beat(folder: RunFolder) -> float:
+def last_heartbeat(folder: RunFolder) -> float:
     """Return when the run last gave a sign of life: when any of its journals, or else its identity, was written to."""
     journals = (folder.events, *folder.path.glob("system-node_*.jsonl"))
     written = [path.stat().st_mtime for path in journals if path.exists()]
@@ -114,7 +118,7 @@ def directory(folder: RunFolder) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def started(pid: int) -> str:
+def process_start(pid: int) -> str:
     """Return when the process began, in the kernel's ticks; an empty text when it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -153,7 +157,7 @@ def is_recording(folder: RunFolder, node: int = 0) -> bool:
     return False
 
 
-def stand_by(folder: RunFolder, node: int, token: str) -> int | None:
+def announce_recorder(folder: RunFolder, node: int, token: str) -> int | None:
     """Let others see that the recorder of this claim lives, right or no right; return what says so, as of `acquire`.
 
     None where the claim is not the latest any more, and where somebody looks at that moment: then try again.
@@ -169,7 +173,7 @@ def stand_by(folder: RunFolder, node: int, token: str) -> int | None:
     return None
 
 
-def is_stood_by(folder: RunFolder, node: int = 0) -> bool:
+def has_live_recorder(folder: RunFolder, node: int = 0) -> bool:
     """Tell whether the recorder of the latest claim lives. Any number may ask at a time."""
     with contextlib.suppress(OSError):
         descriptor = os.open(_claim_path(folder, node), os.O_RDONLY)
@@ -196,7 +200,7 @@ def launching(folder: RunFolder, kind: int) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def turn(folder: RunFolder) -> Iterator[None]:
+def exclusive_end(folder: RunFolder) -> Iterator[None]:
     """Keep the start of an attempt apart from the end that a recorder writes for the attempt before.
 
     Waits a moment only: a recorder that gets no processor time must not hold up the training.

@@ -40,7 +40,7 @@ def deliver_attempt(
         if not ended and attempt.over and closed(recorder):
             ended, moved = True, time.monotonic()
             _come_forward()
-            said = succeeds(attempt.say_end_if_unsaid)
+            said = succeeds(attempt.ensure_run_ended)
             deliverer.hasten()
         if guarded(deliverer.work):
             moved = time.monotonic()
@@ -50,7 +50,7 @@ def deliver_attempt(
         ):
             break
         else:
-            said = said or (ended and succeeds(attempt.say_end_if_unsaid))
+            said = said or (ended and succeeds(attempt.ensure_run_ended))
             guarded(lambda: attempt.wait(TICK_SECONDS))
     guarded(deliverer.commit)
 

@@ -76,12 +76,12 @@ def _lacking(progress: state.DeliveryState, unread: int) -> Iterator[str]:
         yield "its end"
 
 
-def told(delivery: Delivery) -> bool:
+def is_delivered(delivery: Delivery) -> bool:
     """Tell whether MLflow has what a run's end need not go without."""
     return delivery.done
 
 
-def drawn(delivery: Delivery) -> bool:
+def is_complete(delivery: Delivery) -> bool:
     """Tell whether MLflow has all there is, pictures of the whole run, too."""
     return delivery.done and not delivery.undrawn
 
@@ -90,7 +90,7 @@ def wait(
     folder: RunFolder,
     timeout: float | None = None,
     on_progress: Callable[[Delivery], None] | None = None,
-    enough: Callable[[Delivery], bool] = told,
+    enough: Callable[[Delivery], bool] = is_delivered,
 ) -> Delivery:
     """Return once there is `enough`, or the recorder has given up or made no progress for `timeout` seconds.
 
@@ -98,20 +98,20 @@ def wait(
     where MLflow refuses or does not answer. A study is done when its trials are, which its recorder delivers, too.
     """
     began = moved = time.monotonic()
-    before = of_family(folder)
+    before = combined_status(folder)
     while (
         not enough(before)
         and not _long_enough(timeout, before, began, moved)
         and _recorder_lives(folder)
     ):
         time.sleep(0.1)
-        now = of_family(folder)
+        now = combined_status(folder)
         if _reached(now) != _reached(before):
             moved = time.monotonic()
         if now != before and on_progress is not None:
             on_progress(now)
         before = now
-    return of_family(folder)
+    return combined_status(folder)
 
 
 def _reached(delivery: Delivery) -> tuple[object, ...]:
@@ -136,7 +136,7 @@ def _long_enough(timeout: float | None, delivery: Delivery, began: float, moved:
     )
 
 
-def of_family(folder: RunFolder) -> Delivery:
+def combined_status(folder: RunFolder) -> Delivery:
     """Return how the delivery of a run and its children stands, as one."""
     own = status(folder)
     children = [status(child) for child in folder.children if child.events.exists()]
@@ -152,7 +152,7 @@ def of_family(folder: RunFolder) -> Delivery:
 
 
 def _recorder_lives(folder: RunFolder) -> bool:
-    if claims.is_recording(folder) or claims.is_stood_by(folder):
+    if claims.is_recording(folder) or claims.has_live_recorder(folder):
         return True
     claim = claims.latest(folder, 0)
     return claim is not None and time.time() - claim.time < STARTUP_SECONDS

@@ -120,7 +120,7 @@ def _follow(attempt: LiveAttempt, courier: CourierSupervisor | None) -> None:
     standing = None
     while attempt.is_latest and not attempt.over:
         if standing is None:
-            standing = claims.stand_by(attempt.folder, attempt.node, attempt.token)
+            standing = claims.announce_recorder(attempt.folder, attempt.node, attempt.token)
         if courier is not None:
             courier.tend()
         guarded(lambda: attempt.wait(TICK_SECONDS))
@@ -131,11 +131,11 @@ def _finish(attempt: LiveAttempt, courier: CourierSupervisor | None) -> None:
     from rankzero.tracking.retry import grace_seconds, succeeds
 
     until = time.monotonic() + grace_seconds()
-    said = succeeds(attempt.say_end_if_unsaid)
+    said = succeeds(attempt.ensure_run_ended)
     if courier is not None:
         courier.finish()
     while (courier is not None and courier.tend()) or (not said and time.monotonic() < until):
-        said = said or succeeds(attempt.say_end_if_unsaid)
+        said = said or succeeds(attempt.ensure_run_ended)
         time.sleep(0.1)
 
 

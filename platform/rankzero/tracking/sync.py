@@ -14,7 +14,7 @@ from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.journal import Journal, read_all
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.delivery_status import Delivery, drawn, status, wait
+from rankzero.tracking.delivery_status import Delivery, is_complete, status, wait
 from rankzero.tracking.retry import GRACE_SECONDS
 
 LOOK_SECONDS = 0.5
@@ -35,12 +35,12 @@ def deliver(
     symlinks.refuse(folder.path)
     for node in _nodes(folder):
         if not _delivered_here(folder, node, on_progress, patience) and node == 0:
-            wait(folder, patience, on_progress, drawn)
+            wait(folder, patience, on_progress, is_complete)
             _delivered_here(folder, node, on_progress, patience)
     broken = []
     for child in folder.children:  # after their parent, whose run id they need
         try:
-            if not drawn(status(child)):
+            if not is_complete(status(child)):
                 deliver(child, on_progress=on_progress, patience=patience)
         except FolderGone:
             continue
@@ -88,9 +88,9 @@ def close_if_dead(folder: RunFolder, patience: float) -> None:
     stopped, the run stays open until it goes.
     """
     until = time.monotonic() + patience
-    while _is_dead(folder) and claims.is_stood_by(folder) and time.monotonic() < until:
+    while _is_dead(folder) and claims.has_live_recorder(folder) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
-    if _is_dead(folder) and not claims.is_stood_by(folder):
+    if _is_dead(folder) and not claims.has_live_recorder(folder):
         dead_runs.close(folder)
 
 

@@ -96,7 +96,7 @@ class Members:
 
 def name() -> str:
     """Return this process's name: machine, process number, when it started."""
-    return f"{machine()} {os.getpid()} {claims.started(os.getpid())}"
+    return f"{machine()} {os.getpid()} {claims.process_start(os.getpid())}"
 
 
 def machine() -> str:
@@ -122,4 +122,4 @@ def is_here(member: str) -> bool:
 def lives(member: str) -> bool:
     """Tell whether a process of this machine still lives."""
     pid, started = member.split(" ")[-2:]
-    return claims.started(int(pid)) == started != ""
+    return claims.process_start(int(pid)) == started != ""

@@ -159,7 +159,7 @@ class TestStale:
         with claims.lock(folder, 0):  # somebody delivers still, and will say the end
             assert not dead_runs.is_stale(folder)
         claim = claims.latest(folder, 0)
-        recorder = claims.stand_by(folder, 0, claim.token) if claim is not None else None
+        recorder = claims.announce_recorder(folder, 0, claim.token) if claim is not None else None
         assert recorder is not None
         assert not dead_runs.is_stale(folder), (
             "its recorder lives, which delivers nothing, and will say the end"

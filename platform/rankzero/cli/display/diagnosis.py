@@ -56,7 +56,7 @@ def _standing(folder: RunFolder, status: str) -> Iterator[str]:
     if claim is not None:
         alive = "lives" if claims.writer_lives(folder) else "is gone"
         yield f"rank 0: process {claim.pid} on {escape(claim.host)}, {alive}"
-    yield f"last sign of life: {_ago(claims.beat(folder))}"
+    yield f"last sign of life: {_ago(claims.last_heartbeat(folder))}"
     if status == "RUNNING" and dead_runs.silence(folder) > dead_runs.QUIET_SECONDS:
         silence = duration(dead_runs.silence(folder))
         yield f"[yellow]nothing was written for {silence}[/]: a long evaluation, or it hangs"

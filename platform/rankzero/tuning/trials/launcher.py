@@ -17,7 +17,7 @@ from rankzero.experiment import Experiment
 from rankzero.launch import agent
 from rankzero.launch.request import make_folder, request_for, write_config
 from rankzero.run_store import claims
-from rankzero.run_store.attempt import say_end
+from rankzero.run_store.attempt import append_run_ended
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 from rankzero.run_store.journal import read
 from rankzero.tuning.trials.host_process import Host
@@ -147,9 +147,9 @@ class RunningTrial:
         deadline = time.monotonic() + END_SECONDS
         while self._folder.events.exists() and not self._ended() and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS)
-        with claims.turn(self._folder):
+        with claims.exclusive_end(self._folder):
             if not self._ended():
-                say_end(self._folder, 0.0)
+                append_run_ended(self._folder, 0.0)
 
     def _ended(self) -> bool:
         return lookup.last_end(self._folder) is not None
