@@ -167,7 +167,9 @@ def test_a_task_that_spawned_this_process_is_not_its_rank(
     monkeypatch.chdir(tmp_path)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("rankzero.training.distributed.world.joined", lambda: Ranks(3, 8))
+    monkeypatch.setattr(
+        "rankzero.training.distributed.world.process_group_ranks", lambda: Ranks(3, 8)
+    )
     with rankzero.track("launched") as run:
         run.log({"train/loss": 1.0}, step=1)
     assert run.folder is None and not (tmp_path / "mlruns").exists()

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     feed = BatchLoader(
         list(range(1000)), torch.device("cpu"), seed=3, workers=2, collate=default_collate
     )
-    batches = feed.train(plan, 0, 0, 100)
+    batches = feed.train_batches(plan, 0, 0, 100)
     next(batches)
     print(*(one.pid for one in multiprocessing.active_children()), flush=True)
     time.sleep(600)

@@ -129,8 +129,8 @@ def train(
     try:
         tally = RunTotals()
         reason = fit(job, state, emit, stop, checkpoints, tally)
-        seen["ends"].append([reason, state.step, state.owed])
-        seen["straggler"] = tally.paces.straggler()
+        seen["ends"].append([reason, state.step, state.evaluation_pending])
+        seen["straggler"] = tally.rank_times.straggler()
         if job.precision.scaler is not None:
             scale = torch.tensor([job.precision.scaler.get_scale()])
             seen["scales"] = world.gather(scale).flatten().tolist()

@@ -27,7 +27,7 @@ def test_accumulating_four_times_eight_is_a_batch_of_thirty_two(
 ) -> None:
     whole = train(tiny(train__steps=10), tmp_path / "whole")
     parts = train(tiny(train__steps=10, train__micro_batch=8), tmp_path / "parts")
-    assert parts.job.plan.accumulation == 4
+    assert parts.job.batch_order.accumulation == 4
     for one, other in zip(weights(whole), weights(parts), strict=True):
         torch.testing.assert_close(one, other)
     assert parts.series("train/loss") == pytest.approx(whole.series("train/loss"), rel=1e-5)

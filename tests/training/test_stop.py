@@ -25,7 +25,7 @@ from rankzero.training.stop import (
     EvaluationInterrupted,
     Stop,
     StopPoll,
-    foremost,
+    most_urgent,
     next_length,
 )
 from support.paths import FIXTURES
@@ -131,8 +131,8 @@ def test_a_time_limit_asks_for_a_stop_and_who_is_in_a_hurry_counts_more(
 
 
 def test_of_several_ranks_wishes_the_one_in_a_hurry_counts() -> None:
-    assert foremost([0, 0]) == 0 and foremost([0, TIME_LIMIT]) == TIME_LIMIT
-    assert foremost([TIME_LIMIT, SIGTERM, PRUNED, 0]) == SIGTERM
+    assert most_urgent([0, 0]) == 0 and most_urgent([0, TIME_LIMIT]) == TIME_LIMIT
+    assert most_urgent([TIME_LIMIT, SIGTERM, PRUNED, 0]) == SIGTERM
 
 
 def slow_to_evaluate(**changes: Any) -> Experiment:
@@ -153,7 +153,11 @@ def test_a_stop_amid_an_evaluation_leaves_a_checkpoint_that_owes_it(
     experiment = slow_to_evaluate()
     straight = train(slow_to_evaluate(evaluation_seconds=0.0), tmp_path / "straight")
     stopped = train(experiment, tmp_path / "stopped", stop_at=5)
-    assert stopped.reason == "stopped by SIGTERM" and stopped.state.step == 5 and stopped.state.owed
+    assert (
+        stopped.reason == "stopped by SIGTERM"
+        and stopped.state.step == 5
+        and stopped.state.evaluation_pending
+    )
     (saved,) = [event for event in stopped.events if isinstance(event, CheckpointSaved)]
     assert saved.step == 5 and not saved.metrics and stopped.state.best is None
     assert not [event for event in stopped.events if isinstance(event, Evaluated)]
@@ -161,7 +165,7 @@ def test_a_stop_amid_an_evaluation_leaves_a_checkpoint_that_owes_it(
     assert (
         evaluations(on.events) == evaluations(straight.events) and len(evaluations(on.events)) == 2
     )
-    assert on.state.best == straight.state.best and not on.state.owed
+    assert on.state.best == straight.state.best and not on.state.evaluation_pending
     again = [event for event in on.events if isinstance(event, CheckpointSaved)]
     assert [(event.step, event.metrics) for event in again] == list(
         evaluations(straight.events).items()
@@ -173,7 +177,7 @@ def test_who_is_in_no_hurry_waits_for_an_evaluation(
     train: Trainer, tmp_path: Path, code: int
 ) -> None:
     limited = train(slow_to_evaluate(), tmp_path, stop_at=5, code=code)
-    assert limited.reason == REASONS[code] and not limited.state.owed
+    assert limited.reason == REASONS[code] and not limited.state.evaluation_pending
     assert list(evaluations(limited.events)) == [5]
 
 

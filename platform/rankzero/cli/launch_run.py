@@ -141,9 +141,9 @@ def _with_half_the_micro_batch(attempt: LaunchPlan) -> LaunchPlan | None:
     ):
         return None
     from rankzero.training import strategies
-    from rankzero.training.data.order import check_even
+    from rankzero.training.data.order import micro_batch_size
 
-    micro_batch = check_even(train, strategies.shards(train.strategy, nodes.processes))
+    micro_batch = micro_batch_size(train, strategies.shards(train.strategy, nodes.processes))
     if micro_batch % 2 or train.strategy == "pp":
         return None
     told = f"{attempt.tags.get(OUT_OF_MEMORY, f'micro-batch {micro_batch}')} -> {micro_batch // 2}"
@@ -177,7 +177,7 @@ def nodes_of(arguments: argparse.Namespace, train: Train) -> agent.Topology:
     import torch
 
     from rankzero.training import strategies
-    from rankzero.training.data.order import check_even
+    from rankzero.training.data.order import micro_batch_size
     from rankzero.training.distributed.device import check_gpus
 
     asked = arguments.nproc
@@ -193,7 +193,7 @@ def nodes_of(arguments: argparse.Namespace, train: Train) -> agent.Topology:
             "--nnodes needs --rdzv-endpoint HOST:PORT, the first machine's, on every machine"
         )
     check_gpus(processes)
-    check_even(train, strategies.shards(train.strategy, processes * arguments.nnodes))
+    micro_batch_size(train, strategies.shards(train.strategy, processes * arguments.nnodes))
     endpoint = arguments.rdzv_endpoint or "localhost:0"
     return agent.Topology(
         processes, arguments.nnodes, endpoint, arguments.rdzv_id, arguments.max_restarts

@@ -261,9 +261,9 @@ def _mine() -> ranks.Ranks:
     said = ranks.detect()
     if "torch.distributed" not in sys.modules:
         return said
-    from rankzero.training.distributed.world import joined
+    from rankzero.training.distributed.world import process_group_ranks
 
-    group = joined()
+    group = process_group_ranks()
     if group is None or (group.rank, group.world_size) == (said.rank, said.world_size):
         return said
     return group  # a process that spawns others is one task to its launcher

@@ -20,7 +20,7 @@ from rankzero.training.stop import EvaluationInterrupted, Stop, StopPoll
 
 def evaluation(job: TrainingContext, state: State, stop: Stop) -> tuple[dict[str, float], bool]:
     """Evaluate, compare the replicas, and tell whether the goal metric is the best so far. Raises Left."""
-    unlike = job.world.unlike_the_first(job.strategy.checksum())
+    unlike = job.world.ranks_that_differ(job.strategy.checksum())
     if unlike:
         raise UserError(
             f"the parameters of rank {', '.join(map(str, unlike))} are not rank 0's after step {state.step}: something "
@@ -43,21 +43,21 @@ def evaluate(job: TrainingContext, state: State, stop: Stop) -> dict[str, float]
     Raises Left where a stop has it left, with the random states of before: it can begin anew.
     """
     strategy, how, means = job.strategy, arithmetic(job), EvaluationMeans(job.world)
-    strategy.align()  # running statistics differ by rank; rank 0's are the checkpoint's
+    strategy.sync_buffers()  # running statistics differ by rank; rank 0's are the checkpoint's
     before = rng.state(job.world.device)  # `measure` may draw
     state.model.eval()
     interruption = StopPoll(job.world, stop)
     try:
-        with torch.no_grad(), job.gallery.watching(state.model) as see:
+        with torch.no_grad(), job.image_capture.watching(state.model) as see:
             for batch, samples in validation_batches(job):
                 interruption.check()
-                values = None if batch is None else strategy.metrics(how, batch)
+                values = None if batch is None else strategy.forward_metrics(how, batch)
                 job.beat()
                 if values is not None:
                     means.add(values, samples)
                     see(batch, samples)
     except EvaluationInterrupted:
-        job.gallery.forget()
+        job.image_capture.forget()
         rng.restore(before, job.world.device)
         raise
     finally:
@@ -70,16 +70,16 @@ def validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
 
     A rank that has run out gets None for 0 samples, or its last again for 0 where a forward is a collective.
     """
-    shard, batch_size = job.strategy.shard, job.plan.micro_batch
+    shard, batch_size = job.strategy.shard, job.batch_order.micro_batch
     batch, count = None, 0
-    for batch, samples in job.val_feed.evaluate(batch_size, shard.rank, shard.size):
+    for batch, samples in job.val_loader.eval_batches(batch_size, shard.rank, shard.size):
         count += 1
         yield batch, samples
     if job.strategy.lockstep and batch is None:
         raise UserError(
             "the validation set has fewer samples than there are processes: give it more, or use ddp"
         )
-    for _ in range(count, most_batches(job.val_feed.samples, batch_size, shard.size)):
+    for _ in range(count, most_batches(job.val_loader.samples, batch_size, shard.size)):
         yield (batch if job.strategy.lockstep else None), 0
 
 
@@ -90,7 +90,7 @@ def show(
 
     A collective where the experiment has pictures of its own.
     """
-    gallery = job.gallery
+    gallery = job.image_capture
     if not gallery.due(better, last, seconds):
         gallery.forget()
         return
@@ -101,7 +101,7 @@ def show(
 
 def _own_pictures(job: TrainingContext, state: State) -> Mapping[str, Any]:
     """Return the experiment's own images, on rank 0. Other ranks call it too: a forward may need them all."""
-    own, batch, device = job.gallery.own, job.gallery.first_batch, job.world.device
+    own, batch, device = job.image_capture.own, job.image_capture.first_batch, job.world.device
     if own is None or batch is None:
         return {}
     before, returned = rng.state(device), None
@@ -111,7 +111,7 @@ def _own_pictures(job: TrainingContext, state: State) -> Mapping[str, Any]:
             returned = own(state.model, batch)
         return images_of(returned) if job.world.ranks.first else {}
     except Exception as error:  # what is only to be looked at ends no run
-        job.gallery.complain(f"pictures() failed: {type(error).__name__}: {error}")
+        job.image_capture.complain(f"pictures() failed: {type(error).__name__}: {error}")
         return {}
     finally:
         close_figures(returned)

@@ -30,7 +30,7 @@ class State:
     """The optimizer's, by group, as the experiment makes it."""
     step: int = 0
     best: float | None = None
-    owed: bool = False
+    evaluation_pending: bool = False
     """Whether a stop had this step's evaluation left: it comes before the next step."""
 
 
@@ -40,19 +40,19 @@ class TrainingContext:
 
     experiment: Experiment
     world: World
-    plan: BatchOrder
+    batch_order: BatchOrder
     total_steps: int
     precision: Precision
     strategy: Strategy
     """Has `State`'s model and optimizer, and divides the work among the ranks."""
-    train_feed: BatchLoader
-    val_feed: BatchLoader
-    stopwatch: ForwardTimer
+    train_loader: BatchLoader
+    val_loader: BatchLoader
+    forward_timer: ForwardTimer
     beat: Callable[[], None] = lambda: None
     """Says that this rank gets on; see `watchdog`."""
     begin: Callable[[], None] = lambda: None
     """Says that the next step is the first, which compiles and starts data loaders."""
-    gallery: ImageCapture = dataclasses.field(default_factory=ImageCapture)
+    image_capture: ImageCapture = dataclasses.field(default_factory=ImageCapture)
     """Takes pictures at evaluations."""
 
 
@@ -60,8 +60,8 @@ def arithmetic(job: TrainingContext) -> MicroBatchStep:
     """Return how a micro-batch is computed."""
     precision = job.precision
     return MicroBatchStep(
-        job.stopwatch.timed(job.experiment.measure),
+        job.forward_timer.timed(job.experiment.measure),
         precision.autocast,
         precision.scaler,
-        job.plan.accumulation,
+        job.batch_order.accumulation,
     )

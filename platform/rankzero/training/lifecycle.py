@@ -14,7 +14,7 @@ from rankzero.launch import failures
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.tracking.run_log import RunLog
 from rankzero.training.distributed import device
-from rankzero.training.distributed.world import World, is_lost_contact
+from rankzero.training.distributed.world import World, is_lost_connection
 from rankzero.training.metrics.throughput import RunTotals
 
 
@@ -88,9 +88,9 @@ def told(
 def _root_cause(error: BaseException, world: World) -> failures.Failure:
     """Return what failed first: a rank whose peers are gone only sees a broken connection."""
     mine = failures.describe(error, world.ranks.rank)
-    if not world.together:
+    if not world.is_distributed:
         return mine
-    if not is_lost_contact(error):
+    if not is_lost_connection(error):
         world.report_failure(dataclasses.asdict(mine))
         return mine
     found = world.first_failure()

@@ -48,15 +48,15 @@ def fit(
 
     Every rank calls it. `checkpoints` is rank 0's; `emit` does nothing on other ranks.
     """
-    train, plan = job.experiment.train, job.plan
+    train, plan = job.experiment.train, job.batch_order
     milestones = PeriodicActions(job, state, emit, stop, checkpoints, tally)
-    batches = job.gallery.training(
-        job.train_feed.train(plan, job.strategy.shard.rank, state.step, job.total_steps)
+    batches = job.image_capture.training(
+        job.train_loader.train_batches(plan, job.strategy.shard.rank, state.step, job.total_steps)
     )
     window, length = MetricWindow(job.world), 1
     whole: WindowStats | None = None  # of the steps since the last whose speed was told
     state.model.train()
-    reason = evaluate_first(job, state, milestones) if state.owed else None
+    reason = evaluate_first(job, state, milestones) if state.evaluation_pending else None
     times: list[float] = []
     waited, start = 0.0, job.world.now()
     while reason is None and state.step < milestones.total:
@@ -67,7 +67,7 @@ def fit(
         times.append(time.time())
         if len(window) < length and not milestones.due:
             continue
-        report = window.reduce(stop.code, job.world.now() - start, waited, job.stopwatch.read())
+        report = window.reduce(stop.code, job.world.now() - start, waited, job.forward_timer.read())
         whole = report if whole is None else whole.and_then(report)
         emit(values_logged(state, report, times))
         left = (train.log_every or 0) - whole.steps
@@ -114,7 +114,7 @@ def train_step(
 ) -> tuple[dict[str, Tensor], float]:
     """Take one optimizer step; return its metrics, still on the device, and the seconds waited for data."""
     set_lr(state, job.experiment.schedule(state.step, job.total_steps))
-    accumulation, how, strategy = job.plan.accumulation, arithmetic(job), job.strategy
+    accumulation, how, strategy = job.batch_order.accumulation, arithmetic(job), job.strategy
     metrics: dict[str, Tensor] = {}
     waited = 0.0
     for index in range(accumulation):
@@ -123,10 +123,10 @@ def train_step(
         waited += time.perf_counter() - asked
         job.beat()
         if index < accumulation - 1:
-            with strategy.accumulating():
-                values = strategy.gradients(how, batch)
+            with strategy.no_sync():
+                values = strategy.forward_backward(how, batch)
         else:
-            values = strategy.gradients(how, batch)
+            values = strategy.forward_backward(how, batch)
         metrics = values if accumulation == 1 else _accumulate(metrics, values, accumulation)
     update(job, state)
     return metrics, waited
@@ -170,7 +170,7 @@ def speed_logged(
     """Return the speed of a report's steps."""
     speed = {
         "lr": [float(state.optimizer.param_groups[0]["lr"])],
-        SPEED: [job.plan.batch_size / report.step_seconds],
+        SPEED: [job.batch_order.batch_size / report.step_seconds],
         STEP_SECONDS: [report.step_seconds],
         DATA_WAIT: [report.data_wait_seconds / report.seconds],
     }

@@ -41,7 +41,7 @@ class PeriodicActions:
         train = job.experiment.train
         self._job, self._state, self._emit, self._stop = job, state, emit, stop
         self._checkpoints, self._tally = checkpoints, tally
-        self._evaluate_every = train.eval_every or job.plan.steps_per_epoch
+        self._evaluate_every = train.eval_every or job.batch_order.steps_per_epoch
         self._save_every = (
             train.save_every if train.save_every is not None else self._evaluate_every
         )
@@ -64,23 +64,29 @@ class PeriodicActions:
         """
         state, better = self._state, False
         metrics: dict[str, float] = {}
-        save_due = self._is_due(self._save_every) or state.owed  # the checkpoint there is owes it
-        if state.owed or self._is_due(self._evaluate_every):
+        save_due = (
+            self._is_due(self._save_every) or state.evaluation_pending
+        )  # the checkpoint there is owes it
+        if state.evaluation_pending or self._is_due(self._evaluate_every):
             try:
                 metrics, better = self._evaluate()
             except EvaluationInterrupted as left:
-                state.owed, stop_code = True, left.code
+                state.evaluation_pending, stop_code = True, left.code
         if self._save_every and (save_due or stop_code or state.step == self.total):
             save(self._job, state, self._checkpoints, self._emit, metrics, better)
         for event in self._checkpoints.poll() if self._checkpoints else ():
             self._emit(event)
-        return REASONS[stop_code] if stop_code and (state.owed or state.step < self.total) else None
+        return (
+            REASONS[stop_code]
+            if stop_code and (state.evaluation_pending or state.step < self.total)
+            else None
+        )
 
     def _evaluate(self) -> tuple[dict[str, float], bool]:
         """Evaluate, tell, show; return the metrics, and whether they are the best. Raises Left."""
         job, state, tally = self._job, self._state, self._tally
         metrics, better = evaluation(job, state, self._stop)
-        state.owed, tally.last_metrics = False, metrics
+        state.evaluation_pending, tally.last_metrics = False, metrics
         self._emit(Evaluated(time.time(), state.step, metrics, better))
         if job.experiment.train.stop_at_target and job.experiment.goal.reached(state.best):
             self.total = state.step  # every rank has the same best, so every rank finishes here
@@ -124,8 +130,8 @@ def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
         "options": state.options,
         "step": state.step,
         "best": state.best,
-        "owed": state.owed,
-        "batch_size": job.plan.batch_size,
-        "seed": job.plan.seed,
-        "samples": job.plan.samples,
+        "owed": state.evaluation_pending,
+        "batch_size": job.batch_order.batch_size,
+        "seed": job.batch_order.seed,
+        "samples": job.batch_order.samples,
     }

@@ -69,7 +69,7 @@ class Stop:
         return 0 if self.code in PATIENT else self.code
 
 
-def foremost(codes: Iterable[int]) -> int:
+def most_urgent(codes: Iterable[int]) -> int:
     """Return which of several ranks' wishes counts, 0 where there is none."""
     return max(codes, key=lambda code: (code != 0, code not in PATIENT, code))
 
@@ -159,4 +159,4 @@ class StopPoll:
         self._length = next_length(self._length, max(seconds) / self._batches, MOST_BATCHES)
         self._batches, self._seconds, self._asked = 1, self._seconds + max(seconds), now
         if any(codes) and self._seconds >= LEAST_SECONDS:
-            raise EvaluationInterrupted(foremost(map(int, codes)))
+            raise EvaluationInterrupted(most_urgent(map(int, codes)))

@@ -26,7 +26,7 @@ from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.data import digest
 from rankzero.training.data.loader import BatchLoader
-from rankzero.training.data.order import check_alike, make_plan
+from rankzero.training.data.order import check_same_lengths, make_batch_order
 from rankzero.training.distributed import device
 from rankzero.training.distributed.watchdog import Watchdog
 from rankzero.training.distributed.world import World, join
@@ -90,7 +90,7 @@ def attempt(
         lambda failed: world.report_failure(dataclasses.asdict(failed)),
     )
     watched.enter_context(watchdog.watching())
-    world.leave_hangs_to_the_watchdog()
+    world.extend_timeouts()
     with lifecycle.told(log, experiment, request.environment, world, tally) as told:
         job, state = build(experiment, world)
         device.forget_peak_memory(world)
@@ -98,7 +98,7 @@ def attempt(
         told.started(state.step, job.total_steps, _data(job, request))
         if OUT_OF_MEMORY in request.environment:
             log.notice(
-                f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.plan.batch_size}"
+                f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.batch_order.batch_size}"
             )
         told.outcome = _train(job, state, log, stop, tally, watchdog)
     return told.outcome
@@ -110,8 +110,8 @@ def _data(job: TrainingContext, request: JobRequest) -> list[DataDescribed]:
         return []
     file = request.environment.get("rankzero.experiment_file", request.experiment_file)
     return [
-        digest.describe(job.train_feed.dataset, "training", file),
-        digest.describe(job.val_feed.dataset, "validation", file),
+        digest.describe(job.train_loader.dataset, "training", file),
+        digest.describe(job.val_loader.dataset, "validation", file),
     ]
 
 
@@ -128,9 +128,9 @@ def build(
     device.set_threads(world.ranks)
     arithmetic = precision.set_up(train.precision, world.device)
     rng.seed_all(train.seed)
-    train_set, val_set = data or data_of(experiment)
+    train_set, val_set = data or load_data_sets(experiment)
     _agree_on_lengths(world, train_set, val_set)
-    plan = make_plan(train, len(train_set), strategies.shards(train.strategy, world.size))
+    plan = make_batch_order(train, len(train_set), strategies.shards(train.strategy, world.size))
     model = experiment.model()  # on the host: a strategy moves what of it this rank needs
     feeds = [
         BatchLoader(
@@ -144,7 +144,7 @@ def build(
         for dataset in (train_set, val_set)
     ]
     strategy = strategies.build(
-        experiment, model, world, lambda: next(feeds[0].train(plan, 0, 0, 1))
+        experiment, model, world, lambda: next(feeds[0].train_batches(plan, 0, 0, 1))
     )
     rng.seed_all(train.seed, 1 + strategy.shard.rank)
     total = train.steps or (train.epochs or 0) * plan.steps_per_epoch
@@ -165,7 +165,7 @@ def build(
     ), state
 
 
-def data_of(experiment: Experiment) -> tuple[Any, Any]:
+def load_data_sets(experiment: Experiment) -> tuple[Any, Any]:
     """Return the experiment's data sets. Raises UserError where they are none."""
     data = experiment.data()
     try:
@@ -191,7 +191,7 @@ def _agree_on_lengths(world: World, train_set: Any, val_set: Any) -> None:
     """
     lengths = world.gather(torch.tensor([len(train_set), len(val_set)])).tolist()
     for what, column in zip(("training", "validation"), zip(*lengths, strict=True), strict=True):
-        check_alike(what, column)
+        check_same_lengths(what, column)
 
 
 def _train(
@@ -209,7 +209,7 @@ def _train(
     try:
         with frozen_heap(), watchdog.training():
             job = dataclasses.replace(
-                job, beat=watchdog.beat, begin=watchdog.begin, gallery=_gallery(job, log)
+                job, beat=watchdog.beat, begin=watchdog.begin, image_capture=_gallery(job, log)
             )
             reason = fit(job, state, log, stop, checkpoints, tally)
     finally:
@@ -225,7 +225,7 @@ def _train(
             if reason == REASONS[PRUNED] and pruned.exists()
             else ""
         )
-        amid = ", amid its evaluation" if state.owed else ""
+        amid = ", amid its evaluation" if state.evaluation_pending else ""
         told = f"{reason} at step {state.step}{amid}" + (f": {why}" if why else "")
         return AttemptOutcome("FINISHED" if over else "KILLED", told)
     return AttemptOutcome("FINISHED", _success(job, state))
@@ -246,7 +246,9 @@ def _gallery(job: TrainingContext, log: RunLog) -> ImageCapture:
     experiment, world = job.experiment, job.world
     if not experiment.train.pictures:
         return ImageCapture()
-    whole = experiment.train.strategy != "pp" or not world.together  # a stage is no model to call
+    whole = (
+        experiment.train.strategy != "pp" or not world.is_distributed
+    )  # a stage is no model to call
     own = (
         experiment.pictures
         if whole and type(experiment).pictures is not Experiment.pictures
@@ -254,8 +256,8 @@ def _gallery(job: TrainingContext, log: RunLog) -> ImageCapture:
     )
     return ImageCapture(
         log.folder.pictures if world.ranks.first else None,
-        total=job.val_feed.samples,
-        classes=class_names(job.val_feed.dataset) if world.ranks.first else (),
+        total=job.val_loader.samples,
+        classes=class_names(job.val_loader.dataset) if world.ranks.first else (),
         own=own,
         notice=log.notice,
     )

@@ -120,7 +120,7 @@ def probe_map(
     quest: SearchSetup, host: Host, kept: study_run.Record, say: Say
 ) -> list[ProbeResult]:
     """Return the speeds of the space's cells, measured where they are not known."""
-    plan = probe.make_plan(
+    plan = probe.make_batch_order(
         quest.space, quest.described, quest.identity.experiment_file or "", quest.root
     )
     measured = probe.run(plan, host, say)
@@ -140,7 +140,7 @@ def probe_alone(
     """Measure the map by itself, as a run of its own."""
     params = config.rendered(space.reference)
     with study_run.Record(root / "runs", identity, settings_without_secrets(params), argv) as kept:
-        plan = probe.make_plan(space, described, identity.experiment_file or "", root)
+        plan = probe.make_batch_order(space, described, identity.experiment_file or "", root)
         measured = probe.run(plan, host, say)
         kept.write("probe_map.json", table_json(measured))
         _draw_map(kept, measured)

@@ -49,7 +49,7 @@ def drawn(
     )
     found = {}
     for rank in range(world_size):
-        batches = feed(Noise(), workers).train(plan, rank, first_step, 5)
+        batches = feed(Noise(), workers).train_batches(plan, rank, first_step, 5)
         for step in range(first_step, 5):
             for _ in range(plan.accumulation):
                 for row in next(batches).tolist():
@@ -70,7 +70,7 @@ def test_loading_leaves_the_models_randomness_alone() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    next(feed(Noise()).train(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1))
+    next(feed(Noise()).train_batches(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1))
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -78,7 +78,7 @@ def test_a_tensor_data_set_is_gathered_batch_by_batch() -> None:
     dataset = TensorDataset(torch.arange(20.0), torch.arange(20))
     plan = BatchOrder(20, 8, 4, 2, 0)
     for rank in (0, 1):
-        x, y = next(feed(dataset).train(plan, rank, 0, 1))
+        x, y = next(feed(dataset).train_batches(plan, rank, 0, 1))
         assert x.tolist() == y.tolist() == plan.micro_batches(0, rank)[0].tolist()
 
 
@@ -91,7 +91,7 @@ def test_a_collate_of_ones_own_is_used_whatever_the_data_set() -> None:
         mine = BatchLoader(
             TensorDataset(torch.arange(20)), CPU, seed=3, workers=0, collate=experiment.collate
         )
-        return next(mine.train(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1))
+        return next(mine.train_batches(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1))
 
     plain = first(Experiment())
     assert isinstance(plain, list) and torch.equal(first(Shifted()), plain[0] + 100)
@@ -102,9 +102,9 @@ def test_evaluation_sees_every_sample_once_and_again(dataset: Any) -> None:
     mine = feed(dataset)
     for _ in range(2):
         seen = (
-            [batch for rank in (0, 1, 2) for batch in mine.evaluate(2, rank, 3)]
+            [batch for rank in (0, 1, 2) for batch in mine.eval_batches(2, rank, 3)]
             if dataset.__class__ is not Noise
-            else list(mine.evaluate(3, 0, 1))
+            else list(mine.eval_batches(3, 0, 1))
         )
         assert sum(samples for _, samples in seen) == len(dataset)
         assert [samples_in(batch) for batch, _ in seen] == [samples for _, samples in seen]
@@ -115,7 +115,7 @@ def test_a_data_sets_own_batched_access_is_used() -> None:
         def __getitems__(self, indices: list[int]) -> list[Tensor]:
             return [torch.tensor([index, 0.0, 0.0, 0.0]) for index in indices]
 
-    batch = next(feed(Batched()).train(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1))
+    batch = next(feed(Batched()).train_batches(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1))
     assert batch[:, 1:].abs().sum() == 0 and len(batch) == 8
 
 
@@ -123,7 +123,7 @@ def test_a_part_of_a_data_set_has_each_samples_own_augmentation() -> None:
     part = Subset(Subset(Noise(), range(20)), range(20))  # as random_split makes them
 
     def rows(dataset: Any, batch_size: int) -> dict[int, list[float]]:
-        batches = feed(dataset).train(
+        batches = feed(dataset).train_batches(
             BatchOrder(20, batch_size, batch_size, 1, 3), 0, 0, 20 // batch_size
         )
         return {int(row[0]): row[1:] for batch in batches for row in batch.tolist()}
@@ -175,7 +175,7 @@ def test_samples_are_counted_by_what_was_asked_for_and_not_by_what_came() -> Non
         return {"tokens": torch.cat(items), "lengths": torch.tensor([len(item) for item in items])}
 
     mine = BatchLoader(Noise(), CPU, seed=3, workers=0, collate=collate)
-    assert [(len(batch["tokens"]), samples) for batch, samples in mine.evaluate(8, 0, 1)] == [
+    assert [(len(batch["tokens"]), samples) for batch, samples in mine.eval_batches(8, 0, 1)] == [
         (32, 8),
         (32, 8),
         (16, 4),

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from rankzero.errors import UserError
 from rankzero.experiment import Train
-from rankzero.training.data.order import BatchOrder, check_alike, make_plan, mix, order, shard
+from rankzero.training.data.order import (
+    BatchOrder,
+    check_same_lengths,
+    make_batch_order,
+    mix,
+    order,
+    shard,
+)
 
 plans = st.builds(
     lambda micro, accumulation, world, more, seed: BatchOrder(
@@ -32,7 +39,7 @@ def test_the_ranks_micro_batches_are_the_global_batch(plan: BatchOrder, step: in
 @given(plans, st.integers(0, 20), st.integers(0, 20))
 def test_walking_is_going_step_by_step(plan: BatchOrder, first: int, more: int) -> None:
     for rank in range(plan.world_size):
-        walked = list(plan.walk(rank, first, first + more))
+        walked = list(plan.iter_micro_batches(rank, first, first + more))
         stepped = [
             (plan.epoch(step), indices)
             for step in range(first, first + more)
@@ -84,24 +91,24 @@ def test_mixed_seeds_differ(one: list[int], other: list[int]) -> None:
 
 def test_a_batch_that_does_not_come_out_even_names_the_nearest() -> None:
     with pytest.raises(UserError, match="use 99 or 102"):
-        make_plan(Train(batch_size=100), 1000, world_size=3)
+        make_batch_order(Train(batch_size=100), 1000, world_size=3)
     with pytest.raises(UserError, match=r"train\.micro_batch=8: use 16 or 32"):
-        make_plan(Train(batch_size=20, micro_batch=8), 1000, world_size=2)
+        make_batch_order(Train(batch_size=20, micro_batch=8), 1000, world_size=2)
     with pytest.raises(UserError, match="at most 50"):
-        make_plan(Train(batch_size=64), 50, world_size=1)
+        make_batch_order(Train(batch_size=64), 50, world_size=1)
 
 
 def test_accumulation_follows_from_the_two() -> None:
-    assert make_plan(Train(batch_size=32, micro_batch=8), 100, 1).accumulation == 4
-    assert make_plan(Train(batch_size=32, micro_batch=8), 100, 2).accumulation == 2
-    assert make_plan(Train(batch_size=32), 100, 2).micro_batch == 16
+    assert make_batch_order(Train(batch_size=32, micro_batch=8), 100, 1).accumulation == 4
+    assert make_batch_order(Train(batch_size=32, micro_batch=8), 100, 2).accumulation == 2
+    assert make_batch_order(Train(batch_size=32), 100, 2).micro_batch == 16
 
 
 def test_data_that_differ_in_length_are_refused_and_the_ranks_named() -> None:
-    check_alike("training", [5, 5, 5])
+    check_same_lengths("training", [5, 5, 5])
     with pytest.raises(
         UserError, match=r"5 samples on ranks 0, 2; 4 samples on rank 1\. Every rank must see"
     ):
-        check_alike("training", [5, 4, 5])
+        check_same_lengths("training", [5, 4, 5])
     with pytest.raises(UserError, match=r"9 samples on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more"):
-        check_alike("validation", [1] + [9] * 99)
+        check_same_lengths("validation", [1] + [9] * 99)

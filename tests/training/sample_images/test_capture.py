@@ -85,17 +85,17 @@ def run(experiment: Experiment, folder: Path, watch: bool = True) -> Shown:
     events: list[Event] = []
     notices: list[str] = []
     own = experiment.pictures if type(experiment).pictures is not Experiment.pictures else None
-    names = class_names(job.val_feed.dataset)
+    names = class_names(job.val_loader.dataset)
     folder.mkdir(exist_ok=True)
     gallery = ImageCapture(
         folder / "pictures",
-        total=job.val_feed.samples,
+        total=job.val_loader.samples,
         classes=names,
         own=own,
         notice=notices.append,
     )
     if watch:
-        job = dataclasses.replace(job, gallery=gallery)
+        job = dataclasses.replace(job, image_capture=gallery)
     fit(job, state, events.append, Stop(), None, RunTotals())
     return Shown(
         events, notices, folder, [one.detach().clone() for one in state.model.parameters()]
@@ -383,7 +383,7 @@ def test_figures_are_closed_on_every_rank(tmp_path: Path, own: str, rank: int) -
     gallery = ImageCapture(tmp_path / "pictures", own=experiment.pictures)
     gallery.first_batch = X, Y
     job = dataclasses.replace(
-        job, gallery=gallery, world=World(Ranks(rank=rank), torch.device("cpu"))
+        job, image_capture=gallery, world=World(Ranks(rank=rank), torch.device("cpu"))
     )
     events: list[Event] = []
     evaluation.show(job, state, better=True, last=True, seconds=1.0, emit=events.append)

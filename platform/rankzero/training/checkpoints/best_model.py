@@ -179,7 +179,7 @@ def example_of(experiment: Experiment, model: nn.Module) -> tuple[Tensor, ...]:
         lambda _module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
     )
     with handle, torch.no_grad():
-        batch, _ = next(iter(feed.evaluate(EXAMPLE_SAMPLES, 0, 1)))
+        batch, _ = next(iter(feed.eval_batches(EXAMPLE_SAMPLES, 0, 1)))
         experiment.measure(model, batch)
     if not seen:
         raise ValueError(

@@ -55,7 +55,10 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
             f"the checkpoint holds no {', '.join(missing)}: it is not of a training by `rankzero train`, or of another "
             "version's; start a new run instead"
         )
-    for name, mine in (("batch_size", job.plan.batch_size), ("samples", job.plan.samples)):
+    for name, mine in (
+        ("batch_size", job.batch_order.batch_size),
+        ("samples", job.batch_order.samples),
+    ):
         if saved[name] != mine:
             raise UserError(
                 f"the checkpoint was trained with {name} {saved[name]}, now it is {mine}: the data order "
@@ -73,11 +76,15 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
         ) from error
     if job.precision.scaler is not None and saved["scaler"] is not None:
         job.precision.scaler.load_state_dict(saved["scaler"])
-    state.step, state.best, state.owed = saved["step"], saved["best"], saved.get("owed", False)
+    state.step, state.best, state.evaluation_pending = (
+        saved["step"],
+        saved["best"],
+        saved.get("owed", False),
+    )
     if saved.get("layout", layout) == layout and len(saved["randoms"]) == job.world.size:
         rng.restore(saved["randoms"][job.world.ranks.rank], job.world.device)
     else:  # no saved stream is this rank's; ranks that share their samples have the same
-        rng.seed_all(job.plan.seed, 1 + job.strategy.shard.rank, state.step)
+        rng.seed_all(job.batch_order.seed, 1 + job.strategy.shard.rank, state.step)
 
 
 @contextlib.contextmanager

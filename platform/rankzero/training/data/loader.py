@@ -60,16 +60,18 @@ class BatchLoader:
         self._workers = loader_workers(workers, local_world_size)
         self._evaluation: DataLoader[Any] | None = None
 
-    def train(
+    def train_batches(
         self, plan: BatchOrder, rank: int, first_step: int, total_steps: int
     ) -> Iterator[Any]:
         """Yield `rank`'s micro-batches of all steps from `first_step` on, on the device."""
-        keys = plan.walk(rank, first_step, total_steps)
+        keys = plan.iter_micro_batches(rank, first_step, total_steps)
         if self._tensors is not None:
             return self._gather(keys, self._tensors)
         return self._load(self._loader(keys, self._workers))
 
-    def evaluate(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, int]]:
+    def eval_batches(
+        self, batch_size: int, rank: int, world_size: int
+    ) -> Iterator[tuple[Any, int]]:
         """Yield `rank`'s share of the data set once, on the device, with each batch's number of samples."""
         keys = [(0, indices) for indices in shard(self.samples, batch_size, rank, world_size)]
         return zip(self._evaluated(keys), [len(indices) for _, indices in keys], strict=True)

@@ -57,7 +57,9 @@ class BatchOrder:
         """Return `rank`'s indices for `step`: [accumulation, micro-batch]."""
         return self.batch(step).view(self.accumulation, self.world_size, self.micro_batch)[:, rank]
 
-    def walk(self, rank: int, first_step: int, total_steps: int) -> Iterator[tuple[int, Tensor]]:
+    def iter_micro_batches(
+        self, rank: int, first_step: int, total_steps: int
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield (epoch, indices) of every micro-batch of `rank` from `first_step` on.
 
         The same as `micro_batches` step by step, but an epoch is cut up at once: a few microseconds a step.
@@ -75,9 +77,9 @@ class BatchOrder:
             step += steps
 
 
-def make_plan(train: Train, samples: int, world_size: int) -> BatchOrder:
+def make_batch_order(train: Train, samples: int, world_size: int) -> BatchOrder:
     """Cut `samples` as `train` asks for so many parts. Raises UserError where that cannot be."""
-    micro_batch = check_even(train, world_size)
+    micro_batch = micro_batch_size(train, world_size)
     if samples < train.batch_size:
         raise UserError(
             f"the training set has {samples} samples, fewer than one batch: set train.batch_size to at most {samples}"
@@ -87,7 +89,7 @@ def make_plan(train: Train, samples: int, world_size: int) -> BatchOrder:
     return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
 
 
-def check_alike(what: str, lengths: Sequence[int]) -> None:
+def check_same_lengths(what: str, lengths: Sequence[int]) -> None:
     """Raise UserError, naming ranks and lengths, where a data set is not as long on each rank as on the others."""
     if len(set(lengths)) == 1:
         return
@@ -103,7 +105,7 @@ def check_alike(what: str, lengths: Sequence[int]) -> None:
     )
 
 
-def check_even(train: Train, world_size: int) -> int:
+def micro_batch_size(train: Train, world_size: int) -> int:
     """Return the micro-batch. Raises UserError, naming the nearest sizes, where the batch does not come out even."""
     micro_batch = max(1, train.micro_batch or train.batch_size // world_size)
     whole = micro_batch * world_size if train.micro_batch else world_size

@@ -21,10 +21,10 @@ PIECE_BYTES = (
     64 << 20
 )  # what is sent at a time: a checkpoint may be larger than what a GPU has left
 FAILURE_KEY = "rankzero/failure"
-SETUP_WAIT = datetime.timedelta(
+SETUP_TIMEOUT = datetime.timedelta(
     minutes=30
 )  # of a collective that no watchdog watches: another may load data meanwhile
-TRAINING_WAIT = datetime.timedelta(days=1)  # where one does: it ends what hangs, and names it
+TRAINING_TIMEOUT = datetime.timedelta(days=1)  # where one does: it ends what hangs, and names it
 FAILURE_SECONDS = 2.0  # what a failing peer gets to say why
 
 
@@ -40,7 +40,7 @@ class World:
         return self.ranks.world_size
 
     @property
-    def together(self) -> bool:
+    def is_distributed(self) -> bool:
         """Tell whether there is anybody to talk to."""
         return self.size > 1
 
@@ -52,20 +52,20 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """Add `values` over all ranks, in place; every rank gets the same bits. A collective."""
-        if self.together:
+        if self.is_distributed:
             dist.all_reduce(values)
         return values
 
-    def unlike_the_first(self, values: Tensor) -> list[int]:
+    def ranks_that_differ(self, values: Tensor) -> list[int]:
         """Return the ranks whose `values` (1-d) are not bit for bit rank 0's. A collective."""
-        if not self.together:
+        if not self.is_distributed:
             return []
         found = self.gather(values)
         return [int(rank) for rank in (found != found[0]).any(dim=1).nonzero().flatten()]
 
     def gather(self, values: Tensor) -> Tensor:
         """Return every rank's `values` (1-d, equally long) as [world size, length]. A collective."""
-        if not self.together:
+        if not self.is_distributed:
             return values.unsqueeze(0)
         mine = values.to(self.device)
         gathered = mine.new_empty(self.size * len(mine))
@@ -74,7 +74,7 @@ class World:
 
     def broadcast(self, content: bytes, source: int = 0) -> bytes:
         """Return one rank's `content` on every rank, through little of its device. A collective, not for the loop."""
-        if not self.together:
+        if not self.is_distributed:
             return content
         length = torch.tensor([len(content)], device=self.device)
         dist.broadcast(length, source)
@@ -102,7 +102,7 @@ class World:
 
     def broadcast_buffers(self, module: nn.Module) -> None:
         """Give every rank rank 0's buffers (running statistics). A collective."""
-        if self.together:
+        if self.is_distributed:
             for buffer in module.buffers():
                 dist.broadcast(buffer, 0)
 
@@ -113,14 +113,14 @@ class World:
             if store is not None:
                 store.compare_set(FAILURE_KEY, "", json.dumps(failure))
 
-    def leave_hangs_to_the_watchdog(self) -> None:
+    def extend_timeouts(self) -> None:
         """Let collectives wait for long: NCCL's own limit would end who waits before the watchdog ends who hangs."""
-        if self.together:
+        if self.is_distributed:
             distributed: Any = dist.distributed_c10d
             change = (
                 getattr(distributed, "set_timeout", None) or distributed._set_pg_timeout
             )  # PyTorch before 2.15
-            change(TRAINING_WAIT)
+            change(TRAINING_TIMEOUT)
 
     def first_failure(self) -> dict[str, object] | None:
         """Return the failure that another rank reported, waiting a moment for it; None if none did."""
@@ -139,7 +139,7 @@ class World:
 def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
     """Join the job's other processes for the duration of the block. All ranks must enter it."""
     world = World(ranks, device)
-    if not world.together:
+    if not world.is_distributed:
         yield world
         return
     on_gpu = device.type == "cuda"
@@ -147,11 +147,11 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
         rendezvous.keep_gloo_on_loopback()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=rendezvous.on_loopback(ranks, SETUP_WAIT),
+        store=rendezvous.on_loopback(ranks, SETUP_TIMEOUT),
         rank=ranks.rank,
         world_size=ranks.world_size,
         device_id=device if on_gpu else None,
-        timeout=SETUP_WAIT,
+        timeout=SETUP_TIMEOUT,
     )
     yield world
     # Only after success: a rank that failed must end, not wait for collectives that its peers will never enter.
@@ -159,7 +159,7 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def joined() -> Ranks | None:
+def process_group_ranks() -> Ranks | None:
     """Return this process's place in the process group that the user's script has joined; None where it is alone.
 
     A group does not say who shares a machine: it is taken for one machine's.
@@ -170,7 +170,7 @@ def joined() -> Ranks | None:
     return Ranks(rank, size, local_rank=rank, local_world_size=size)
 
 
-def is_lost_contact(error: BaseException) -> bool:
+def is_lost_connection(error: BaseException) -> bool:
     """Tell whether `error` is what a rank sees of another's end, and not a failure of its own."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()

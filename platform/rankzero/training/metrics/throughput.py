@@ -47,7 +47,7 @@ class RunTotals:
     """What the run's summary is made of."""
 
     throughput: Throughput = dataclasses.field(default_factory=Throughput)
-    paces: RankTimes = dataclasses.field(default_factory=RankTimes)
+    rank_times: RankTimes = dataclasses.field(default_factory=RankTimes)
     steps: int = 0
     train_seconds: float = 0.0
     data_wait_seconds: float = 0.0
@@ -57,7 +57,7 @@ class RunTotals:
 
     def add(self, report: WindowStats, batch_size: int) -> None:
         self.throughput.add(report.steps * batch_size, report.seconds)
-        self.paces.add(report.seconds, report.forwards, report.data_waits)
+        self.rank_times.add(report.seconds, report.forwards, report.data_waits)
         self.steps += report.steps
         self.train_seconds += report.seconds
         self.data_wait_seconds += report.data_wait_seconds
@@ -74,7 +74,7 @@ class RunTotals:
             if self.train_seconds
             else None,
             "checkpoint_blocked_seconds": self.blocked_seconds,
-            **self.paces.straggler(),
+            **self.rank_times.straggler(),
         }
         return {
             **self.last_metrics,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rankzero.errors import UserError
 from rankzero.training.distributed.world import World
-from rankzero.training.stop import foremost
+from rankzero.training.stop import most_urgent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class WindowStats:
 
     @property
     def stop_code(self) -> int:
-        return foremost(self.stop_codes)
+        return most_urgent(self.stop_codes)
 
     @property
     def step_seconds(self) -> float:

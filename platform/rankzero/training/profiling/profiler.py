@@ -114,8 +114,10 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     job, state = worker.build(config.override(experiment, {"train.steps": ENDLESS}), world)
-    job = dataclasses.replace(job, stopwatch=ForwardMarker())
-    batches = marked(job.train_feed.train(job.plan, job.strategy.shard.rank, 0, ENDLESS))
+    job = dataclasses.replace(job, forward_timer=ForwardMarker())
+    batches = marked(
+        job.train_loader.train_batches(job.batch_order, job.strategy.shard.rank, 0, ENDLESS)
+    )
     state.model.train()
     _steps(job, state, batches, WARM_UP)
     bare, _ = _steps(job, state, batches, STEPS)
@@ -136,7 +138,7 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
     return Profile(
         slowest / STEPS,
         seconds / STEPS,
-        job.plan.batch_size,
+        job.batch_order.batch_size,
         breakdown(seconds, waited, seen),
         _costs(profiler.key_averages(), on_gpu),
         world.device.type,
@@ -155,7 +157,7 @@ def _steps(job: Any, state: Any, batches: Iterator[Any], count: int) -> tuple[fl
 
 
 class ForwardMarker:
-    """Marks each forward for the profiler, in the place of the stopwatch that times some."""
+    """Marks each forward for the profiler, in the place of the forward_timer that times some."""
 
     def timed(self, measure: Callable[..., Any]) -> Callable[..., Any]:
         from torch.profiler import record_function

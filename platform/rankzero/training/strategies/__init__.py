@@ -79,7 +79,7 @@ def _pipeline(
     train = experiment.train
     if train.precision == "fp16":
         raise UserError("train.strategy=pp does not do fp16: use bf16")
-    if not world.together:
+    if not world.is_distributed:
         return replicated.single(experiment, model.to(world.device), world)
     names = parameter_names.order(model, experiment.optimizer(model))
     size = train.batch_size // micro_batches(train, world.size)

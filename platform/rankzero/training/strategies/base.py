@@ -55,16 +55,16 @@ class Strategy(Protocol):
     def lockstep(self) -> bool:
         """Whether a forward is a collective: then all ranks must take the same number of them."""
 
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """Keep gradients local inside the block: all but the last micro-batch of a step."""
 
-    def gradients(self, how: MicroBatchStep, batch: Any) -> Metrics:
+    def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
         """Add a micro-batch's share of the gradients; return its metrics, detached."""
 
-    def metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any] | None:
+    def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any] | None:
         """Return an evaluation batch's metrics; None where another rank has them. Without gradients."""
 
-    def align(self) -> None:
+    def sync_buffers(self) -> None:
         """Give every rank rank 0's buffers (running statistics), which a checkpoint has."""
 
     def clip(self, norm: float) -> None:

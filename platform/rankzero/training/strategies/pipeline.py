@@ -28,7 +28,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from rankzero.experiment import Train
 from rankzero.training.data.batch import rows_of, samples_in
-from rankzero.training.distributed.world import TRAINING_WAIT, World
+from rankzero.training.distributed.world import TRAINING_TIMEOUT, World
 from rankzero.training.metrics.window import check_metrics
 from rankzero.training.strategies import parameter_names
 from rankzero.training.strategies.base import (
@@ -69,7 +69,7 @@ class Pipeline:
         self._stage, self._names, self._world, self._samples = stage, names, world, train.batch_size
         self._micro_batches = micro_batches(train, world.size)
         # NCCL would gather a checkpoint in one GPU's memory.
-        self._hosts: Any = dist.new_group(backend="gloo", timeout=TRAINING_WAIT)
+        self._hosts: Any = dist.new_group(backend="gloo", timeout=TRAINING_TIMEOUT)
         self._schedule = SCHEDULES[train.pp_schedule](
             stage, self._micro_batches, loss_fn=self._loss
         )
@@ -78,14 +78,14 @@ class Pipeline:
         self._measured: list[Metrics] = []
         self._metric_names: list[str] = []
 
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def gradients(self, how: MicroBatchStep, batch: Any) -> Metrics:
+    def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
         self._send(how, batch, self._schedule.step)
         return self._shared_by_all()
 
-    def metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any] | None:
+    def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any] | None:
         """Return the last stage's metrics. A smaller batch is filled up on its way, and cut again at its end."""
         samples = samples_in(batch)
         filled = torch.arange(self._samples, device=self._world.device) % samples
@@ -97,7 +97,7 @@ class Pipeline:
         with how.autocast:
             return how.measure(StageOutput(output[:samples], self.model.training), batch)
 
-    def align(self) -> None:
+    def sync_buffers(self) -> None:
         """Do nothing: no two ranks have the same buffers."""
 
     def clip(self, norm: float) -> None:

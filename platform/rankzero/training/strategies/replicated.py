@@ -43,21 +43,21 @@ class Replicated:
     world: World
     lockstep: bool = False
 
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         return (
             self.replica.no_sync()
             if isinstance(self.replica, DistributedDataParallel)
             else contextlib.nullcontext()
         )
 
-    def gradients(self, how: MicroBatchStep, batch: Any) -> Metrics:
+    def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
         return backward(how, self.replica, batch)
 
-    def metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
+    def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
         with how.autocast:
             return how.measure(self.model, batch)
 
-    def align(self) -> None:
+    def sync_buffers(self) -> None:
         self.world.broadcast_buffers(self.model)
 
     def clip(self, norm: float) -> None:
@@ -80,7 +80,7 @@ class Replicated:
 
 def single(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """Make one process's model ready. Raises UserError with several processes."""
-    if world.together:
+    if world.is_distributed:
         raise UserError(
             f"train.strategy=single is one process, not {world.size}: give --nproc 1, or use ddp"
         )
@@ -96,7 +96,7 @@ def data_parallel(experiment: Experiment, model: nn.Module, world: World) -> Rep
         raise UserError(
             "train.strategy=dp divides a batch among GPUs, and there is none: use ddp, which runs on CPUs, too"
         )
-    if world.together:
+    if world.is_distributed:
         raise UserError(
             f"train.strategy=dp is one process for all GPUs, not {world.size}: give --nproc 1, or use ddp"
         )
@@ -145,7 +145,7 @@ def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
 
     Raises UserError for an optimizer that is no class of its own arguments alone.
     """
-    if not world.together:
+    if not world.is_distributed:
         return ddp(experiment, model, world)
     optimizer = _divided(optimizers.of(experiment, model))
     shard = Shard(world.ranks.rank, world.size)
@@ -153,7 +153,7 @@ def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
 
 
 def _wrapped(model: nn.Module, world: World, train: Train) -> nn.Module:
-    if not world.together or not any(p.requires_grad for p in model.parameters()):
+    if not world.is_distributed or not any(p.requires_grad for p in model.parameters()):
         return model
     replica = DistributedDataParallel(
         model,

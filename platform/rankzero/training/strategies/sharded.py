@@ -54,21 +54,21 @@ class Sharded:
     world: World
     lockstep: bool = True
 
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         return (
             _without_reduction(self.model)
             if isinstance(self.model, FSDPModule)
             else contextlib.nullcontext()
         )
 
-    def gradients(self, how: MicroBatchStep, batch: Any) -> Metrics:
+    def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
         return backward(how, self.model, batch)
 
-    def metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
+    def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
         with how.autocast:
             return how.measure(self.model, batch)
 
-    def align(self) -> None:
+    def sync_buffers(self) -> None:
         self.world.broadcast_buffers(self.model)
 
     def clip(self, norm: float) -> None:
@@ -109,10 +109,10 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
     Units that are gathered, and compiled, together: the items of the outermost `nn.Sequential` or `nn.ModuleList`s,
     and the rest, with which stays what shares a weight with something outside of it.
     """
-    parts = shared_weights.unshared(list(units(model)), model) if world.together else []
+    parts = shared_weights.unshared(list(units(model)), model) if world.is_distributed else []
     for part in (parts or [model]) if experiment.train.compile else ():
         part.compile()  # each by itself: around them, parameters come and go
-    if world.together:
+    if world.is_distributed:
         mesh = init_device_mesh(world.device.type, (world.size,))
         for unit in [*parts, model]:
             fully_shard(unit, mesh=mesh)  # moves it to the device, too
@@ -140,7 +140,7 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> S
     if missing:
         raise UserError(f"parallelize() names {missing[0]!r}, which the model does not have")
     tied = shared_weights.shared(model)
-    if world.together:
+    if world.is_distributed:
         parallelize_module(model, init_device_mesh(world.device.type, (world.size,)), dict(plan))
     shared_weights.check_together(model, tied, "tp")
     model.to(world.device)

@@ -66,7 +66,7 @@ class ProbePlan:
     most_seconds: float = 4.0
 
 
-def make_plan(
+def make_batch_order(
     space: Space, described: ExperimentDescription, reference_file: str, root: Path
 ) -> ProbePlan:
     """Return the plan for a space: its precisions, its batch sizes from a quarter of the user's own on."""

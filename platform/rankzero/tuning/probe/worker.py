@@ -69,7 +69,7 @@ def _climb(request: ProbeRequest, world: World) -> None:
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     measured, data = (
         list(request.known),
-        worker.data_of(experiment),
+        worker.load_data_sets(experiment),
     )  # once: loading may take longer than a cell
     while True:
         cell = grid.next_cell(measured, request.batch_sizes, request.precisions, world.size)
@@ -109,7 +109,7 @@ def _attempt(
     try:
         return measure(experiment, data, world, cell, request.relative, most_seconds)
     except torch.OutOfMemoryError as error:
-        if world.together:
+        if world.is_distributed:
             raise
         reason = str(error).splitlines()[0]
     gc.collect()
@@ -149,11 +149,11 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     retries = _retries(world)
     job, state = worker.build(config.override(experiment, settings), world, data)
-    batches = job.train_feed.train(job.plan, job.strategy.shard.rank, 0, ENDLESS)
+    batches = job.train_loader.train_batches(job.batch_order, job.strategy.shard.rank, 0, ENDLESS)
     state.model.train()
     steady, steps, waits = _windows(job, state, batches, relative, most_seconds)
     seconds = steady.mean / steps
-    local = _local_seconds(job, state, batches, steps) if world.together else seconds
+    local = _local_seconds(job, state, batches, steps) if world.is_distributed else seconds
     thrashed = int(world.sum(torch.tensor([_retries(world) - retries], device=world.device)))
     memory = int(
         world.gather(torch.tensor([torch.cuda.max_memory_reserved() if on_gpu else 0])).max()

@@ -114,7 +114,7 @@ def _described(
     import torch
 
     from rankzero.training import strategies
-    from rankzero.training.data.order import check_even
+    from rankzero.training.data.order import micro_batch_size
     from rankzero.training.distributed.device import check_gpus, driver_version
 
     experiment = config.override(experiment_file.load(reference)(), settings)
@@ -129,7 +129,7 @@ def _described(
     if processes < 1:
         raise UserError("--nproc must be at least 1")
     check_gpus(processes)
-    check_even(experiment.train, strategies.shards(experiment.train.strategy, processes))
+    micro_batch_size(experiment.train, strategies.shards(experiment.train.strategy, processes))
     optimizer = experiment.optimizer(experiment.model())
     return ExperimentDescription(
         name=type(experiment).__name__,
