@@ -181,6 +181,10 @@ class ReplayRunning:
         )
         return [*([event] if event else []), *([end] if self.over else [])]
 
+    @property
+    def failure(self) -> None:
+        return None
+
     def prune(self, reason: str) -> None:
         self._pruned = True
 

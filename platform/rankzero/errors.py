@@ -11,4 +11,8 @@ class RunFailed(Exception):
     """A run that was started and failed: the message says why, and is shown without a traceback."""
 
 
+class NotFinite(Exception):
+    """The training diverged: its loss is NaN or infinite."""
+
+
 FINISHED, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75  # 75 is sysexits' EX_TEMPFAIL: stopped, try again

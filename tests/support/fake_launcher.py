@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged
 from rankzero.experiment import Experiment
+from rankzero.launch.failures import FailureKind
 
 EPOCHS, SAMPLES = 20, 1000
 Fate = Callable[[int, Experiment], str]
@@ -99,6 +100,10 @@ class FakeRunning:
     def over(self) -> bool:
         return self._over
 
+    @property
+    def failure(self) -> FailureKind | None:
+        return KINDS.get(self.fate)
+
     def prune(self, reason: str) -> None:
         self.asked.append(f"prune: {reason}")
 
@@ -140,4 +145,9 @@ ENDS = {
     "crash": "RuntimeError: broken",
     "oom": "torch.OutOfMemoryError: CUDA out of memory",
     "nan": "NotFinite: train/loss is not finite at step 3",
+}
+KINDS = {
+    "crash": FailureKind.OTHER,
+    "oom": FailureKind.OUT_OF_MEMORY,
+    "nan": FailureKind.NOT_FINITE,
 }

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from rankzero.errors import UserError
+from rankzero.errors import NotFinite, UserError
 from rankzero.events import CheckpointSaved, Evaluated, Noticed, StepsLogged
 from rankzero.ranks import Ranks
 from rankzero.training.checkpoints import files, manifest, restore
 from rankzero.training.distributed.world import World
-from rankzero.training.loop import NotFinite
 from rankzero.training.periodic import state_dict
 from support.training import Trainer, tiny, weights
 from torture.damage import malicious

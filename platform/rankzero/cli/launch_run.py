@@ -135,7 +135,7 @@ def _with_half_the_micro_batch(attempt: LaunchPlan) -> LaunchPlan | None:
     )
     if (
         first is None
-        or not failures.is_out_of_memory(first.reason)
+        or first.kind is not failures.FailureKind.OUT_OF_MEMORY
         or train.oom == "fail"
         or nodes.nodes > 1
     ):

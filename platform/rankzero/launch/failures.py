@@ -1,27 +1,51 @@
-"""What went wrong, and whose fault it is: a failing rank says so before it dies."""
+"""Failure files: a failing rank writes why it failed before it ends.
+
+A rank writes ``failures/rank_<r>.json`` into the run's folder. The launcher, the search and the
+recorder read it. `Failure.kind` is what they decide by; the texts are for people.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import json
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rankzero.config import ConfigError
-from rankzero.errors import UserError
+from rankzero.errors import NotFinite, UserError
 from rankzero.redaction.text import text_without_secrets
 from rankzero.run_store.folder import write_atomically
 
-OUT_OF_MEMORY = (
+# PyTorch has one exception type for CUDA's lack of memory. cuBLAS and the CPU's allocator raise
+# a plain RuntimeError, so their messages are all there is to go by.
+_OUT_OF_MEMORY_TEXTS = (
     "OutOfMemoryError",
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator",
 )
-OURS = str(Path(__file__).parents[1])
+_OUR_CODE = str(Path(__file__).parents[1])
+
+
+class FailureKind(enum.StrEnum):
+    """What kind of failure it was, for the programs that read it."""
+
+    OUT_OF_MEMORY = "out_of_memory"
+    """PyTorch could not allocate memory on the training device."""
+    OUT_OF_HOST_MEMORY = "out_of_host_memory"
+    """Python could not allocate memory."""
+    NOT_FINITE = "not_finite"
+    """The loss became NaN or infinite."""
+    USER_ERROR = "user_error"
+    """The user can mend it: a wrong setting or a missing file."""
+    HANG = "hang"
+    """A watchdog or the search ended it because it made no progress."""
+    OTHER = "other"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +56,17 @@ class Failure:
     rank: int
     reason: str
     error: str
+    kind: FailureKind = FailureKind.OTHER
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """Return the failure behind an exception, in words without secrets: MLflow will be told."""
+    """Return the failure behind an exception, its texts without secrets: MLflow gets them."""
     trace = text_without_secrets("".join(traceback.format_exception(error)))
-    return Failure(time.time(), rank, text_without_secrets(reason(error)), trace)
+    return Failure(time.time(), rank, text_without_secrets(reason(error)), trace, _kind(error))
 
 
 def reason(error: BaseException) -> str:
-    """Say in a line what happened, and where in the user's code."""
+    """Return one line: what happened, and where in the user's code."""
     if isinstance(error, (UserError, ConfigError)):
         return str(error)
     text = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -49,48 +74,79 @@ def reason(error: BaseException) -> str:
     return f"{text} ({place})" if place else text
 
 
-def is_out_of_memory(text: str) -> bool:
-    """Tell whether a reason or a traceback is a device's lack of memory; a CPU's, too."""
-    return any(word in text for word in OUT_OF_MEMORY)
+def parse(fields: Mapping[str, Any]) -> Failure:
+    """Return the failure that `dataclasses.asdict` and JSON made a mapping of.
+
+    Older versions wrote no kind, and later ones may write others. Both read as OTHER.
+    Raises TypeError for a mapping that is not a failure.
+    """
+    kinds = {kind.value: kind for kind in FailureKind}
+    return Failure(**{**fields, "kind": kinds.get(fields.get("kind", ""), FailureKind.OTHER)})
 
 
 def write(failure: Failure, folder: Path) -> None:
-    """Leave word in ``<folder>/rank_<r>.json``, without secrets: it goes to MLflow. A full disk takes none."""
-    told = dataclasses.replace(
+    """Write ``<folder>/rank_<r>.json`` without secrets: MLflow gets it. Ignore a full disk."""
+    redacted = dataclasses.replace(
         failure,
         reason=text_without_secrets(failure.reason),
         error=text_without_secrets(failure.error),
     )
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(told)))
+        text = json.dumps(dataclasses.asdict(redacted))
+        write_atomically(folder / f"rank_{failure.rank}.json", text)
 
 
 def forget(folder: Path, rank: int) -> None:
-    """Remove what a rank said of an earlier start: who is started again begins without a failure."""
+    """Remove a rank's failure of an earlier start."""
     (folder / f"rank_{rank}.json").unlink(missing_ok=True)
 
 
 def first(folder: Path) -> Failure | None:
-    """Return the earliest failure that a rank left in `folder`: the others follow from it."""
+    """Return the earliest failure in `folder`, or None. The other ranks' failures follow from it."""
     found = []
     for path in folder.glob("rank_*.json"):
-        try:
-            found.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError):
-            continue
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            found.append(parse(json.loads(path.read_text(encoding="utf-8"))))
     return min(found, key=lambda failure: failure.time, default=None)
 
 
 def place_of(stack: Iterable[traceback.FrameSummary]) -> str | None:
-    """Return ``file.py, line 31, in measure`` of the innermost frame that is the user's."""
+    """Return ``file.py, line 31, in measure`` of the innermost frame in the user's code, or None."""
     frames = [
         frame
         for frame in stack
-        if not frame.filename.startswith((OURS, "<"))
+        if not frame.filename.startswith((_OUR_CODE, "<"))
         and "site-packages" not in frame.filename
         and "/lib/python" not in frame.filename
     ]
     if not frames:
         return None
     return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}"
+
+
+def _kind(error: BaseException) -> FailureKind:
+    """Return the kind of the first exception in the chain that has one."""
+    for one in _chain(error):
+        text = f"{type(one).__name__}: {one}"
+        if any(words in text for words in _OUT_OF_MEMORY_TEXTS):
+            return FailureKind.OUT_OF_MEMORY
+        if isinstance(one, MemoryError):
+            return FailureKind.OUT_OF_HOST_MEMORY
+        if isinstance(one, NotFinite):
+            return FailureKind.NOT_FINITE
+        if isinstance(one, (UserError, ConfigError)):
+            return FailureKind.USER_ERROR
+    return FailureKind.OTHER
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that a traceback shows as its causes."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    # A context may lead back to its own exception, where code raised one object twice.
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        hidden = found.__suppress_context__ and found.__cause__ is None
+        found = found.__cause__ or (None if hidden else found.__context__)

@@ -98,7 +98,7 @@ def _root_cause(error: BaseException, world: World) -> failures.Failure:
         return dataclasses.replace(
             mine, reason=f"{mine.reason} [another rank may have failed first]"
         )
-    return failures.Failure(**found)  # type: ignore[arg-type]
+    return failures.parse(found)
 
 
 def _params(experiment: Experiment, world: World) -> dict[str, str]:

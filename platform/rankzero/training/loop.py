@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankzero.errors import NotFinite
 from rankzero.events import Emit, StepsLogged
 from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.training.checkpoints.writer import Checkpoints
@@ -30,10 +31,6 @@ from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.metrics.window import MetricWindow, WindowStats
 from rankzero.training.periodic import PeriodicActions
 from rankzero.training.stop import LONGEST_WINDOW, Stop, next_length
-
-
-class NotFinite(Exception):
-    """The training diverged."""
 
 
 def fit(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from rankzero.launch.failures import Failure, place_of
+from rankzero.launch.failures import Failure, FailureKind, place_of
 
 CHECKS = 20  # per limit
 FIRST_STEP = (
@@ -133,7 +133,8 @@ class Watchdog:
             for local in stopped_beside()
         )
         reason = f"rank {self._rank} {did} for {silent:.0f} s{when}{f' ({place})' if place else ''}{others}"
-        failure = Failure(time.time(), self._rank, reason, "".join(traceback.format_list(stack)))
+        error = "".join(traceback.format_list(stack))
+        failure = Failure(time.time(), self._rank, reason, error, FailureKind.HANG)
         _in_time([functools.partial(told, failure) for told in self._told])
         _in_time([functools.partial(_print_stacks, f"{reason}; train.hang_minutes sets the limit")])
         os.kill(os.getpid(), signal.SIGKILL)

@@ -24,6 +24,7 @@ from rankzero.tuning.trials.host_process import Host
 
 BELOW = 2  # a ladder starts at the user's batch size over this
 MOST_RESTARTS = 8
+OUT_OF_MEMORY = (failure.FailureKind.OUT_OF_MEMORY, failure.FailureKind.OUT_OF_HOST_MEMORY)
 NOT_PART = (
     "train.batch_size",
     "train.micro_batch",
@@ -137,12 +138,9 @@ def _measure(
     _tell(plan, told, say)
     begun = unfinished(plan.cache)
     if begun is not None:
-        reason = failure_text(failures) or "its processes ended without a word"
-        status = (
-            "out of memory"
-            if "MemoryError" in reason or failure.is_out_of_memory(reason)
-            else "failed"
-        )
+        first = failure.first(failures)
+        reason = first.reason if first else "its processes ended and wrote no reason"
+        status = "out of memory" if first and first.kind in OUT_OF_MEMORY else "failed"
         lost = grid.parse({**begun, "status": status, "reason": reason})
         _append(plan.cache, lost)
         say(line(lost))

@@ -21,7 +21,7 @@ from typing import Any
 from rankzero.config import flatten
 from rankzero.events import RunEnded, SystemSampled
 from rankzero.experiment import Experiment
-from rankzero.launch.failures import is_out_of_memory
+from rankzero.launch.failures import FailureKind
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import QUALITY, Objective
 from rankzero.tuning.study import Study
@@ -29,7 +29,6 @@ from rankzero.tuning.trial import State
 from rankzero.tuning.trials.launcher import Running
 
 MEMORY = "memory"
-DIVERGED = "NotFinite"
 OF_A_TRIAL = {
     "train.save_every": 0,
     "train.log_model": False,
@@ -86,7 +85,7 @@ class Follower:
         if self._running.over:
             self.close()
             self._read()
-            return classify(self._curve, self._objective, self._asked)
+            return classify(self._curve, self._objective, self._asked, self._running.failure)
         if self._read():
             self._judge()
         elif self._clock() - self._heard > self._terms.silence_seconds and not self._killed:
@@ -135,7 +134,9 @@ class Follower:
         return True
 
 
-def classify(curve: LearningCurve, objective: Objective, asked: str) -> TrialResult:
+def classify(
+    curve: LearningCurve, objective: Objective, asked: str, failure: FailureKind | None = None
+) -> TrialResult:
     """Return what became of a trial whose processes have ended."""
     ended = curve.ended or RunEnded(0.0, "FAILED", "no process of it said anything", None, {})
     reason = asked or ended.reason
@@ -148,10 +149,9 @@ def classify(curve: LearningCurve, objective: Objective, asked: str) -> TrialRes
         return TrialResult(
             "PRUNED", curve, reason, {QUALITY: objective.gap(curve), MEMORY: 0.0}, None
         )
-    text = f"{ended.reason} {ended.error or ''}"
-    if is_out_of_memory(text):
+    if failure is FailureKind.OUT_OF_MEMORY:
         return TrialResult("PRUNED", curve, ended.reason, {QUALITY: 1.0, MEMORY: 1.0}, None)
-    if DIVERGED in text:
+    if failure is FailureKind.NOT_FINITE:
         return TrialResult("PRUNED", curve, ended.reason, {QUALITY: 1.0, MEMORY: 0.0}, None)
     return TrialResult("FAIL", curve, reason, {}, None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import secrets
 import signal
 import time
@@ -14,11 +13,12 @@ from typing import Protocol
 from rankzero.catalog import lookup
 from rankzero.events import Event
 from rankzero.experiment import Experiment
-from rankzero.launch import agent
+from rankzero.launch import agent, failures
+from rankzero.launch.failures import Failure, FailureKind
 from rankzero.launch.request import make_folder, request_for, write_config
 from rankzero.run_store import claims
 from rankzero.run_store.attempt import append_run_ended
-from rankzero.run_store.folder import Identity, RunFolder, write_atomically
+from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read
 from rankzero.tuning.trials.host_process import Host
 
@@ -38,6 +38,10 @@ class Running(Protocol):
     @property
     def over(self) -> bool:
         """Tell whether all processes of the trial have ended."""
+
+    @property
+    def failure(self) -> FailureKind | None:
+        """Return why the trial failed, or None if no rank wrote a failure."""
 
     def prune(self, reason: str) -> None:
         """Ask all ranks to stop at the same step; the run ends as KILLED, with this reason."""
@@ -121,6 +125,11 @@ class RunningTrial:
     def over(self) -> bool:
         return self._over
 
+    @property
+    def failure(self) -> FailureKind | None:
+        first = failures.first(self._folder.failures)
+        return None if first is None else first.kind
+
     def prune(self, reason: str) -> None:
         self._folder.pruned.write_text(reason, encoding="utf-8")
         self._host.signal(signal.SIGUSR2)
@@ -130,9 +139,8 @@ class RunningTrial:
 
     def kill(self, reason: str) -> None:
         """End all ranks at once. The word that is left here is what the run's recorder gives as the reason."""
-        word = {"time": time.time(), "rank": -1, "reason": reason, "error": ""}
-        self._folder.failures.mkdir(exist_ok=True)
-        write_atomically(self._folder.failures / "rank_-1.json", json.dumps(word))
+        failure = Failure(time.time(), -1, reason, "", FailureKind.HANG)
+        failures.write(failure, self._folder.failures)
         self._host.signal(signal.SIGQUIT)
 
     def close(self) -> None:

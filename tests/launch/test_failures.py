@@ -1,0 +1,65 @@
+"""Failure files: the kind of a failure, and files of other versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rankzero.config import ConfigError
+from rankzero.errors import NotFinite, UserError
+from rankzero.launch import failures
+from rankzero.launch.failures import Failure, FailureKind
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "out_of_memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "out_of_memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"), "out_of_memory"),
+        (MemoryError(), "out_of_host_memory"),
+        (NotFinite("train/loss is not finite at step 3"), "not_finite"),
+        (UserError("no such file"), "user_error"),
+        (ConfigError("lr: expected float"), "user_error"),
+        (ValueError("NotFinite is only a word here"), "other"),
+    ],
+)
+def test_the_kind_of_an_exception(error: Exception, kind: str) -> None:
+    assert failures.describe(error, 0).kind is FailureKind(kind)
+
+
+def test_the_kind_comes_from_the_cause_that_a_traceback_shows() -> None:
+    def failed(suppressed: bool) -> BaseException:
+        try:
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            except RuntimeError as cause:
+                if suppressed:
+                    raise RuntimeError("the forward failed") from None
+                raise RuntimeError("the forward failed") from cause
+        except RuntimeError as error:
+            return error
+
+    assert failures.describe(failed(suppressed=False), 0).kind is FailureKind.OUT_OF_MEMORY
+    assert failures.describe(failed(suppressed=True), 0).kind is FailureKind.OTHER
+
+
+def test_a_failure_comes_back_from_its_file(tmp_path: Path) -> None:
+    late = Failure(2.0, 0, "lost contact", "", FailureKind.OTHER)
+    early = Failure(1.0, 1, "diverged", "trace", FailureKind.NOT_FINITE)
+    for failure in (late, early):
+        failures.write(failure, tmp_path)
+    assert failures.first(tmp_path) == early
+
+
+@pytest.mark.parametrize("kind", [{}, {"kind": "of a later version"}])
+def test_files_of_other_versions_are_read(tmp_path: Path, kind: dict[str, str]) -> None:
+    fields = dataclasses.asdict(Failure(1.0, 0, "broken", "trace"))
+    del fields["kind"]
+    (tmp_path / "rank_0.json").write_text(json.dumps({**fields, **kind}))
+    (tmp_path / "rank_1.json").write_text("[]")
+    assert failures.first(tmp_path) == Failure(1.0, 0, "broken", "trace")
