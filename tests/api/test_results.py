@@ -13,7 +13,7 @@ import rankzero
 from rankzero import config, experiment_file
 from rankzero.events import StepsLogged
 from rankzero.launch.request import write_config
-from rankzero.training.checkpoints import files
+from rankzero.run_store import checkpoint_files
 from support.paths import FIXTURES
 from support.runs import T0, append, ended, evaluated, make_folder, started, steps
 
@@ -75,8 +75,8 @@ def test_a_run_gives_its_best_model(tmp_path: Path) -> None:
         model = experiment.model()
         torch.nn.init.constant_(model[0].weight, step)
         save = functools.partial(torch.save, {"model": model.state_dict()})
-        target = files.folder_of(folder.checkpoints, step)
-        files.write(target, save, step, {"val/accuracy": accuracy}, False)
+        target = checkpoint_files.folder_of(folder.checkpoints, step)
+        checkpoint_files.write(target, save, step, {"val/accuracy": accuracy}, False)
     best = run.model()
     assert (
         best[0].weight.shape == (8, 8)

@@ -20,10 +20,11 @@ from rankzero.events import CheckpointSaved, Evaluated, Noticed, RunEnded, RunSt
 from rankzero.integrations import values
 from rankzero.integrations.tracked_run import params_of
 from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status
-from rankzero.training.checkpoints import files
+from rankzero.training.checkpoints import restore
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +57,8 @@ def test_three_lines_are_tracked_to_the_end() -> None:
         CheckpointSaved,
         RunEnded,
     ]
-    path, _ = files.newest_intact(folder.checkpoints)
-    assert path is not None and torch.equal(files.load(path)["weight"], model.weight)
+    path, _ = checkpoint_files.newest_intact(folder.checkpoints)
+    assert path is not None and torch.equal(restore.load(path)["weight"], model.weight)
     delivery = delivery_status.wait(folder)
     assert delivery.done and delivery.run_id is not None
     found = MlflowRuns(folder.identity.tracking_uri).find_run("r1")
@@ -303,9 +304,9 @@ def test_a_state_with_named_tuples_is_kept_as_plain_values() -> None:
     with rankzero.track("mine") as run:
         run.checkpoint({"at": Point(torch.ones(2)), "shape": torch.Size([2])}, step=1)
     assert run.folder is not None
-    path, problems = files.newest_intact(run.folder / "checkpoints")
+    path, problems = checkpoint_files.newest_intact(run.folder / "checkpoints")
     assert path is not None and not problems
-    assert torch.equal(files.load(path)["at"][0], torch.ones(2))
+    assert torch.equal(restore.load(path)["at"][0], torch.ones(2))
 
 
 @pytest.mark.usefixtures("untracked")

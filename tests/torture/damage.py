@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rankzero.training.checkpoints import files, manifest
+from rankzero.run_store import checkpoint_files
+from rankzero.training.checkpoints import restore
 
 Damage = Callable[[Path, random.Random, Path], None]
 
@@ -72,16 +73,16 @@ def malicious(step: Path, _choose: random.Random, proof: Path) -> None:
     )  # which PyTorch reads without a warning
     (step / "state.pt").write_bytes(content)
     seen = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    told = manifest.read(step)
+    told = checkpoint_files.read_manifest(step)
     right = dataclasses.replace(told, files=dict.fromkeys(told.files, seen))
-    (step / "manifest.json").write_text(manifest.text(right))
+    (step / "manifest.json").write_text(right.to_json())
 
 
 def another_models(step: Path, choose: random.Random, _: Path) -> None:
     """A whole checkpoint, right in every checksum, of a training of another model."""
-    told, saved = manifest.read(step), files.load(step)
+    told, saved = checkpoint_files.read_manifest(step), restore.load(step)
     saved["model"] = {"weight": torch.zeros(choose.randrange(1, 9))}
-    files.write(
+    checkpoint_files.write(
         step,
         lambda path: torch.save(saved, path),
         told.step,

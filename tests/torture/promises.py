@@ -12,10 +12,11 @@ import psutil
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, RunEnded
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
+from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status, sync
-from rankzero.training.checkpoints import files, manifest
+from rankzero.training.checkpoints import restore
 from support.commands import losses as journaled
 from torture import curves
 from torture.curves import Curves
@@ -145,10 +146,10 @@ def checkpoints_are_intact(run: RunFolder) -> int:
     offered = _offered(run)  # first: it puts back what was being replaced
     for path in sorted(run.checkpoints.glob("step_*")):
         try:
-            step, told = files.load(path)["step"], manifest.read(path).step
-        except manifest.BrokenCheckpoint as error:
+            step, told = restore.load(path)["step"], checkpoint_files.read_manifest(path).step
+        except checkpoint_files.BrokenCheckpoint as error:
             raise Broken(f"corrupt: {error}") from None
-        if step != told or path != files.folder_of(run.checkpoints, step):
+        if step != told or path != checkpoint_files.folder_of(run.checkpoints, step):
             raise Broken(f"corrupt: {path.name} holds step {step}, its manifest says {told}")
     _newest_and_best_are_there(run)
     return offered
@@ -156,10 +157,10 @@ def checkpoints_are_intact(run: RunFolder) -> int:
 
 def _offered(run: RunFolder) -> int:
     """Return the step that a resume goes on from: the newest there is."""
-    path, problems = files.newest_intact(run.checkpoints)
+    path, problems = checkpoint_files.newest_intact(run.checkpoints)
     if problems:
         raise Broken(f"corrupt: {'; '.join(problems)}")
-    return 0 if path is None else manifest.read(path).step
+    return 0 if path is None else checkpoint_files.read_manifest(path).step
 
 
 def _newest_and_best_are_there(run: RunFolder) -> None:
@@ -168,7 +169,10 @@ def _newest_and_best_are_there(run: RunFolder) -> None:
     A later one may be there that the journal does not know, and another not that it does: rank 0 was killed before it
     could tell of either.
     """
-    there = {told.step: told.best for told in map(manifest.read, run.checkpoints.glob("step_*"))}
+    there = {
+        told.step: told.best
+        for told in map(checkpoint_files.read_manifest, run.checkpoints.glob("step_*"))
+    }
     saved = _saved(run)
     newest, best = (
         max(saved, default=0),

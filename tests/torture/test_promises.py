@@ -20,10 +20,10 @@ import torch
 
 from rankzero.events import CheckpointSaved, StepsLogged
 from rankzero.mlflow_store.items import MetricPoint
+from rankzero.run_store import checkpoint_files
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
-from rankzero.training.checkpoints import files
 from support.runs import T0, append, deleted, ended, evaluated, make_folder, started, steps
 from torture import curves, promises, room
 from torture.ground import DELIVERERS, Ground
@@ -39,7 +39,9 @@ def saved(tmp_path: Path) -> RunFolder:
     run = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
     append(run, started(), steps(1, STEPS), evaluated(STEPS, 0.5), ended())
     for step in (2, STEPS):
-        files.write(files.folder_of(run.checkpoints, step), _save(step), step, {}, best=False)
+        checkpoint_files.write(
+            checkpoint_files.folder_of(run.checkpoints, step), _save(step), step, {}, best=False
+        )
     return run
 
 
@@ -101,7 +103,7 @@ def _ended_otherwise(run: RunFolder) -> None:
 @pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
 def test_a_torn_checkpoint_is_found_older_ones_too(saved: RunFolder, name: str) -> None:
     for step in (2, STEPS):
-        torn = files.folder_of(saved.checkpoints, step) / name
+        torn = checkpoint_files.folder_of(saved.checkpoints, step) / name
         content = torn.read_bytes()
         torn.write_bytes(content[:-9])
         refused("corrupt", promises.checkpoints_are_intact, saved)
@@ -112,7 +114,9 @@ def test_a_torn_checkpoint_is_found_older_ones_too(saved: RunFolder, name: str) 
 
 
 def test_a_checkpoint_of_another_step_is_found(saved: RunFolder) -> None:
-    files.folder_of(saved.checkpoints, 2).rename(files.folder_of(saved.checkpoints, 3))
+    checkpoint_files.folder_of(saved.checkpoints, 2).rename(
+        checkpoint_files.folder_of(saved.checkpoints, 3)
+    )
     refused("corrupt: step_00000003 holds step 2", promises.checkpoints_are_intact, saved)
 
 
@@ -132,37 +136,39 @@ def test_a_checkpoint_that_is_gone_is_found_and_one_that_was_superseded_is_not_m
     )
     append(saved, deleted(STEPS))
     assert promises.checkpoints_are_intact(saved) == 2
-    aside.rename(files.folder_of(saved.checkpoints, STEPS))
+    aside.rename(checkpoint_files.folder_of(saved.checkpoints, STEPS))
     best = _moved(saved, 2, "gone-")
     refused(
         r"lost: the best checkpoint, of step 2, is gone: there are \[4\]",
         promises.checkpoints_are_intact,
         saved,
     )
-    files.write(files.folder_of(saved.checkpoints, 3), _save(3), 3, {}, best=True)
+    checkpoint_files.write(
+        checkpoint_files.folder_of(saved.checkpoints, 3), _save(3), 3, {}, best=True
+    )
     assert promises.checkpoints_are_intact(saved) == STEPS, (
         "a better one was saved, and its word got lost"
     )
-    shutil.rmtree(files.folder_of(saved.checkpoints, 3))
+    shutil.rmtree(checkpoint_files.folder_of(saved.checkpoints, 3))
     append(saved, deleted(2))
     assert promises.checkpoints_are_intact(saved) == STEPS
     shutil.rmtree(best)
 
 
 def _tell(run: RunFolder, step: int, *, best: bool) -> None:
-    path = files.folder_of(run.checkpoints, step)
+    path = checkpoint_files.folder_of(run.checkpoints, step)
     append(run, CheckpointSaved(T0 + step, step, str(path.relative_to(run.path)), best, {}))
 
 
 def _moved(run: RunFolder, step: int, prefix: str) -> Path:
-    path = files.folder_of(run.checkpoints, step)
+    path = checkpoint_files.folder_of(run.checkpoints, step)
     return path.rename(path.with_name(prefix + path.name))
 
 
 def test_a_damaged_checkpoint_that_is_used_is_found(saved: RunFolder, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     shutil.copytree(saved.checkpoints, whole)
-    newest, before = (files.folder_of(saved.checkpoints, step) for step in (STEPS, 2))
+    newest, before = (checkpoint_files.folder_of(saved.checkpoints, step) for step in (STEPS, 2))
     wanted = "wanted step_00000002"
     refused(
         f"corrupt: after nothing, step_00000004 is offered, {wanted}",
@@ -180,7 +186,7 @@ def test_a_damaged_checkpoint_that_is_used_is_found(saved: RunFolder, tmp_path: 
     (newest / "state.pt").write_bytes(b"")
     _offered(saved, whole, "emptied")
     checkpoints._is_not_loaded(newest, "emptied")
-    files.write(before, _save(1), 2, {}, best=False)
+    checkpoint_files.write(before, _save(1), 2, {}, best=False)
     refused("corrupt: after emptied, step_00000002 is another", _offered, saved, whole, "emptied")
     shutil.rmtree(before)
     refused(f"corrupt: after emptied, None is offered, {wanted}", _offered, saved, whole, "emptied")
@@ -297,7 +303,9 @@ def test_a_training_that_was_begun_again_or_stopped_elsewhere_is_found(place: Gr
     signals._was_begun_once(place)
     sync.deliver(run)
     refused("lost: stopped at step 4, the newest checkpoint is of step 0", _stopped, place)
-    files.write(files.folder_of(run.checkpoints, STEPS), _save(STEPS), STEPS, {}, best=False)
+    checkpoint_files.write(
+        checkpoint_files.folder_of(run.checkpoints, STEPS), _save(STEPS), STEPS, {}, best=False
+    )
     _stopped(place)
     append(run, started(attempt=2))
     refused("wrong: told to stop, the training was begun 2 times", signals._was_begun_once, place)

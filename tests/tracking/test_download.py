@@ -11,9 +11,10 @@ import torch
 from rankzero.events import CheckpointSaved
 from rankzero.experiment import Goal
 from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import download
-from rankzero.training.checkpoints import files, manifest
+from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
 from support.runs import T0, make_folder
 
@@ -43,14 +44,16 @@ def _in_mlflow(folder: RunFolder, step: int) -> Path:
     (found,) = [
         path
         for path in Path(folder.identity.artifact_root or "").rglob("state.pt")
-        if manifest.read(path.parent).step == step
+        if checkpoint_files.read_manifest(path.parent).step == step
     ]
     return found
 
 
 def _fetched(folder: RunFolder) -> tuple[list[int], list[str]]:
-    problems = download.newest_checkpoint(folder, manifest.problem_with)
-    return [int(files.load(path)["at"]) for path in sorted(folder.checkpoints.iterdir())], problems
+    _, problems = download.newest_checkpoint(folder)
+    return [
+        int(restore.load(path)["at"]) for path in sorted(folder.checkpoints.iterdir())
+    ], problems
 
 
 def test_the_newest_is_fetched(uploaded: RunFolder) -> None:
@@ -77,7 +80,8 @@ def test_what_is_here_stays_where_mlflow_has_nothing_better(uploaded: RunFolder)
     mine = uploaded.checkpoints / "step_00000003"
     mine.mkdir(parents=True)
     (mine / "manifest.json").write_text('{"format": 99}')
-    assert len(download.newest_checkpoint(uploaded, manifest.problem_with)) == 3
+    path, problems = download.newest_checkpoint(uploaded)
+    assert path is None and len(problems) == 3
     assert [path.name for path in uploaded.checkpoints.iterdir()] == [mine.name] and (
         mine / "manifest.json"
     ).exists()

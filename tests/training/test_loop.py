@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 from rankzero.errors import NotFinite, UserError
 from rankzero.events import CheckpointSaved, Evaluated, Noticed, StepsLogged
 from rankzero.ranks import Ranks
-from rankzero.training.checkpoints import files, manifest, restore
+from rankzero.run_store import checkpoint_files
+from rankzero.training.checkpoints import restore
 from rankzero.training.distributed.world import World
 from rankzero.training.periodic import state_dict
 from support.training import Trainer, tiny, weights
@@ -109,8 +110,8 @@ def test_a_stop_is_obeyed_at_the_next_report_and_leaves_a_checkpoint(
     train: Trainer, tmp_path: Path
 ) -> None:
     trained = train(tiny(train__steps=50, train__log_every=3), stop_at=3)
-    path, _ = files.newest_intact(tmp_path / "checkpoints")
-    assert path is not None and manifest.read(path).step == trained.state.step == 6
+    path, _ = checkpoint_files.newest_intact(tmp_path / "checkpoints")
+    assert path is not None and checkpoint_files.read_manifest(path).step == trained.state.step == 6
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(
@@ -131,8 +132,8 @@ def test_a_stop_waits_a_second_and_not_for_log_every(train: Trainer, tmp_path: P
     stopped = train(slow, stop_at=2)
     # Asked for while one window is told, it is heard at the end of the next: three steps are about a second's.
     assert stopped.reason == "stopped by SIGTERM" and stopped.state.step <= 2 + 2 * 3
-    path, _ = files.newest_intact(tmp_path / "checkpoints")
-    assert path is not None and manifest.read(path).step == stopped.state.step
+    path, _ = checkpoint_files.newest_intact(tmp_path / "checkpoints")
+    assert path is not None and checkpoint_files.read_manifest(path).step == stopped.state.step
     assert sorted(stopped.series("lr")) == [stopped.state.step]
 
 

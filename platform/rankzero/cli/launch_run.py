@@ -243,7 +243,7 @@ def _finish_tracking(attempt: LaunchPlan, console: Console, hurried: Callable[[]
     for line in delivery_notes.lines(delivery, attempt.folder.path.name, why, also):
         console.notice(line)
     if logs_model and not delivery.done:
-        best_model.note(attempt.folder, late=True)
+        best_model.mark_unlogged(attempt.folder, True)
     elif logs_model:
         with console.status("logging the best model to MLflow"):
             best_model.in_new_process(

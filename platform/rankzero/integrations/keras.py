@@ -109,7 +109,7 @@ def restore(model: keras.Model, checkpoint: str | Path) -> None:
 
     Raises BrokenCheckpoint where the folder is not intact, ValueError where it is not of such a model.
     """
-    from rankzero.training.checkpoints.files import load
+    from rankzero.training.checkpoints.restore import load
 
     state = load(Path(checkpoint))
     if model.optimizer is not None and not model.optimizer.built:

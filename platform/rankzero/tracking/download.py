@@ -11,7 +11,7 @@ from pathlib import Path
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.errors import UserError
 from rankzero.mlflow_store.uris import TrackingError, artifact_root
-from rankzero.run_store import names
+from rankzero.run_store import checkpoint_files, names
 from rankzero.run_store.folder import Identity, RunFolder
 
 
@@ -66,34 +66,32 @@ def require_plain_files(folder: Path) -> None:
             )
 
 
-def newest_checkpoint(folder: RunFolder, problem_with: Callable[[Path], str | None]) -> list[str]:
-    """Download the newest intact checkpoint of the run, where MLflow has one; return what is wrong with newer ones.
+def newest_checkpoint(folder: RunFolder) -> tuple[Path | None, list[str]]:
+    """Download the newest intact checkpoint that MLflow has of the run.
 
-    `problem_with` says what is wrong with a checkpoint's folder, None for an intact one: only that takes the place of
-    one that is there. What cannot be reached raises, since an older one would cost the user steps.
+    Return its folder, or None, and the problems of newer ones. It replaces a local checkpoint of
+    the same step. Raises if MLflow cannot be reached, because an older one would cost steps.
     """
     from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 
     tracker = MlflowRuns(folder.identity.tracking_uri)
     run_id = mlflow_id(folder)
     if run_id is None:
-        return []
+        return None, []
     run = OpenRun(run_id, tracker.find_run(run_id).experiment_id, {})
     ready = [one for one in tracker.models.list_checkpoints(run) if one.status == "READY"]
     problems: list[str] = []
     for one in reversed(ready):
-        target = folder.checkpoints / f"step_{one.step:08d}"
-        aside = folder.checkpoints / f".tmp-{target.name}"
-        shutil.rmtree(aside, ignore_errors=True)
+        target = checkpoint_files.folder_of(folder.checkpoints, one.step)
+        aside = checkpoint_files.temporary_folder(target)
         tracker.models.download_checkpoint(one.model_id, aside)
-        problem = _link_in(aside) or problem_with(aside)
+        problem = _link_in(aside) or checkpoint_files.problem_with(aside)
         if problem is None:
-            shutil.rmtree(target, ignore_errors=True)
-            aside.replace(target)
-            break
+            checkpoint_files.replace(aside, target)
+            return target, problems
         shutil.rmtree(aside, ignore_errors=True)
         problems.append(f"the checkpoint of step {one.step} that MLflow has is not used: {problem}")
-    return problems
+    return None, problems
 
 
 def _link_in(folder: Path) -> str | None:

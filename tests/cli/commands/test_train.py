@@ -22,8 +22,9 @@ from rankzero.catalog.lookup import folders, mlflow_id
 from rankzero.events import Evaluated, RunEnded, RunStarted, StepsLogged
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import server_command, server_environment
+from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
-from rankzero.training.checkpoints import files
+from rankzero.training.checkpoints import restore
 from support.commands import TINY, Command, events, free_port, losses, tracked
 
 
@@ -36,9 +37,9 @@ def tracked_losses(folder: RunFolder) -> dict[int, float]:
 
 
 def final_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
-    path, problems = files.newest_intact(folder.checkpoints)
+    path, problems = checkpoint_files.newest_intact(folder.checkpoints)
     assert path is not None and not problems
-    weights: dict[str, torch.Tensor] = files.load(path)["model"]
+    weights: dict[str, torch.Tensor] = restore.load(path)["model"]
     return weights
 
 
@@ -99,9 +100,9 @@ def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command
     ended = [event for event in events(stopped) if isinstance(event, RunEnded)][-1]
     assert ended.reason.startswith("stopped by SIGTERM")
     first_id = mlflow_id(stopped)
-    saved, _ = files.newest_intact(stopped.checkpoints)
+    saved, _ = checkpoint_files.newest_intact(stopped.checkpoints)
     assert saved is not None
-    step = files.load(saved)["step"]
+    step = restore.load(saved)["step"]
     assert 7 <= step == max(losses(stopped)) < 60
 
     code, output = rankzero(

@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 from rankzero.events import RunStarted
+from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
-from rankzero.training.checkpoints import files, manifest
+from rankzero.training.checkpoints import restore
 from torture import promises
 from torture.damage import DAMAGES, REFUSED
 from torture.disks import Disk, small_disk
@@ -67,14 +68,14 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
 
 
 def _is_not_loaded(damaged: Path, damage: str) -> None:
-    with contextlib.suppress(manifest.BrokenCheckpoint):
-        files.load(damaged)
+    with contextlib.suppress(checkpoint_files.BrokenCheckpoint):
+        restore.load(damaged)
         raise Broken(f"corrupt: {damaged.name} is loaded, though {damage}")
 
 
 def _one_before_is_offered(run: RunFolder, whole: Path, damage: str) -> None:
     """Of the checkpoints, the newest of which is damaged, the one before is used, and it is as it was saved."""
-    path, _ = files.newest_intact(run.checkpoints)
+    path, _ = checkpoint_files.newest_intact(run.checkpoints)
     wanted = sorted(whole.glob("step_*"))[-2]
     if path is None or path.name != wanted.name:
         raise Broken(
@@ -91,7 +92,7 @@ def _content(folder: Path) -> dict[str, bytes]:
 def _went_on_from(run: RunFolder, wanted: Path) -> None:
     """The last attempt began at the step of the checkpoint that was wanted."""
     begun = [event.step for event in read_all(run.events) if isinstance(event, RunStarted)]
-    if begun[-1] != manifest.read(wanted).step:
+    if begun[-1] != checkpoint_files.read_manifest(wanted).step:
         raise Broken(f"corrupt: the run went on from step {begun[-1]}, wanted {wanted.name}")
 
 

@@ -7,7 +7,6 @@ import multiprocessing
 import socket
 import threading
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +15,10 @@ import torch
 
 from rankzero import experiment_file
 from rankzero.launch.request import write_config
+from rankzero.run_store import checkpoint_files
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import RunFolder
-from rankzero.training.checkpoints import best_model, files
+from rankzero.training.checkpoints import best_model
 from support.paths import FIXTURES
 from support.returning import DEAF, deaf
 from support.runs import append, ended, make_folder, started
@@ -66,7 +66,9 @@ def folder(tmp_path: Path, silent: Silent) -> RunFolder:
     write_config(made, experiment)
     append(made, started(), ended())
     save = functools.partial(torch.save, {"model": experiment.model().state_dict()})
-    files.write(files.folder_of(made.checkpoints, 4), save, 4, {"val/accuracy": 0.9}, False)
+    checkpoint_files.write(
+        checkpoint_files.folder_of(made.checkpoints, 4), save, 4, {"val/accuracy": 0.9}, False
+    )
     state.save(
         state.path_of(made, 0), state.DeliveryState(run_id="a" * 32, experiment_id="1", ended=True)
     )
@@ -74,14 +76,15 @@ def folder(tmp_path: Path, silent: Silent) -> RunFolder:
 
 
 def test_a_server_that_hangs_is_waited_for_no_longer_than_is_left(
-    folder: RunFolder, silent: Silent, monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, silent: Silent
 ) -> None:
     told: list[str] = []
-    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + LONG * silent.asked.is_set())
-    monkeypatch.setattr(
-        best_model, "time", clock
-    )  # the time is over once the server hangs, however long the imports took
-    best_model.in_new_process(folder, told.append, seconds=LONG)
+
+    def clock() -> float:
+        # The time is over once the server hangs, however long the imports took.
+        return time.monotonic() + LONG * silent.asked.is_set()
+
+    best_model.in_new_process(folder, told.append, seconds=LONG, clock=clock)
     assert silent.asked.is_set(), told
     assert told == [
         f"the best model was not logged to MLflow: it took too long; rankzero sync {folder.path.name} does it"
@@ -95,18 +98,17 @@ def test_who_is_told_to_stop_does_not_wait_for_the_best_model(
 ) -> None:
     told: list[str] = []
     best_model.in_new_process(folder, told.append, silent.asked.is_set, LONG)
-    assert [f"told to stop; rankzero sync {folder.path.name} does it" in line for line in told] == [
+    assert [f"stopping; rankzero sync {folder.path.name} does it" in line for line in told] == [
         True
     ]
 
 
 def test_code_that_does_not_hear_sigterm_is_ended_all_the_same(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder,
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(best_model, "_child", deaf)
     heard = folder.path / DEAF
     began = time.monotonic()
-    best_model.in_new_process(folder, told.append, heard.exists)
+    best_model.in_new_process(folder, told.append, heard.exists, entry=deaf)
     assert time.monotonic() - began < LONG and not multiprocessing.active_children()
     assert "was not logged" in told[0]

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
 from rankzero.experiment import Goal
-from rankzero.training.checkpoints import files, host_copy, manifest, writer
-from rankzero.training.checkpoints.manifest import (
+from rankzero.run_store import checkpoint_files
+from rankzero.run_store.checkpoint_files import (
     FORMAT,
     MANIFEST,
     STATE,
     BrokenCheckpoint,
     Manifest,
 )
+from rankzero.training.checkpoints import host_copy, restore
 from rankzero.training.checkpoints.writer import Checkpoints
 
 GOAL = Goal("val/loss", "min")
@@ -53,7 +54,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert event == CheckpointSaved(
         event.time, 7, "checkpoints/step_00000007", True, {"val/loss": 0.5}
     )
-    loaded = files.load(tmp_path / event.path)
+    loaded = restore.load(tmp_path / event.path)
     assert torch.equal(loaded["a"]["b"][0], torch.arange(5))
     assert loaded["a"]["b"][1:] == [1.5, None, "x"] and loaded["n"] == 3
 
@@ -66,7 +67,9 @@ def test_the_state_is_the_one_at_the_time_of_saving(tmp_path: Path) -> None:
     checkpoints.save({"weights": weights}, 2, {"val/loss": 1.0}, False)
     weights.add_(1)
     checkpoints.close()
-    assert files.load(tmp_path / "checkpoints/step_00000002")["weights"].unique().tolist() == [1.0]
+    assert restore.load(tmp_path / "checkpoints/step_00000002")["weights"].unique().tolist() == [
+        1.0
+    ]
 
 
 def test_the_best_and_the_last_are_kept(tmp_path: Path) -> None:
@@ -88,7 +91,9 @@ def test_retention_keeps_the_last_and_the_best(
         Path(str(step)): Manifest(step, {} if value is None else {"val/loss": value}, False, {})
         for step, value in enumerate(values)
     }
-    doomed = files.superseded(manifests, keep, goal, Path("0"))  # as a loop that has begun anew
+    doomed = checkpoint_files.superseded(
+        manifests, keep, goal, Path("0")
+    )  # as a loop that has begun anew
     kept = [path for path in manifests if path not in doomed]
     numbers = [value for value in values if value is not None and value == value]
     best = sorted(numbers, reverse=mode == "max")[:keep]
@@ -103,12 +108,12 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
     saved(tmp_path, {1: 0.1, 2: 0.2})
     newest = tmp_path / "checkpoints/step_00000002"
     _damage(newest, damage)
-    path, problems = files.newest_intact(tmp_path / "checkpoints")
+    path, problems = checkpoint_files.newest_intact(tmp_path / "checkpoints")
     assert path == tmp_path / "checkpoints/step_00000001"
     assert len(problems) == (0 if damage == "no manifest" else 1)
     if damage != "no manifest":
         with pytest.raises(BrokenCheckpoint):
-            files.load(newest)
+            restore.load(newest)
 
 
 def test_a_broken_checkpoint_is_left_and_stops_no_later_one(tmp_path: Path) -> None:
@@ -117,7 +122,10 @@ def test_a_broken_checkpoint_is_left_and_stops_no_later_one(tmp_path: Path) -> N
     events = saved(tmp_path, {2: 0.2, 3: 0.3, 4: 0.4})
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [2, 3, 4]
     assert steps_in(tmp_path) == [1, 2, 4]
-    assert files.best(tmp_path / "checkpoints", GOAL) == tmp_path / "checkpoints/step_00000002"
+    assert (
+        checkpoint_files.best(tmp_path / "checkpoints", GOAL)
+        == tmp_path / "checkpoints/step_00000002"
+    )
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "no state", "torn manifest"])
@@ -128,9 +136,13 @@ def test_a_broken_checkpoint_decides_on_no_deletion(tmp_path: Path, damage: str)
     saved(tmp_path, {60: 0.4})
     assert steps_in(tmp_path) == [60, 100]
     assert (
-        files.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000060"
+        checkpoint_files.newest_intact(tmp_path / "checkpoints")[0]
+        == tmp_path / "checkpoints/step_00000060"
     )
-    assert files.best(tmp_path / "checkpoints", GOAL) == tmp_path / "checkpoints/step_00000060"
+    assert (
+        checkpoint_files.best(tmp_path / "checkpoints", GOAL)
+        == tmp_path / "checkpoints/step_00000060"
+    )
     saved(tmp_path, {70: 0.9})
     assert steps_in(tmp_path) == [60, 70, 100], (
         "the best one that is intact, the last, and the broken one, to look at"
@@ -168,9 +180,9 @@ class Bomb:
 
 def test_loading_executes_nothing(tmp_path: Path) -> None:
     target = tmp_path / "checkpoints/step_00000001"
-    files.write(target, lambda path: torch.save({"x": Bomb()}, path), 1, {}, False)
+    checkpoint_files.write(target, lambda path: torch.save({"x": Bomb()}, path), 1, {}, False)
     with pytest.raises(BrokenCheckpoint, match="more than tensors and plain values"):
-        files.load(target)
+        restore.load(target)
 
 
 class Writer:
@@ -192,17 +204,15 @@ def test_a_planted_pickle_writes_nothing(tmp_path: Path, place: str) -> None:
         "protocol 4": lambda path: torch.save({"x": bomb}, path, pickle_protocol=4),
         "a plain pickle": lambda path: path.write_bytes(pickle.dumps(bomb)),
     }[place]
-    files.write(target, save, 1, {}, False)
+    checkpoint_files.write(target, save, 1, {}, False)
     with pytest.raises(Exception, match=r"(?i)weights.only|unsupported|legacy|magic|is refused"):
-        files.load(target)
+        restore.load(target)
     assert not (tmp_path / "executed").exists()
 
 
 def sealed(fields: dict[str, Any]) -> str:
     """Return what a manifest's file would say, had it been written so."""
-    return manifest.text(
-        Manifest(**{name: value for name, value in fields.items() if name != "seal"})
-    )
+    return Manifest(**{name: value for name, value in fields.items() if name != "seal"}).to_json()
 
 
 @pytest.mark.parametrize(
@@ -226,8 +236,8 @@ def test_an_altered_manifest_is_passed_over_and_deletes_nothing(
     fields = json.loads((altered / MANIFEST).read_text())
     (altered / MANIFEST).write_text(json.dumps({**fields, **change}))
     with pytest.raises(BrokenCheckpoint, match="altered manifest"):
-        files.load(altered)
-    path, problems = files.newest_intact(tmp_path / "checkpoints")
+        restore.load(altered)
+    path, problems = checkpoint_files.newest_intact(tmp_path / "checkpoints")
     assert path == tmp_path / "checkpoints/step_00000002" and len(problems) == 1
     saved(tmp_path, {4: 0.5}, keep=1)
     assert steps_in(tmp_path) == [2, 3, 4] and not first.exists()
@@ -255,9 +265,10 @@ def test_a_manifest_whose_values_are_none_of_ours_is_broken(
     fields = json.loads((newest / MANIFEST).read_text())
     (newest / MANIFEST).write_text(sealed({**fields, **change}))
     assert (
-        files.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000001"
+        checkpoint_files.newest_intact(tmp_path / "checkpoints")[0]
+        == tmp_path / "checkpoints/step_00000001"
     )
-    assert files.best(tmp_path / "checkpoints", GOAL) is not None
+    assert checkpoint_files.best(tmp_path / "checkpoints", GOAL) is not None
 
 
 def test_a_checkpoint_from_before_manifests_were_sealed_is_read(tmp_path: Path) -> None:
@@ -266,7 +277,7 @@ def test_a_checkpoint_from_before_manifests_were_sealed_is_read(tmp_path: Path) 
     fields = json.loads((folder / MANIFEST).read_text())
     del fields["seal"]
     (folder / MANIFEST).write_text(json.dumps({**fields, "format": 1}))
-    assert manifest.verify(folder).step == 1
+    assert checkpoint_files.verify(folder).step == 1
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/x", "..", ""])
@@ -278,9 +289,10 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str
     fields["files"][name] = {"sha256": "0", "bytes": 1}
     (newest / MANIFEST).write_text(sealed(fields))
     with pytest.raises(BrokenCheckpoint, match="no file of its own"):
-        files.load(newest)
+        restore.load(newest)
     assert (
-        files.newest_intact(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints/step_00000001"
+        checkpoint_files.newest_intact(tmp_path / "checkpoints")[0]
+        == tmp_path / "checkpoints/step_00000001"
     )
 
 
@@ -291,11 +303,11 @@ def test_a_manifest_that_vouches_for_nothing_and_a_link_are_broken(tmp_path: Pat
     for named in ({}, [], None):
         (first / MANIFEST).write_text(sealed({**fields, "files": named}))
         with pytest.raises(BrokenCheckpoint, match="does not name"):
-            files.load(first)
+            restore.load(first)
     (second / STATE).rename(tmp_path / "elsewhere")
     (second / STATE).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BrokenCheckpoint, match="no file of its own"):
-        files.load(second)
+        restore.load(second)
 
 
 @pytest.mark.parametrize("more", [{}, {"shards": 8}])
@@ -310,8 +322,8 @@ def test_a_checkpoint_of_a_newer_version_is_named_and_passed_over(
     with pytest.raises(
         BrokenCheckpoint, match=r"newer version of rankzero \(format 3, .*: update rankzero"
     ):
-        files.load(newest)
-    path, (problem,) = files.newest_intact(tmp_path / "checkpoints")
+        restore.load(newest)
+    path, (problem,) = checkpoint_files.newest_intact(tmp_path / "checkpoints")
     assert path == tmp_path / "checkpoints/step_00000001" and "newer version" in problem
     saved(tmp_path, {3: 0.3, 4: 0.05})
     assert newest.exists(), "what cannot be read is not deleted"
@@ -346,9 +358,9 @@ def test_a_step_that_is_saved_again_is_there_whenever_it_is_killed(
         saved(tmp_path, {7: 0.5})
     if not looked_at:  # by who keeps their own loop, and only goes on saving
         Checkpoints(tmp_path, 1, GOAL).close()
-    path, problems = files.newest_intact(tmp_path / "checkpoints")
-    assert path == files.folder_of(tmp_path / "checkpoints", 7) and not problems
-    assert files.load(path)["weights"].tolist() == [7.0] * 3
+    path, problems = checkpoint_files.newest_intact(tmp_path / "checkpoints")
+    assert path == checkpoint_files.folder_of(tmp_path / "checkpoints", 7) and not problems
+    assert restore.load(path)["weights"].tolist() == [7.0] * 3
     saved(tmp_path, {7: 0.5})
     assert steps_in(tmp_path) == [7]
 
@@ -360,7 +372,7 @@ def test_a_step_that_cannot_be_saved_again_stays_as_it_was(
     plain = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
-        if path.name.startswith(files.TEMPORARY + "step"):
+        if path.name.startswith(checkpoint_files.TEMPORARY + "step"):
             raise OSError("no more")
         return plain(path, target)
 
@@ -369,17 +381,20 @@ def test_a_step_that_cannot_be_saved_again_stays_as_it_was(
     again = Checkpoints(tmp_path, 1, GOAL, notice=problems.append)
     again.save({"weights": torch.zeros(3)}, 7, {"val/loss": 0.5}, False)
     assert again.close() == [] and "no more" in problems[0]
-    assert files.load(files.folder_of(tmp_path / "checkpoints", 7))["weights"].tolist() == [7.0] * 3
+    assert (
+        restore.load(checkpoint_files.folder_of(tmp_path / "checkpoints", 7))["weights"].tolist()
+        == [7.0] * 3
+    )
 
 
 def test_nothing_that_is_planted_is_put_back(tmp_path: Path) -> None:
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "checkpoints"
     saved(elsewhere, {7: None})
     folder.mkdir()
-    (folder / f"{files.REPLACED}step_00000007").symlink_to(
+    (folder / f"{checkpoint_files.REPLACED}step_00000007").symlink_to(
         elsewhere / "checkpoints" / "step_00000007"
     )
-    assert files.newest_intact(folder) == (None, [])
+    assert checkpoint_files.newest_intact(folder) == (None, [])
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_problem_and_no_error(tmp_path: Path) -> None:
@@ -395,13 +410,21 @@ def test_a_checkpoint_that_cannot_be_written_is_a_problem_and_no_error(tmp_path:
 def test_a_deletion_that_fails_hides_no_checkpoint_and_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    def refuse(path: Path, *_: str, ignore_errors: bool = False) -> None:
+    rename = Path.rename
+
+    def refuse_to_rename(path: Path, target: Path) -> Path:
+        if path.name.startswith("step_"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
+    def refuse_to_remove(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
             raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(
-        *((writer, "_set_aside") if fails == "rename" else (shutil, "rmtree")), refuse
-    )
+    if fails == "rename":
+        monkeypatch.setattr(Path, "rename", refuse_to_rename)
+    else:
+        monkeypatch.setattr(shutil, "rmtree", refuse_to_remove)
     problems: list[str] = []
     checkpoints = Checkpoints(tmp_path, 1, GOAL, notice=problems.append)
     events: list[Event] = []
@@ -432,7 +455,7 @@ def test_a_copy_has_arrived_when_that_of_every_gpu_has(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "device", lambda gpu: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: f"of {gpu}")
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert host_copy.PendingCopy("state", host_copy.recorded(gpus)).wait() == "state"
+    assert host_copy.PendingCopy("state", host_copy.record_events(gpus)).wait() == "state"
     assert waited == ["of cuda:0", "of cuda:1"]
     assert host_copy.HostCopier().copy({"x": torch.zeros(1)}).arrived == []
 
@@ -445,5 +468,5 @@ def test_a_flipped_bit_anywhere_in_a_manifest_is_noticed(where: int) -> None:
         content = bytearray(path.read_bytes())
         content[where // 8 % len(content)] ^= 1 << where % 8
         path.write_bytes(content)
-        newest, problems = files.newest_intact(Path(folder) / "checkpoints")
+        newest, problems = checkpoint_files.newest_intact(Path(folder) / "checkpoints")
         assert newest is not None and newest.name == "step_00000001" and len(problems) == 1

@@ -19,7 +19,8 @@ from rankzero.experiment import Train
 from rankzero.launch import agent
 from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
-from rankzero.training.checkpoints import files, manifest
+from rankzero.run_store import checkpoint_files
+from rankzero.training.checkpoints import restore
 from rankzero.training.distributed.device import gpu_uuids
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies import build, parameter_names, processes, shards
@@ -208,9 +209,9 @@ def test_a_shared_weight_stays_one(folder: Path, alone: Any, name: str) -> None:
     assert "error" not in two and two["losses"] == pytest.approx(
         alone(tied=True)["losses"], rel=1e-4
     )
-    path, _ = files.newest_intact(folder / name / "checkpoints")
+    path, _ = checkpoint_files.newest_intact(folder / name / "checkpoints")
     assert path is not None
-    weights = files.load(path)["model"]
+    weights = restore.load(path)["model"]
     assert torch.equal(weights["2.weight"], weights["6.weight"])
 
 
@@ -272,8 +273,11 @@ def test_an_evaluation_that_a_stop_left_is_made_anew(
     assert left["losses"] == straight["losses"], "not bit for bit"
     assert left["evaluated"] == straight["evaluated"] and len(left["evaluated"]) == 2
     assert all("val/luck" in metrics for metrics in left["evaluated"].values())
-    saved = files.newest_intact(folder / f"{name}-left" / "checkpoints")[0]
-    assert saved is not None and manifest.read(saved).metrics == left["evaluated"]["8"]
+    saved = checkpoint_files.newest_intact(folder / f"{name}-left" / "checkpoints")[0]
+    assert (
+        saved is not None
+        and checkpoint_files.read_manifest(saved).metrics == left["evaluated"]["8"]
+    )
 
 
 @pytest.mark.parametrize("name", ["tp", "ddp", "pp"])
@@ -301,15 +305,15 @@ def test_a_run_goes_on_with_the_options_it_is_given(
 def test_a_checkpoint_is_whole_and_a_plain_model_takes_it(
     folder: Path, alone: Any, name: str
 ) -> None:
-    path, problems = files.newest_intact(folder / name / "checkpoints")
+    path, problems = checkpoint_files.newest_intact(folder / name / "checkpoints")
     assert path is not None and not problems
-    state = files.load(path)
+    state = restore.load(path)
     two_ranks.layered().model().load_state_dict(state["model"])
-    reference, _ = files.newest_intact(folder / "ddp" / "checkpoints")
+    reference, _ = checkpoint_files.newest_intact(folder / "ddp" / "checkpoints")
     assert reference is not None
-    for key, value in files.load(reference)["model"].items():
+    for key, value in restore.load(reference)["model"].items():
         torch.testing.assert_close(state["model"][key], value, rtol=1e-3, atol=1e-5)
-    assert list(state["model"]) == list(files.load(reference)["model"])
+    assert list(state["model"]) == list(restore.load(reference)["model"])
 
 
 @pytest.mark.parametrize("under", ["ddp", "fsdp", "tp"])

@@ -17,10 +17,10 @@ from rankzero.experiment import Experiment
 from rankzero.launch import agent
 from rankzero.launch.request import with_secrets, write_config
 from rankzero.mlflow_store import uris
+from rankzero.run_store import checkpoint_files
 from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
-from rankzero.training.checkpoints import files
 
 CLOSE_SECONDS = 10.0  # for a recorder that lives to say how the attempt before ended
 
@@ -142,10 +142,9 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
 
 def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> None:
     """Let the run go on with as many processes as before, unless the user said how many or there are fewer GPUs."""
-    from rankzero.training.checkpoints import manifest
     from rankzero.training.distributed.device import gpu_count
 
-    before = manifest.read(checkpoint_path).world_size
+    before = checkpoint_files.read_manifest(checkpoint_path).world_size
     if arguments.nproc is not None or before is None or before % arguments.nnodes:
         return
     processes, gpus = before // arguments.nnodes, gpu_count()
@@ -159,21 +158,16 @@ def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> 
 
 def _require_checkpoint(folder: RunFolder) -> Path:
     """Return the newest intact checkpoint, fetched from MLflow where there is none here. Raises UserError."""
-    from rankzero.training.checkpoints import manifest
-
-    path, problems = files.newest_intact(folder.checkpoints)
+    path, problems = checkpoint_files.newest_intact(folder.checkpoints)
     for problem in problems:
         print(f"note: {problem}")
-    if path is not None:
-        return path
-    if lookup.mlflow_id(folder):
+    if path is None and lookup.mlflow_id(folder):
         from rankzero.tracking import download
 
         print("no intact checkpoint on this disk: looking in MLflow")
-        more = download.newest_checkpoint(folder, manifest.problem_with)
+        path, more = download.newest_checkpoint(folder)
         for problem in more:
             print(f"note: {problem}")
-        path, problems = files.newest_intact(folder.checkpoints)
         problems = [*more, *problems]
     if path is None:
         found = "".join(f"\n  {problem}" for problem in problems) or " start it anew"

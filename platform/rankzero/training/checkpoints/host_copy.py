@@ -1,4 +1,4 @@
-"""Copies of a state on the host, in buffers that are kept: what a checkpoint costs the training."""
+"""Copy a training state to host memory, in buffers that are reused from checkpoint to checkpoint."""
 
 from __future__ import annotations
 
@@ -12,50 +12,51 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class PendingCopy:
-    """A state on its way to the host."""
+    """A state whose tensors may still be on their way to the host."""
 
     state: Any
     arrived: Sequence[torch.cuda.Event]
-    """One for each GPU that has a part of the state."""
+    """One for each GPU that holds a part of the state."""
 
     def wait(self) -> Any:
-        """Return the state once every copy has arrived; for the writer thread."""
+        """Return the state after all copies have arrived. The writer thread calls this."""
         for event in self.arrived:
             event.synchronize()
         return self.state
 
 
 class HostCopier:
-    """Host buffers, reused from copy to copy: fresh memory would cost a page fault every 4 KiB.
+    """Copies states into host buffers.
 
-    GPU tensors are copied into pinned buffers on the current stream of their GPU: the call only
+    It copies GPU tensors into pinned buffers on the current stream of their GPU. So `copy` only
     enqueues, and later kernels of the stream cannot overwrite what is still being copied.
     """
 
     def __init__(self) -> None:
+        # Buffers are kept because fresh memory would cost a page fault for every 4 KiB.
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
-        self._gpus: set[torch.device] = set()
 
     def copy(self, state: Any) -> PendingCopy:
         """Return `state` with every tensor copied. The copy is valid until the next call."""
-        self._gpus = set()
-        copied = _map_tensors(state, self._copy, ())
-        return PendingCopy(copied, recorded(self._gpus))
+        gpus: set[torch.device] = set()
 
-    def _copy(self, tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
-        source = tensor.detach()
-        on_gpu = source.device.type == "cuda"
-        buffer = self._buffers.get(path)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty_like(source, device="cpu", pin_memory=on_gpu)
-            self._buffers[path] = buffer
-        if on_gpu:
-            self._gpus.add(source.device)
-        return buffer.copy_(source, non_blocking=on_gpu)
+        def copy_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
+            source = tensor.detach()
+            on_gpu = source.device.type == "cuda"
+            buffer = self._buffers.get(path)
+            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+                buffer = torch.empty_like(source, device="cpu", pin_memory=on_gpu)
+                self._buffers[path] = buffer
+            if on_gpu:
+                gpus.add(source.device)
+            return buffer.copy_(source, non_blocking=on_gpu)
+
+        return PendingCopy(_map_tensors(state, copy_tensor, ()), record_events(gpus))
 
 
-def recorded(gpus: Iterable[torch.device]) -> list[torch.cuda.Event]:
-    """Return an event for each GPU, behind what its current stream was given: one says nothing of another GPU's."""
+def record_events(gpus: Iterable[torch.device]) -> list[torch.cuda.Event]:
+    """Return an event for each GPU, recorded on its current stream."""
+    # An event on one GPU's stream does not wait for the copies of another GPU.
     events = []
     for gpu in gpus:
         with torch.cuda.device(gpu):
@@ -73,7 +74,6 @@ def _map_tensors(
         return {key: _map_tensors(item, change, (*path, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         items = [_map_tensors(item, change, (*path, index)) for index, item in enumerate(value)]
-        return (
-            items if isinstance(value, list) else tuple(items)
-        )  # a named one could not be loaded as plain values
+        # A named tuple becomes a plain one, because weights_only loading refuses its class.
+        return items if isinstance(value, list) else tuple(items)
     return value

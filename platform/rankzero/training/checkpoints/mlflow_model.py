@@ -1,7 +1,7 @@
-"""A trained model as others load it: ``mlflow.pytorch.load_model("models:/<id>")``, for batches of any size.
+"""A trained model for inference, which ``mlflow.pytorch.load_model("models:/<id>")`` loads.
 
-A traced graph (pt2) needs none of the user's code and runs none of it when loaded. A model that
-cannot be traced is pickled, with the user's files beside it.
+A traced model (format pt2) needs none of the user's code and executes none when it is loaded. A
+model that cannot be traced is pickled, together with the user's files.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 
-Format = Literal["pt2", "pickle"]
-
 log = logging.getLogger(__name__)
 
 
@@ -35,47 +33,48 @@ def log_model(
     code_paths: Sequence[Path] = (),
     tags: Mapping[str, str] | None = None,
 ) -> str:
-    """Save the model for inference and upload it; return the logged model's id.
+    """Save the model for inference, upload it, and return the logged model's id.
 
     `example`: a batch as the model takes it, a tensor or a tuple of tensors.
     """
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         target = Path(folder) / "model"
-        kind = save(model, example, target, code_paths)
+        kind = _save(model, example, target, code_paths)
         return tracker.models.log_model(
             run, target, name, step, {"rankzero.format": kind, **(tags or {})}
         )
 
 
-def save(model: Any, example: Any, folder: Path, code_paths: Sequence[Path] = ()) -> Format:
-    """Write the model into the new folder in MLflow's layout; return in which format."""
+def _save(
+    model: Any, example: Any, folder: Path, code_paths: Sequence[Path]
+) -> Literal["pt2", "pickle"]:
+    """Write the model into the new folder in MLflow's layout, and return the format."""
     from rankzero.mlflow_store.client.pytorch import save_pytorch
 
     model = copy.deepcopy(model).cpu().eval()
-    inputs = tuple(
-        _batch(tensor) for tensor in (example if isinstance(example, (tuple, list)) else (example,))
-    )
+    inputs = example if isinstance(example, (tuple, list)) else (example,)
+    inputs = tuple(_as_batch(tensor) for tensor in inputs)
     outputs = _array(model(*inputs))
     arrays = [_array(tensor) for tensor in inputs]
     try:
+        # torch.export prints whole graphs.
         with (
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
-        ):  # whole graphs
+        ):
             save_pytorch(model, folder, arrays, outputs, "pt2", ())
-    except Exception as error:  # torch.export gives up in as many ways as there are models
-        log.warning(
-            "the model cannot be traced, so it is pickled: %s",
-            (str(error).splitlines() or [repr(error)])[0],
-        )
+    except Exception as error:  # torch.export fails in as many ways as there are models
+        first_line = (str(error).splitlines() or [repr(error)])[0]
+        log.warning("the model cannot be traced, so it is pickled: %s", first_line)
         shutil.rmtree(folder, ignore_errors=True)
         save_pytorch(model, folder, arrays, outputs, "pickle", code_paths)
         return "pickle"
     return "pt2"
 
 
-def _batch(tensor: Any) -> Any:
-    """Return the tensor on the CPU as at least two samples: of one, torch.export takes the size for a constant."""
+def _as_batch(tensor: Any) -> Any:
+    """Return the tensor on the CPU, with at least two samples."""
+    # torch.export takes a batch size of 1 for a constant.
     tensor = tensor.detach().cpu()
     if tensor.ndim and len(tensor) == 1:
         tensor = tensor.repeat(2, *[1] * (tensor.ndim - 1))
@@ -83,7 +82,7 @@ def _batch(tensor: Any) -> Any:
 
 
 def _array(tensor: Any) -> Any:
-    """Return a tensor's numbers for the signature; None for an output of any other kind."""
+    """Return a tensor as an array for the model's signature, or None if it is no tensor."""
     if not hasattr(tensor, "detach"):
         return None
     tensor = tensor.detach()

@@ -1,0 +1,279 @@
+"""The folders of a run's checkpoints: atomic, checksummed, and readable without torch.
+
+    checkpoints/step_00000120/state.pt        what training/checkpoints saves and loads
+                              manifest.json   step, metrics, size and SHA-256 of each file
+    checkpoints/.tmp-...                      being written, replaced or deleted; never read
+
+A folder under its final name is complete: it is written under a temporary name, synced and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rankzero.experiment import Goal
+
+STATE, MANIFEST = "state.pt", "manifest.json"
+FORMAT = 2  # format 1 had no seal
+TEMPORARY = ".tmp-"
+REPLACED = TEMPORARY + "replaced-"
+_DELETED = TEMPORARY + "deleted-"
+_SEAL = "seal"
+
+
+class BrokenCheckpoint(Exception):
+    """A folder that is not an intact checkpoint of a known format. The message says why."""
+
+
+def _torch_version() -> str:
+    # A torch that was built in place has no metadata. That must not cost a checkpoint.
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("torch")
+    return "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The content of a checkpoint's manifest.json."""
+
+    step: int
+    metrics: Mapping[str, float]
+    best: bool
+    files: Mapping[str, Mapping[str, Any]]
+    """File name -> {"sha256", "bytes"}."""
+    world_size: int | None = None
+    """Number of ranks that trained, or None if the user's own training loop saved it."""
+    format: int = FORMAT
+    torch: str = dataclasses.field(default_factory=_torch_version)
+
+    def to_json(self) -> str:
+        """Return the text of the file. It includes a checksum over all other fields."""
+        # Retention deletes by what manifests contain, so a changed manifest must not be trusted.
+        fields = dataclasses.asdict(self)
+        return json.dumps({**fields, _SEAL: _checksum_of(fields)}, indent=2)
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint. The names sort by step."""
+    return checkpoints / f"step_{step:08d}"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return a checkpoint's manifest. Raises BrokenCheckpoint. Does not read the other files."""
+    try:
+        fields = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        # Checked first, because a newer format may have fields that this version does not know.
+        written = fields.get("format")
+        if isinstance(written, int) and written > FORMAT:
+            raise BrokenCheckpoint(
+                f"{folder} was written by a newer version of rankzero (format {written}, this "
+                f"version reads up to {FORMAT}): update rankzero to use it"
+            )
+        seal = fields.pop(_SEAL, None)
+        manifest = Manifest(**fields)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise BrokenCheckpoint(f"{folder} has no readable manifest: {error}") from error
+    expected = _checksum_of(fields) if seal or manifest.format > 1 else None
+    if not _has_valid_fields(manifest) or seal != expected:
+        raise BrokenCheckpoint(f"{folder} has an altered manifest: its values are not used")
+    return manifest
+
+
+def verify(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint after comparing all checksums. Raises BrokenCheckpoint."""
+    manifest = read_manifest(folder)
+    if not isinstance(manifest.files, dict) or STATE not in manifest.files:
+        raise BrokenCheckpoint(f"{folder} has a manifest that does not name {STATE}")
+    for name, expected in manifest.files.items():
+        # A manifest may come from MLflow. Names and links must not lead out of the folder.
+        if name in ("", "..") or Path(name).name != name or (folder / name).is_symlink():
+            raise BrokenCheckpoint(
+                f"{folder} has a manifest that names {name!r}, which is no file of its own"
+            )
+        if _size_and_checksum(folder / name) != expected:
+            raise BrokenCheckpoint(
+                f"{folder / name} is truncated or altered: its checksum does not match"
+            )
+    return manifest
+
+
+def problem_with(folder: Path) -> str | None:
+    """Return why a checkpoint cannot be used, or None if it is intact."""
+    try:
+        verify(folder)
+    except BrokenCheckpoint as error:
+        return str(error)
+    return None
+
+
+def newest_intact(checkpoints: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint that is intact, and the problems of newer ones.
+
+    Only before a training attempt: it finishes replacements that a killed writer left.
+    """
+    _undo_replacements(checkpoints)
+    problems: list[str] = []
+    for path in reversed(_complete(checkpoints)):
+        problem = problem_with(path)
+        if problem is None:
+            return path, problems
+        problems.append(problem)
+    return None, problems
+
+
+def best(checkpoints: Path, goal: Goal) -> Path | None:
+    """Return the intact checkpoint with the best goal metric.
+
+    If none has that metric, return the newest intact one, or None.
+    """
+    manifests = known(checkpoints)
+    judged = _best_first(manifests, goal)
+    others = sorted(manifests.keys() - set(judged), key=lambda path: -manifests[path].step)
+    return next((path for path in (*judged, *others) if problem_with(path) is None), None)
+
+
+def known(checkpoints: Path) -> dict[Path, Manifest]:
+    """Return the checkpoints that have a readable manifest."""
+    found = {}
+    for path in _complete(checkpoints):
+        with contextlib.suppress(BrokenCheckpoint):
+            found[path] = read_manifest(path)
+    return found
+
+
+def superseded(
+    manifests: Mapping[Path, Manifest], keep: int, goal: Goal, written: Path
+) -> list[Path]:
+    """Return the checkpoints to delete: neither the last nor among the best `keep`. Pure."""
+    # The last is both the one just written and the one of the highest step. They differ if the
+    # user's own loop started again at a lower step.
+    last = max(manifests, key=lambda path: manifests[path].step, default=written)
+    kept = {written, last, *_best_first(manifests, goal)[:keep]}
+    return [path for path in manifests if path not in kept]
+
+
+def write(
+    target: Path,
+    save_state: Callable[[Path], None],
+    step: int,
+    metrics: Mapping[str, float],
+    best: bool,
+    world_size: int | None = None,
+) -> None:
+    """Write a checkpoint's folder. A reader sees the whole folder or none. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_folder(target)
+    temporary.mkdir()
+    save_state(temporary / STATE)
+    _sync(temporary / STATE)
+    files = {STATE: _size_and_checksum(temporary / STATE)}
+    manifest = Manifest(step, metrics, best, files, world_size)
+    (temporary / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    _sync(temporary / MANIFEST)
+    _sync(temporary)
+    replace(temporary, target)
+    _sync(target.parent)
+
+
+def temporary_folder(target: Path) -> Path:
+    """Return the path where a checkpoint is built, after removing what a killed process left."""
+    temporary = target.with_name(TEMPORARY + target.name)
+    shutil.rmtree(temporary, ignore_errors=True)
+    return temporary
+
+
+def replace(temporary: Path, target: Path) -> None:
+    """Move a finished folder to its final name. Whenever this is killed, a checkpoint is there."""
+    if not target.exists():
+        temporary.rename(target)
+        return
+    # A resumed run saves a step again. No system call replaces a folder that is not empty, so the
+    # old one gets a name under which `_undo_replacements` finds it.
+    old = target.rename(target.with_name(REPLACED + target.name))
+    try:
+        temporary.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    # If this fails, the next attempt removes it as a leftover.
+    with contextlib.suppress(OSError):
+        shutil.rmtree(old.rename(target.with_name(_DELETED + target.name)))
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint. Readers lose it in one step. Raises OSError."""
+    shutil.rmtree(path.rename(path.with_name(_DELETED + path.name)))
+
+
+def remove_leftovers(checkpoints: Path) -> None:
+    """Remove the temporary folders of a killed writer. For the only writer, before it writes."""
+    _undo_replacements(checkpoints)
+    for path in checkpoints.glob(TEMPORARY + "*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _undo_replacements(checkpoints: Path) -> None:
+    # `replace` may have been killed between its two renames, and this may be the only checkpoint.
+    for path in checkpoints.glob(REPLACED + "step_*"):
+        target = path.with_name(path.name.removeprefix(REPLACED))
+        if not target.exists() and not path.is_symlink():
+            with contextlib.suppress(OSError):  # another rank was faster
+                path.rename(target)
+
+
+def _complete(checkpoints: Path) -> list[Path]:
+    return sorted(path for path in checkpoints.glob("step_*") if (path / MANIFEST).exists())
+
+
+def _best_first(manifests: Mapping[Path, Manifest], goal: Goal) -> list[Path]:
+    """Return the checkpoints that have the goal metric, the best first, ties by step."""
+    sign = -1 if goal.mode == "max" else 1
+    ranked = [
+        (sign * value, manifest.step, path)
+        for path, manifest in manifests.items()
+        if (value := manifest.metrics.get(goal.metric)) is not None and value == value
+    ]
+    return [path for _, _, path in sorted(ranked)]
+
+
+def _has_valid_fields(manifest: Manifest) -> bool:
+    """Return whether the values have the types of their fields. `verify` checks `files`."""
+    world_size = 1 if manifest.world_size is None else manifest.world_size
+    return (
+        all(type(number) is int for number in (manifest.step, world_size, manifest.format))
+        and manifest.step >= 0
+        and world_size >= 1
+        and isinstance(manifest.metrics, dict)
+        and all(isinstance(value, (int, float)) for value in manifest.metrics.values())
+        and isinstance(manifest.best, bool)
+    )
+
+
+def _checksum_of(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _size_and_checksum(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
+    return {"sha256": digest, "bytes": path.stat().st_size}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
