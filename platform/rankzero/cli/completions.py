@@ -17,7 +17,6 @@ from rankzero.cli.main import parser_of
 from rankzero.cli.verbs import VERBS
 
 EXPERIMENT, SETTING, RUN, FILTER = "EXP", "key=value", "RUN", "FILTER"
-TAKES_NOTHING = (argparse._StoreTrueAction, argparse._StoreFalseAction, argparse._HelpAction)
 
 
 def candidates(line: str, root: Path) -> list[str]:
@@ -39,7 +38,7 @@ def _after(
 ) -> Iterator[str]:
     options = {name: action for action in parser._actions for name in action.option_strings}
     waiting = options.get(before[-1]) if before else None
-    if waiting is not None and not isinstance(waiting, TAKES_NOTHING):
+    if waiting is not None and waiting.nargs != 0:
         yield from _values(waiting, word, root)
         return
     if word.startswith("-"):
@@ -61,7 +60,7 @@ def _positionals(words: Sequence[str], options: dict[str, argparse.Action]) -> I
     for word in words:
         if not skip and not word.startswith("-"):
             yield word
-        skip = word in options and not isinstance(options[word], TAKES_NOTHING)
+        skip = word in options and options[word].nargs != 0
 
 
 def _values(action: argparse.Action, word: str, root: Path) -> Iterator[str]:

@@ -59,6 +59,8 @@ class LaunchPlan:
     resumes: bool = False
     joined: bool = False
     """Whether another machine began the run in this folder, and does what is done once."""
+    offline: bool = False
+    """Whether the run is only recorded; nothing talks to MLflow."""
 
 
 def run(attempt: LaunchPlan) -> int:
@@ -71,7 +73,8 @@ def run(attempt: LaunchPlan) -> int:
         if not launched.attempt_started:
             return _without_rank_zero(attempt, launched, stopped=bool(signals.received))
         heard = len(signals.received)  # what comes from now on can only mean the waiting
-        _finish_tracking(attempt, launched.console, lambda: len(signals.received) > heard)
+        finish = _finish_offline if attempt.offline else _finish_tracking
+        finish(attempt, launched.console, lambda: len(signals.received) > heard)
         return _report(attempt, launched.console)
 
 
@@ -110,6 +113,7 @@ def _launched(attempt: LaunchPlan, signals: SignalForwarder) -> _LaunchResult:
         attempt.experiment,
         {**_provenance(attempt), **attempt.tags},
         resumes=attempt.resumes,
+        offline=attempt.offline,
     )
     advice = DataWait(
         attempt.experiment.train.workers, attempt.nodes.processes, len(usable_cores())
@@ -249,6 +253,19 @@ def _finish_tracking(attempt: LaunchPlan, console: Console, hurried: Callable[[]
             best_model.in_new_process(
                 attempt.folder, console.notice, hurried, until - time.monotonic()
             )
+
+
+def _finish_offline(attempt: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:
+    """Wait until the recorder has written the run's last lines; print how to deliver the run."""
+    from rankzero.training.checkpoints import best_model
+
+    folder = attempt.folder
+    delivery_status.wait_for_recorder(folder, hurried)
+    ended = lookup.last_end(folder)
+    finished = ended is not None and ended.status == "FINISHED"
+    if finished and attempt.experiment.train.log_model and not attempt.joined:
+        best_model.note(folder, late=True)
+    console.notice(delivery_notes.offline(folder))
 
 
 def _report(attempt: LaunchPlan, console: Console) -> int:

@@ -41,13 +41,21 @@ class CompareContext:
     device: str
     gpus: int
     say: Say
+    offline: bool = False
+    """Whether the run is only recorded, and delivered to MLflow later."""
+
+    def record(self, argv: Sequence[str]) -> Record:
+        """Return the run of its own that everything is recorded in."""
+        return Record(
+            self.runs, self.identity, params_of(self.reference), argv, offline=self.offline
+        )
 
 
 def compare(
     bench: CompareContext, plan: Sequence[StrategyRun], argv: Sequence[str]
 ) -> tuple[list[StrategyRow], list[str], RunFolder]:
     """Train the same work under each entry; return the rows, why they may not be fair, and the run they are in."""
-    with Record(bench.runs, bench.identity, params_of(bench.reference), argv) as kept:
+    with bench.record(argv) as kept:
         measured = [_measured(bench, kept, entry) for entry in plan]
         rows = results.rows(measured)
         notes = results.warnings(measured, bench.device == "cpu", "OMP_NUM_THREADS" in os.environ)
@@ -68,7 +76,7 @@ def profile(
     bench: CompareContext, processes: int, argv: Sequence[str]
 ) -> tuple[Profile, RunFolder]:
     """Profile a few steady steps; traces and the verdict become artifacts of a run. Raises RunFailed."""
-    with Record(bench.runs, bench.identity, params_of(bench.reference), argv) as kept:
+    with bench.record(argv) as kept:
         found = profiled(
             bench, bench.reference, processes, kept.folder.artifacts / "profile", trace=True
         )

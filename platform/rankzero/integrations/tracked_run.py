@@ -32,7 +32,7 @@ from rankzero.redaction.text import settings_without_secrets
 from rankzero.run_store import provenance
 from rankzero.run_store.attempt import take_over
 from rankzero.run_store.folder import Identity, RunFolder, new_name
-from rankzero.run_store.location import root_of
+from rankzero.run_store.location import is_offline, root_of
 from rankzero.tracking.run_log import RunLog
 
 FLUSH_SECONDS = 2.0
@@ -49,6 +49,7 @@ def track(
     keep: int = 1,
     tracking_uri: str | None = None,
     folder: str | Path | None = None,
+    offline: bool | None = None,
 ) -> TrackedRun:
     """Return a run to enter with ``with``; inside it, log from wherever you like.
 
@@ -56,6 +57,7 @@ def track(
     every rank: rank 0 writes, on other ranks nothing happens. An existing `name` is gone on with.
     Who is rank 0 says the process group of torch.distributed, where it has been joined, else the launcher's
     environment: under ``torch.multiprocessing.spawn``, join it before. Other ways must set RANK and WORLD_SIZE.
+    `offline`: only record the run; ``rankzero sync NAME`` delivers it to MLflow later (default: $RANKZERO_OFFLINE).
     Raises TrackingError where the store cannot be used, UserError where another process writes that run; once the
     block is entered, tracking cannot raise.
     """
@@ -64,7 +66,9 @@ def track(
         return TrackedRun(None, goal or Goal(), keep)
     root = root_of(folder).absolute()
     uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
-    uris.prepare_store(uri)
+    offline = is_offline(offline)
+    if not offline:
+        uris.prepare_store(uri)
     identity = Identity(
         name or new_name(experiment.replace("/", "-").replace(" ", "-")),
         secrets.token_hex(16),
@@ -74,7 +78,7 @@ def track(
         project_dir=str(Path.cwd()),
     )
     take_over(RunFolder.open_or_create(root / "runs", identity))
-    log = RunLog.open(root / "runs", identity, mine, gpu_uuids=None)
+    log = RunLog.open(root / "runs", identity, mine, gpu_uuids=None, offline=offline)
     wanted = (
         {} if goal is None else {f"goal.{key}": value for key, value in params_of(goal).items()}
     )

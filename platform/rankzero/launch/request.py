@@ -38,6 +38,8 @@ class JobRequest:
     """The folder in which a failing rank leaves word."""
     resumes: bool = False
     """Whether there must be a checkpoint to go on from, on rank 0's machine."""
+    offline: bool = False
+    """Whether the run is only recorded, and delivered to MLflow later."""
 
 
 def request_for(
@@ -46,6 +48,7 @@ def request_for(
     environment: Mapping[str, str],
     *,
     resumes: bool = False,
+    offline: bool = False,
 ) -> JobRequest:
     """Return the request to train `experiment` into `folder`, whose earlier words of failure are forgotten."""
     for path in folder.failures.glob("rank_*.json"):
@@ -58,6 +61,7 @@ def request_for(
         environment=environment,
         failures=str(folder.failures),
         resumes=resumes,
+        offline=offline,
     )
 
 

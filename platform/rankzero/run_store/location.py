@@ -1,4 +1,7 @@
-"""Which folder holds the embedded store and the runs. Imports next to nothing: every command asks."""
+"""What the environment decides for every command: the folder of the runs, and offline mode.
+
+Imports next to nothing, because every command imports it.
+"""
 
 from __future__ import annotations
 
@@ -9,3 +12,10 @@ from pathlib import Path
 def root_of(folder: str | Path | None) -> Path:
     """Return the folder of the embedded store and of the runs: this one, else $RANKZERO_DIR, else ./mlruns."""
     return Path(folder or os.environ.get("RANKZERO_DIR") or "mlruns")
+
+
+def is_offline(choice: bool | None = None) -> bool:
+    """Return whether runs are only recorded, not delivered: the choice, else $RANKZERO_OFFLINE."""
+    if choice is not None:
+        return choice
+    return os.environ.get("RANKZERO_OFFLINE", "").lower() not in ("", "0", "false", "no", "off")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from rankzero.catalog import lookup
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.run_store import claims
 from rankzero.run_store import delivery_state as state
@@ -112,6 +113,20 @@ def wait(
             on_progress(now)
         before = now
     return combined_status(folder)
+
+
+def wait_for_recorder(folder: RunFolder, hurried: Callable[[], bool] = lambda: False) -> None:
+    """Return once the run's end is written and its recorder has ended, or when it takes too long.
+
+    For offline runs, which have no courier to wait for.
+    """
+    until = time.monotonic() + grace_seconds()
+    while not hurried() and time.monotonic() < until:
+        # A recorder that is still starting holds no lock yet; a written end needs no recorder.
+        ended = lookup.last_end(folder) is not None
+        if not (claims.is_stood_by(folder) or (not ended and _recorder_lives(folder))):
+            return
+        time.sleep(0.05)
 
 
 def _reached(delivery: Delivery) -> tuple[object, ...]:

@@ -52,11 +52,17 @@ class RecorderHandle:
 
 
 def start(
-    folder: RunFolder, gpu_uuids: Sequence[str] | None, node: int, node_count: int = 1
+    folder: RunFolder,
+    gpu_uuids: Sequence[str] | None,
+    node: int,
+    node_count: int = 1,
+    *,
+    offline: bool = False,
 ) -> RecorderHandle:
     """Start the recorder of this node; call it before the attempt's first event. Takes milliseconds and never waits.
 
     `gpu_uuids`: of the GPUs to watch; None: all that CUDA_VISIBLE_DEVICES leaves.
+    `offline`: the recorder starts no courier; `rankzero sync` delivers the run later.
     """
     claim = claims.claim(folder, node)
     reader, writer = os.pipe()
@@ -68,6 +74,7 @@ def start(
             str(_job_root(os.environ)),
             *(() if gpu_uuids is None else ("--gpus", *gpu_uuids)),
         ),
+        *(("--offline",) if offline else ()),
     ]
     with open(
         folder.path / _suffixed("recorder.log", node), "ab", opener=symlinks.no_follow
@@ -91,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Record one attempt on one node."""
     from rankzero.redaction.log_format import log_without_secrets
     from rankzero.run_store.attempt import LiveAttempt
+    from rankzero.run_store.provenance import write_packages
     from rankzero.telemetry.sampling_thread import SamplingThread
     from rankzero.tracking.courier_supervisor import CourierSupervisor
     from rankzero.tracking.retry import guarded
@@ -104,7 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = RunFolder(options.folder)
     attempt = LiveAttempt(folder, options.node, options.token)
     sampling = SamplingThread(folder, options.gpus, options.node, options.nodes, options.job)
-    courier = None if _delivered_by_parent(folder) else CourierSupervisor(attempt)
+    if options.offline and options.node == 0:  # else the courier writes it
+        guarded(lambda: write_packages(folder.artifacts))
+    alone = options.offline or _delivered_by_parent(folder)
+    courier = None if alone else CourierSupervisor(attempt)
     _follow(attempt, courier)
     guarded(
         sampling.stop
@@ -189,6 +200,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--job", type=int, required=True)
     parser.add_argument("--gpus", nargs="*")
+    parser.add_argument("--offline", action="store_true")
     return parser.parse_args(arguments)
 
 

@@ -38,9 +38,18 @@ class RunLog:
 
     @classmethod
     def open(
-        cls, runs: Path, identity: Identity, ranks: Ranks, gpu_uuids: Sequence[str] | None
+        cls,
+        runs: Path,
+        identity: Identity,
+        ranks: Ranks,
+        gpu_uuids: Sequence[str] | None,
+        *,
+        offline: bool = False,
     ) -> RunLog:
-        """Open the run's folder, made where it is missing, and start this node's recorder (local rank 0)."""
+        """Open the run's folder, made where it is missing, and start this node's recorder (local rank 0).
+
+        `offline`: nothing is delivered to MLflow until `rankzero sync`.
+        """
         folder = (
             RunFolder.open_or_create(runs, identity)
             if ranks.local_rank == 0
@@ -55,7 +64,7 @@ class RunLog:
             picture_files.clear(folder)
         journal = Journal(folder.events) if ranks.first else None
         recording = (
-            recorder.start(folder, gpu_uuids, ranks.node_rank, ranks.node_count)
+            recorder.start(folder, gpu_uuids, ranks.node_rank, ranks.node_count, offline=offline)
             if ranks.local_rank == 0
             else None
         )

@@ -80,7 +80,7 @@ def attempt(
         **json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode()))
     )
     gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
-    log = RunLog.open(Path(request.runs), identity, world.ranks, gpus)
+    log = RunLog.open(Path(request.runs), identity, world.ranks, gpus, offline=request.offline)
     tally = RunTotals()
     minutes, rank = experiment.train.hang_minutes, world.ranks.rank
     watchdog = Watchdog(

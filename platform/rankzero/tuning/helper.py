@@ -42,7 +42,11 @@ def run(
     _await(study, (SPACE, FIRST, PARENT, TARGET))
     space = agreed(study, quest.space, quest.options)
     with study_run.Record(
-        quest.root / "runs", _identity(quest, study), params_of(quest), argv
+        quest.root / "runs",
+        _identity(quest, study),
+        params_of(quest),
+        argv,
+        offline=quest.offline,
     ) as kept:
         Session(study, space, launchers(quest, hosts, kept), quest.options, say).help(
             study.facts[FIRST]

@@ -70,7 +70,9 @@ def run(quest: SearchSetup, hosts: Sequence[Host], argv: Sequence[str], say: Say
 def _lead(
     quest: SearchSetup, study: Study, hosts: Sequence[Host], argv: Sequence[str], say: Say
 ) -> SearchOutcome:
-    with study_run.Record(quest.root / "runs", quest.identity, params_of(quest), argv) as kept:
+    with study_run.Record(
+        quest.root / "runs", quest.identity, params_of(quest), argv, offline=quest.offline
+    ) as kept:
         began = time.monotonic()
         measured = probe_map(quest, hosts[0], kept, say) if quest.probes else []
         space = _agreed(study, quest.space, measured, quest.options)
@@ -136,10 +138,14 @@ def probe_alone(
     host: Host,
     argv: Sequence[str],
     say: Say,
+    *,
+    offline: bool = False,
 ) -> list[ProbeResult]:
     """Measure the map by itself, as a run of its own."""
     params = config.rendered(space.reference)
-    with study_run.Record(root / "runs", identity, settings_without_secrets(params), argv) as kept:
+    with study_run.Record(
+        root / "runs", identity, settings_without_secrets(params), argv, offline=offline
+    ) as kept:
         plan = probe.make_batch_order(space, described, identity.experiment_file or "", root)
         measured = probe.run(plan, host, say)
         kept.write("probe_map.json", table_json(measured))

@@ -41,6 +41,8 @@ class SearchSetup:
     """Whether speeds are measured first."""
     use: str
     """The command that trains with what is found."""
+    offline: bool = False
+    """Whether runs are only recorded, and delivered to MLflow later."""
 
 
 @dataclasses.dataclass(frozen=True)

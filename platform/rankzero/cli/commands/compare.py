@@ -18,7 +18,6 @@ from rankzero.cli.display.terminal import as_it_is
 from rankzero.errors import UserError
 from rankzero.mlflow_store import uris
 from rankzero.run_store.folder import new_name
-from rankzero.tracking import delivery_status
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.host_process import Host
 
@@ -68,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     ]:
         terminal.print(text, soft_wrap=True)
     terminal.print(tables.sentence(rows), soft_wrap=True)
-    search.say_what_is_left(delivery_status.wait(folder), folder)
+    for note in search.delivery_lines(folder, offline=arguments.offline):
+        search.say(note)
     search.say(f"look:  {program()} ui   run: {folder.path.name}")
     return 0 if any(row.speed_up is not None for row in rows) else 1
 
@@ -84,7 +84,8 @@ def made(
     identity = dataclasses.replace(
         identity, name=new_name(f"{identity.experiment}-{verb}"), uuid=secrets.token_hex(16)
     )
-    uris.prepare_store(identity.tracking_uri)
+    if not arguments.offline:
+        uris.prepare_store(identity.tracking_uri)
     return runner.CompareContext(
         host,
         reference,
@@ -93,6 +94,7 @@ def made(
         described.device,
         described.gpus,
         search.say,
+        arguments.offline,
     )
 
 

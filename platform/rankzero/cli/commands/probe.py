@@ -27,9 +27,17 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         described, space = search.look(arguments, host)
         identity = search.identity_of(arguments, space.reference, described.processes, "probe")
-        uris.prepare_store(identity.tracking_uri)
+        if not arguments.offline:
+            uris.prepare_store(identity.tracking_uri)
         measured = hunt.probe_alone(
-            identity, arguments.dir, space, described, host, sys.argv, search.say
+            identity,
+            arguments.dir,
+            space,
+            described,
+            host,
+            sys.argv,
+            search.say,
+            offline=arguments.offline,
         )
     finally:
         host.close()

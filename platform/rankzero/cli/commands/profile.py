@@ -12,7 +12,6 @@ from rankzero import config
 from rankzero.cli.commands import compare, search
 from rankzero.cli.display.live import program
 from rankzero.cli.display.terminal import as_it_is
-from rankzero.tracking import delivery_status
 from rankzero.tuning.trials.host_process import Host
 
 
@@ -39,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     terminal = as_it_is()
     terminal.print(table)
     terminal.print(tables.verdict(profile), soft_wrap=True)
-    search.say_what_is_left(delivery_status.wait(folder), folder)
+    for note in search.delivery_lines(folder, offline=arguments.offline):
+        search.say(note)
     search.say(
         f"trace: {folder.artifacts / 'profile'} (open in ui.perfetto.dev)\nlook:  {program()} ui"
     )

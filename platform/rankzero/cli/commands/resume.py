@@ -11,7 +11,7 @@ from pathlib import Path
 from rankzero import config, experiment_file
 from rankzero.catalog import lookup
 from rankzero.cli import launch_run
-from rankzero.cli.commands.train import add_launch_arguments
+from rankzero.cli.commands.train import add_launch_arguments, add_offline_argument
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tracking-uri", help="where the run is tracked, if it is not on this disk"
     )
     add_launch_arguments(parser, processes="as many as before")
+    add_offline_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,15 +56,24 @@ def _resumed(folder: RunFolder, arguments: argparse.Namespace) -> int:
     joins = arguments.nnodes > 1 and not folder.events.exists() and not lookup.mlflow_id(folder)
     experiment = _told(folder, arguments) if joins else _experiment(folder, arguments)
     if not joins:
-        _as_many_processes(_require_checkpoint(folder), arguments)
+        _as_many_processes(_require_checkpoint(folder, arguments.offline), arguments)
     nodes = launch_run.nodes_of(arguments, experiment.train)
     if not joins:
-        uris.prepare_store(folder.identity.tracking_uri)
+        if not arguments.offline:
+            uris.prepare_store(folder.identity.tracking_uri)
         if folder.events.exists():  # now: not by who looks at the run while its ranks start
             sync.close_if_dead(folder, CLOSE_SECONDS)
         write_config(folder, experiment)
     return launch_run.run(
-        launch_run.LaunchPlan(folder, experiment, nodes, arguments.dir, sys.argv, resumes=True)
+        launch_run.LaunchPlan(
+            folder,
+            experiment,
+            nodes,
+            arguments.dir,
+            sys.argv,
+            resumes=True,
+            offline=arguments.offline,
+        )
     )
 
 
@@ -72,6 +82,11 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
     runs = arguments.dir / "runs"
     found = lookup.find(runs, arguments.run_name)
     if found is None:
+        if arguments.offline:
+            raise UserError(
+                f"{arguments.run_name} is not in {runs}, and offline nothing is fetched from MLflow: "
+                "resume without --offline"
+            )
         uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
         if (
             uri == uris.default_tracking_uri(arguments.dir)
@@ -156,12 +171,12 @@ def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> 
     arguments.nproc = processes
 
 
-def _require_checkpoint(folder: RunFolder) -> Path:
+def _require_checkpoint(folder: RunFolder, offline: bool) -> Path:
     """Return the newest intact checkpoint, fetched from MLflow where there is none here. Raises UserError."""
     path, problems = checkpoint_files.newest_intact(folder.checkpoints)
     for problem in problems:
         print(f"note: {problem}")
-    if path is None and lookup.mlflow_id(folder):
+    if path is None and lookup.mlflow_id(folder) and not offline:
         from rankzero.tracking import download
 
         print("no intact checkpoint on this disk: looking in MLflow")

@@ -19,6 +19,7 @@ from rankzero.catalog.summary import ELSEWHERE, Summary
 from rankzero.cli.display.progress import duration
 from rankzero.cli.display.terminal import plain_or_fitting
 from rankzero.run_store.folder import FolderGone
+from rankzero.run_store.location import is_offline
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking import sync
 
@@ -96,7 +97,7 @@ def _closed(runs: Path) -> list[Summary]:
     ]
     for folder in found:
         print(f"{folder.path.name}: FAILED, {dead_runs.close(folder)}", file=sys.stderr, flush=True)
-    for folder in found:
+    for folder in () if is_offline() else found:
         try:
             result = sync.deliver(folder, patience=PATIENCE_SECONDS)
         except (FolderGone, InvalidRunFolder) as error:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankzero import config, experiment_file
+from rankzero.cli.commands.train import add_offline_argument
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
 from rankzero.cli.launch_run import libraries_of
@@ -56,6 +57,7 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, nproc: bool = T
     parser.add_argument(
         "--new", action="store_true", help="begin anew; what there is so far is kept"
     )
+    add_offline_argument(parser)
     parser.set_defaults(study=None)
 
 
@@ -175,10 +177,13 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def say_what_is_left(delivery: delivery_status.Delivery, folder: RunFolder) -> None:
-    """Tell what MLflow does not have yet, and what went wrong on the way."""
-    for line in delivery_notes.lines(delivery, folder.path.name):
-        say(f"note: {line}")
+def delivery_lines(folder: RunFolder, *, offline: bool) -> list[str]:
+    """Wait for the delivery to MLflow; return what it lacks and what went wrong."""
+    if offline:
+        delivery_status.wait_for_recorder(folder)
+        return [f"note: {delivery_notes.offline(folder)}"]
+    delivery = delivery_status.wait(folder)
+    return [f"note: {line}" for line in delivery_notes.lines(delivery, folder.path.name)]
 
 
 def _search(
@@ -191,7 +196,8 @@ def _search(
     from rankzero.tuning.setup import SearchSetup
 
     identity = identity_of(arguments, space.reference, described.processes, "search")
-    uris.prepare_store(identity.tracking_uri)
+    if not arguments.offline:
+        uris.prepare_store(identity.tracking_uri)
     quest = SearchSetup(
         identity=identity,
         root=arguments.dir,
@@ -204,14 +210,14 @@ def _search(
         shared=arguments.storage is not None,
         probes=arguments.probe,
         use=f"{program()} train {arguments.experiment} --from {identity.name}",
+        offline=arguments.offline,
     )
     say(
         f"study  {identity.name}  ({arguments.objective}, {described.processes} x {described.device})"
     )
     outcome = search.run(quest, hosts, sys.argv, say)
-    delivery = delivery_status.wait(outcome.folder)
-    say(f"\n{outcome.says}")
-    say_what_is_left(delivery, outcome.folder)
+    notes = delivery_lines(outcome.folder, offline=arguments.offline)
+    say("\n".join(["", outcome.says, *notes]))
     if outcome.decided:
         say(
             f"use:   {quest.use}\nlook:  {program()} ui   again: {program()} report {identity.name}"

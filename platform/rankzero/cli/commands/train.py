@@ -19,6 +19,7 @@ from rankzero.mlflow_store import uris
 from rankzero.run_store import names
 from rankzero.run_store.attempt import sole_launcher
 from rankzero.run_store.folder import Identity, RunFolder, new_name
+from rankzero.run_store.location import is_offline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings to start from: a file such as sweet_spot.yaml, a study, a run",
     )
     add_launch_arguments(parser)
+    add_offline_argument(parser)
     parser.add_argument(
         "--run-name", help="what to call the run (default: the file's name and the time)"
     )
@@ -45,6 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tracking-uri",
         help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or the embedded store)",
+    )
+
+
+def add_offline_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--offline",
+        action=argparse.BooleanOptionalAction,
+        default=is_offline(),
+        help="only record in this command; `rankzero sync RUN` delivers to MLflow later "
+        "(default: $RANKZERO_OFFLINE)",
     )
 
 
@@ -83,14 +95,23 @@ def run(arguments: argparse.Namespace) -> int:
     experiment = config.override(_start(arguments, settings), settings)
     nodes = launch_run.nodes_of(arguments, experiment.train)
     identity = _identity(arguments, path, cls)
-    uris.prepare_store(identity.tracking_uri)
+    if not arguments.offline:
+        uris.prepare_store(identity.tracking_uri)
     folder = make_folder(arguments.dir / "runs", identity, machines=nodes.nodes)
     joined = folder.identity.uuid != identity.uuid
     with sole_launcher(folder, nodes.nodes):
         if not joined:
             write_config(folder, experiment)
         return launch_run.run(
-            launch_run.LaunchPlan(folder, experiment, nodes, arguments.dir, sys.argv, joined=joined)
+            launch_run.LaunchPlan(
+                folder,
+                experiment,
+                nodes,
+                arguments.dir,
+                sys.argv,
+                joined=joined,
+                offline=arguments.offline,
+            )
         )
 
 

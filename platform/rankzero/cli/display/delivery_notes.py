@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rankzero.reporting.delivery_problems import UNDELIVERED
+from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.delivery_status import Delivery
 
 
@@ -24,3 +27,12 @@ def lines(
             f"not everything is in MLflow yet ({delivery.error or why}){lacking and f'; it lacks {lacking}'}. "
             f"Nothing is lost: rankzero sync {name}"
         )
+
+
+def offline(folder: RunFolder) -> str:
+    """Return where an offline run is and how to deliver it."""
+    path, name = folder.path, folder.path.name
+    where = (
+        os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
+    )
+    return f"offline: the run is in {where}; deliver it with: rankzero sync {name}"

@@ -44,9 +44,15 @@ class Record:
     """The study's run, open for the duration of a with block."""
 
     def __init__(
-        self, runs: Path, identity: Identity, params: Mapping[str, str], argv: Sequence[str]
+        self,
+        runs: Path,
+        identity: Identity,
+        params: Mapping[str, str],
+        argv: Sequence[str],
+        *,
+        offline: bool = False,
     ) -> None:
-        self._log = RunLog.open(runs, identity, Ranks(), gpu_uuids=())
+        self._log = RunLog.open(runs, identity, Ranks(), gpu_uuids=(), offline=offline)
         self.folder = self._log.folder
         self.environment = self._where_from(argv)
         self._params = params
