@@ -123,7 +123,7 @@ def test_tracked_loop_offline_is_delivered_by_sync(
             run.log({"loss": 1.0 / (1 + step)}, step)
     folder = RunFolder(tmp_path / "runs" / "loop")
     wait_for_recorder(folder)
-    assert not claims.is_stood_by(folder) and not list(tmp_path.glob("*.db*"))
+    assert not claims.has_live_recorder(folder) and not list(tmp_path.glob("*.db*"))
     shutil.copy(new_store, tmp_path / "mlflow.db")
     assert sync.deliver(folder).done
     history = MlflowRuns(folder.identity.tracking_uri).history(mlflow_id(folder) or "", "loss")

@@ -124,7 +124,7 @@ def wait_for_recorder(folder: RunFolder, hurried: Callable[[], bool] = lambda: F
     while not hurried() and time.monotonic() < until:
         # A recorder that is still starting holds no lock yet; a written end needs no recorder.
         ended = lookup.last_end(folder) is not None
-        if not (claims.is_stood_by(folder) or (not ended and _recorder_lives(folder))):
+        if not (claims.has_live_recorder(folder) or (not ended and _recorder_lives(folder))):
             return
         time.sleep(0.05)
 
