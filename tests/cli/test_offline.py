@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,9 @@ def test_tracked_loop_offline_is_delivered_by_sync(
     with package.track("own", {"lr": 0.1}, name="loop", folder=tmp_path) as run:
         for step in range(5):
             run.log({"loss": 1.0 / (1 + step)}, step)
-    folder = RunFolder(tmp_path / "runs" / "loop")
+        folder = RunFolder(tmp_path / "runs" / "loop")
+        while not claims.has_live_recorder(folder):  # it starts while the loop runs
+            time.sleep(0.05)
     wait_for_recorder(folder)
     assert not claims.has_live_recorder(folder) and not list(tmp_path.glob("*.db*"))
     shutil.copy(new_store, tmp_path / "mlflow.db")
