@@ -1,0 +1,136 @@
+"""Runs commands in forks of one process that has PyTorch and the package loaded.
+
+    python warm_server.py SOCKET
+
+A cold `python -m rankzero train` spends five seconds of processor time on importing PyTorch
+twice: in the launcher and in its forkserver. A fork of this process spends none. Each command
+gets the folder, environment, output and signals that it would have in a process of its own.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import gc
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+from multiprocessing import util
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed.elastic.multiprocessing
+
+import rankzero.cli.launch_run
+import rankzero.launch.agent
+import rankzero.training.worker  # noqa: F401
+
+
+def serve(path: str) -> tuple[dict[str, Any], list[int]]:
+    """Fork for each request. Return it and its output's descriptors, in the fork only."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the minders
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        listener.listen()
+        while True:
+            connection, _ = listener.accept()
+            message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+            if os.fork():
+                connection.close()
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                continue
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            if command := os.fork():
+                _mind(connection, command, descriptors)
+            connection.close()
+            return json.loads(message), descriptors
+
+
+def _mind(connection: socket.socket, command: int, descriptors: list[int]) -> None:
+    """Send the command's process id, and its exit status once it has ended."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+    connection.sendall(array.array("q", [command]).tobytes())
+    _, status = os.waitpid(command, 0)
+    connection.sendall(array.array("q", [os.waitstatus_to_exitcode(status)]).tobytes())
+    os._exit(0)
+
+
+def become(request: dict[str, Any], output: int) -> None:
+    """Take on the command's session, folder, environment and standard streams."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.chdir(request["folder"])
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(null)
+    os.close(output)
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "wb", closefd=False), encoding="utf-8")
+    sys.stderr = io.TextIOWrapper(
+        io.FileIO(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True
+    )
+    sys.argv = ["rankzero", *request["words"]]
+    sys.path[0] = request["folder"]
+
+
+def fork_the_forkserver() -> None:
+    """Let multiprocessing's forkserver be a fork, too, instead of a new interpreter."""
+    spawn = util.spawnv_passfds
+
+    def fork(path: bytes, words: list[str], passed: list[int]) -> int:
+        program = words[-1]
+        if not program.startswith("from multiprocessing.forkserver"):
+            return spawn(path, words, passed)
+        if process := os.fork():
+            return process
+        try:
+            for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+                if descriptor > 2 and descriptor not in passed:
+                    with contextlib.suppress(OSError):  # the one that listed them
+                        os.close(descriptor)
+            exec(program, {"__name__": "forkserver"})  # noqa: S102 - multiprocessing's own line
+        finally:
+            os._exit(0)
+
+    util.spawnv_passfds = fork
+
+
+def run_to_the_end() -> None:
+    """Run the command and exit as the interpreter would, but leave PyTorch's memory to the kernel."""
+    code: Any = 0
+    try:
+        runpy.run_module("rankzero", run_name="__main__", alter_sys=True)
+    except SystemExit as left:
+        code = left.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int | None):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(code or 0)
+
+
+if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()
+    asked, (out,) = serve(sys.argv[1])
+    become(asked, out)
+    fork_the_forkserver()
+    run_to_the_end()
