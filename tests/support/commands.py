@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -24,9 +26,18 @@ from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from support.paths import FIXTURES
+from support.warm import Warm, WarmProcess
 
 TINY = FIXTURES / "tiny.py"
 SECONDS = 200.0
+
+
+@functools.cache
+def warm_server() -> Warm:
+    """Return the server of warm commands, one for each process that runs tests."""
+    server = Warm()
+    atexit.register(server.close)
+    return server
 
 
 @dataclasses.dataclass
@@ -35,9 +46,14 @@ class Command:
 
     folder: Path
     environ: dict[str, str]
-    started: list[subprocess.Popen[str]]
+    started: list[subprocess.Popen[str] | WarmProcess]
 
-    def start(self, *words: object) -> subprocess.Popen[str]:
+    def start(self, *words: object, cold: bool = False) -> subprocess.Popen[str] | WarmProcess:
+        """Start a command: a fork of a process that has PyTorch loaded, or `cold`, a new process."""
+        if not cold and warm_server().can(self.environ):
+            forked = warm_server().start([*map(str, words)], self.folder, self.environ)
+            self.started.append(forked)
+            return forked
         process = subprocess.Popen(
             [sys.executable, "-m", "rankzero", *map(str, words)],
             cwd=self.folder,
@@ -50,9 +66,9 @@ class Command:
         self.started.append(process)
         return process
 
-    def __call__(self, *words: object) -> tuple[int, str]:
+    def __call__(self, *words: object, cold: bool = False) -> tuple[int, str]:
         """Return the exit code and all that was printed."""
-        process = self.start(*words)
+        process = self.start(*words, cold=cold)
         output, _ = process.communicate(timeout=SECONDS)
         return process.returncode, output
 

@@ -25,10 +25,6 @@ import traceback
 from multiprocessing import util
 from typing import Any
 
-import torch
-import torch._dynamo
-import torch.distributed.elastic.multiprocessing
-
 import rankzero.cli.launch_run
 import rankzero.launch.agent
 import rankzero.training.worker  # noqa: F401
