@@ -264,7 +264,7 @@ def _finish_offline(attempt: LaunchPlan, console: Console, hurried: Callable[[],
     ended = lookup.last_end(folder)
     finished = ended is not None and ended.status == "FINISHED"
     if finished and attempt.experiment.train.log_model and not attempt.joined:
-        best_model.note(folder, late=True)
+        best_model.mark_unlogged(folder, True)
     console.notice(delivery_notes.offline(folder))
 
 
