@@ -13,8 +13,7 @@ from rankzero.training import rng
 from rankzero.training.data.order import most_batches
 from rankzero.training.job import State, TrainingContext, arithmetic
 from rankzero.training.metrics.window import EvaluationMeans
-from rankzero.training.sample_images.capture import images_of
-from rankzero.training.sample_images.user_images import close_figures
+from rankzero.training.sample_images.user_images import close_figures, images_of
 from rankzero.training.stop import EvaluationInterrupted, Stop, StopPoll
 
 

@@ -47,8 +47,8 @@ def fit(
     """
     train, plan = job.experiment.train, job.batch_order
     milestones = PeriodicActions(job, state, emit, stop, checkpoints, tally)
-    batches = job.image_capture.training(
-        job.train_loader.train_batches(plan, job.strategy.shard.rank, state.step, job.total_steps)
+    batches = job.train_loader.train_batches(
+        plan, job.strategy.shard.rank, state.step, job.total_steps
     )
     window, length = MetricWindow(job.world), 1
     whole: WindowStats | None = None  # of the steps since the last whose speed was told
@@ -119,6 +119,7 @@ def train_step(
         batch = next(batches)
         waited += time.perf_counter() - asked
         job.beat()
+        job.image_capture.see_training_batch(batch)
         if index < accumulation - 1:
             with strategy.no_sync():
                 values = strategy.forward_backward(how, batch)

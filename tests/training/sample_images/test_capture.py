@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,25 @@ from rankzero.training.distributed.world import World
 from rankzero.training.loop import fit
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.sample_images import mistakes as module
-from rankzero.training.sample_images.capture import LEAST_SECONDS, ImageCapture, caught, images_of
+from rankzero.training.sample_images.capture import (
+    _COMPILED_CALL,
+    MIN_SECONDS,
+    ImageCapture,
+    caught,
+)
 from rankzero.training.sample_images.mistakes import (
-    ABSENT,
     ClassifiedBatch,
     Mistakes,
     classified,
     small,
 )
 from rankzero.training.sample_images.user_images import (
-    LONGEST,
-    MOST_CLASSES,
-    MOST_PIXELS,
+    MAX_CLASSES,
+    MAX_NAME_BYTES,
+    MAX_PIXELS,
     as_bytes,
     class_names,
+    images_of,
 )
 from rankzero.training.stop import Stop
 from rankzero.training.worker import _gallery, build
@@ -130,7 +134,7 @@ def test_confusions_are_numpys_and_the_mistakes_are_the_hardest(
     assert (found["confusion"].flatten() == np.bincount(pairs, minlength=classes**2)).all()
     losses = cross_entropy(output, labels, reduction="none")
     wrong = (predicted != labels).nonzero().flatten()
-    hardest = wrong[losses[wrong].argsort(descending=True)][: module.MOST_SHOWN]
+    hardest = wrong[losses[wrong].argsort(descending=True)][: module.MAX_SHOWN]
     assert found["mistakes_true"].tolist() == labels[hardest].tolist()
     assert found["mistakes_predicted"].tolist() == predicted[hardest].tolist()
     assert (
@@ -140,15 +144,11 @@ def test_confusions_are_numpys_and_the_mistakes_are_the_hardest(
     )
 
 
-def test_what_waits_is_folded_and_what_is_looked_at_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "FOLD_ROWS", 16)
-    monkeypatch.setattr(module, "MOST_SAMPLES", 100)
-    seen = Mistakes()
+def test_few_samples_wait_and_only_the_first_are_used() -> None:
+    seen = Mistakes(max_samples=100, fold_rows=16)
     for seed in range(30):
         seen.add(a_batch(10, 3, seed))
-        assert seen._rows < 16
+        assert seen._waiting_rows < 16
     found = seen.read()
     assert (
         found is not None and found["confusion"].sum() == found["samples"] == 100 and found["cut"]
@@ -167,8 +167,8 @@ def test_images_of_different_sizes_are_shown_beside_each_other() -> None:
         seen.add(sized(seed, *size))
     found = seen.read()
     assert found is not None and found["confusion"].sum() == found["samples"] == 30
-    assert found["mistakes"].shape == (module.MOST_SHOWN, 128, 43, 3)
-    whole = found["mistakes"].reshape(module.MOST_SHOWN, -1)
+    assert found["mistakes"].shape == (module.MAX_SHOWN, 128, 43, 3)
+    whole = found["mistakes"].reshape(module.MAX_SHOWN, -1)
     assert (whole.min(1) == 0).all() and (whole.max(1) == 255).all(), (
         "a frame is no brighter or darker than its image"
     )
@@ -224,12 +224,12 @@ def test_outputs_that_are_no_numbers_do_no_harm() -> None:
 
 def test_many_classes_have_mistakes_and_no_table() -> None:
     seen = Mistakes()
-    seen.add(a_batch(20, module.MOST_CLASSES + 1, 0))
+    seen.add(a_batch(20, module.MAX_CLASSES + 1, 0))
     found = seen.read()
     assert (
         found is not None
         and "confusion" not in found
-        and len(found["mistakes"]) == module.MOST_SHOWN
+        and len(found["mistakes"]) == module.MAX_SHOWN
     )
 
 
@@ -237,8 +237,8 @@ def test_large_images_are_made_small() -> None:
     assert small(torch.rand(2, 3, 512, 256)).shape == (
         2,
         3,
-        module.MOST_PIXELS,
-        module.MOST_PIXELS // 2,
+        module.MAX_PIXELS,
+        module.MAX_PIXELS // 2,
     )
     assert small(torch.rand(2, 1, 8, 8)).shape == (2, 1, 8, 8)
 
@@ -302,6 +302,14 @@ def test_the_first_evaluation_and_the_last_are_shown_with_the_names_of_classes(
     assert last["confusion"].trace() / 45 == pytest.approx(accuracy) and last["wrong"] == round(
         45 * (1 - accuracy)
     )
+
+
+def test_compiled_call_attribute_exists() -> None:
+    """Private to torch: `caught` replaces it to see the outputs of a compiled model."""
+    model = nn.Linear(3, 2)
+    assert getattr(model, _COMPILED_CALL) is None
+    model.compile(backend="eager")
+    assert callable(getattr(model, _COMPILED_CALL))
 
 
 def test_a_compiled_model_is_watched_too(tmp_path: Path) -> None:
@@ -405,7 +413,7 @@ def test_a_full_disk_ends_the_pictures_and_not_the_run(
 def test_pictures_of_new_bests_come_now_and_then() -> None:
     gallery = ImageCapture()
     assert gallery.due(better=False, last=False, seconds=0.5), "the first evaluation"
-    assert not gallery.due(better=True, last=False, seconds=LEAST_SECONDS)
+    assert not gallery.due(better=True, last=False, seconds=MIN_SECONDS)
     assert not gallery.due(better=False, last=False, seconds=50.0)
     assert gallery.due(better=True, last=False, seconds=50.0)
     assert gallery.due(better=False, last=True, seconds=50.1)
@@ -440,7 +448,7 @@ def test_names_of_classes_are_taken_only_where_they_lie() -> None:
     inner = TensorDataset(X, Y)
     inner.classes = [("tench", "Tinca tinca"), ("goldfish",), "shark"]  # type: ignore[attr-defined]
     assert class_names(inner) == ["tench", "goldfish", "shark"]
-    inner.classes = ["x"] * (MOST_CLASSES + 1)  # type: ignore[attr-defined]
+    inner.classes = ["x"] * (MAX_CLASSES + 1)  # type: ignore[attr-defined]
     assert class_names(inner) == []
 
 
@@ -460,7 +468,7 @@ def test_names_of_own_pictures_are_cut_by_bytes_and_stay_apart() -> None:
     keys = ["é" * 100, "é" * 101, "é" * 30, 1, "1", "a\ud800"]
     found = list(images_of(dict.fromkeys(keys, X[0])))
     assert found == ["é" * 30, "é" * 28 + " (2)", "é" * 28 + " (3)", "1", "1 (2)", "a?"]
-    assert all(len(name.encode()) <= LONGEST for name in found)
+    assert all(len(name.encode()) <= MAX_NAME_BYTES for name in found)
 
 
 def images() -> dict[str, tuple[Any, tuple[int, ...]]]:
@@ -490,7 +498,7 @@ def test_every_kind_of_image_becomes_bytes(name: str) -> None:
 
 def test_an_image_that_no_memory_would_hold_is_thinned_before_it_is_copied() -> None:
     found = as_bytes(np.broadcast_to(np.float32(0.5), (1_000_000, 1_000_000)))
-    assert max(found.shape) <= MOST_PIXELS and (found == 128).all()
+    assert max(found.shape) <= MAX_PIXELS and (found == 128).all()
 
 
 @pytest.mark.parametrize(
@@ -502,15 +510,11 @@ def test_what_is_no_image_is_said(odd: Any) -> None:
 
 
 def test_the_first_training_batch_is_kept_as_it_was(tmp_path: Path) -> None:
-    gallery = ImageCapture(tmp_path / "pictures")
-    batches = (
-        (torch.full((20, 1, 2, 2), float(number)), torch.arange(20)) for number in itertools.count()
-    )
-    passed = gallery.training(batches)
-    first = next(passed)
-    first[0].mul_(0).add_(9.0)
-    assert next(passed)[0][0, 0, 0, 0] == 1.0
-    assert gallery._trained is not None
-    images, labels = gallery._trained
+    capture = ImageCapture(tmp_path / "pictures")
+    first, second = ((torch.full((20, 1, 2, 2), value), torch.arange(20)) for value in (0.0, 1.0))
+    capture.see_training_batch(first)
+    first[0].add_(9.0)
+    capture.see_training_batch(second)
+    assert capture._training_batch is not None
+    images, labels = capture._training_batch
     assert len(images) == 16 and not images.any() and labels.tolist() == list(range(16))
-    assert ABSENT < 0

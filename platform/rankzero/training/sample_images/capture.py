@@ -1,11 +1,11 @@
-"""Pictures of a run: what the model gets wrong, what it is trained on, and what the experiment wants to show.
+"""Pictures of a run: the model's mistakes, the first training batch, the experiment's own images.
 
-    train     the first batch's images are kept                        rank 0
-    evaluate  a hook on the model catches the outputs that are made    rank 0; no further forward, no host sync
+    train     keep the first batch's images                            rank 0
+    evaluate  a hook keeps the model's outputs; no further forward     rank 0
     due?      the first evaluation, the last, a new best now and then  the same on all ranks
     take      one copy to the host, one small file, one event          rank 0; the courier draws
 
-Nothing here may end a run: what fails is told once, and there are no more pictures.
+No failure here ends a run. The first one is reported, and this rank takes no more pictures.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from torch import Tensor, nn
 
 from rankzero.events import PicturesTaken
 from rankzero.run_store import picture_files
-from rankzero.training.sample_images import user_images
 from rankzero.training.sample_images.mistakes import (
-    MOST_SHOWN,
+    MAX_SHOWN,
     Mistakes,
     classified,
     is_labelled_images,
     pixels,
     small,
 )
-from rankzero.training.sample_images.user_images import as_bytes
 
-LEAST_SECONDS = 10.0  # of training between pictures of a new best
-LEAST_SHARE = 0.1  # of the training so far: a day's run has about a hundred pictures
-MOST_OF_OWN = 16
-LONGEST_CLASS = 60  # characters of a class's name
-MOST_OUTPUTS = 2  # of a batch: where a model is called more than once, which output is the answer?
+MIN_SECONDS = 10.0
+"""Seconds of training between pictures of a new best."""
+_MIN_SHARE = 0.1
+"""The same as a share of the training so far, so that a day has about a hundred pictures."""
+_MAX_CLASS_NAME = 60
 
-See = Callable[[Any, int], None]
-Own = Callable[[Any, Any], Mapping[str, Any]]
-"""The experiment's ``pictures(model, batch)``."""
+# nn.Module.compile() stores the compiled call in this private attribute, and nn.Module.__call__
+# calls it. Hooks would become part of the compiled code, so `caught` replaces the call instead.
+# Seen in torch 2.1 to 2.15. If the name goes, test_compiled_call_attribute_exists fails.
+_COMPILED_CALL = "_compiled_call_impl"
 
 
 class ImageCapture:
-    """Takes pictures into `folder`, on rank 0; elsewhere (None) it only calls the experiment's own method.
+    """Writes pictures to `folder` on rank 0. On other ranks (None) it only keeps a batch.
 
-    `total`: how many validation samples all ranks have; `classes`: their names, where the data set knows them.
+    `total`: validation samples of all ranks. `classes`: their names, or () if unknown. `own`: the
+    experiment's ``pictures(model, batch)``, or None.
     """
 
     def __init__(
@@ -55,167 +55,138 @@ class ImageCapture:
         *,
         total: int = 0,
         classes: Sequence[str] = (),
-        own: Own | None = None,
+        own: Callable[[Any, Any], Mapping[str, Any]] | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.own = own
         self.first_batch: Any = None
-        """The evaluation's, where the experiment has pictures of its own."""
-        self._folder, self._total, self._classes, self._notice = (
-            folder,
-            total,
-            list(classes),
-            notice,
-        )
-        self._seen: Mistakes | None = None
-        self._trained: tuple[Tensor, Tensor] | None = None
+        """The evaluation's first batch, if the experiment has pictures of its own."""
+        self._folder, self._total, self._notice = folder, total, notice
+        self._classes = list(classes)
+        self._mistakes: Mistakes | None = None
+        self._wants_training_batch = folder is not None
+        self._training_batch: tuple[Tensor, Tensor] | None = None
         self._taken_at: float | None = None
         self._complained = False
 
-    def training(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the same batches; the first one's images are kept as the model gets them."""
-        return batches if self._folder is None else self._kept(batches)
+    def see_training_batch(self, batch: Any) -> None:
+        """Keep the images of the first training batch. The loop calls this with every batch."""
+        if not self._wants_training_batch:
+            return
+        self._wants_training_batch = False
+        with self._harmless():
+            if is_labelled_images(batch):
+                images, labels = (tensor[:MAX_SHOWN].detach() for tensor in batch)
+                # Cloned, because `measure` may change the batch.
+                self._training_batch = small(images).clone(), labels.clone()
 
     @contextlib.contextmanager
-    def watching(self, model: nn.Module) -> Iterator[See]:
-        """Catch what `model` makes of a batch during the block; to be told each batch and its samples after it."""
-        self._seen, self.first_batch = None, None
-        if self._folder is None:
-            yield self._remember
-            return
+    def watching(self, model: nn.Module) -> Iterator[Callable[[Any, int], None]]:
+        """Keep the model's outputs inside the block.
+
+        Yield a function to call after each batch, with the batch and its number of samples.
+        """
+        self.forget()
         outputs: list[Any] = []
-        mistakes = Mistakes()
+        mistakes = self._mistakes = Mistakes()
 
         def see(batch: Any, samples: int) -> None:
-            self._remember(batch, samples)
+            if self.own is not None and self.first_batch is None and samples:
+                self.first_batch = batch
             with self._harmless():
-                found = (
-                    classified(batch, outputs[0], len(self._classes))
-                    if samples and len(outputs) == 1
-                    else None
-                )
-                if found is not None:
-                    mistakes.add(found)
-                    self._seen = mistakes
+                # Of a model that was called twice, nobody knows which output is the prediction.
+                if samples and len(outputs) == 1:
+                    found = classified(batch, outputs[0], len(self._classes))
+                    if found is not None:
+                        mistakes.add(found)
             outputs.clear()
 
-        with contextlib.ExitStack() as watch:
-            with self._harmless():  # a scripted model takes no hooks
-                watch.enter_context(caught(model, outputs))
+        with contextlib.ExitStack() as hook:
+            if self._folder is not None:
+                with self._harmless():  # a scripted model takes no hooks
+                    hook.enter_context(caught(model, outputs))
             yield see
 
     def due(self, better: bool, last: bool, seconds: float) -> bool:
-        """Tell whether to take pictures; `seconds` of training so far. The same on every rank, if what is given is."""
+        """Return whether to take pictures, after `seconds` of training.
+
+        The same on every rank if the arguments are.
+        """
         since = None if self._taken_at is None else seconds - self._taken_at
-        often_enough = since is not None and since < max(LEAST_SECONDS, LEAST_SHARE * seconds)
-        if not last and (often_enough or not (better or since is None)):
+        too_soon = since is not None and since < max(MIN_SECONDS, _MIN_SHARE * seconds)
+        if not last and (too_soon or not (better or since is None)):
             return False
         self._taken_at = seconds
         return True
 
     def forget(self) -> None:
-        """Let go of what was kept of an evaluation."""
-        self._seen, self.first_batch = None, None
+        """Release what was kept of an evaluation."""
+        self._mistakes, self.first_batch = None, None
 
     def complain(self, text: str) -> None:
-        """Say once that pictures failed."""
+        """Report the first failure of pictures."""
         if not self._complained:
             self._complained = True
             self._notice(text)
 
     def take(self, step: int, own: Mapping[str, Any]) -> PicturesTaken | None:
-        """Write down what was seen, and the experiment's own images; None where there is nothing."""
+        """Write what was kept, and the experiment's images. Return None if there is nothing."""
         now, taken = time.time(), None
         with self._harmless():
-            found = self._developed(own)
-            if self._folder is not None and found:
+            arrays = self._arrays(own)
+            if self._folder is not None and arrays:
                 path = self._folder / f"step_{step:08d}_{int(now * 1000)}.npz"
-                picture_files.write(path, found)
+                picture_files.write(path, arrays)
                 taken = PicturesTaken(now, step, f"{self._folder.name}/{path.name}")
         self.forget()
         return taken
 
-    def _developed(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        found = {} if self._seen is None else self._seen.read() or {}
-        if self._trained is not None:
-            images, labels = self._trained
-            self._trained = None
-            found |= {"batch": pixels(images), "batch_labels": labels.cpu().numpy()}
-        found |= {f"own_{number}": image for number, image in enumerate(own.values())}
-        if not found:
+    def _arrays(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arrays that `reporting.image_grids` draws."""
+        arrays = (self._mistakes.read() if self._mistakes is not None else None) or {}
+        if self._training_batch is not None:
+            images, labels = self._training_batch
+            self._training_batch = None
+            arrays |= {"batch": pixels(images), "batch_labels": labels.cpu().numpy()}
+        arrays |= {f"own_{number}": image for number, image in enumerate(own.values())}
+        if not arrays:
             return {}
-        classes = [name[:LONGEST_CLASS] for name in self._classes]
-        names = {"classes": np.array(classes, "U"), "own_names": np.array(list(own), "U")}
-        return {**found, **names, "total": np.int64(self._total)}
-
-    def _remember(self, batch: Any, samples: int) -> None:
-        if self.own is not None and self.first_batch is None and samples:
-            self.first_batch = batch
-
-    def _kept(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            with self._harmless():
-                if is_labelled_images(batch):
-                    images, labels = (one[:MOST_SHOWN].detach() for one in batch)
-                    self._trained = small(images).clone(), labels.clone()
-            yield batch
-            break
-        yield from batches
+        classes = np.array([name[:_MAX_CLASS_NAME] for name in self._classes], "U")
+        names = np.array(list(own), "U")
+        return {**arrays, "classes": classes, "own_names": names, "total": np.int64(self._total)}
 
     @contextlib.contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Whatever is wrong with an odd batch or a full disk is told, and this rank takes no more pictures."""
+        """Report an exception inside the block, and stop taking pictures on this rank."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # an odd batch, a full disk: a picture must never end a run
             self._folder = None
             self.complain(f"no more pictures: {type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
 def caught(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
-    """Have the model's outputs appended to a list during the block, until there are `MOST_OUTPUTS`.
-
-    A compiled model's call is wrapped, since its hooks are part of what is compiled.
-    """
-    compiled = getattr(model, "_compiled_call_impl", None)
+    """Append the model's outputs to a list inside the block, two at most."""
+    compiled = getattr(model, _COMPILED_CALL, None)
 
     def keep(output: Any) -> None:
-        if len(outputs) < MOST_OUTPUTS:
+        # Two show that the model was called more than once. More would only use memory.
+        if len(outputs) < 2:
             outputs.append(output)
 
     if compiled is None:
-        handle = model.register_forward_hook(lambda module, given, output: keep(output))
-        try:
+        with model.register_forward_hook(lambda module, given, output: keep(output)):
             yield
-        finally:
-            handle.remove()
         return
 
-    def call(*given: Any, **named: Any) -> Any:
-        output = compiled(*given, **named)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = compiled(*args, **kwargs)
         keep(output)
         return output
 
-    model._compiled_call_impl = call
+    setattr(model, _COMPILED_CALL, call)
     try:
         yield
     finally:
-        model._compiled_call_impl = compiled
-
-
-def images_of(returned: Any) -> dict[str, Any]:
-    """Return what an experiment's `pictures` returned as bytes by name. Raises ValueError, which says what is odd."""
-    if not isinstance(returned, Mapping):
-        raise ValueError(
-            f"it must return a mapping of names to images, not {type(returned).__name__}"
-        )
-    if len(returned) > MOST_OF_OWN:
-        raise ValueError(f"it returned {len(returned)} images; at most {MOST_OF_OWN} are kept")
-    found = {}
-    for name, image in zip(user_images.apart(returned), returned.values(), strict=True):
-        try:
-            found[name] = as_bytes(image)
-        except ValueError as error:
-            raise ValueError(f"{name!r}: {error}") from error
-    return found
+        setattr(model, _COMPILED_CALL, compiled)

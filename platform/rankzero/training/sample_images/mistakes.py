@@ -1,7 +1,7 @@
-"""What a classifier of images gets wrong: confusion counts and the hardest mistakes, kept on the device.
+"""What an image classifier gets wrong: confusion counts and the hardest mistakes, on the device.
 
-Outputs that an evaluation makes anyway are looked at, a thousand rows at a time. Nothing waits for the device
-until `read`, and nothing draws a random number.
+It uses the outputs that an evaluation computes anyway. Nothing waits for the device until `read`,
+and nothing draws a random number.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MOST_SAMPLES = 1 << 16  # of one evaluation, looked at
-MOST_CLASSES = 1000  # in a table of confusions: 8 MB
-MOST_SHOWN = 16
-MOST_PIXELS = 128  # along a side of what is kept of an image
-FOLD_ROWS, FOLD_BYTES = 1024, 64 << 20  # what waits to be looked at together
-ABSENT = -1.0  # in the place of a loss: no mistake
+MAX_CLASSES = 1000
+"""More classes have no confusion matrix, which would need more than 8 MB."""
+MAX_SHOWN = 16
+MAX_PIXELS = 128
+"""Longest side of an image that is kept."""
+_FOLD_BYTES = 64 << 20
+_NO_MISTAKE = -1.0
+"""In place of a loss: smaller than the loss of any mistake."""
 
 
 class ClassifiedBatch(NamedTuple):
-    """A batch of images [n, 1 or 3, h, w], its labels [n], and what the model makes of it [n, classes]."""
+    """A batch of images [n, 1 or 3, h, w], its labels [n], and the scores [n, classes]."""
 
     images: Tensor
     labels: Tensor
@@ -30,106 +32,104 @@ class ClassifiedBatch(NamedTuple):
 
 
 def classified(batch: Any, output: Any, classes: int = 0) -> ClassifiedBatch | None:
-    """Return a batch as what it is, where it is images with labels and `output` scores of two classes or more.
+    """Return the batch with its scores, or None if it is not a classification of images.
 
-    `classes`: how many there are, where that is known: other outputs are no scores, but embeddings, say. The output is
-    copied: a model compiled with CUDA graphs writes its next one in the same place.
+    `classes`: the number of classes, or 0 if it is unknown.
     """
     if not is_labelled_images(batch):
         return None
     images, labels = batch
-    fits = (
-        type(output) is Tensor
-        and output.dim() == 2
-        and len(output) == len(images)
-        and output.shape[1] >= 2
-    )
-    if not fits or not output.is_floating_point() or output.device != labels.device:
+    if type(output) is not Tensor or output.dim() != 2 or len(output) != len(images):
         return None
-    if classes and output.shape[1] != classes:
+    # With another number of columns, the outputs are not scores but, for example, embeddings.
+    if output.shape[1] < 2 or (classes and output.shape[1] != classes):
         return None
+    if not output.is_floating_point() or output.device != labels.device:
+        return None
+    # A model compiled with CUDA graphs writes its next output into the same memory, hence clone.
     return ClassifiedBatch(images.detach(), labels.detach(), output.detach().clone())
 
 
 def is_labelled_images(batch: Any) -> bool:
-    """Tell whether a batch is a pair of floating-point images [n, 1 or 3, h, w] and whole numbers [n]."""
-    if (
-        not isinstance(batch, (tuple, list))
-        or len(batch) != 2
-        or not all(isinstance(one, Tensor) for one in batch)
-    ):
+    """Return whether a batch is a pair of float images [n, 1 or 3, h, w] and integers [n]."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         return False
     images, labels = batch
-    shaped = (
-        images.dim() == 4
-        and images.shape[1] in (1, 3)
-        and labels.dim() == 1
-        and len(images) == len(labels) > 0
-    )
-    whole = (
-        not labels.is_floating_point() and not labels.is_complex() and labels.dtype != torch.bool
-    )
-    return bool(shaped and whole and images.is_floating_point() and images.device == labels.device)
+    if not isinstance(images, Tensor) or not isinstance(labels, Tensor):
+        return False
+    if images.dim() != 4 or images.shape[1] not in (1, 3) or not images.is_floating_point():
+        return False
+    if labels.dim() != 1 or labels.is_floating_point() or labels.is_complex():
+        return False
+    same_size = len(images) == len(labels) > 0
+    return same_size and labels.dtype != torch.bool and images.device == labels.device
 
 
 class Mistakes:
-    """What has been seen of one evaluation on this rank. Takes at most `MOST_SAMPLES`, holds bounded memory."""
+    """The mistakes of one evaluation on this rank, in bounded memory.
 
-    def __init__(self) -> None:
-        self.samples = 0
-        self._waiting: list[ClassifiedBatch] = []
-        self._rows = self._bytes = 0
+    It uses the first `max_samples` samples. It collects `fold_rows` of them before it processes
+    them together, so that small batches do not pay for each call.
+    """
+
+    def __init__(self, max_samples: int = 1 << 16, fold_rows: int = 1024) -> None:
+        self._max_samples, self._fold_rows = max_samples, fold_rows
+        self._samples = 0
         self._classes: int | None = None
-        self._top: HardestMistakes | None = None
+        self._waiting: list[ClassifiedBatch] = []
+        self._waiting_rows = self._waiting_bytes = 0
+        self._hardest: _Hardest | None = None
         self._confusion: Tensor | None = None
+        """[classes * classes + 1]: the last one counts the labels that are not classes."""
         self._tally: Tensor | None = None
-        """How many are wrong, and how many have a label that is no class."""
+        """[2]: samples that are wrong, and samples whose label is not a class."""
 
     def add(self, batch: ClassifiedBatch) -> None:
-        """Look at a batch, at once or with the next ones. Raises ValueError where the last had other classes."""
-        if self.samples >= MOST_SAMPLES:
+        """Use a batch. Raises ValueError if its number of classes is not that of the last one."""
+        if self._samples >= self._max_samples:
             return
-        if self._classes not in (None, batch.output.shape[1]):
-            raise ValueError(
-                f"the model's outputs have {self._classes} columns and {batch.output.shape[1]}"
-            )
-        self._classes = batch.output.shape[1]
+        classes = batch.output.shape[1]
+        if self._classes not in (None, classes):
+            raise ValueError(f"the model's outputs have {self._classes} columns and {classes}")
+        self._classes = classes
         if self._waiting and self._waiting[0].images.shape[1:] != batch.images.shape[1:]:
             self._fold()
-        self.samples += len(batch.labels)
+        self._samples += len(batch.labels)
         self._waiting.append(batch)
-        self._rows += len(batch.labels)
-        self._bytes += sum(tensor.nbytes for tensor in batch)
-        if self._rows >= FOLD_ROWS or self._bytes >= FOLD_BYTES:
+        self._waiting_rows += len(batch.labels)
+        self._waiting_bytes += sum(tensor.nbytes for tensor in batch)
+        if self._waiting_rows >= self._fold_rows or self._waiting_bytes >= _FOLD_BYTES:
             self._fold()
 
     def read(self) -> dict[str, Any] | None:
-        """Return what was found as arrays, on the host; None where there is nothing, or labels are no classes."""
+        """Return arrays on the host, or None if there are none or labels are not classes."""
         self._fold()
-        if self._top is None or self._tally is None:
+        if self._hardest is None or self._tally is None:
             return None
-        wrong, foreign = self._tally.tolist()
-        if foreign:
+        wrong, unknown = self._tally.tolist()
+        if unknown:
             return None
-        count = int((self._top.losses >= 0).sum())
+        count = int((self._hardest.losses >= 0).sum())
         found = {
-            "mistakes": pixels(self._top.images[:count]),
-            "mistakes_true": self._top.labels[:count].cpu().numpy(),
-            "mistakes_predicted": self._top.predicted[:count].cpu().numpy(),
-            "mistakes_confidence": self._top.confidence[:count].cpu().numpy(),
-            "samples": np.int64(self.samples),
-            "cut": np.bool_(self.samples >= MOST_SAMPLES),
+            "mistakes": pixels(self._hardest.images[:count]),
+            "mistakes_true": self._hardest.labels[:count].cpu().numpy(),
+            "mistakes_predicted": self._hardest.predicted[:count].cpu().numpy(),
+            "mistakes_confidence": self._hardest.confidence[:count].cpu().numpy(),
+            "samples": np.int64(self._samples),
+            "cut": np.bool_(self._samples >= self._max_samples),
             "wrong": np.int64(wrong),
         }
         if self._confusion is not None:
-            classes = int(len(self._confusion) ** 0.5)
+            classes = self._classes or 0
             found["confusion"] = self._confusion[:-1].view(classes, classes).cpu().numpy()
         return found
 
     def _fold(self) -> None:
+        """Process the waiting batches. No operation here may wait for the device."""
         if not self._waiting:
             return
-        waiting, self._waiting, self._rows, self._bytes = self._waiting, [], 0, 0
+        waiting, self._waiting = self._waiting, []
+        self._waiting_rows = self._waiting_bytes = 0
         images, labels, output = (
             torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*waiting, strict=True)
         )
@@ -138,56 +138,45 @@ class Mistakes:
         labels = labels.clamp(0, classes - 1).long()
         predicted = scores.argmax(1)
         wrong = known & (predicted != labels)
-        self._count(classes, known, wrong, labels, predicted)
-        losses = functional.cross_entropy(scores, labels, reduction="none").nan_to_num(nan=0.0)
-        hardest = torch.where(wrong, losses, ABSENT).topk(min(MOST_SHOWN, len(labels)))
-        kept = hardest.indices
-        confidence = scores.softmax(1).amax(1)
-        top = HardestMistakes(
-            hardest.values, small(images[kept]), labels[kept], predicted[kept], confidence[kept]
-        )
-        self._top = top if self._top is None else _hardest(self._top, top)
-
-    def _count(
-        self, classes: int, known: Tensor, wrong: Tensor, labels: Tensor, predicted: Tensor
-    ) -> None:
         tally = torch.stack([wrong.sum(), (~known).sum()])
         self._tally = tally if self._tally is None else self._tally + tally
-        if classes > MOST_CLASSES:
-            return
-        if self._confusion is None:
-            self._confusion = torch.zeros(
-                classes * classes + 1, dtype=torch.int64, device=labels.device
-            )
-        where = torch.where(known, labels * classes + predicted, classes * classes)
-        self._confusion.index_add_(
-            0, where, torch.ones_like(where)
-        )  # bincount would wait for a GPU
+        if classes <= MAX_CLASSES:
+            if self._confusion is None:
+                shape = classes * classes + 1
+                self._confusion = torch.zeros(shape, dtype=torch.int64, device=labels.device)
+            cells = torch.where(known, labels * classes + predicted, classes * classes)
+            # Not bincount, which waits for a GPU.
+            self._confusion.index_add_(0, cells, torch.ones_like(cells))
+        losses = functional.cross_entropy(scores, labels, reduction="none").nan_to_num(nan=0.0)
+        losses, kept = torch.where(wrong, losses, _NO_MISTAKE).topk(min(MAX_SHOWN, len(labels)))
+        confidence = scores.softmax(1).amax(1)
+        hardest = _Hardest(
+            losses, small(images[kept]), labels[kept], predicted[kept], confidence[kept]
+        )
+        self._hardest = hardest if self._hardest is None else _merged(self._hardest, hardest)
 
 
-class HardestMistakes(NamedTuple):
-    """Mistakes, the hardest first; losses of `ABSENT` where there are fewer."""
+class _Hardest(NamedTuple):
+    """Mistakes, the hardest first. Where there are fewer, the losses are `_NO_MISTAKE`."""
 
     losses: Tensor
     images: Tensor
     labels: Tensor
     predicted: Tensor
     confidence: Tensor
-    """How probable the model takes its prediction to be."""
+    """The probability that the model gives its prediction."""
 
 
-def _hardest(one: HardestMistakes, other: HardestMistakes) -> HardestMistakes:
+def _merged(one: _Hardest, other: _Hardest) -> _Hardest:
     images = _framed(one.images, other.images), _framed(other.images, one.images)
     one, other = one._replace(images=images[0]), other._replace(images=images[1])
-    both = HardestMistakes(*(torch.cat(pair) for pair in zip(one, other, strict=True)))
-    kept = both.losses.topk(min(MOST_SHOWN, len(both.losses))).indices
-    return HardestMistakes(*(column[kept] for column in both))
+    both = _Hardest(*(torch.cat(pair) for pair in zip(one, other, strict=True)))
+    kept = both.losses.topk(min(MAX_SHOWN, len(both.losses))).indices
+    return _Hardest(*(column[kept] for column in both))
 
 
 def _framed(images: Tensor, others: Tensor) -> Tensor:
-    """Return images with a frame, each in its own darkest shade, that makes them as large as the others at least."""
-    if images.shape[1:] == others.shape[1:]:
-        return images
+    """Return images at least as large as the others: each in a frame of its darkest shade."""
     height, width = images.shape[2:]
     shape = [max(pair) for pair in zip(images.shape[1:], others.shape[1:], strict=True)]
     framed = images.amin((1, 2, 3), keepdim=True).expand(-1, *shape).clone()
@@ -197,9 +186,9 @@ def _framed(images: Tensor, others: Tensor) -> Tensor:
 
 
 def small(images: Tensor) -> Tensor:
-    """Return images of at most `MOST_PIXELS` a side, as float32."""
+    """Return images of at most `MAX_PIXELS` a side, as float32."""
     height, width = images.shape[-2:]
-    scale = MOST_PIXELS / max(height, width)
+    scale = MAX_PIXELS / max(height, width)
     if scale >= 1 or not len(images):
         return images.float()
     size = max(1, round(height * scale)), max(1, round(width * scale))
@@ -207,7 +196,7 @@ def small(images: Tensor) -> Tensor:
 
 
 def pixels(images: Tensor) -> Any:
-    """Return images as bytes [n, h, w, 1 or 3] on the host, each from its darkest to its brightest."""
+    """Return images as bytes [n, h, w, 1 or 3] on the host, each from its darkest to brightest."""
     if not len(images):
         return np.zeros((0, 1, 1, 1), np.uint8)
     flat = images.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
