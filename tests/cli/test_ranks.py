@@ -61,6 +61,7 @@ def test_a_disk_that_hangs_after_the_last_step_is_told(rankzero: Command, proces
         "train.hang_minutes=0.01",
         "around_seconds=3",
         "train.steps=5",
+        cold=True,  # the reported stack must begin in the rank, not in the tests' server
     )
     assert code == 1, output
     hung(rankzero, 0, "after the last step$", "unsettled.py")  # the thread that writes, in the log
