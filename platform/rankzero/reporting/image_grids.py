@@ -1,6 +1,6 @@
-"""Pictures of what a model gets wrong, and of what it is trained on, as PNGs. Imports matplotlib when it is called.
+"""Draws the captured pictures of a step as PNGs. Imports matplotlib when it is called.
 
-What it draws from was read from a file: shapes are checked, texts are cut and never taken for formulas.
+The arrays come from a file, so shapes are checked, and texts are cut and never read as formulas.
 """
 
 from __future__ import annotations
@@ -12,97 +12,95 @@ from typing import Any, ParamSpec, TypeVar
 
 from rankzero.mlflow_store import limits
 
-GREEN, RED, GREY, INK = "#2a7d2e", "#c62828", "#6b7280", "#1f2937"
+GREY, INK = "#6b7280", "#1f2937"
 DOTS_PER_INCH = 120
-MOST_NUMBERS = 30  # classes with a name and a number in each cell
-COLUMNS = 4
-LONGEST_LABEL = 18
-HEADINGS = 0.72  # inches
-SMALL = 64  # pixels: below, they are shown as squares
-GUESSED = "argmax of the output"  # said where nothing tells that these are scores of classes
-OURS = ("hardest_mistakes", "confusion_matrix", "training_batch")
-
-
-def draw(found: Mapping[str, Any], step: int, folder: Path) -> dict[str, Path]:
-    """Draw all that the arrays hold into `folder`; return the PNGs by key. Raises whatever odd arrays lead to."""
-    classes = [_short(name) for name in found.get("classes", ())]
-    drawn: dict[str, Path] = {}
-    if "mistakes" in found:
-        drawn["hardest_mistakes"] = _picture(folder, len(drawn), _mistakes(found, classes, step))
-    if "confusion" in found:
-        drawn["confusion_matrix"] = _picture(folder, len(drawn), _confusion(found, classes, step))
-    if "batch" in found:
-        drawn["training_batch"] = _picture(folder, len(drawn), _batch(found, classes))
-    own = [str(name) for name in found.get("own_names", ())]
-    names = limits.names([*OURS, *(f"{name} (own)" if name in OURS else name for name in own)])
-    for number, name in enumerate(own):
-        key = names[f"{name} (own)" if name in OURS else name]
-        drawn[key] = _plain(folder, len(drawn), found[f"own_{number}"])
-    return drawn
-
+GUESSED = "argmax of the output"
+"""The label of predictions if the data set has no class names: the output may not be scores."""
+_GREEN, _RED, _LINE = "#2a7d2e", "#c62828", "#d1d5db"
+_MAX_NUMBERED = 30
+"""Classes of a confusion matrix that has names and numbers."""
+_COLUMNS = 4
+_LONGEST_LABEL = 18
+_OURS = ("hardest_mistakes", "confusion_matrix", "training_batch")
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def plain_words(draw: Callable[P, R]) -> Callable[P, R]:
-    """Have a function that draws take names for what they are: ``train/a$b{c$`` is no formula."""
+    """Decorate a function that draws, so that ``train/a$b{c$`` is not read as a formula."""
 
     @functools.wraps(draw)
-    def plainly(*given: P.args, **named: P.kwargs) -> R:
+    def plainly(*args: P.args, **kwargs: P.kwargs) -> R:
         from matplotlib import rc_context
 
         with rc_context({"text.parse_math": False}):
-            return draw(*given, **named)
+            return draw(*args, **kwargs)
 
     return plainly
 
 
-Draw = Callable[[Any], None]
-"""Draws on a figure."""
+@plain_words
+def draw(arrays: Mapping[str, Any], step: int, folder: Path) -> dict[str, Path]:
+    """Draw all pictures into `folder`, and return the PNGs by key.
 
-
-def _picture(folder: Path, number: int, sized: tuple[tuple[float, float], Draw]) -> Path:
+    Raises whatever arrays of unexpected shapes or types lead to.
+    """
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
-    inches, on = sized
-    path = folder / f"{number}.png"
-    with rc_context(
-        {"font.size": 9.0, "text.parse_math": False, "text.color": INK, "axes.labelcolor": INK}
+    classes = [_short(name) for name in arrays.get("classes", ())]
+    drawn: dict[str, Path] = {}
+    for key, needed, make in (
+        ("hardest_mistakes", "mistakes", _mistakes),
+        ("confusion_matrix", "confusion", _confusion),
+        ("training_batch", "batch", _training_batch),
     ):
-        figure = Figure(
-            figsize=inches, layout="constrained", facecolor="white"
-        )  # no pyplot: it keeps what it drew
-        on(figure)
-        figure.savefig(path, dpi=DOTS_PER_INCH)
-    return path
+        if needed in arrays:
+            drawn[key] = folder / f"{len(drawn)}.png"
+            with rc_context({"font.size": 9.0, "text.color": INK, "axes.labelcolor": INK}):
+                make(arrays, classes, step).savefig(drawn[key], dpi=DOTS_PER_INCH)
+    own = [str(name) for name in arrays.get("own_names", ())]
+    titles = [f"{name} (own)" if name in _OURS else name for name in own]
+    keys = limits.names([*_OURS, *titles])
+    for number, title in enumerate(titles):
+        path = folder / f"{len(drawn)}.png"
+        _save_enlarged(arrays[f"own_{number}"], path)
+        drawn[keys[title]] = path
+    return drawn
 
 
-def _mistakes(
-    found: Mapping[str, Any], classes: Sequence[str], step: int
-) -> tuple[tuple[float, float], Draw]:
-    images, true, predicted = found["mistakes"], found["mistakes_true"], found["mistakes_predicted"]
+def headings(
+    figure: Any, height: float, title: str, says: str, key: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Write a title, a line below it and a colour key, above the axes of a figure.
+
+    `height`: the figure's, in inches. `key`: words and their colours.
+    """
+    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.72 / height))
+    figure.text(0.02, 1 - 0.3 / height, title, fontsize=13, fontweight="bold", in_layout=False)
+    figure.text(0.02, 1 - 0.54 / height, says, fontsize=9, color=GREY, in_layout=False)
+    for number, (word, colour) in enumerate(reversed(key)):
+        x, y = 0.98 - 0.1 * number, 1 - 0.3 / height
+        figure.text(x, y, word, color=colour, ha="right", in_layout=False)
+
+
+def _mistakes(arrays: Mapping[str, Any], classes: Sequence[str], step: int) -> Any:
+    true, predicted = arrays["mistakes_true"], arrays["mistakes_predicted"]
     words = [
-        [(f"{_name(guess, classes)}  {sure:.0%}", RED), (_name(right, classes), GREEN)]
-        for right, guess, sure in zip(true, predicted, found["mistakes_confidence"], strict=True)
+        [(f"{_name(guess, classes)}  {sure:.0%}", _RED), (_name(right, classes), _GREEN)]
+        for right, guess, sure in zip(true, predicted, arrays["mistakes_confidence"], strict=True)
     ]
-    wrong, samples = int(found["wrong"]), int(found["samples"])
-    says = f"step {step:,} · {wrong:,} of {samples:,} wrong{_share(found)}{'' if classes else f' · {GUESSED}'}"
-    key = [("predicted", RED), ("true", GREEN)]
-    return _grid(images, words, "Hardest mistakes", says, key)
+    wrong, samples = int(arrays["wrong"]), int(arrays["samples"])
+    says = f"step {step:,} · {wrong:,} of {samples:,} wrong{_share(arrays)}"
+    says += "" if classes else f" · {GUESSED}"
+    key = [("predicted", _RED), ("true", _GREEN)]
+    return _grid(arrays["mistakes"], words, "Hardest mistakes", says, key)
 
 
-def _batch(found: Mapping[str, Any], classes: Sequence[str]) -> tuple[tuple[float, float], Draw]:
-    images, labels = found["batch"], found["batch_labels"]
-    words = [[(_name(label, classes), INK)] for label in labels]
-    return _grid(
-        images,
-        words,
-        "Training batch",
-        "as the model gets it, after augmentation · rank 0's first",
-        (),
-    )
+def _training_batch(arrays: Mapping[str, Any], classes: Sequence[str], step: int) -> Any:
+    words = [[(_name(label, classes), INK)] for label in arrays["batch_labels"]]
+    says = "as the model gets it, after augmentation · rank 0's first"
+    return _grid(arrays["batch"], words, "Training batch", says, ())
 
 
 def _grid(
@@ -111,141 +109,105 @@ def _grid(
     title: str,
     says: str,
     key: Sequence[tuple[str, str]],
-) -> tuple[tuple[float, float], Draw]:
-    """Return how to draw images in rows of four, words below each, and a key to the words' colours."""
-    rows = max(1, -(-len(images) // COLUMNS))
+) -> Any:
+    """Return a figure of images in rows, each with coloured words below it."""
+    rows = max(1, -(-len(images) // _COLUMNS))
     lines = max([1, *map(len, words)])
-    height = 1.65 + 0.19 * lines
-    whole = (7.2, 0.98 + rows * height) if len(images) else (7.2, 2.2)
-
-    def on(figure: Any) -> None:
-        headings(figure, whole[1], title, says, key)
-        if not len(images):
-            figure.text(0.5, 0.38, "No mistakes", ha="center", fontsize=15, color=GREEN)
-            return
-        figure.get_layout_engine().set(w_pad=0.05, h_pad=0.06)
-        frames = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
-        for frame, image, below in zip(frames, images, words, strict=False):
-            _tile(frame, image, below)
-        for frame in frames[len(images) :]:
-            frame.set_visible(False)
-
-    return whole, on
-
-
-def headings(
-    figure: Any, height: float, title: str, says: str, key: Sequence[tuple[str, str]] = ()
-) -> None:
-    """Write a title and a line below it at the top of a figure of so many inches; leave them their place."""
-    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - HEADINGS / height))
-    figure.text(0.02, 1 - 0.3 / height, title, fontsize=13, fontweight="bold", in_layout=False)
-    figure.text(0.02, 1 - 0.54 / height, says, fontsize=9, color=GREY, in_layout=False)
-    for number, (word, colour) in enumerate(reversed(key)):
-        figure.text(
-            0.98 - 0.1 * number, 1 - 0.3 / height, word, color=colour, ha="right", in_layout=False
+    height = 0.98 + rows * (1.65 + 0.19 * lines) if len(images) else 2.2
+    figure = _figure(7.2, height)
+    headings(figure, height, title, says, key)
+    if not len(images):
+        figure.text(0.5, 0.38, "No mistakes", ha="center", fontsize=15, color=_GREEN)
+        return figure
+    figure.get_layout_engine().set(w_pad=0.05, h_pad=0.06)
+    frames = list(figure.subplots(rows, _COLUMNS, squeeze=False).flat)
+    for axes in frames[len(images) :]:
+        axes.set_visible(False)
+    for axes, image, below in zip(frames, images, words, strict=False):
+        grey = image.shape[2] == 1
+        axes.imshow(
+            image[:, :, 0] if grey else image,
+            cmap="gray" if grey else None,
+            vmin=0,
+            vmax=255,
+            interpolation="nearest" if max(image.shape[:2]) < 64 else "antialiased",
         )
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set(color=_LINE, linewidth=0.6)
+        for line, (word, colour) in enumerate(below):
+            axes.annotate(
+                word,
+                (0.5, 0),
+                (0, -4 - 13 * line),
+                xycoords="axes fraction",
+                textcoords="offset points",
+                ha="center",
+                va="top",
+                color=colour,
+            )
+    return figure
 
 
-def _tile(frame: Any, image: Any, words: Sequence[tuple[str, str]]) -> None:
-    grey = image.shape[2] == 1
-    smooth = "nearest" if max(image.shape[:2]) < SMALL else "antialiased"
-    frame.imshow(
-        image[:, :, 0] if grey else image,
-        cmap="gray" if grey else None,
-        vmin=0,
-        vmax=255,
-        interpolation=smooth,
-    )
-    frame.set_xticks([])
-    frame.set_yticks([])
-    for side in frame.spines.values():
-        side.set(color="#d1d5db", linewidth=0.6)
-    for number, (word, colour) in enumerate(words):
-        frame.annotate(
-            word,
-            (0.5, 0),
-            (0, -4 - 13 * number),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            ha="center",
-            va="top",
-            color=colour,
-        )
-
-
-def _confusion(
-    found: Mapping[str, Any], classes: Sequence[str], step: int
-) -> tuple[tuple[float, float], Draw]:
-    counts = found["confusion"].astype(float)
+def _confusion(arrays: Mapping[str, Any], classes: Sequence[str], step: int) -> Any:
+    """Return the counts in cells, coloured by their share of the true class."""
+    # scikit-learn's ConfusionMatrixDisplay draws counts or shares, not both: decision 22.
+    counts = arrays["confusion"].astype(float)
     size = len(counts)
     shares = counts / counts.sum(axis=1, keepdims=True).clip(min=1)
-    side = min(11.0, max(4.2, 2.4 + 0.42 * size)) if size <= MOST_NUMBERS else 8.0
-    whole = side + 1.1, side + 0.75
+    side = min(11.0, max(4.2, 2.4 + 0.42 * size)) if size <= _MAX_NUMBERED else 8.0
     right = counts.trace() / max(1.0, counts.sum())
-    says = f"step {step:,} · {right:.1%} of {int(counts.sum()):,} right{_share(found)}"
-
-    def on(figure: Any) -> None:
-        headings(figure, whole[1], "Confusion matrix", says)
-        axes = figure.subplots()
-        drawn = axes.imshow(
-            shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest" if size < 200 else "auto"
-        )
-        axes.set(xlabel="predicted" if classes else f"predicted: {GUESSED}", ylabel="true")
-        if size <= MOST_NUMBERS:
-            _number(axes, counts, shares, classes)
-        bar = figure.colorbar(
-            drawn, ax=axes, fraction=0.045, pad=0.02, format=lambda share, _: f"{share:.0%}"
-        )
-        bar.set_label("share of the true class")
-        bar.outline.set_visible(False)
-        for spine in axes.spines.values():
-            spine.set(color="#d1d5db", linewidth=0.6)
-
-    return whole, on
-
-
-def _number(axes: Any, counts: Any, shares: Any, classes: Sequence[str]) -> None:
-    size = len(counts)
-    names = [_name(number, classes) for number in range(size)]
-    slanted = max(map(len, names)) > 3
-    axes.set_xticks(
-        range(size), names, rotation=45 if slanted else 0, ha="right" if slanted else "center"
-    )
-    axes.set_yticks(range(size), names)
-    axes.tick_params(length=0)
-    small = 9 if size <= 12 else 7.5 if size <= 20 else 6
-    for row, column in zip(*counts.nonzero(), strict=True):
-        colour = "white" if shares[row, column] > 0.55 else INK
-        axes.text(
-            column,
-            row,
-            f"{int(counts[row, column])}",
-            ha="center",
-            va="center",
-            color=colour,
-            fontsize=small,
-        )
+    says = f"step {step:,} · {right:.1%} of {int(counts.sum()):,} right{_share(arrays)}"
+    figure = _figure(side + 1.1, side + 0.75)
+    headings(figure, side + 0.75, "Confusion matrix", says)
+    axes = figure.subplots()
+    smooth = "nearest" if size < 200 else "auto"
+    drawn = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation=smooth)
+    axes.set(xlabel="predicted" if classes else f"predicted: {GUESSED}", ylabel="true")
+    axes.spines[:].set(color=_LINE, linewidth=0.6)
+    if size <= _MAX_NUMBERED:
+        names = [_name(number, classes) for number in range(size)]
+        slanted = max(map(len, names)) > 3
+        how = {"rotation": 45, "ha": "right"} if slanted else {}
+        axes.set_xticks(range(size), names, **how)
+        axes.set_yticks(range(size), names)
+        axes.tick_params(length=0)
+        points = 9 if size <= 12 else 7.5 if size <= 20 else 6
+        for row, column in zip(*counts.nonzero(), strict=True):
+            colour = "white" if shares[row, column] > 0.55 else INK
+            text = f"{int(counts[row, column])}"
+            axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=points)
+    bar = figure.colorbar(drawn, ax=axes, fraction=0.045, pad=0.02, format=lambda x, _: f"{x:.0%}")
+    bar.set_label("share of the true class")
+    bar.outline.set_visible(False)
+    return figure
 
 
-def _plain(folder: Path, number: int, image: Any) -> Path:
-    """Write an image as it is; a tiny one in squares, large enough to see."""
+def _figure(width: float, height: float) -> Any:
+    # Not by pyplot, which keeps every figure.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def _save_enlarged(image: Any, path: Path) -> None:
+    """Write an image. Each pixel of a tiny one becomes a square, so that people can see it."""
     from PIL import Image
 
-    path = folder / f"{number}.png"
     shown = Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image)
     factor = 256 // max(shown.size)
     if factor > 1:
-        shown = shown.resize(
-            (shown.width * factor, shown.height * factor), Image.Resampling.NEAREST
-        )
+        size = shown.width * factor, shown.height * factor
+        shown = shown.resize(size, Image.Resampling.NEAREST)
     shown.save(path)
-    return path
 
 
-def _share(found: Mapping[str, Any]) -> str:
-    if int(found["samples"]) >= int(found["total"]):
+def _share(arrays: Mapping[str, Any]) -> str:
+    """Return which part of the validation samples was used, or an empty text for all."""
+    if int(arrays["samples"]) >= int(arrays["total"]):
         return ""
-    return f" · {'the first of ' if found['cut'] else ''}rank 0's share of {int(found['total']):,}"
+    return (
+        f" · {'the first of ' if arrays['cut'] else ''}rank 0's share of {int(arrays['total']):,}"
+    )
 
 
 def _name(label: Any, classes: Sequence[str]) -> str:
@@ -254,4 +216,4 @@ def _name(label: Any, classes: Sequence[str]) -> str:
 
 def _short(name: Any) -> str:
     text = " ".join(str(name).split())
-    return text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…"
+    return text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"

@@ -1,6 +1,6 @@
-"""What pictures are drawn from, on the disk between the training and the courier: arrays in an ``.npz`` file.
+"""The arrays from which a step's pictures are drawn: an ``.npz`` file, from training to courier.
 
-Read without pickle, and no more than a bounded number of bytes, whatever a file says of itself.
+Reading uses no pickle, and reads a bounded number of bytes whatever the file claims.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from rankzero.run_store import symlinks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 
-OURS = re.compile(r"step_\d+_\d+\.npz|\.step_\d+_\d+\.npz\.\d+")  # whole, and as they are written
-MOST_BYTES = 256 << 20  # sixteen pictures of 2048 x 2048 in colour, and some
-MOST_ARRAYS = 64
+MAX_BYTES = 256 << 20  # more than sixteen colour images of 2048 x 2048
+_MAX_ARRAYS = 64
+_OURS = re.compile(r"step_\d+_\d+\.npz|\.step_\d+_\d+\.npz\.\d+")
+"""Names of complete files, and of files that are being written."""
 
 
-def write(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Write the arrays, in one step. Raises ValueError where they are too large, OSError."""
+def write(path: Path, arrays: Mapping[str, Any], max_bytes: int = MAX_BYTES) -> None:
+    """Write the arrays in one step. Raises ValueError if they are too large, OSError."""
     import numpy as np
 
     size = sum(array.nbytes for array in arrays.values())
-    if size > MOST_BYTES:
+    if size > max_bytes:
         raise ValueError(
-            f"pictures of {size >> 20} MiB are too large; at most {MOST_BYTES >> 20} MiB are kept"
+            f"pictures of {size >> 20} MiB are too large; at most {max_bytes >> 20} MiB are kept"
         )
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -43,31 +44,27 @@ def write(path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def clear(folder: RunFolder) -> None:
-    """Remove what a killed writer left: files that no event of the journal names, so that nobody will ever draw them.
+    """Remove the files that no event of the journal names: a killed writer left them.
 
-    For the only writer, before it writes: a courier may be at work on those that are named. Raises nothing.
+    For the only writer, before it writes: a courier may be drawing from the others. Raises nothing.
     """
     with contextlib.suppress(OSError):
         left = [] if folder.pictures.is_symlink() else sorted(folder.pictures.iterdir())
-        left = [path for path in left if OURS.fullmatch(path.name)]
-        named = _named(folder) if left else set()  # a journal is long; most attempts find nothing
+        left = [path for path in left if _OURS.fullmatch(path.name) and path.is_file()]
+        if not left:  # the usual case, and a journal is long
+            return
+        events = read_all(folder.events)
+        named = {Path(event.path).name for event in events if isinstance(event, PicturesTaken)}
         for path in left:
-            if path.name not in named and path.is_file():
+            if path.name not in named:
                 path.unlink(missing_ok=True)
 
 
-def _named(folder: RunFolder) -> set[str]:
-    return {
-        Path(event.path).name
-        for event in read_all(folder.events)
-        if isinstance(event, PicturesTaken)
-    }
-
-
 def read(path: Path) -> dict[str, Any]:
-    """Return the arrays. Raises what the machine lacks, and ValueError for what `write` has not written.
+    """Return the arrays.
 
-    The latter only for what the file says: one that could not be read is not to be thrown away.
+    Raises ValueError if the content was not written by `write`. A lack of memory, files or disk
+    is raised as it is, because the file may be read later.
     """
     import numpy as np
 
@@ -76,7 +73,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as stored:
             sizes = [member.file_size for member in stored.infolist()]
-            if len(sizes) > MOST_ARRAYS or sum(sizes) > MOST_BYTES + (MOST_ARRAYS << 12):
+            if len(sizes) > _MAX_ARRAYS or sum(sizes) > MAX_BYTES + (_MAX_ARRAYS << 12):
                 raise ValueError("it holds more than was written")
             for member in stored.infolist():
                 _check_header(stored, member)
@@ -91,7 +88,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _check_header(stored: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-    """Raise ValueError where an array says that it is larger than its file: what it asks for is no want of memory."""
+    """Raise ValueError if an array's header claims more bytes than its file has."""
+    # Allocating what it claims would look like a lack of memory, which is retried for ever.
     from numpy.lib import format as npy
 
     if member.compress_type != zipfile.ZIP_STORED:
@@ -100,7 +98,7 @@ def _check_header(stored: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
         npy.read_magic(file)
         try:
             shape, _, kind = npy.read_array_header_1_0(file)
-        except MemoryError as error:  # how Python's parser complains of what is nested too deeply
-            raise ValueError("a header that nobody can read") from error
+        except MemoryError as error:  # Python's parser raises it for text nested too deeply
+            raise ValueError("its header cannot be parsed") from error
     if math.prod(shape) * kind.itemsize > member.file_size:
         raise ValueError("an array is larger than its file")
