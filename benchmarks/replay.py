@@ -163,7 +163,7 @@ class ReplayRunning:
     ) -> None:
         self.name, self.over, self._pruned = name, False, False
         self._launcher, self._row, self._goal = launcher, row, experiment.goal
-        self._stop_at_target, self._spent = experiment.train.stop_at_target, 0.0
+        self._stop_at_target, self._spent = experiment.train.limits.stop_at_target, 0.0
         self._events = journal(row, experiment.train.batch_size)
 
     def news(self) -> list[Event]:

@@ -57,7 +57,7 @@ def ours(processes: int, folder: Path) -> float:
             name,
             f"train.steps={STEPS}",
             f"train.eval_every={STEPS}",
-            "train.log_model=false",
+            "train.mlflow.log_model=false",
         ),
         environment(RANKZERO_DIR=str(folder / "mlruns")),
         folder,

@@ -68,7 +68,7 @@ def tracked(
     label = f"{name}-{time.monotonic_ns()}"
     experiment = config.override(
         getattr(workloads, name)(),
-        {"train.steps": steps, "train.eval_every": steps, "train.log_model": False},
+        {"train.steps": steps, "train.eval_every": steps, "train.mlflow.log_model": False},
     )
     request = JobRequest(
         experiment_file=f"{workloads.__file__}:{name}",

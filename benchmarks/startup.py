@@ -41,7 +41,7 @@ def tracked(folder: Path) -> float:
             "--run-name",
             label,
             "train.steps=3",
-            "train.log_model=false",
+            "train.mlflow.log_model=false",
         ),
         environment(RANKZERO_DIR=str(folder / "mlruns")),
         folder,

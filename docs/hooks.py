@@ -57,10 +57,16 @@ def settings() -> str:
 
 
 def _rows(prefix: str, cls: type[Any]) -> Iterator[str]:
-    said = _docstrings(cls)
-    for leaf in leaves(cls()):
+    said, defaults = _docstrings(cls), cls()
+    for leaf in leaves(defaults):
+        group, _, name = leaf.key.rpartition(".")
+        text = (
+            _docstrings(type(getattr(defaults, group))).get(name, "")
+            if group
+            else said.get(name, "")
+        )
         kind, default = describe_type(leaf.annotation).replace("|", "\\|"), render(leaf.value)
-        yield f"| `{prefix}.{leaf.key}` | {kind} | `{default}` | {said.get(leaf.key, '')} |"
+        yield f"| `{prefix}.{leaf.key}` | {kind} | `{default}` | {text} |"
 
 
 def _docstrings(cls: type[Any]) -> dict[str, str]:

@@ -115,7 +115,7 @@ def test_what_is_not_written_is_told() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"epochs": None}, {"batch_size": 0}, {"clip": 0.0}, {"workers": -1}, {"max_minutes": -1.0}],
+    [{"epochs": None}, {"batch_size": 0}, {"clip": 0.0}, {"workers": -1}, {"seed": -1}],
 )
 def test_a_training_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

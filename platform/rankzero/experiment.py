@@ -16,24 +16,26 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, dataclass_transform
+from typing import Any, ClassVar, Literal, Self, dataclass_transform
 
 from rankzero.config import check_types
+from rankzero.config.renamed import new_name
 from rankzero.lr_schedules import factor
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine", "one_cycle"]
 
 
-def _require(
-    name: str, value: float | None, *, at_least: float | None = None, above: float | None = None
+def _require_all(
+    config: object, names: Sequence[str], at_least: float = -math.inf, above: float = -math.inf
 ) -> None:
-    if value is None:
-        return
-    if at_least is not None and value < at_least:
-        raise ValueError(f"{name}: must be at least {at_least}, got {value}")
-    if above is not None and not value > above:
-        raise ValueError(f"{name}: must be above {above}, got {value}")
+    """Raise ValueError if one of these settings is below its bound. None is no number and passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < at_least:
+            raise ValueError(f"{name}: must be at least {at_least}, got {value}")
+        if value is not None and not value > above:
+            raise ValueError(f"{name}: must be above {above}, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,70 +71,132 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """How to train. The defaults are what an expert would pick first."""
+    """How to train. The defaults are what an expert would pick first.
+
+    Settings that one rarely changes are in groups: ``Train(limits=Train.Limits(max_minutes=30))``
+    in Python is ``train.limits.max_minutes=30`` on the command line.
+    """
 
     epochs: int | None = 10
     """Passes over the training set; ignored where `steps` is set."""
     steps: int | None = None
-    """Optimizer steps in all."""
+    """Optimizer steps in total."""
     batch_size: int = 256
     """Samples per optimizer step, over all ranks."""
     micro_batch: int | None = None
-    """Samples per forward on one rank; none: as many as the batch leaves for each rank."""
-    oom: Literal["halve", "fail"] = "halve"
-    """What to do where a device runs out of memory: halve the micro-batch on all ranks, the batch stays; or fail."""
+    """Samples per forward on one rank; none: the rank's whole share of the batch."""
     precision: Precision = "fp32"
     strategy: Literal["single", "dp", "ddp", "zero1", "fsdp", "tp", "pp"] = "ddp"
-    """How the work is divided among processes; see docs/strategies.md."""
-    ddp_compression: Literal["none", "bf16"] = "none"
-    """The number format in which ddp and zero1 send gradients."""
-    ddp_static_graph: bool = False
-    """Promise that every step uses the same parameters in the same order."""
-    ddp_bucket_mb: float | None = None
-    """Gradients sent at once, in megabytes; none: PyTorch's own choice."""
-    pp_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """How the processes divide the work; see docs/strategies.md."""
     compile: bool = False
     clip: float | None = None
     """Largest norm of the gradient; none: no clipping."""
-    warmup_steps: int = 0
     schedule: Schedule = "constant"
-    """How the learning rate goes after the warm-up; see `rankzero.schedule`."""
+    """The learning rate after the warm-up."""
+    warmup_steps: int = 0
     seed: int = 0
     deterministic: bool = False
-    """Refuse operations whose result depends on the run; costs speed."""
-    log_every: int | None = None
-    """Steps between reports of the speed; none: about one a second, as values and stops are looked at anyway."""
-    eval_every: int | None = None
-    """Steps between evaluations; none: after each epoch."""
-    save_every: int | None = None
-    """Steps between checkpoints; none: with each evaluation; 0: no checkpoints."""
-    keep: int = 1
-    """Best checkpoints kept, besides the last."""
+    """Refuse operations whose result differs between runs; costs speed."""
     workers: int | None = None
     """Data-loading processes per rank; none: as many as the cores allow, 0 for tensors in memory."""
-    log_model: bool = True
-    """Log the best model to MLflow at the end of a finished run, for `mlflow.pytorch.load_model`."""
-    pictures: bool = True
-    """Show in MLflow what the model gets wrong, at the first evaluation, the last, and new bests in between."""
-    max_minutes: float | None = None
-    """Stop, with a checkpoint, after this many minutes; none: no limit."""
-    hang_minutes: float | None = 10.0
-    """End the run, naming the rank, where one makes no progress for so long; none: wait.
+    log_every: int | None = None
+    """Steps between reports of the speed; none: about one report a second."""
+    eval_every: int | None = None
+    """Steps between evaluations; none: after each epoch."""
 
-    The first step gets six times as long; so does what comes before it (data, model, restoring) and after the last
-    step (the last checkpoint), but at least half an hour each."""
-    stop_at_target: bool = False
-    """Finish at the first evaluation that reaches `goal.target`."""
+    @dataclasses.dataclass(frozen=True)
+    class Checkpoints:
+        """Which checkpoints are written, and which are kept."""
+
+        save_every: int | None = None
+        """Steps between checkpoints; none: with each evaluation; 0: no checkpoints."""
+        keep: int = 1
+        """Best checkpoints kept, in addition to the last."""
+
+        def __post_init__(self) -> None:
+            _require_all(self, ("save_every", "keep"), at_least=0)
+
+    checkpoints: Checkpoints = Checkpoints()
+
+    @dataclasses.dataclass(frozen=True)
+    class Limits:
+        """When a training ends early, and what happens when the memory of a device is full."""
+
+        max_minutes: float | None = None
+        """Stop, with a checkpoint, after this many minutes; none: no limit."""
+        hang_minutes: float | None = 10.0
+        """End the run if a rank makes no progress for so long, and name the rank; none: wait.
+
+        The limit is six times as long for the first step. It is also six times as long, and at least
+        half an hour, before the first step (data, model, restoring) and after the last (checkpoint).
+        """
+        stop_at_target: bool = False
+        """Finish at the first evaluation that reaches `goal.target`."""
+        oom: Literal["halve", "fail"] = "halve"
+        """When a device is out of memory: halve the micro-batch of all ranks, or fail."""
+
+        def __post_init__(self) -> None:
+            _require_all(self, ("max_minutes", "hang_minutes"), above=0)
+
+    limits: Limits = Limits()
+
+    @dataclasses.dataclass(frozen=True)
+    class MLflow:
+        """What MLflow gets in addition to metrics, settings and checkpoints."""
+
+        log_model: bool = True
+        """Log the best model when a run finishes, for `mlflow.pytorch.load_model`."""
+        log_pictures: bool = True
+        """Show what the model gets wrong, at the first evaluation, the last, and new bests in between."""
+
+    mlflow: MLflow = MLflow()
+
+    @dataclasses.dataclass(frozen=True)
+    class DDP:
+        """How the strategies ddp and zero1 send gradients."""
+
+        compression: Literal["none", "bf16"] = "none"
+        """The number format of the gradients on the wire."""
+        static_graph: bool = False
+        """Promise that every step uses the same parameters in the same order."""
+        bucket_mb: float | None = None
+        """Megabytes of gradients that are sent at once; none: PyTorch's own choice."""
+
+        def __post_init__(self) -> None:
+            _require_all(self, ("bucket_mb",), above=0)
+
+    ddp: DDP = DDP()
+
+    @dataclasses.dataclass(frozen=True)
+    class Pipeline:
+        """How the strategy pp works."""
+
+        schedule: Literal["1f1b", "gpipe"] = "1f1b"
+
+    pp: Pipeline = Pipeline()
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        """Refuse a setting by its old name, before the generated `__init__` refuses it with less."""
+        for old in settings:
+            key = new_name(f"train.{old}").removeprefix("train.")
+            group, dot, name = key.partition(".")
+            if dot:
+                kind = type(getattr(cls, group)).__qualname__
+                raise TypeError(
+                    f"train.{old} is now train.{group}.{name}: write Train({group}={kind}({name}=…))"
+                )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             raise ValueError("epochs: set train.epochs or train.steps")
-        for name in ("epochs", "steps", "batch_size", "micro_batch", "log_every", "eval_every"):
-            _require(name, getattr(self, name), at_least=1)
-        for name in ("warmup_steps", "save_every", "keep", "workers", "seed"):
-            _require(name, getattr(self, name), at_least=0)
-        for name in ("clip", "max_minutes", "hang_minutes", "ddp_bucket_mb"):
-            _require(name, getattr(self, name), above=0)
+        _require_all(
+            self,
+            ("epochs", "steps", "batch_size", "micro_batch", "log_every", "eval_every"),
+            at_least=1,
+        )
+        _require_all(self, ("warmup_steps", "workers", "seed"), at_least=0)
+        _require_all(self, ("clip",), above=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,7 +114,8 @@ def test_the_example_notebook_runs_from_top_to_bottom(start: Start, tmp_path: Pa
 def test_an_interrupt_stops_with_a_checkpoint(start: Start, tmp_path: Path) -> None:
     process = start(
         "import rankzero\nfrom tiny import Tiny\n"
-        "long = rankzero.Train(epochs=400, batch_size=32, log_every=5, log_model=False)\n"
+        "quiet = rankzero.Train.MLflow(log_model=False)\n"
+        "long = rankzero.Train(epochs=400, batch_size=32, log_every=5, mlflow=quiet)\n"
         "try:\n    rankzero.train(Tiny(train=long, step_seconds=0.03), run_name='stopped', nproc=1)\n"
         "except KeyboardInterrupt:\n    print(rankzero.run('stopped').status)\n"
     )

@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterat
         git(command.folder, "add", ".")
         git(command.folder, "commit", "-qm", "one")
         code, output = command(
-            "train", "chatty.py", "--nproc", 2, "--run-name", "first", "train.log_model=true"
+            "train", "chatty.py", "--nproc", 2, "--run-name", "first", "train.mlflow.log_model=true"
         )
         assert code == 0, output
         (command.folder / "tiny.py").write_text(TINY.read_text().replace("nn.ReLU()", "nn.GELU()"))
@@ -169,7 +169,7 @@ def test_a_report_is_that_of_mlflow(here: Here, trained: Command) -> None:
         "Limited by",
         "rankzero resume first train.epochs=8",
         "Processes | 2 on cpu",
-        "\nrankzero train chatty.py --nproc 2 train.log_model=true\n",
+        "\nrankzero train chatty.py --nproc 2 train.mlflow.log_model=true\n",
         "git checkout ",
     ):
         assert says in output

@@ -51,7 +51,9 @@ def finish(
 ) -> list[str]:
     """Let the command wait for the delivery; return what it says. `seen`: whether it has followed the run so far."""
     console = Told(ended() if seen else None)
-    experiment = config.override(experiment_file.load(str(TINY))(), {"train.log_model": True})
+    experiment = config.override(
+        experiment_file.load(str(TINY))(), {"train.mlflow.log_model": True}
+    )
     tried = launch_run.LaunchPlan(folder, experiment, agent.Topology(1), folder.path.parent, [])
     launch_run._finish_tracking(tried, console, hurried)  # type: ignore[arg-type]
     return console.notices
@@ -137,7 +139,7 @@ def test_the_best_model_gets_what_the_delivery_has_left_of_the_time(
 def test_what_a_command_did_not_wait_for_is_brought_by_sync(rankzero: Command) -> None:
     rankzero.environ["RANKZERO_DELIVERY_GRACE_SECONDS"] = "0"
     code, output = rankzero(
-        "train", TINY, "train.steps=4", "train.log_model=true", "--run-name", "hasty"
+        "train", TINY, "train.steps=4", "train.mlflow.log_model=true", "--run-name", "hasty"
     )
     assert code == 0, output
     assert "the best model" in output and "rankzero sync hasty" in output, output

@@ -51,7 +51,13 @@ def go_online(command: Command, store: Path) -> None:
 def test_offline_run_is_recorded_resumed_and_delivered_by_sync(
     offline: Command, tmp_path: Path, new_store: Path
 ) -> None:
-    words = ("--nproc", 2, "train.save_every=5", "train.log_every=2", "train.log_model=true")
+    words = (
+        "--nproc",
+        2,
+        "train.checkpoints.save_every=5",
+        "train.log_every=2",
+        "train.mlflow.log_model=true",
+    )
     process = offline.start(
         "train", TINY, "--run-name", "away", "train.steps=40", "step_seconds=0.05", *words
     )

@@ -17,7 +17,7 @@ from support.paths import EXPERIMENTS, FIXTURES
 
 DIGITS = EXPERIMENTS / "digits.py"
 PICTURED = FIXTURES / "pictured.py"
-FEW = ("train.epochs=2", "train.log_model=false", "train.save_every=0")
+FEW = ("train.epochs=2", "train.mlflow.log_model=false", "train.checkpoints.save_every=0")
 
 
 def artifacts(rankzero: Command, run: RunFolder) -> Path:
@@ -94,7 +94,7 @@ def test_runs_on_the_same_data_are_found_by_its_digest(rankzero: Command) -> Non
 
 
 def test_what_a_killed_attempt_left_of_pictures_goes_with_the_next(rankzero: Command) -> None:
-    words = ("--run-name", "run", "train.steps=6", "train.save_every=3")
+    words = ("--run-name", "run", "train.steps=6", "train.checkpoints.save_every=3")
     code, output = rankzero("train", f"{PICTURED}:Showing", *words)
     assert code == 0, output
     (run,) = rankzero.runs
@@ -123,7 +123,7 @@ def test_what_a_killed_attempt_left_of_pictures_goes_with_the_next(rankzero: Com
 def test_a_divided_model_shows_what_rank_0_has_of_it(
     rankzero: Command, strategy: str, shown: set[str]
 ) -> None:
-    words = (f"train.strategy={strategy}", "train.save_every=0")
+    words = (f"train.strategy={strategy}", "train.checkpoints.save_every=0")
     code, output = rankzero("train", f"{PICTURED}:Showing", "--nproc", 2, *words)
     assert code == 0 and "note:" not in output, output
     rankzero("sync")
@@ -133,7 +133,9 @@ def test_a_divided_model_shows_what_rank_0_has_of_it(
 
 
 def test_pictures_can_be_switched_off(rankzero: Command) -> None:
-    code, output = rankzero("train", f"{PICTURED}:Showing", "train.pictures=false", "own=raises")
+    code, output = rankzero(
+        "train", f"{PICTURED}:Showing", "train.mlflow.log_pictures=false", "own=raises"
+    )
     assert code == 0 and "pictures" not in output.partition("look:")[2], output
     (run,) = rankzero.runs
     assert not run.pictures.exists() and not any(

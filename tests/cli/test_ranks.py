@@ -44,7 +44,7 @@ def test_ranks_that_see_other_data_end_at_once_with_one_message(
 def test_a_rank_that_hangs_before_the_first_step_is_named(rankzero: Command, rank: int) -> None:
     rankzero.environ["UNSETTLED"] = f"hang {rank}"
     code, output = rankzero(
-        "train", UNSETTLED, "--nproc", 2, "train.hang_minutes=0.01", "around_seconds=3"
+        "train", UNSETTLED, "--nproc", 2, "train.limits.hang_minutes=0.01", "around_seconds=3"
     )
     assert code == 1, output
     hung(rankzero, rank, r"in set-up \(.*unsettled.py, line \d+, in data\)", "unsettled.py")
@@ -58,7 +58,7 @@ def test_a_disk_that_hangs_after_the_last_step_is_told(rankzero: Command, proces
         UNSETTLED,
         "--nproc",
         processes,
-        "train.hang_minutes=0.01",
+        "train.limits.hang_minutes=0.01",
         "around_seconds=3",
         "train.steps=5",
         cold=True,  # the reported stack must begin in the rank, not in the tests' server
@@ -79,5 +79,5 @@ def hung(rankzero: Command, rank: int, says: str, where: str) -> None:
     assert (
         "most recent call first" in log
         and where in log
-        and "train.hang_minutes sets the limit" in log
+        and "train.limits.hang_minutes sets the limit" in log
     )

@@ -33,7 +33,7 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     settings = (tmp_path / "site/reference/settings/index.html").read_text()
-    assert "train.hang_minutes" in settings and "naming the rank" in settings
+    assert "train.limits.hang_minutes" in settings and "name the rank" in settings
     assert "rankzero compare" in (tmp_path / "site/reference/commands/index.html").read_text()
     pages = "".join(path.read_text() for path in (tmp_path / "site").rglob("*.html"))
     assert "fonts.googleapis.com" not in pages, "the site opens offline"
@@ -52,7 +52,7 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
             "train",
             str(script),
             "train.epochs=1",
-            "train.log_model=false",
+            "train.mlflow.log_model=false",
         ]
     environ = {
         name: value

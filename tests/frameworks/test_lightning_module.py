@@ -62,10 +62,10 @@ def test_it_trains_as_the_experiment_that_says_the_same(rankzero: Command) -> No
 
 
 def test_it_goes_on_to_the_same_losses(rankzero: Command) -> None:
-    ran(rankzero, "train", MODULE, "train.max_minutes=none", "width=4")
+    ran(rankzero, "train", MODULE, "train.limits.max_minutes=none", "width=4")
     whole = losses(rankzero.runs[0])
     stopped = rankzero.start(
-        "train", MODULE, "width=4", "train.save_every=1", "--run-name", "stopped"
+        "train", MODULE, "width=4", "train.checkpoints.save_every=1", "--run-name", "stopped"
     )
     rankzero.wait_for_step(3, "stopped")
     stopped.terminate()

@@ -49,7 +49,10 @@ def test_a_run_has_its_curves_and_its_step_time_once_it_has_ended(tmp_path: Path
     [
         (None, [started()]),
         (None, [started(), steps(1, 1)]),
-        (None, [started(**{"train.pictures": "false"}), steps(1, 20), speed(10), speed(20)]),
+        (
+            None,
+            [started(**{"train.mlflow.log_pictures": "false"}), steps(1, 20), speed(10), speed(20)],
+        ),
         (None, [started(), steps(1, 9, "search/value")]),
     ],
 )

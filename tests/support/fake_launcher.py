@@ -136,7 +136,7 @@ class FakeRunning:
             if self.asked:
                 yield [RunEnded(9.0, "KILLED", f"pruned at step {step}", None, {})]
                 return
-            if self.experiment.train.stop_at_target and self.experiment.goal.reached(value):
+            if self.experiment.train.limits.stop_at_target and self.experiment.goal.reached(value):
                 break
         yield [RunEnded(9.0, "FINISHED", "done", None, {"samples_per_second": speed})]
 

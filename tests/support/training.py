@@ -82,7 +82,9 @@ def train(tmp_path: Path) -> Trainer:
         def notice(text: str) -> None:
             events.append(Noticed(time.time(), text))
 
-        checkpoints = Checkpoints(folder, experiment.train.keep, experiment.goal, notice=notice)
+        checkpoints = Checkpoints(
+            folder, experiment.train.checkpoints.keep, experiment.goal, notice=notice
+        )
 
         def emit(event: Event) -> None:
             events.append(event)

@@ -107,7 +107,9 @@ def train(
     restore.newest(folder / "checkpoints", job, state, print)
     seen["begun"].append(state.step)
     checkpoints = (
-        Checkpoints(folder, experiment.train.keep, experiment.goal) if world.ranks.first else None
+        Checkpoints(folder, experiment.train.checkpoints.keep, experiment.goal)
+        if world.ranks.first
+        else None
     )
     stop = Stop()
 

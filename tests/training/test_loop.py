@@ -89,7 +89,14 @@ def test_evaluation_is_the_mean_over_every_sample(train: Trainer) -> None:
 
 
 def test_a_due_action_fires_once_and_evaluation_comes_before_the_checkpoint(train: Trainer) -> None:
-    trained = train(tiny(train__steps=10, train__eval_every=5, train__save_every=5, train__keep=9))
+    trained = train(
+        tiny(
+            train__steps=10,
+            train__eval_every=5,
+            train__checkpoints__save_every=5,
+            train__checkpoints__keep=9,
+        )
+    )
     saved = [event for event in trained.events if isinstance(event, CheckpointSaved)]
     assert [event.step for event in saved] == [5, 10]
     assert all("val/accuracy" in event.metrics for event in saved)
@@ -97,7 +104,7 @@ def test_a_due_action_fires_once_and_evaluation_comes_before_the_checkpoint(trai
 
 
 def test_checkpoints_between_evaluations_carry_no_metrics(train: Trainer) -> None:
-    trained = train(tiny(train__steps=10, train__eval_every=10, train__save_every=4))
+    trained = train(tiny(train__steps=10, train__eval_every=10, train__checkpoints__save_every=4))
     saved = [event for event in trained.events if isinstance(event, CheckpointSaved)]
     assert [(event.step, bool(event.metrics)) for event in saved] == [
         (4, False),
@@ -119,7 +126,12 @@ def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(
 ) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     trained = train(
-        tiny(train__steps=9, train__eval_every=9, train__save_every=3, train__log_every=1)
+        tiny(
+            train__steps=9,
+            train__eval_every=9,
+            train__checkpoints__save_every=3,
+            train__log_every=1,
+        )
     )
     told = [index for index, event in enumerate(trained.events) if isinstance(event, Noticed)]
     assert len(told) == 3 and "could not be written" in str(trained.events[told[0]])
@@ -241,7 +253,7 @@ def test_a_checkpoint_that_lacks_something_is_refused_in_words(
 
 
 def test_going_on_needs_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
-    trained = train(tiny(train__steps=1, train__save_every=0))
+    trained = train(tiny(train__steps=1, train__checkpoints__save_every=0))
     with pytest.raises(UserError, match="no intact checkpoint where rank 0 runs"):
         restore.newest(tmp_path / "none", trained.job, trained.state, pytest.fail, required=True)
 

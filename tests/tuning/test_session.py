@@ -88,8 +88,10 @@ def test_the_reference_comes_first_and_something_better_is_found(search: Searche
 def test_trials_neither_keep_checkpoints_nor_train_beyond_the_target(search: Searcher) -> None:
     _, _, launcher, _ = search(trials=3)
     for experiment in launcher.started:
-        assert experiment.train.save_every == 0 and not experiment.train.log_model
-        assert experiment.train.stop_at_target and experiment.goal.target == 0.9
+        assert (
+            experiment.train.checkpoints.save_every == 0 and not experiment.train.mlflow.log_model
+        )
+        assert experiment.train.limits.stop_at_target and experiment.goal.target == 0.9
 
 
 def test_confirmations_use_new_seeds_interleaved(search: Searcher) -> None:
@@ -104,7 +106,10 @@ def test_without_a_target_the_reference_sets_it(search: Searcher) -> None:
         goal: Goal = Goal("val/accuracy", "max")
 
     found, study, launcher, _ = search(experiment=Open(), trials=5)
-    assert not launcher.started[0].train.stop_at_target and launcher.started[1].train.stop_at_target
+    assert (
+        not launcher.started[0].train.limits.stop_at_target
+        and launcher.started[1].train.limits.stop_at_target
+    )
     assert found.target == study.trials()[0].facts["best"] == study.facts["target"]
 
 
@@ -121,7 +126,7 @@ def test_the_other_objectives(search: Searcher, objective: str, options: dict[st
     if objective == "throughput":
         assert found.target == pytest.approx(0.99 * study.trials()[0].facts["best"])
     else:
-        assert launcher.started[1].train.max_minutes == 1.0
+        assert launcher.started[1].train.limits.max_minutes == 1.0
 
 
 @pytest.mark.parametrize(

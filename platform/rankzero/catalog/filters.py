@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from rankzero.catalog.summary import Summary
+from rankzero.config.renamed import new_name
 from rankzero.errors import UserError
 
 Value = str | float | bool | None
@@ -98,6 +99,8 @@ def value_of(one: Summary, key: str) -> Value:
         return COLUMNS[key](one)
     if key == one.goal and one.best is not None:
         return one.best
+    if key not in one.params:
+        key = new_name(key)
     return one.params.get(key, one.metrics.get(key))
 
 

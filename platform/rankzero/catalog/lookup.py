@@ -16,6 +16,7 @@ from typing import Any
 
 from rankzero.catalog import summary
 from rankzero.catalog.summary import Summary
+from rankzero.config.renamed import params_with_new_names
 from rankzero.errors import UserError
 from rankzero.events import Evaluated, RunEnded, RunStarted
 from rankzero.experiment import Goal
@@ -154,7 +155,8 @@ def _cached(path: Path) -> tuple[dict[str, tuple[Signature, dict[str, Any]]], in
         ):  # torn, of another version, not ours
             name, signature, fields = json.loads(line)
             if summary.are_sound(fields):
-                known[name] = (signature, fields)
+                params = params_with_new_names(fields["params"])
+                known[name] = (signature, {**fields, "params": params})
     return known, len(lines)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, BinaryIO, get_args
 
+from rankzero.config.renamed import params_with_new_names
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
 from rankzero.experiment import Goal
 from rankzero.metric_names import SPEED, WHOLE_RUN
@@ -116,7 +117,7 @@ def read_summary(folder: RunFolder) -> Summary:
         parent=identity.parent,
         mlflow_run_id=seen.run_id or identity.mlflow_run_id,
         data=started.environment.get(TRAINING_DATA) if started else None,
-        params=dict(params),
+        params=params_with_new_names(params),
         metrics=metrics,
     )
 

@@ -140,7 +140,7 @@ def _with_half_the_micro_batch(attempt: LaunchPlan) -> LaunchPlan | None:
     if (
         first is None
         or first.kind is not failures.FailureKind.OUT_OF_MEMORY
-        or train.oom == "fail"
+        or train.limits.oom == "fail"
         or nodes.nodes > 1
     ):
         return None
@@ -241,7 +241,7 @@ def _finish_tracking(attempt: LaunchPlan, console: Console, hurried: Callable[[]
         attempt.folder
     )  # not what was shown: showing may fail, as where the output's reader goes
     finished = ended is not None and ended.status == "FINISHED"
-    logs_model = finished and attempt.experiment.train.log_model and not attempt.joined
+    logs_model = finished and attempt.experiment.train.mlflow.log_model and not attempt.joined
     why = "nobody waited" if hurried() else "it takes long"
     also = ["the best model"] if logs_model else []
     for line in delivery_notes.lines(delivery, attempt.folder.path.name, why, also):
@@ -263,7 +263,7 @@ def _finish_offline(attempt: LaunchPlan, console: Console, hurried: Callable[[],
     delivery_status.wait_for_recorder(folder, hurried)
     ended = lookup.last_end(folder)
     finished = ended is not None and ended.status == "FINISHED"
-    if finished and attempt.experiment.train.log_model and not attempt.joined:
+    if finished and attempt.experiment.train.mlflow.log_model and not attempt.joined:
         best_model.mark_unlogged(folder, True)
     console.notice(delivery_notes.offline(folder))
 

@@ -23,7 +23,7 @@ COLUMNS = (
 ADVICE = {
     "compute": "which is what one hopes for: train.precision=bf16 and train.compile=true make it less.",
     "communication": "so send less often or less: a larger batch, accumulation (train.micro_batch), "
-    "train.ddp_compression=bf16.",
+    "train.ddp.compression=bf16.",
     "data": "so load faster: more processes (train.workers), or a data set that is kept in memory.",
     "other": "so give the device more at once: a larger batch, train.compile=true.",
 }

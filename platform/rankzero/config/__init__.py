@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from rankzero.config import yaml_text
+from rankzero.config.renamed import NEW_NAMES, with_new_names
 from rankzero.config.values import coerce, describe_type, illegal, is_setting, render
 
 Config = TypeVar("Config")
@@ -90,9 +91,13 @@ def read_yaml(text: str) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return {dotted key: value} of a file of settings, in UTF-8. Raises ConfigError, which names the file."""
+    """Return {dotted key: value} of a file of settings, in UTF-8. Raises ConfigError, which names the file.
+
+    An older version may have written the file: its names are replaced by today's.
+    """
     try:
-        return read_yaml(path.read_bytes().removeprefix(codecs.BOM_UTF8).decode())
+        text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
+        return with_new_names(read_yaml(text))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}): name a file of settings"
@@ -129,6 +134,8 @@ def parse_assignments(words: Iterable[str]) -> dict[str, str]:
 
 def _reject_unknown(changes: Iterable[str], known: Mapping[str, Any]) -> None:
     for key in changes:
+        if key in NEW_NAMES and NEW_NAMES[key] in known:
+            raise ConfigError(f"{key} is now {NEW_NAMES[key]}: use the new name")
         if key not in known:
             raise ConfigError(f"unknown key {_shown(key)}{_suggestion(key[:LONGEST_SHOWN], known)}")
 

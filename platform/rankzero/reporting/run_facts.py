@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from rankzero import scalars
+from rankzero.config.renamed import params_with_new_names
 from rankzero.events import (
     CheckpointDeleted,
     CheckpointSaved,
@@ -117,7 +118,7 @@ def _start(facts: Facts, event: RunStarted) -> None:
     facts.started = facts.last_time = event.time
     facts.attempts = event.attempt
     facts.params, facts.environment, facts.total_steps = (
-        event.params,
+        params_with_new_names(event.params),
         event.environment,
         event.total_steps,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero import scalars
+from rankzero.config.renamed import with_new_names
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, RunStarted, decode
 from rankzero.faults import is_want, refusal
 from rankzero.run_store.delivery_state import ARTIFACTS, FIGURES, WORDS, DeliveryState
@@ -102,7 +103,8 @@ def upload_figures(
 def _wants_pictures(folder: RunFolder) -> bool:
     starts = (event for event in read_all(folder.events) if isinstance(event, RunStarted))
     return all(
-        event.params.get("train.pictures") != "false" for event in itertools.islice(starts, 1)
+        with_new_names(event.params).get("train.mlflow.log_pictures") != "false"
+        for event in itertools.islice(starts, 1)
     )
 
 

@@ -43,7 +43,9 @@ class PeriodicActions:
         self._checkpoints, self._tally = checkpoints, tally
         self._evaluate_every = train.eval_every or job.batch_order.steps_per_epoch
         self._save_every = (
-            train.save_every if train.save_every is not None else self._evaluate_every
+            train.checkpoints.save_every
+            if train.checkpoints.save_every is not None
+            else self._evaluate_every
         )
         self.total = job.total_steps
         """The training's last step."""
@@ -88,7 +90,7 @@ class PeriodicActions:
         metrics, better = evaluation(job, state, self._stop)
         state.evaluation_pending, tally.last_metrics = False, metrics
         self._emit(Evaluated(time.time(), state.step, metrics, better))
-        if job.experiment.train.stop_at_target and job.experiment.goal.reached(state.best):
+        if job.experiment.train.limits.stop_at_target and job.experiment.goal.reached(state.best):
             self.total = state.step  # every rank has the same best, so every rank finishes here
         show(
             job,

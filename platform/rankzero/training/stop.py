@@ -20,7 +20,7 @@ from rankzero.training.distributed.world import World
 REASONS = {
     1: "stopped by SIGTERM",
     2: "stopped by Ctrl-C",
-    3: "reached train.max_minutes",
+    3: "reached train.limits.max_minutes",
     4: "pruned",
     5: "stopped by SIGUSR1",
     6: "stopped because the launching process died",

@@ -82,7 +82,7 @@ def attempt(
     gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
     log = RunLog.open(Path(request.runs), identity, world.ranks, gpus, offline=request.offline)
     tally = RunTotals()
-    minutes, rank = experiment.train.hang_minutes, world.ranks.rank
+    minutes, rank = experiment.train.limits.hang_minutes, world.ranks.rank
     watchdog = Watchdog(
         minutes,
         rank,
@@ -203,7 +203,7 @@ def _train(
     watchdog: Watchdog,
 ) -> AttemptOutcome:
     train = job.experiment.train
-    stop.limit(train.max_minutes)
+    stop.limit(train.limits.max_minutes)
     checkpoints = _checkpoints(job, log)
     tally.best = state.best
     try:
@@ -218,7 +218,7 @@ def _train(
         tally.best = state.best
     if reason is not None:
         # Without checkpoints nothing can go on: there, the end of the time is the end of the run.
-        over = reason == REASONS[TIME_LIMIT] and train.save_every == 0
+        over = reason == REASONS[TIME_LIMIT] and train.checkpoints.save_every == 0
         pruned = log.folder.pruned
         why = (
             pruned.read_text(encoding="utf-8")
@@ -237,14 +237,14 @@ def _checkpoints(job: TrainingContext, log: RunLog) -> Checkpoints | None:
     if not world.ranks.first:
         return None
     return Checkpoints(
-        log.folder.path, experiment.train.keep, experiment.goal, world.size, log.notice
+        log.folder.path, experiment.train.checkpoints.keep, experiment.goal, world.size, log.notice
     )
 
 
 def _gallery(job: TrainingContext, log: RunLog) -> ImageCapture:
     """Return what takes pictures; on other ranks than 0, what calls the experiment's own method."""
     experiment, world = job.experiment, job.world
-    if not experiment.train.pictures:
+    if not experiment.train.mlflow.log_pictures:
         return ImageCapture()
     whole = (
         experiment.train.strategy != "pp" or not world.is_distributed

@@ -21,6 +21,7 @@ from rankzero.tuning.setup import (
     SPACE,
     SearchOutcome,
     SearchSetup,
+    first_parameters,
     launchers,
     params_of,
     signature,
@@ -49,7 +50,7 @@ def run(
         offline=quest.offline,
     ) as kept:
         Session(study, space, launchers(quest, hosts, kept), quest.options, say).help(
-            study.facts[FIRST]
+            first_parameters(study)
         )
         mine = [trial for trial in study.trials() if trial.facts.get(OWNER) == members.name()]
         says = f"Helped with {len(mine)} trials of {study.name}; {where} confirms and decides."

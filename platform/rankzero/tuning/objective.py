@@ -50,8 +50,8 @@ class Objective:
     def settings(self) -> dict[str, Any]:
         """Return what the objective changes in a trial's configuration."""
         if self.name == "time-to-target":
-            return {"goal.target": self.target, "train.stop_at_target": True}
-        return {"train.max_minutes": self.trial_minutes} if self.name == "quality" else {}
+            return {"goal.target": self.target, "train.limits.stop_at_target": True}
+        return {"train.limits.max_minutes": self.trial_minutes} if self.name == "quality" else {}
 
     def judge(self, curve: LearningCurve) -> Score:
         """Return what a finished trial is worth."""

@@ -27,6 +27,7 @@ from rankzero.tuning.setup import (
     SPACE,
     SearchOutcome,
     SearchSetup,
+    first_parameters,
     launchers,
     params_of,
     signature,
@@ -92,7 +93,7 @@ def _lead(
             teller,
             already_seconds=spent,
         )
-        found = session.run(study.facts[FIRST])
+        found = session.run(first_parameters(study))
         says = report(quest, space, study, found, kept)
         _draw(kept, study, measured, space.reference.goal, found.verdict.region, says)
         kept.finished(says, _summary(found))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rankzero import config
 from rankzero.config import values
+from rankzero.config.renamed import with_new_names
 from rankzero.launch.agent import Topology
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tuning.budget import SearchOptions
 from rankzero.tuning.reports.study_run import Record
 from rankzero.tuning.space import Space
+from rankzero.tuning.study import Study
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
@@ -66,6 +69,11 @@ def launchers(quest: SearchSetup, hosts: Sequence[Host], kept: Record) -> list[T
     """Return a launcher for each host."""
     nodes = Topology(quest.described.processes)
     return [TrainLauncher(host, kept.folder, nodes, kept.environment) for host in hosts]
+
+
+def first_parameters(study: Study) -> list[dict[str, Any]]:
+    """Return the parameters that all who share the study try first."""
+    return [with_new_names(parameters) for parameters in study.facts[FIRST]]
 
 
 def params_of(quest: SearchSetup) -> dict[str, str]:

@@ -23,6 +23,7 @@ from optuna.distributions import (
 )
 from optuna.trial import TrialState
 
+from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
 from rankzero.experiment import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.mlflow_store.uris import require_plain
@@ -316,7 +317,7 @@ def _trial(found: optuna.trial.FrozenTrial) -> Trial:
     return Trial(
         found.number,
         state,
-        dict(found.params),
+        with_new_names(found.params),
         found.value if found.state is TrialState.COMPLETE else None,
         dict(found.constraints),
         dict(found.user_attrs),

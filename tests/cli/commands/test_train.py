@@ -165,7 +165,7 @@ def test_a_killed_process_starts_again_from_its_checkpoint(rankzero: Command) ->
         "step_seconds=0.03",
         "train.steps=60",
         "train.log_every=2",
-        "train.save_every=10",
+        "train.checkpoints.save_every=10",
     )
     folder = rankzero.wait_for_step(25)
     os.kill(_rank_zero(folder), signal.SIGKILL)
@@ -205,7 +205,7 @@ def test_the_users_exception_is_shown_in_a_line_and_the_run_has_failed(
 def test_a_rank_that_hangs_ends_the_run_and_is_named(rankzero: Command) -> None:
     rankzero.environ["TORTURE_RANK"] = "hang 1 20"
     code, output = rankzero(
-        "train", TINY.with_name("clocked.py"), "--nproc", 2, "train.hang_minutes=0.05"
+        "train", TINY.with_name("clocked.py"), "--nproc", 2, "train.limits.hang_minutes=0.05"
     )
     assert code == 1, output
     (folder,) = rankzero.runs
@@ -218,7 +218,7 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(rankzero: Command) -> None:
     assert (
         "most recent call first" in log
         and "clocked.py" in log
-        and "train.hang_minutes sets the limit" in log
+        and "train.limits.hang_minutes sets the limit" in log
     )
 
 
@@ -228,9 +228,9 @@ def test_a_truncated_checkpoint_is_passed_over(rankzero: Command) -> None:
             "train",
             TINY,
             "train.steps=20",
-            "train.save_every=10",
+            "train.checkpoints.save_every=10",
             "train.eval_every=5",
-            "train.keep=3",
+            "train.checkpoints.keep=3",
             "--run-name",
             "torn",
         )[0]
@@ -384,7 +384,9 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Comm
     assert run.status == "FINISHED", output
     assert run.tags["rankzero.out_of_memory"] == "micro-batch 8 -> 4 -> 2"
     assert "micro_batch: 2" in tight.config.read_text() and run.params["train.batch_size"] == "16"
-    code, output = rankzero("train", layered, "--nproc", 2, "most_samples=2", "train.oom=fail")
+    code, output = rankzero(
+        "train", layered, "--nproc", 2, "most_samples=2", "train.limits.oom=fail"
+    )
     assert code == 1 and "OutOfMemoryError" in output
     code, output = rankzero("train", layered, "--nproc", 2, "train.micro_batch=2", "most_samples=0")
     assert code == 1 and "OutOfMemoryError" in output and "micro-batch 2 -> 1" in output
@@ -478,7 +480,7 @@ def test_two_nodes_with_one_disk_share_a_name(rankzero: Command) -> None:
         "--rdzv-endpoint",
         f"127.0.0.1:{free_port()}",
         "train.steps=8",
-        "train.log_model=true",
+        "train.mlflow.log_model=true",
         "--run-name",
         "shared",
     )

@@ -38,7 +38,7 @@ MOST_FULL = 8
 
 def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
     """Checkpoints truncated, with flipped bits, foreign, malicious: never executed, the one before is used or none."""
-    ground.run("train", TINY, *SETTINGS, "train.keep=3")
+    ground.run("train", TINY, *SETTINGS, "train.checkpoints.keep=3")
     run = the_run(ground)
     whole = ground.folder / "whole"
     shutil.copytree(run.checkpoints, whole)
@@ -61,7 +61,7 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
         newest, ground.random, proof
     )
     ground.run(
-        "resume", "run", f"train.steps={STEPS}", "train.keep=1"
+        "resume", "run", f"train.steps={STEPS}", "train.checkpoints.keep=1"
     )  # the damaged one must not outlive the others
     _went_on_from(run, sorted(whole.glob("step_*"))[-2])
     finished(ground, reference)

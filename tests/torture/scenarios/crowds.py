@@ -16,8 +16,8 @@ SMALL = (
     f"train.steps={STEPS}",
     "train.log_every=4",
     "train.eval_every=10",
-    "train.keep=1",
-    "train.pictures=true",
+    "train.checkpoints.keep=1",
+    "train.mlflow.log_pictures=true",
 )
 SECONDS_EACH = 30.0
 

@@ -108,7 +108,7 @@ def _pause(ground: Ground, role: str) -> None:
 
 def stopped_for_ever(ground: Ground, reference: Curves) -> None:
     """A rank is stopped and never continued: the run fails in bounded time, says which rank, and goes on without it."""
-    command = ground.start("train", CLOCK, *SLOW, f"train.hang_minutes={HANG_SECONDS / 60}")
+    command = ground.start("train", CLOCK, *SLOW, f"train.limits.hang_minutes={HANG_SECONDS / 60}")
     moment, role = ground.next_pair(BEFORE_THE_END, ("rank 0", "other rank"))
     at(ground, command, moment)
     victim = ground.roles().get(role)

@@ -33,8 +33,8 @@ def hurt_ranks(ground: Ground, reference: Curves) -> None:
         "train",
         CLOCK,
         *SETTINGS,
-        "train.oom=fail",
-        "train.hang_minutes=0.1",
+        "train.limits.oom=fail",
+        "train.limits.hang_minutes=0.1",
     )
     for what, rank in itertools.islice(ground.turn.of(HURTS, HURTS_EACH), HURTS_EACH):
         _fails(ground, reference, words, what, rank)

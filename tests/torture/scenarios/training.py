@@ -38,8 +38,8 @@ SETTINGS = (
     f"train.steps={STEPS}",
     "train.log_every=4",
     f"train.eval_every={EVERY}",
-    "train.keep=2",
-    "train.pictures=true",
+    "train.checkpoints.keep=2",
+    "train.mlflow.log_pictures=true",
 )
 SLOW = (*SETTINGS, f"evaluation_seconds={EVALUATION_SECONDS}")
 """For `CLOCK`."""

@@ -80,12 +80,16 @@ CASES = [
     ),
     Case("fsdp-accumulated", {"train__strategy": "fsdp", "train__micro_batch": 2}),
     Case("pp-accumulated", {"train__strategy": "pp", "train__micro_batch": 2}),
-    Case("pp-gpipe", {"train__strategy": "pp", "train__pp_schedule": "gpipe", "cut_at": "3"}),
+    Case("pp-gpipe", {"train__strategy": "pp", "train__pp__schedule": "gpipe", "cut_at": "3"}),
     Case(
         "ddp-compressed",
-        {"train__strategy": "ddp", "train__ddp_compression": "bf16", "train__ddp_bucket_mb": 1.0},
+        {
+            "train__strategy": "ddp",
+            "train__ddp__compression": "bf16",
+            "train__ddp__bucket_mb": 1.0,
+        },
     ),
-    Case("ddp-static", {"train__strategy": "ddp", "train__ddp_static_graph": True}),
+    Case("ddp-static", {"train__strategy": "ddp", "train__ddp__static_graph": True}),
     Case("fsdp-bf16", {"train__strategy": "fsdp", "train__precision": "bf16"}),
     *(
         Case(f"{name}-bf16", {"train__strategy": name, "train__precision": "bf16"})

@@ -203,6 +203,6 @@ def _example_inputs(experiment: Experiment, model: nn.Module) -> tuple[Tensor, .
         kinds = ", ".join([*(type(arg).__name__ for arg in args), *kwargs]) or "nothing"
         raise ValueError(
             f"measure() calls the model with {kinds}; only models that take tensors, by position, "
-            "are logged (train.log_model=false: none is)"
+            "are logged (train.mlflow.log_model=false: none is)"
         )
     return tuple(args)

@@ -136,7 +136,13 @@ class Watchdog:
         error = "".join(traceback.format_list(stack))
         failure = Failure(time.time(), self._rank, reason, error, FailureKind.HANG)
         _in_time([functools.partial(told, failure) for told in self._told])
-        _in_time([functools.partial(_print_stacks, f"{reason}; train.hang_minutes sets the limit")])
+        _in_time(
+            [
+                functools.partial(
+                    _print_stacks, f"{reason}; train.limits.hang_minutes sets the limit"
+                )
+            ]
+        )
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -70,7 +70,7 @@ class Pipeline:
         self._micro_batches = micro_batches(train, world.size)
         # NCCL would gather a checkpoint in one GPU's memory.
         self._hosts: Any = dist.new_group(backend="gloo", timeout=TRAINING_TIMEOUT)
-        self._schedule = SCHEDULES[train.pp_schedule](
+        self._schedule = SCHEDULES[train.pp.schedule](
             stage, self._micro_batches, loss_fn=self._loss
         )
         self._how: MicroBatchStep | None = None

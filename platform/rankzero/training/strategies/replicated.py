@@ -159,10 +159,10 @@ def _wrapped(model: nn.Module, world: World, train: Train) -> nn.Module:
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        static_graph=train.ddp_static_graph,
-        bucket_cap_mb=train.ddp_bucket_mb,
+        static_graph=train.ddp.static_graph,
+        bucket_cap_mb=train.ddp.bucket_mb,
     )
-    if train.ddp_compression == "bf16":
+    if train.ddp.compression == "bf16":
         replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
     return replica
 

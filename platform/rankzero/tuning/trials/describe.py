@@ -81,7 +81,7 @@ def mirrored(description: ExperimentDescription) -> Experiment:
             group = _group(name, leaves)
             annotations[name + "_"], fields[name + "_"] = group, group()
     known = {leaf.key: leaf.value for leaf in description.settings}
-    fields["train"] = Train(**_of_group(known, "train"))
+    fields["train"] = config.override(Train(), _of_group(known, "train"))
     fields["goal"] = Goal(**_of_group(known, "goal"))
     fields["lr"] = known["lr"]
     annotations |= {"train": Train, "goal": Goal, "lr": float}

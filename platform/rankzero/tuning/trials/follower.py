@@ -30,9 +30,9 @@ from rankzero.tuning.trials.launcher import Running
 
 MEMORY = "memory"
 OF_A_TRIAL = {
-    "train.save_every": 0,
-    "train.log_model": False,
-    "train.pictures": False,
+    "train.checkpoints.save_every": 0,
+    "train.mlflow.log_model": False,
+    "train.mlflow.log_pictures": False,
 }  # a trial is judged, not kept
 Say = Callable[[str], None]
 
