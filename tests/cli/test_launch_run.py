@@ -29,7 +29,6 @@ class Told:
 
     ended: RunEnded | None
     notices: list[str] = dataclasses.field(default_factory=list)
-    failed: str = ""
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
@@ -55,19 +54,19 @@ def finish(
         experiment_file.load(str(TINY))(), {"train.mlflow.log_model": True}
     )
     tried = launch_run.LaunchPlan(folder, experiment, agent.Topology(1), folder.path.parent, [])
-    launch_run._finish_tracking(tried, console, hurried)  # type: ignore[arg-type]
+    launch_run._finish_delivery(tried, console, hurried)  # type: ignore[arg-type]
     return console.notices
 
 
 def without_rank_zero(folder: RunFolder, *, stopped: bool) -> tuple[int, list[str]]:
     """Report a launch whose ranks did not come up; return the exit code and what is said."""
     console = Told(None)
-    console.failed = "stopped by SIGTERM before it began"
-    tried = launch_run.LaunchPlan(
+    plan = launch_run.LaunchPlan(
         folder, experiment_file.load(str(TINY))(), agent.Topology(1), folder.path.parent, []
     )
-    launched = launch_run._LaunchResult(console, "FAILED", attempt_started=False)  # type: ignore[arg-type]
-    return launch_run._without_rank_zero(tried, launched, stopped=stopped), console.notices
+    result = agent.LaunchResult("FAILED", "stopped by SIGTERM before it began")
+    code = launch_run._report_without_attempt(plan, result, console, stopped=stopped)  # type: ignore[arg-type]
+    return code, console.notices
 
 
 def test_a_run_from_mlflow_that_is_stopped_before_it_goes_on_is_as_it_was(tmp_path: Path) -> None:
@@ -75,7 +74,7 @@ def test_a_run_from_mlflow_that_is_stopped_before_it_goes_on_is_as_it_was(tmp_pa
     (run.checkpoints / "step_00000004").mkdir(parents=True)
     code, said = without_rank_zero(run, stopped=True)
     assert code == 75 and said == [
-        f"stopped by SIGTERM before it began: {run.path.name} is as it was"
+        f"stopped by SIGTERM before it began: {run.path.name} is unchanged"
     ]
     with pytest.raises(RunFailed, match="before it began; see"):
         without_rank_zero(run, stopped=False)

@@ -104,7 +104,7 @@ def test_a_resume_that_does_not_come_to_train_is_not_taken_for_the_attempt_befor
     assert process.returncode == 75, output
     if "before it began" in output:
         assert (
-            "r is as it was" in output
+            "r is unchanged" in output
             and tracked(folder).status == "FINISHED"
             and starts(folder) == 1
         )
@@ -131,7 +131,8 @@ def test_machines_that_wait_for_one_that_was_stopped_end_with_a_message(rankzero
     outputs = [one.communicate(timeout=60)[0] for one in (first, second)]
     assert [one.returncode for one in (first, second)] == [1, 1]
     assert (
-        "stopped by SIGTERM before it began" in outputs[0] and "did not come together" in outputs[1]
+        "stopped by SIGTERM before it began" in outputs[0]
+        and "did not find each other" in outputs[1]
     )
     assert not any("Traceback" in output for output in outputs), outputs
 

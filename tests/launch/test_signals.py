@@ -1,4 +1,4 @@
-"""What signals ask of workers, between the agent's turns. With the agent itself: cli/test_signals.py."""
+"""Forwarding of signals to workers that start and stop. With the real agent: cli/test_signals.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rankzero.launch import torch_compat
 from rankzero.launch.signals import LaunchStopped, SignalForwarder
 
 WORKER = """
@@ -23,24 +24,25 @@ while True:
 
 
 class Agent:
-    """Starts and stops a worker as torchrun's agent does."""
+    """Starts and stops a worker as torchrun's agent does, and reports it to an observer."""
 
     def __init__(self) -> None:
-        self._remaining_restarts = 3
         self.workers: list[subprocess.Popen[str]] = []
 
-    def _start_workers(self) -> dict[int, int]:
+    def start(self, observer: torch_compat.WorkerObserver) -> None:
+        observer.starting()
         self.workers.append(
             subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
         )
-        assert self.says() == "listens"
-        return {0: self.workers[-1].pid}
+        assert self.printed() == "listens"
+        observer.started([self.workers[-1].pid])
 
-    def _stop_workers(self) -> None:
+    def stop(self, observer: torch_compat.WorkerObserver) -> None:
+        observer.stopping()
         with self.workers[-1] as worker:
             worker.kill()
 
-    def says(self) -> str:
+    def printed(self) -> str:
         output = self.workers[-1].stdout
         assert output is not None
         return output.readline().strip()
@@ -55,27 +57,43 @@ def agent() -> Iterator[Agent]:
             worker.kill()
 
 
-def test_who_was_told_to_stop_is_not_started_again_for_another_machines_sake(agent: Agent) -> None:
+def test_stopped_workers_are_not_started_again_for_another_machine(agent: Agent) -> None:
     with (
         SignalForwarder() as signals,
-        signals.to(agent),
-        pytest.raises(LaunchStopped, match="SIGTERM, and not begun again"),
+        signals.to_workers() as workers,
+        pytest.raises(LaunchStopped, match="SIGTERM, and not started again"),
     ):
-        agent._start_workers()
+        agent.start(workers)
         os.kill(os.getpid(), signal.SIGTERM)
-        agent._stop_workers()
-        agent._remaining_restarts = 1  # torchrun's agent counts no restart because of new members
-        agent._start_workers()
+        assert workers.is_stopped
+        agent.stop(workers)
+        agent.start(workers)  # torchrun's agent does not count a restart for new members
     assert len(agent.workers) == 1
 
 
-@pytest.mark.parametrize(("second_ends", "told"), [(True, "SIGQUIT"), (False, "SIGTERM")])
-def test_a_second_signal_ends_workers_unless_who_steers_says_that_otherwise(
-    agent: Agent, second_ends: bool, told: str
+@pytest.mark.parametrize(("second_ends", "gets"), [(True, "SIGQUIT"), (False, "SIGTERM")])
+def test_second_signal_ends_workers_unless_only_sigquit_does(
+    agent: Agent, second_ends: bool, gets: str
 ) -> None:
-    with SignalForwarder(second_ends=second_ends) as signals, signals.to(agent):
-        agent._start_workers()
+    with (
+        SignalForwarder(second_ends=second_ends) as signals,
+        signals.to_workers() as workers,
+    ):
+        agent.start(workers)
         os.kill(os.getpid(), signal.SIGINT)
-        assert agent.says() == "SIGTERM"
+        assert agent.printed() == "SIGTERM"
         os.kill(os.getpid(), signal.SIGTERM)
-        assert agent.says() == told
+        assert agent.printed() == gets
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_signal_that_was_ignored_at_start_stays_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with SignalForwarder() as signals:
+            os.kill(os.getpid(), number)
+            assert not signals.received and signal.getsignal(number) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.received == [signal.SIGTERM]
+    finally:
+        signal.signal(number, before)

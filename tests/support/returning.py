@@ -1,4 +1,4 @@
-"""Workers that have returned, or fail, for a process that can import no test."""
+"""Entry points of workers, in a module that a forked worker can import."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rankzero.training.distributed.world import join
 DEAF = "deaf"
 
 
-def returned(event: Event, told: Event) -> None:
-    """Do what torchrun's agent has a worker do once it has returned."""
+def returned(event: Event, ready: Event) -> None:
+    """Do what a worker of torchrun's agent does once its function has returned."""
     enter(lambda request: "FINISHED", None)
-    told.set()
+    ready.set()
     event.wait()
 
 
 def fail_without_words(folder: str) -> str:
-    """Fail as on a full disk, with an empty file for the last words; other ranks wait, and say who they are."""
+    """Fail as on a full disk, with an empty error file. Other ranks write their process id and wait."""
     if os.environ["LOCAL_RANK"] == "0":
         while not (Path(folder) / "1").exists():
             time.sleep(0.05)
@@ -40,8 +40,29 @@ def fail_without_words(folder: str) -> str:
     return "waited"
 
 
+def fail_once(folder: str) -> str:
+    """Write this process's id; local rank 0 fails at the first start."""
+    pids = Path(folder) / "pids"
+    pids.mkdir(exist_ok=True)
+    (pids / str(os.getpid())).touch()
+    if os.environ["LOCAL_RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(1)
+    deadline = time.monotonic() + 60
+    while len(list(pids.iterdir())) < 4 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return "FINISHED"
+
+
+def killed(_request: object) -> str:
+    """Kill rank 1. The others wait."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(120)
+    return "waited"
+
+
 def meet(folder: str) -> str:
-    """Meet the other ranks; write down on which addresses those who started us, and they, listen."""
+    """Join the other ranks; write the addresses that the launcher and its processes listen on."""
     with join(ranks.detect(), torch.device("cpu")) as world:
         world.sum(torch.ones(1))
         if world.ranks.first:
@@ -59,7 +80,7 @@ def _listening() -> list[str]:
 
 
 def deaf(folder: str, problems: Any) -> None:
-    """Hear no SIGTERM, leave word of it, and take long."""
+    """Ignore SIGTERM, create a file that says so, and take long."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (Path(folder) / DEAF).touch()
     time.sleep(1000)

@@ -1,4 +1,4 @@
-"""One attempt at a run, as the launching command sees it: launch, show, wait for the tracking, report."""
+"""What `rankzero train` and `resume` share: launch, show the progress, wait for MLflow, report."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from rankzero.telemetry.host import usable_cores
 from rankzero.tracking import delivery_status
 from rankzero.tracking.retry import grace_seconds
 
-# Libraries whose import is slow and harmless in the server that workers are forked from: no threads, no CUDA.
-SLOW_LIBRARIES = {
+# The server that workers are forked from imports these beforehand: they are slow to import, and
+# start no threads and no CUDA.
+_SLOW_LIBRARIES = {
     "lightning",
     "lightning.pytorch",
     "pytorch_lightning",
@@ -47,149 +48,190 @@ SLOW_LIBRARIES = {
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
-    """What to launch."""
+    """One attempt to launch."""
 
     folder: RunFolder
     experiment: Experiment
-    nodes: agent.Topology
+    topology: agent.Topology
     root: Path
+    """The folder of the embedded store and of the runs."""
     argv: Sequence[str]
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What else is known of it."""
+    """Tags of the MLflow run, besides those of its provenance."""
     resumes: bool = False
     joined: bool = False
-    """Whether another machine began the run in this folder, and does what is done once."""
+    """Whether another machine created the run's folder, and does what only one machine does."""
     offline: bool = False
     """Whether the run is only recorded; nothing talks to MLflow."""
 
 
-def run(attempt: LaunchPlan) -> int:
-    """Launch, follow and report; return the exit code. Raises RunFailed with the reason.
+def run(plan: LaunchPlan) -> int:
+    """Launch, show the progress, wait for the delivery; return the exit code.
 
-    Where a device runs out of memory, all ranks begin again from the newest checkpoint with half the micro-batch.
+    If a device runs out of memory, all ranks start again from the newest checkpoint with half the
+    micro-batch. Raises RunFailed with the reason.
     """
-    with SignalForwarder() as signals:
-        attempt, launched = _trained(attempt, signals)
-        if not launched.attempt_started:
-            return _without_rank_zero(attempt, launched, stopped=bool(signals.received))
-        heard = len(signals.received)  # what comes from now on can only mean the waiting
-        finish = _finish_offline if attempt.offline else _finish_tracking
-        finish(attempt, launched.console, lambda: len(signals.received) > heard)
-        return _report(attempt, launched.console)
+    with SignalForwarder() as forwarder:
+        console, result, started = _launch(plan, forwarder)
+        while result.status == "FAILED" and (smaller := _with_half_the_micro_batch(plan)):
+            plan = smaller
+            halved = plan.tags[OUT_OF_MEMORY]
+            console.notice(f"out of memory: {halved}; starting again from the newest checkpoint")
+            write_config(plan.folder, plan.experiment)
+            console, result, started = _launch(plan, forwarder)
+        if not started:
+            stopped = bool(forwarder.received)
+            return _report_without_attempt(plan, result, console, stopped=stopped)
+        # The training is over. Another signal can only ask not to wait for the delivery.
+        before = len(forwarder.received)
+        finish = _finish_offline if plan.offline else _finish_delivery
+        finish(plan, console, lambda: len(forwarder.received) > before)
+        return _report(plan, result, console)
 
 
-@dataclasses.dataclass(frozen=True)
-class _LaunchResult:
-    """How a launch went: what was shown, the status, and whether rank 0 came so far as to start an attempt."""
+def _launch(
+    plan: LaunchPlan, forwarder: SignalForwarder
+) -> tuple[Console, agent.LaunchResult, bool]:
+    """Launch the workers and show their progress until all have ended.
 
-    console: Console
-    status: str
-    attempt_started: bool
-
-
-def _trained(attempt: LaunchPlan, signals: SignalForwarder) -> tuple[LaunchPlan, _LaunchResult]:
-    """Launch until memory suffices; return the attempt that it sufficed, and how its launch went."""
-    launched = _launched(attempt, signals)
-    while (
-        launched.status == "FAILED" and (smaller := _with_half_the_micro_batch(attempt)) is not None
-    ):
-        attempt = smaller
-        launched.console.notice(
-            f"out of memory: {attempt.tags[OUT_OF_MEMORY]}, and on from the newest checkpoint"
-        )
-        write_config(attempt.folder, attempt.experiment)
-        launched = _launched(attempt, signals)
-    return attempt, launched
-
-
-def _launched(attempt: LaunchPlan, signals: SignalForwarder) -> _LaunchResult:
-    """Launch and show until all processes have ended."""
+    Return what showed it, how they ended, and whether rank 0 started an attempt here.
+    """
     from rankzero.training import worker
 
-    folder, status = attempt.folder, "FAILED"
+    folder, train = plan.folder, plan.experiment.train
     before = lookup.journal_bytes(folder)
+    found = provenance.collect(Path.cwd(), plan.argv, os.environ)
+    provenance.write_artifacts(found, folder.artifacts)
+    file = os.path.relpath(folder.identity.experiment_file or "", Path.cwd())
     request = request_for(
         folder,
-        attempt.experiment,
-        {**_provenance(attempt), **attempt.tags},
-        resumes=attempt.resumes,
-        offline=attempt.offline,
+        plan.experiment,
+        {**provenance.environment(found), "rankzero.experiment_file": file, **plan.tags},
+        resumes=plan.resumes,
+        offline=plan.offline,
     )
-    advice = DataWait(
-        attempt.experiment.train.workers, attempt.nodes.processes, len(usable_cores())
-    )
-    console = Console(folder, attempt.experiment.goal, attempt.root, advise=advice)
+    advice = DataWait(train.workers, plan.topology.processes, len(usable_cores()))
+    console = Console(folder, plan.experiment.goal, plan.root, advise=advice)
     with console:
-        try:
-            status = agent.run(attempt.nodes, worker.main, request, folder.path / "logs", signals)
-        except agent.WorkersFailed as error:
-            console.failed = str(error)
-    return _LaunchResult(console, status, lookup.attempt_started(folder, before))
+        result = agent.run(plan.topology, worker.main, request, folder.path / "logs", forwarder)
+    return console, result, lookup.attempt_started(folder, before)
 
 
-def _with_half_the_micro_batch(attempt: LaunchPlan) -> LaunchPlan | None:
-    """Return the next attempt after an out-of-memory; None where that was not it, or nothing can be halved.
+def _with_half_the_micro_batch(plan: LaunchPlan) -> LaunchPlan | None:
+    """Return the next plan if a device ran out of memory and the micro-batch can be halved, or None.
 
-    With several machines, only one of them knows why the ranks ended: there it fails.
+    With several machines the run fails, because only one of them knows why the ranks ended.
     """
-    train, nodes, first = (
-        attempt.experiment.train,
-        attempt.nodes,
-        failures.first(attempt.folder.failures),
-    )
-    if (
-        first is None
-        or first.kind is not failures.FailureKind.OUT_OF_MEMORY
-        or train.limits.oom == "fail"
-        or nodes.nodes > 1
-    ):
-        return None
     from rankzero.training import strategies
     from rankzero.training.data.order import micro_batch_size
 
-    micro_batch = micro_batch_size(train, strategies.shards(train.strategy, nodes.processes))
-    if micro_batch % 2 or train.strategy == "pp":
+    train, topology = plan.experiment.train, plan.topology
+    first = failures.first(plan.folder.failures)
+    if first is None or first.kind is not failures.FailureKind.OUT_OF_MEMORY:
         return None
-    told = f"{attempt.tags.get(OUT_OF_MEMORY, f'micro-batch {micro_batch}')} -> {micro_batch // 2}"
-    experiment = config.override(attempt.experiment, {"train.micro_batch": micro_batch // 2})
-    return dataclasses.replace(attempt, experiment=experiment, tags={OUT_OF_MEMORY: told})
+    if train.limits.oom == "fail" or topology.nodes > 1 or train.strategy == "pp":
+        return None
+    size = micro_batch_size(train, strategies.shards(train.strategy, topology.processes))
+    if size % 2:
+        return None
+    halved = f"{plan.tags.get(OUT_OF_MEMORY, f'micro-batch {size}')} -> {size // 2}"
+    experiment = config.override(plan.experiment, {"train.micro_batch": size // 2})
+    return dataclasses.replace(plan, experiment=experiment, tags={OUT_OF_MEMORY: halved})
 
 
-def _without_rank_zero(attempt: LaunchPlan, launched: _LaunchResult, *, stopped: bool) -> int:
-    """Report where rank 0 ran on another machine, or did not come so far as to start an attempt.
+def _report_without_attempt(
+    plan: LaunchPlan, result: agent.LaunchResult, console: Console, *, stopped: bool
+) -> int:
+    """Report a launch in which rank 0 ran on another machine, or ended before it started training.
 
-    What an earlier attempt has said of its end is not this one's.
+    An end in the journal is then an earlier attempt's.
     """
-    folder, resumable = attempt.folder, _may_go_on(attempt.folder)
+    folder, resumable = plan.folder, _has_checkpoint(plan.folder)
     if not (folder.events.exists() or resumable or any(folder.path.glob("system-node_*.jsonl"))):
-        (folder.path / "run.json").unlink(missing_ok=True)  # what is left here are logs: no run
+        (folder.path / "run.json").unlink(missing_ok=True)  # only logs are left: not a run
+    if result.status != "FAILED":
+        return FINISHED if result.status == "FINISHED" else RESUMABLE
     first = failures.first(folder.failures)
-    reason = first.reason if first else launched.console.failed
-    if launched.status == "FAILED" and not (stopped and resumable):
+    reason = first.reason if first else result.reason
+    if not (stopped and resumable):
         raise RunFailed(f"{reason}; see {folder.path / 'logs'}")
-    if launched.status == "FAILED":
-        launched.console.notice(f"{reason}: {folder.path.name} is as it was")
-    return FINISHED if launched.status == "FINISHED" else RESUMABLE
+    console.notice(f"{reason}: {folder.path.name} is unchanged")
+    return RESUMABLE
 
 
-def _may_go_on(folder: RunFolder) -> bool:
+def _finish_delivery(plan: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:
+    """Wait for the delivery and log the best model, both within `grace_seconds`.
+
+    If `hurried()` returns true, stop waiting. The recorder continues; `rankzero sync` delivers
+    what remains.
+    """
+    from rankzero.training.checkpoints import best_model
+
+    folder, until = plan.folder, time.monotonic() + grace_seconds()
+    with console.status("delivering to MLflow"):
+        delivery = delivery_status.wait(
+            folder, enough=lambda delivery: delivery_status.is_delivered(delivery) or hurried()
+        )
+    logs_model = _logs_model(plan)
+    why = "the command was stopped" if hurried() else "it takes long"
+    also = ["the best model"] if logs_model else []
+    for line in delivery_notes.lines(delivery, folder.path.name, why, also):
+        console.notice(line)
+    if logs_model and not delivery.done:
+        best_model.mark_unlogged(folder, True)
+    elif logs_model:
+        with console.status("logging the best model to MLflow"):
+            left = until - time.monotonic()
+            best_model.in_new_process(folder, console.notice, hurried, left)
+
+
+def _finish_offline(plan: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:
+    """Wait until the recorder has written the run's last lines; print how to deliver the run."""
+    from rankzero.training.checkpoints import best_model
+
+    delivery_status.wait_for_recorder(plan.folder, hurried)
+    if _logs_model(plan):
+        best_model.mark_unlogged(plan.folder, True)
+    console.notice(delivery_notes.offline(plan.folder))
+
+
+def _logs_model(plan: LaunchPlan) -> bool:
+    # From the journal, not from the console, which may have failed to show it: its reader may go.
+    ended = lookup.last_end(plan.folder)
+    finished = ended is not None and ended.status == "FINISHED"
+    return finished and plan.experiment.train.mlflow.log_model and not plan.joined
+
+
+def _report(plan: LaunchPlan, result: agent.LaunchResult, console: Console) -> int:
+    ended = lookup.last_end(plan.folder)
+    if ended is None:
+        why = f" ({result.reason})" if result.reason else ""
+        raise RunFailed(
+            f"the run ended without a record of it{why}; see {plan.folder.path / 'logs'}"
+        )
+    console.result(ended)
+    if ended.status == "FAILED":
+        raise RunFailed(ended.reason + (f" ({result.reason})" if result.killed_by else ""))
+    if ended.status == "KILLED":
+        return RESUMABLE if _has_checkpoint(plan.folder) else FAILED
+    return FINISHED
+
+
+def _has_checkpoint(folder: RunFolder) -> bool:
     return any(folder.checkpoints.glob("step_*"))
 
 
-def nodes_of(arguments: argparse.Namespace, train: Train) -> agent.Topology:
-    """Return the processes that the command line asks for. Raises UserError where they cannot be."""
+def topology_of(arguments: argparse.Namespace, train: Train) -> agent.Topology:
+    """Return the processes that the command line asks for. Raises UserError if they cannot run."""
     import torch
 
     from rankzero.training import strategies
     from rankzero.training.data.order import micro_batch_size
     from rankzero.training.distributed.device import check_gpus
 
-    asked = arguments.nproc
-    processes = (
-        asked
-        if asked is not None
-        else strategies.processes(train.strategy, torch.cuda.device_count())
-    )
+    processes = arguments.nproc
+    if processes is None:
+        processes = strategies.processes(train.strategy, torch.cuda.device_count())
     if processes < 1 or arguments.nnodes < 1:
         raise UserError("--nproc and --nnodes must be at least 1")
     if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
@@ -205,7 +247,7 @@ def nodes_of(arguments: argparse.Namespace, train: Train) -> agent.Topology:
 
 
 def libraries_of(path: Path) -> list[str]:
-    """Return the slow libraries that a file imports at its top, for the server to load beforehand."""
+    """Return the slow libraries that a file imports at its top, for the server to import first."""
     try:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError):
@@ -214,70 +256,4 @@ def libraries_of(path: Path) -> list[str]:
     for node in body:
         if isinstance(node, ast.ImportFrom) and node.module:
             named += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return [name for name in named if name in SLOW_LIBRARIES]
-
-
-def _provenance(attempt: LaunchPlan) -> Mapping[str, str]:
-    found = provenance.collect(Path.cwd(), attempt.argv, os.environ)
-    provenance.write_artifacts(found, attempt.folder.artifacts)
-    reference = os.path.relpath(attempt.folder.identity.experiment_file or "", Path.cwd())
-    return {**provenance.environment(found), "rankzero.experiment_file": reference}
-
-
-def _finish_tracking(attempt: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:
-    """Wait while the recorder gets on; log the final model of a finished run: both within `grace_seconds`.
-
-    Who is `hurried` waits for nothing. What is left then, the recorder goes on with, and `rankzero sync` brings.
-    """
-    from rankzero.training.checkpoints import best_model
-
-    until = time.monotonic() + grace_seconds()
-    with console.status("delivering to MLflow"):
-        delivery = delivery_status.wait(
-            attempt.folder,
-            enough=lambda delivery: delivery_status.is_delivered(delivery) or hurried(),
-        )
-    ended = lookup.last_end(
-        attempt.folder
-    )  # not what was shown: showing may fail, as where the output's reader goes
-    finished = ended is not None and ended.status == "FINISHED"
-    logs_model = finished and attempt.experiment.train.mlflow.log_model and not attempt.joined
-    why = "nobody waited" if hurried() else "it takes long"
-    also = ["the best model"] if logs_model else []
-    for line in delivery_notes.lines(delivery, attempt.folder.path.name, why, also):
-        console.notice(line)
-    if logs_model and not delivery.done:
-        best_model.mark_unlogged(attempt.folder, True)
-    elif logs_model:
-        with console.status("logging the best model to MLflow"):
-            best_model.in_new_process(
-                attempt.folder, console.notice, hurried, until - time.monotonic()
-            )
-
-
-def _finish_offline(attempt: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:
-    """Wait until the recorder has written the run's last lines; print how to deliver the run."""
-    from rankzero.training.checkpoints import best_model
-
-    folder = attempt.folder
-    delivery_status.wait_for_recorder(folder, hurried)
-    ended = lookup.last_end(folder)
-    finished = ended is not None and ended.status == "FINISHED"
-    if finished and attempt.experiment.train.mlflow.log_model and not attempt.joined:
-        best_model.mark_unlogged(folder, True)
-    console.notice(delivery_notes.offline(folder))
-
-
-def _report(attempt: LaunchPlan, console: Console) -> int:
-    ended = lookup.last_end(attempt.folder)
-    if ended is None:
-        raise RunFailed(
-            f"the run did not say how it ended ({console.failed}); see {attempt.folder.path / 'logs'}"
-        )
-    console.result(ended)
-    if ended.status == "FAILED":
-        killed = f" ({console.failed})" if "was killed by" in console.failed else ""
-        raise RunFailed(ended.reason + killed)
-    if ended.status == "KILLED":
-        return RESUMABLE if _may_go_on(attempt.folder) else FAILED
-    return FINISHED
+    return [name for name in named if name in _SLOW_LIBRARIES]

@@ -1,40 +1,34 @@
-"""Workers through torchrun's own elastic agent, forked from a server that has PyTorch loaded.
+"""Starts workers with torchrun's elastic agent, as forks of a server that has PyTorch loaded.
 
-The server (Python's forkserver) imports PyTorch while the launcher does; workers are forks of
-it and import nothing again. It never touches CUDA, so a fork of it may.
+The server (Python's forkserver) imports PyTorch while the launcher does. Workers are forks of it
+and import nothing again. It never touches CUDA, so it may be forked.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import multiprocessing
-import os
 import signal
-import time
 from collections.abc import Callable, Sequence
-from multiprocessing import synchronize
 from pathlib import Path
 from typing import Any
 
-from rankzero.launch import rendezvous
-from rankzero.launch import signals as relay
+from rankzero.launch import rendezvous, signals
 from rankzero.launch.signals import SignalForwarder
 
-START_METHOD = "forkserver"
-# Making the first optimizer imports torch._dynamo, which takes about as long as PyTorch itself.
+# The first optimizer imports torch._dynamo, which takes about as long as PyTorch itself. It is a
+# private name: if it goes, the server ignores it, and runs start a second later.
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.data", "numpy", "rankzero.training.worker"]
-NOISY = (
+_NOISY_LOGGERS = (
     "torch.distributed",
     "torch.multiprocessing",
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.multiprocessing.errors",
 )
-MONITOR_SECONDS = 0.5  # between looks at the workers: each costs them a moment of a core
-LOOK_SECONDS = 0.01
-SHUTDOWN_SECONDS = 30  # what a rank gets to leave once another has failed, before SIGKILL
+# Each look at the workers takes a core from them for a moment.
+_MONITOR_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,147 +36,134 @@ class Topology:
     """Where the processes run. The defaults are this machine alone."""
 
     processes: int
-    """Per node."""
+    """Per machine."""
     nodes: int = 1
+    """Machines."""
     endpoint: str = "localhost:0"
-    """The rendezvous, ``host:port``; needed with several nodes."""
+    """The rendezvous, ``host:port``; needed with several machines."""
     job: str = "rankzero"
-    """What the nodes of one job agree to call it."""
+    """The name by which machines of one job find each other."""
     max_restarts: int = 0
 
 
-class WorkersFailed(Exception):
-    """The workers failed, and no restart was left."""
+@dataclasses.dataclass(frozen=True)
+class LaunchResult:
+    """How the workers of this machine ended."""
+
+    status: str
+    """What the first worker returned, or FAILED."""
+    reason: str = ""
+    """Why the workers failed, in a line for people; empty unless FAILED."""
+    exit_code: int | None = None
+    """The exit code of the first worker that failed; None where no worker ended with one."""
+    killed_by: signal.Signals | None = None
+    """The signal that killed a worker, if one was killed."""
 
 
 def warm_up(modules: Sequence[str] = ()) -> None:
     """Start the server, which imports PyTorch and `modules` in the background. Returns at once."""
     multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
-    relay.start_server()
+    signals.start_server()
 
 
 def run(
-    nodes: Topology, entry: Callable[[Any], str], request: Any, logs: Path, signals: SignalForwarder
-) -> str:
-    """Run `entry(request)` in every process of this node; return what the first of them returned.
+    topology: Topology,
+    entry: Callable[[Any], str],
+    request: Any,
+    logs: Path,
+    forwarder: SignalForwarder,
+) -> LaunchResult:
+    """Run `entry(request)` in every process of this machine; return how they ended.
 
-    SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process reach the workers, which stop at the same step; a second
-    one ends them as an exception does, SIGQUIT ends them whatever they do. SIGUSR2: the run is pruned. After any of
-    the first four nothing is started again.
-    Raises WorkersFailed.
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process ask the workers to stop, at the same step.
+    A second signal ends them as an exception does. SIGQUIT kills them, SIGUSR2 prunes the run.
+    Nothing is started again after any of the first four.
     """
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    # Late: they import PyTorch, which the server should do meanwhile.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    for name in NOISY:  # what the agent logs about a failed rank, the command says in a line
+    from rankzero.launch import torch_compat
+
+    # The command prints one line about a failed rank. The agent would log a page.
+    for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # none: signals are passed on, see below
-    # A store that the agent keeps would hand a restarted rank the addresses of the dead (seen with PyTorch 2.15).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    agent = LocalElasticAgent(
-        _spec(nodes, entry, request),
-        logs_specs=_log_specs(logs),
-        start_method=START_METHOD,
-        shutdown_timeout=SHUTDOWN_SECONDS,
+    torch_compat.configure_environment()
+    logs.mkdir(parents=True, exist_ok=True)
+    logs_specs = DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL)
+    spec = _worker_spec(topology, entry, request)
+    signals.start_server()
+    try:
+        with forwarder.to_workers() as workers:
+            result = torch_compat.ObservedAgent(spec, logs_specs, workers).run()
+    except signals.LaunchStopped as stopped:
+        return LaunchResult("FAILED", str(stopped))
+    except RendezvousError as error:
+        why = str(error) or type(error).__name__
+        return LaunchResult("FAILED", f"the machines did not find each other: {why}")
+    except json.JSONDecodeError:
+        # The agent reads why a rank failed from a file, which is empty where the disk is full.
+        return LaunchResult("FAILED", "a rank failed, and the disk was too full to write why")
+    finally:
+        spec.rdzv_handler.shutdown()
+    if not result.is_failed():
+        return LaunchResult(str(result.return_values[min(result.return_values)]))
+    codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    return LaunchResult(
+        "FAILED",
+        ", ".join(_describe_exit(rank, code) for rank, code in codes.items()),
+        exit_code=next(iter(codes.values()), None),
+        killed_by=next((signal.Signals(-code) for code in codes.values() if code < 0), None),
     )
-    relay.start_server()
-    with contextlib.closing(_Rendezvous(agent)):
-        try:
-            with signals.to(agent):
-                result = agent.run()
-        except relay.LaunchStopped as stopped:
-            raise WorkersFailed(str(stopped)) from None
-        except RendezvousError as error:
-            raise WorkersFailed(
-                f"the machines did not come together: {error or type(error).__name__}"
-            ) from error
-        except (
-            json.JSONDecodeError
-        ) as error:  # the file in which the agent looks for a failed rank's last words
-            raise WorkersFailed(
-                "a rank failed, and there was no room on the disk to say why"
-            ) from error
-    if result.is_failed():
-        raise WorkersFailed(
-            ", ".join(_obituary(rank, failed.exitcode) for rank, failed in result.failures.items())
-        )
-    return str(result.return_values[min(result.return_values)])
 
 
-def _obituary(rank: int, exit_code: int) -> str:
+def _describe_exit(rank: int, exit_code: int) -> str:
     if exit_code >= 0:
         return f"rank {rank} ended with exit code {exit_code}"
     return f"rank {rank} was killed by {signal.Signals(-exit_code).name}"
 
 
-def log_files(logs: Path, local_rank: int) -> list[Path]:
-    """Return the files that a local rank's output goes to, of all attempts, oldest first."""
-    found = logs.glob(f"*/attempt_*/{local_rank}/std*.log")
-    return sorted(
-        found, key=lambda path: (path.parent.stat().st_mtime_ns, path.name != "stdout.log")
-    )
-
-
-def _spec(nodes: Topology, entry: Callable[[Any], str], request: Any) -> Any:
+def _worker_spec(topology: Topology, entry: Callable[[Any], str], request: Any) -> Any:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
+    alone = topology.nodes == 1
+    address = "localhost" if alone else None
     parameters = RendezvousParameters(
         backend="c10d",
-        endpoint=nodes.endpoint,
-        run_id=nodes.job,
-        min_nodes=nodes.nodes,
-        max_nodes=nodes.nodes,
-        local_addr="localhost" if nodes.nodes == 1 else None,
+        endpoint=topology.endpoint,
+        run_id=topology.job,
+        min_nodes=topology.nodes,
+        max_nodes=topology.nodes,
+        local_addr=address,
     )
-    make = rendezvous.handler_of_one_agent if nodes.nodes == 1 else registry.get_rendezvous_handler
+    make = rendezvous.handler_of_one_agent if alone else registry.get_rendezvous_handler
     return WorkerSpec(
         role="rank",
-        local_world_size=nodes.processes,
+        local_world_size=topology.processes,
         entrypoint=enter,
         args=(entry, request),
         rdzv_handler=make(parameters),
-        max_restarts=nodes.max_restarts,
-        monitor_interval=MONITOR_SECONDS,
-        local_addr="localhost" if nodes.nodes == 1 else None,
+        max_restarts=topology.max_restarts,
+        monitor_interval=_MONITOR_SECONDS,
+        local_addr=address,
     )
 
 
 def enter(entry: Callable[[Any], str], request: Any) -> str:
-    """Run `entry(request)` in a worker, and see to it that the agent outlives the worker's death afterwards.
+    """Run `entry(request)` in a worker. The agent calls this."""
+    from rankzero.launch import torch_compat
 
-    A worker that has returned waits for the agent's event, which lets all of them go; to set it, the agent waits for
-    each that sleeps on it to wake, for ever where one was killed meanwhile (seen with PyTorch 2.15). Who looks does
-    not sleep.
-    """
-    relay.release_for(entry)
+    if not signals.unblocks(entry):
+        signals.unblock()
     result = entry(request)
-    synchronize.Event.wait = wait_by_looking  # type: ignore[assignment, method-assign]
+    torch_compat.poll_after_return()
     return result
 
 
-def wait_by_looking(event: Any, timeout: float | None = None) -> bool:
-    """Wait for an event of multiprocessing's without a trace in it: no lock, no place among the sleepers."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while event._flag._semlock._is_zero():
-        if deadline is not None and time.monotonic() >= deadline:
-            return False
-        time.sleep(LOOK_SECONDS)
-    return True
-
-
-def _log_specs(logs: Path) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-
-    logs.mkdir(parents=True, exist_ok=True)
-    return DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL)
-
-
-class _Rendezvous:
-    """Ends the agent's rendezvous, whatever happened."""
-
-    def __init__(self, agent: Any) -> None:
-        self._handler = agent.get_worker_group().spec.rdzv_handler
-
-    def close(self) -> None:
-        self._handler.shutdown()
+def log_files(logs: Path, local_rank: int) -> list[Path]:
+    """Return the output files of a local rank, of all attempts, oldest first."""
+    return sorted(
+        logs.glob(f"*/attempt_*/{local_rank}/std*.log"),
+        key=lambda path: (path.parent.stat().st_mtime_ns, path.name != "stdout.log"),
+    )

@@ -1,12 +1,13 @@
-"""Signals on their way from the launcher to the workers: none is lost, whenever it comes.
+"""Forwards signals from the launcher to the workers, also while workers are starting.
 
-    no workers yet       (rendezvous, between two attempts)  the launch ends: there is nothing to save
-    being started        they get it once they exist; forked with signals held, they hear it once they listen
-    running              passed on, the first as a wish to stop, a second one as an end
-    ended                remembered: who delivers looks at `received`
+    workers                                   a signal
+    none: at the rendezvous, between starts   ends the launch; there is nothing to save
+    starting                                  waits until they exist and have signal handlers
+    running                                   is forwarded: the first one asks to stop, a second ends
+    ended                                     is kept in `received`, for the wait for the delivery
 
-The agent's own way would lose those that come before workers have ids, give running ones 30 seconds and then SIGKILL,
-and start again, as after a failure, those that were told to end.
+Signal handlers of the package: `SignalForwarder` (launcher and trial host), `training.stop.listen`
+(workers), `cli.main.command` (ignores signals on the way out), `cli.commands.ui` (ends the server).
 """
 
 from __future__ import annotations
@@ -19,44 +20,55 @@ from multiprocessing import forkserver, resource_tracker
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-PASSED_ON = {
+_FORWARDED = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
 }
-TRANSLATED = {signal.SIGUSR2: signal.SIGUSR2, signal.SIGQUIT: signal.SIGKILL}
-HELD = frozenset({*PASSED_ON, *TRANSLATED})
-LISTENS = "listens_to_signals"
+"""Signals that ask to stop, and what the workers get."""
+_TRANSLATED = {signal.SIGUSR2: signal.SIGUSR2, signal.SIGQUIT: signal.SIGKILL}
+"""Signals that steer the workers: prune the run, kill it."""
+_BLOCKED = frozenset({*_FORWARDED, *_TRANSLATED})
+"""Signals that wait until a new worker has handlers."""
+_UNBLOCKS = "unblocks_signals"
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 
 
-def heard(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return those to listen to: not SIGHUP where the command was begun with that ignored, as ``nohup`` begins it."""
+class LaunchStopped(Exception):
+    """A signal asked the launcher to stop when it had no workers to forward it to."""
+
+
+def handled_signals(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return the signals to handle: all but SIGHUP and SIGINT where those were ignored at start.
+
+    ``nohup`` starts commands with SIGHUP ignored, a script its background jobs with SIGINT ignored.
+    """
     return [
-        one
-        for one in numbers
-        if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN
+        number
+        for number in numbers
+        if number not in (signal.SIGHUP, signal.SIGINT)
+        or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 
-class LaunchStopped(Exception):
-    """A signal asked the launcher to stop where no worker could hear it."""
-
-
 class SignalForwarder:
-    """What signals ask of this process inside its ``with`` block, and of the workers that it has. Main thread only."""
+    """Handles signals inside its ``with`` block and forwards them to the workers.
+
+    Main thread only.
+    """
 
     def __init__(self, *, second_ends: bool = True) -> None:
-        """`second_ends`: a second signal ends the workers at once; where not, whoever steers says SIGQUIT for that."""
+        """`second_ends`: a second signal ends the workers at once. False: only SIGQUIT does."""
         self._second_ends = second_ends
         self.received: list[signal.Signals] = []
-        """Those that ask to stop."""
+        """Signals that asked to stop."""
         self._workers: _Workers | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._hear) for number in heard(HELD)}
+        numbers = handled_signals(_BLOCKED)
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,99 +76,102 @@ class SignalForwarder:
             signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def to(self, agent: Any) -> Iterator[None]:
-        """Pass on what comes during the block to the agent's workers. Raises Stopped where there are none."""
-        self._workers = _Workers(agent)
+    def to_workers(self) -> Iterator[_Workers]:
+        """Forward signals to one launch's workers; yield the observer that its agent needs.
+
+        Raises LaunchStopped when a signal asks to stop and no worker can get it.
+        """
+        self._workers = _Workers()
         try:
             if self.received:
                 raise LaunchStopped(f"stopped by {self.received[0].name} before it began")
-            yield
+            yield self._workers
         finally:
             self._workers = None
 
-    def _hear(self, received: int, _frame: FrameType | None) -> None:
+    def _handle(self, received: int, _frame: FrameType | None) -> None:
         number = signal.Signals(received)
-        if number in PASSED_ON:
+        if number in _FORWARDED:
             self.received.append(number)
         if self._workers is None:
             return
-        if number in TRANSLATED:
-            self._workers.send(TRANSLATED[number])
+        if number in _TRANSLATED:
+            self._workers.send(_TRANSLATED[number])
         else:
-            again = self._second_ends and len(self.received) > 1
-            self._workers.stop(number, signal.SIGQUIT if again else PASSED_ON[number])
+            ends = self._second_ends and len(self.received) > 1
+            self._workers.stop(number, signal.SIGQUIT if ends else _FORWARDED[number])
 
 
 class _Workers:
-    """An agent's worker processes, as far as signals go."""
+    """The worker processes of one launch; a `torch_compat.WorkerObserver`."""
 
-    def __init__(self, agent: Any) -> None:
-        self._agent = agent
+    def __init__(self) -> None:
         self._pids: list[int] | None = None
-        """Of those that run; none: there are none, or they are being started."""
+        """Of running workers; None: there are none, or they are starting."""
         self._starting = False
-        self._stopped: signal.Signals | None = None
-        """By what, if anything: the agent itself counts no restart that another machine's failure asks for."""
-        self._waiting: list[signal.Signals] = []
-        self._start, self._end = agent._start_workers, agent._stop_workers
-        agent._start_workers, agent._stop_workers = self._started, self._ended
+        self._stopped_by: signal.Signals | None = None
+        self._pending: list[signal.Signals] = []
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped_by is not None
 
     def stop(self, received: signal.Signals, number: signal.Signals) -> None:
-        """Send `number`, after which nothing is started again. Raises Stopped where nobody could hear it."""
-        self._agent._remaining_restarts, self._stopped = 0, received
+        """Send `number`. Raises LaunchStopped, out of the agent, where there are no workers."""
+        self._stopped_by = received
         if self._pids is None and not self._starting:
             raise LaunchStopped(f"stopped by {received.name} before it began")
         self.send(number)
 
     def send(self, number: signal.Signals) -> None:
-        """Send `number` to each worker, now or once there are some."""
+        """Send `number` to each worker, now or once they have started."""
         if self._pids is None:
-            self._waiting.append(number)
+            self._pending.append(number)
             return
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def _started(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        if self._stopped is not None:
-            raise LaunchStopped(f"stopped by {self._stopped.name}, and not begun again")
+    def starting(self) -> None:
+        # The agent does not count a restart that another machine's failure asks for.
+        if self._stopped_by is not None:
+            raise LaunchStopped(f"stopped by {self._stopped_by.name}, and not started again")
         self._starting = True
-        ids: dict[int, Any] = self._start(*args, **kwargs)
-        self._pids, self._starting = list(ids.values()), False
-        while self._waiting:
-            self.send(self._waiting.pop(0))
-        return ids
 
-    def _ended(self, *args: Any, **kwargs: Any) -> None:
+    def started(self, pids: list[int]) -> None:
+        self._pids, self._starting = pids, False
+        while self._pending:
+            self.send(self._pending.pop(0))
+
+    def stopping(self) -> None:
         self._pids = None
-        self._end(*args, **kwargs)
 
 
 def start_server() -> None:
-    """Start the server that workers are forked from, with signals held in it and in all that it forks.
+    """Start the server that workers are forked from, with signals blocked in it and its forks.
 
-    So a scheduler that signals every process of a job does not end it, nor a worker that does not listen yet.
+    A scheduler may signal every process of a job. That must not end the server, nor a worker that
+    has no signal handlers yet.
     """
-    resource_tracker.ensure_running()  # it lets go of signals that are held while it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    resource_tracker.ensure_running()  # it unblocks signals while it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def release() -> None:
-    """Let this process, forked from the server, have its signals, those that waited first."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+def unblock() -> None:
+    """Unblock signals in a process forked from the server; those that waited arrive first."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
 
 
-def listens(entry: Entry) -> Entry:
-    """Mark a worker's entry point as one that calls `release` itself, once it listens to signals."""
-    setattr(entry, LISTENS, True)
+def unblocks_itself(entry: Entry) -> Entry:
+    """Mark a worker's entry point as one that calls `unblock` itself, once it has handlers."""
+    setattr(entry, _UNBLOCKS, True)
     return entry
 
 
-def release_for(entry: Callable[..., Any]) -> None:
-    """Let a worker have its signals, unless its entry point does so itself."""
-    if not getattr(entry, LISTENS, False):
-        release()
+def unblocks(entry: Callable[..., Any]) -> bool:
+    """Return whether the entry point is marked with `unblocks_itself`."""
+    return getattr(entry, _UNBLOCKS, False)

@@ -79,10 +79,10 @@ def listen(stop: Stop) -> None:
 
     What came before, while signals were held, is heard now.
     """
-    for number in signals.heard(_CODES):
+    for number in signals.handled_signals(_CODES):
         signal.signal(number, lambda received, _frame: stop(_CODES[signal.Signals(received)]))
     signal.signal(signal.SIGQUIT, _interrupt)
-    signals.release()
+    signals.unblock()
 
 
 def end_with_launcher(stop: Stop) -> None:

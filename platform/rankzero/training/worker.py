@@ -18,7 +18,7 @@ from rankzero.events import DataDescribed, Emit
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
-from rankzero.launch.signals import listens
+from rankzero.launch.signals import unblocks_itself
 from rankzero.run_store.folder import Identity
 from rankzero.tracking.run_log import RunLog
 from rankzero.training import lifecycle, precision, rng, strategies
@@ -43,7 +43,7 @@ from rankzero.training.stop import PRUNED, REASONS, TIME_LIMIT, Stop, end_with_l
 INTERRUPTED = 128 + signal.SIGINT
 
 
-@listens
+@unblocks_itself
 def main(request: JobRequest) -> str:
     """Train; return the status of the attempt on this rank. The entry point of every worker."""
     ranks = launcher.detect()

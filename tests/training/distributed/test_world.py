@@ -45,6 +45,7 @@ def test_who_waits_is_not_ended_by_a_process_group_before_the_watchdog_names_who
         make_folder(tmp_path, identity), layered(train__strategy=strategy, train__steps=2), {}
     )
     with SignalForwarder() as signals:
-        assert agent.run(Topology(2), waits, request, tmp_path / "logs", signals) == "FINISHED"
+        result = agent.run(Topology(2), waits, request, tmp_path / "logs", signals)
+    assert result.status == "FINISHED", result
     for rank in (0, 1):
         assert json.loads((tmp_path / str(rank)).read_text()) == [86400] * groups

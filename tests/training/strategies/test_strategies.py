@@ -137,7 +137,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("strategies")
     agent.warm_up()
     with SignalForwarder() as signals:
-        agent.run(agent.Topology(2), two_ranks.main, (str(found), CASES), found / "logs", signals)
+        request = (str(found), CASES)
+        result = agent.run(agent.Topology(2), two_ranks.main, request, found / "logs", signals)
+    assert result.status != "FAILED", result
     return found
 
 

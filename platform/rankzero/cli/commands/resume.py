@@ -57,7 +57,7 @@ def _resumed(folder: RunFolder, arguments: argparse.Namespace) -> int:
     experiment = _told(folder, arguments) if joins else _experiment(folder, arguments)
     if not joins:
         _as_many_processes(_require_checkpoint(folder, arguments.offline), arguments)
-    nodes = launch_run.nodes_of(arguments, experiment.train)
+    topology = launch_run.topology_of(arguments, experiment.train)
     if not joins:
         if not arguments.offline:
             uris.prepare_store(folder.identity.tracking_uri)
@@ -68,7 +68,7 @@ def _resumed(folder: RunFolder, arguments: argparse.Namespace) -> int:
         launch_run.LaunchPlan(
             folder,
             experiment,
-            nodes,
+            topology,
             arguments.dir,
             sys.argv,
             resumes=True,

@@ -93,20 +93,20 @@ def run(arguments: argparse.Namespace) -> int:
     agent.warm_up(launch_run.libraries_of(path))
     settings = config.parse_assignments(arguments.settings)
     experiment = config.override(_start(arguments, settings), settings)
-    nodes = launch_run.nodes_of(arguments, experiment.train)
+    topology = launch_run.topology_of(arguments, experiment.train)
     identity = _identity(arguments, path, cls)
     if not arguments.offline:
         uris.prepare_store(identity.tracking_uri)
-    folder = make_folder(arguments.dir / "runs", identity, machines=nodes.nodes)
+    folder = make_folder(arguments.dir / "runs", identity, machines=topology.nodes)
     joined = folder.identity.uuid != identity.uuid
-    with sole_launcher(folder, nodes.nodes):
+    with sole_launcher(folder, topology.nodes):
         if not joined:
             write_config(folder, experiment)
         return launch_run.run(
             launch_run.LaunchPlan(
                 folder,
                 experiment,
-                nodes,
+                topology,
                 arguments.dir,
                 sys.argv,
                 joined=joined,

@@ -58,7 +58,6 @@ class Console:
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._live: Live | None = None
         self._next_plain = 0.0
-        self.failed = ""
         self.ended: RunEnded | None = None
 
     def __enter__(self) -> Console:

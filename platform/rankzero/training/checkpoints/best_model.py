@@ -111,7 +111,7 @@ def load_best(folder: RunFolder) -> nn.Module:
 
 
 def _run_child(folder: str, problems: Any) -> None:
-    signals.release()
+    signals.unblock()
     # An exception, unlike the default action, removes temporary folders on its way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:

@@ -96,7 +96,7 @@ def _child(
 ) -> None:
     from rankzero.launch import failures, signals
 
-    signals.release()
+    signals.unblock()
     try:
         pipe.send(("described", _described(reference, settings, processes, parallel)))
     except UserError as error:

@@ -24,8 +24,7 @@ from typing import Any
 from rankzero.config import ConfigError
 from rankzero.errors import UserError
 from rankzero.launch import agent, output
-from rankzero.launch import signals as relay
-from rankzero.launch.signals import SignalForwarder
+from rankzero.launch.signals import SignalForwarder, handled_signals
 from rankzero.tuning.trials import describe as mirror
 from rankzero.tuning.trials.resources import EVERYTHING, VISIBLE, Share
 
@@ -100,9 +99,10 @@ class Host:
 def main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
     """Do what comes through the pipe until it is closed, on a share of the machine."""
     _keep_to(share)
-    for number in (*STEERING, signal.SIGINT):  # between trials there is nothing to steer
+    for number in STEERING:  # between trials there is nothing to steer
         signal.signal(number, signal.SIG_IGN)
-    for number in relay.heard([signal.SIGHUP]):  # were it ignored, so would a trial's launch
+    # A handler that does nothing: a trial's launch handles no signal that is ignored here.
+    for number in handled_signals([signal.SIGHUP, signal.SIGINT]):
         signal.signal(number, _do_nothing)
     agent.warm_up([*libraries, "rankzero.tuning.probe.worker"])
     threading.Thread(target=_follow_the_search, daemon=True).start()
@@ -143,12 +143,15 @@ def _ran(entry: str, nodes: agent.Topology, request: Any, logs: str) -> str:
             # Ctrl-C in a terminal comes from it and from the search: one wish. To end a trial the search says SIGQUIT.
             with SignalForwarder(second_ends=False) as signals:
                 begin = getattr(importlib.import_module(module), function)
-                return agent.run(nodes, begin, request, Path(logs), signals)
+                result = agent.run(nodes, begin, request, Path(logs), signals)
         except (
             Exception
         ) as error:  # the run's journal has the reason; what torchrun says of it is a detail
             print(error, flush=True)
             return "FAILED"
+        if result.reason:
+            print(result.reason, flush=True)
+        return result.status
 
 
 @contextlib.contextmanager

@@ -1,0 +1,109 @@
+"""Everything that depends on private names of PyTorch's elastic agent and of multiprocessing.
+
+Seen with torch 2.11 to 2.15 and Python 3.11 to 3.14. ``tests/launch/test_torch_compat.py`` fails
+when one of these names goes or changes its meaning:
+
+    ObservedAgent           LocalElasticAgent._start_workers, _stop_workers, _remaining_restarts
+    poll_after_return       multiprocessing.synchronize.Event.wait, Event._flag._semlock._is_zero
+    configure_environment   TORCHELASTIC_SIGNALS_TO_HANDLE, TORCH_DISABLE_SHARE_RDZV_TCP_STORE
+
+Imports PyTorch, which takes a second: import it inside functions.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import MutableMapping
+from multiprocessing import synchronize
+from typing import Any, Protocol
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+
+POLL_SECONDS = 0.01
+
+
+class WorkerObserver(Protocol):
+    """What an `ObservedAgent` reports to."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether workers must not be started again."""
+
+    def starting(self) -> None:
+        """Workers are about to start. May raise, which ends the launch."""
+
+    def started(self, pids: list[int]) -> None:
+        """Workers run."""
+
+    def stopping(self) -> None:
+        """Workers are about to be stopped."""
+
+
+class ObservedAgent(LocalElasticAgent):
+    """torchrun's agent, which reports when its workers start and stop.
+
+    The agent's own signal handling kills running workers 30 s after a signal, ignores SIGUSR1 and
+    has no process ids to signal while workers start (pytorch/pytorch#68258, #119856, #154849).
+    """
+
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, observer: WorkerObserver) -> None:
+        self._observer = observer
+        super().__init__(
+            spec,
+            logs_specs,
+            start_method="forkserver",
+            shutdown_timeout=30,  # after SIGTERM, before SIGKILL, where another rank has failed
+        )
+
+    @property
+    def _remaining_restarts(self) -> int:
+        # The agent asks for this when a worker has failed. It must not restart workers that failed
+        # because a signal ended them.
+        return 0 if self._observer.is_stopped else self._restarts
+
+    @_remaining_restarts.setter
+    def _remaining_restarts(self, restarts: int) -> None:
+        self._restarts = restarts
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._observer.starting()
+        ids: dict[int, Any] = super()._start_workers(worker_group)
+        self._observer.started(list(ids.values()))
+        return ids
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._observer.stopping()
+        super()._stop_workers(worker_group)
+
+
+def configure_environment(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables that the agent reads in this process, for the rest of its life."""
+    # None: `launch.signals` handles signals. The agent's handlers would replace its handlers.
+    environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+    # A store that the agent keeps over restarts gives a restarted rank the addresses of dead ones
+    # (pytorch/pytorch#135712).
+    environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+
+def poll_after_return() -> None:
+    """Let this worker poll for the agent's event, which it waits for after its function returned.
+
+    The agent sets the event when all workers have returned. `Event.set` waits until each sleeping
+    waiter has woken up, and blocks forever if one was killed (python/cpython#75158). A worker
+    that polls is not a sleeping waiter.
+    """
+    synchronize.Event.wait = wait_by_polling  # type: ignore[assignment, method-assign]
+
+
+def wait_by_polling(event: Any, timeout: float | None = None) -> bool:
+    """Wait for a `multiprocessing.Event` without taking its lock; return whether it is set."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    # `Event.is_set` takes a lock, which nobody releases if its holder is killed.
+    while event._flag._semlock._is_zero():
+        if deadline is not None and time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True

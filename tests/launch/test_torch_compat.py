@@ -1,0 +1,112 @@
+"""What we use of private names of PyTorch's agent and of multiprocessing still does what it did."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+from rankzero.launch import agent, signals, torch_compat
+from rankzero.launch.torch_compat import ObservedAgent, wait_by_polling
+from support.returning import fail_once, returned
+
+
+class Observer:
+    """Notes what an agent reports."""
+
+    def __init__(self, *, stops: bool = False) -> None:
+        self._stops = stops
+        self.is_stopped = False
+        self.reports: list[str] = []
+        self.pids: list[int] = []
+
+    def starting(self) -> None:
+        self.reports.append("starting")
+
+    def started(self, pids: list[int]) -> None:
+        self.reports.append("started")
+        self.pids += pids
+        self.is_stopped = self._stops
+
+    def stopping(self) -> None:
+        self.reports.append("stopping")
+
+
+def run_agent(folder: Path, observer: Observer) -> bool:
+    """Launch two workers of which one fails at the first start; return whether they succeed."""
+    topology = agent.Topology(2, max_restarts=1)
+    (folder / "logs").mkdir()
+    logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
+    torch_compat.configure_environment()
+    signals.start_server()
+    spec = agent._worker_spec(topology, fail_once, str(folder))
+    try:
+        return not ObservedAgent(spec, logs, observer).run().is_failed()
+    finally:
+        spec.rdzv_handler.shutdown()
+
+
+def test_agent_reports_each_start_and_stop_of_its_workers(tmp_path: Path) -> None:
+    observer = Observer()
+    assert run_agent(tmp_path, observer)
+    assert observer.reports[:5] == ["starting", "started", "stopping", "starting", "started"]
+    pids = {int(path.name) for path in (tmp_path / "pids").iterdir()}
+    assert set(observer.pids) == pids and len(pids) == 4
+
+
+def test_stopped_agent_restarts_nothing(tmp_path: Path) -> None:
+    observer = Observer(stops=True)
+    assert not run_agent(tmp_path, observer)
+    assert observer.reports.count("started") == 1
+
+
+def test_agent_sets_and_reads_the_restarts_that_are_overridden(tmp_path: Path) -> None:
+    spec = agent._worker_spec(agent.Topology(1, max_restarts=3), fail_once, "")
+    logs = DefaultLogsSpecs(log_dir=str(tmp_path))
+    assert LocalElasticAgent(spec, logs)._remaining_restarts == 3
+    assert ObservedAgent(spec, logs, Observer())._remaining_restarts == 3
+
+
+def test_agent_leaves_signal_handlers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(number) for number in numbers]
+    assert run_agent(tmp_path, Observer())
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_killed_worker_that_had_returned_does_not_block_the_agent() -> None:
+    context = multiprocessing.get_context("spawn")
+    event, ready = context.Event(), [context.Event(), context.Event()]
+    workers = [context.Process(target=returned, args=(event, one), daemon=True) for one in ready]
+    for worker, one in zip(workers, ready, strict=True):
+        worker.start()
+        assert one.wait(60)
+    workers[0].kill()
+    workers[0].join()
+    setter = threading.Thread(target=event.set, daemon=True)
+    setter.start()
+    setter.join(10)
+    assert not setter.is_alive(), "it waits for the killed process to wake up"
+    workers[1].join(10)
+    assert workers[1].exitcode == 0
+
+
+def test_polling_ends_in_time() -> None:
+    event = multiprocessing.get_context("spawn").Event()
+    assert not wait_by_polling(event, 0.03)
+    event.set()
+    assert wait_by_polling(event) and wait_by_polling(event, 0.0)
+
+
+def test_environment_of_the_agent() -> None:
+    torch_compat.configure_environment(environ := dict(os.environ))
+    assert environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == ""
+    assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
