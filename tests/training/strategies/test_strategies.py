@@ -26,7 +26,7 @@ from rankzero.training.distributed.world import World
 from rankzero.training.strategies import build, parameter_names, processes, shards
 from rankzero.training.strategies.base import MicroBatchStep
 from rankzero.training.strategies.pipeline import SCHEDULES, Pipeline
-from rankzero.training.strategies.replicated import SameFormat
+from rankzero.training.strategies.replicated import AutocastDataParallel
 from rankzero.training.strategies.stages import balanced, cut
 from support import two_ranks
 from support.two_ranks import Case, attempted
@@ -414,10 +414,10 @@ def test_a_model_that_is_divided_is_moved_in_parts(
         return SimpleNamespace(submod=part)
 
     for name in (
-        "divided.fully_shard",
-        "divided.parallelize_module",
-        "divided.init_device_mesh",
-        "seams.PipelineStage",
+        "sharded.fully_shard",
+        "sharded.parallelize_module",
+        "sharded.init_device_mesh",
+        "stages.PipelineStage",
     ):
         monkeypatch.setattr(
             f"rankzero.training.strategies.{name}",
@@ -486,7 +486,7 @@ def test_replicas_compute_in_the_callers_number_format(monkeypatch: pytest.Monke
             ]
 
     monkeypatch.setattr(nn.DataParallel, "parallel_apply", in_a_thread)
-    divided = SameFormat(model)
+    divided = AutocastDataParallel(model)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
             [output] = divided.parallel_apply([model], [(torch.ones(1, 2),)], [{}])

@@ -1,4 +1,4 @@
-"""How a step's work is divided among processes: a room for each way, one interface, chosen by name."""
+"""How a step's work is divided among processes: one module for each group of strategies."""
 
 from __future__ import annotations
 
@@ -12,37 +12,42 @@ from rankzero.experiment import Experiment
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies.base import Strategy
 
-SAME_SAMPLES = ("tp", "pp")
+_SAME_SAMPLES = ("tp", "pp")
 """Strategies under which all ranks see the same samples."""
 
 
 def shards(name: str, world_size: int) -> int:
-    """Return into how many parts a batch is cut under a strategy."""
-    return 1 if name in SAME_SAMPLES else world_size
+    """Return the number of parts that a batch is divided into."""
+    return 1 if name in _SAME_SAMPLES else world_size
 
 
 def processes(name: str, gpus: int) -> int:
-    """Return how many processes a machine with so many GPUs runs under a strategy, unless the user says."""
+    """Return the default number of processes on a machine with this many GPUs."""
     return 1 if name in ("single", "dp") else max(1, gpus)
 
 
 def layout(name: str, world_size: int) -> str:
-    """Return whose random streams the ranks have: where it is the same, a saved stream is the same rank's."""
-    return f"{name if name in SAME_SAMPLES and world_size > 1 else 'data'} x {world_size}"
+    """Return which random streams the ranks have. Checkpoints record it.
+
+    If it is equal before and after a resume, a saved stream belongs to the same rank.
+    """
+    return f"{name if name in _SAME_SAMPLES and world_size > 1 else 'data'} x {world_size}"
 
 
 def build(
     experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]
 ) -> Strategy:
-    """Make `model`, which is on the host, ready under ``train.strategy`` on this rank's device. All ranks call it.
+    """Make `model`, which is on the host, ready under ``train.strategy``. A collective.
 
-    A model that is divided is moved in parts: the whole of it need not fit, unless it is traced.
-    `example`: a micro-batch, for those that trace the model. Raises UserError where the strategy cannot be had.
+    `example`: returns a micro-batch, for strategies that trace the model. Raises UserError if the
+    strategy does not fit the experiment or the number of processes.
     """
+    # Each strategy imports its own part of torch.distributed, which takes time.
     train = experiment.train
     if train.compile and train.strategy in ("dp", "tp", "pp"):
         raise UserError(
-            f"train.compile and train.strategy={train.strategy} do not go together: set train.compile=false"
+            f"train.compile and train.strategy={train.strategy} do not go together: set "
+            "train.compile=false"
         )
     match train.strategy:
         case "single" | "dp" | "ddp" | "zero1":
@@ -57,6 +62,7 @@ def build(
             if train.compile:
                 model.compile()
             return make(experiment, model.to(world.device), world)
+        # A model that is divided is moved in parts: all of it need not fit into a GPU's memory.
         case "fsdp":
             from rankzero.training.strategies import sharded
 
@@ -85,7 +91,7 @@ def _pipeline(
     size = train.batch_size // micro_batches(train, world.size)
 
     def micro_batch() -> Tensor:
-        return stages.given_to(experiment.measure, example())[:size]
+        return stages.input_of(experiment.measure, example())[:size]
 
     stage = stages.make_stage(
         model, experiment.split_points(), world.ranks.rank, world.size, world.device, micro_batch

@@ -1,4 +1,7 @@
-"""What a strategy is: how a step's work is divided among the processes. The loop knows nothing else of it."""
+"""The interface of a strategy: how a step's work is divided among processes.
+
+The training loop uses nothing else of a strategy. Each strategy is a class with these methods.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ Measure = Callable[[Any, Any], Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Whose samples a rank trains on: part `rank` of `size`. Ranks with the same part see the same samples."""
+    """The samples that a rank trains on: part `rank` of `size`."""
 
     rank: int
     size: int
@@ -35,7 +38,34 @@ class MicroBatchStep:
     autocast: contextlib.AbstractContextManager[Any]
     scaler: torch.amp.GradScaler | None
     accumulation: int
-    """Micro-batches of a step: each counts for so much less."""
+    """Micro-batches of a step."""
+
+    def forward(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """Return what the user's `measure` returns for a batch."""
+        with self.autocast:
+            return self.measure(model, batch)
+
+    def forward_backward(self, model: nn.Module, batch: Any) -> Metrics:
+        """Add a micro-batch's share of the gradients, and return its metrics, detached.
+
+        Raises UserError if `measure` returned no loss, or values that are not 0-d tensors.
+        """
+        values = self.forward(model, batch)
+        if not isinstance(values, Mapping) or "loss" not in values:
+            is_mapping = isinstance(values, Mapping)
+            shown = f"the keys {sorted(values)}" if is_mapping else type(values).__name__
+            raise UserError(f"measure() must return a mapping with the key 'loss', got {shown}")
+        loss = values["loss"]
+        try:
+            if self.accumulation > 1:
+                loss = loss / self.accumulation
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            return {name: value.detach() for name, value in values.items()}
+        except (AttributeError, TypeError, RuntimeError):
+            # Checked only now, because the check costs time. It raises a UserError if the values
+            # are at fault.
+            check_metrics(values)
+            raise
 
 
 class Strategy(Protocol):
@@ -43,80 +73,55 @@ class Strategy(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """What evaluation calls, and what a checkpoint is made of; this rank's part where the model is divided."""
+        """The model for evaluation and checkpoints, or this rank's part of it."""
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's parameters."""
 
     @property
-    def shard(self) -> Shard: ...
+    def shard(self) -> Shard:
+        """The samples of this rank. Ranks with the same shard see the same samples."""
 
     @property
     def lockstep(self) -> bool:
-        """Whether a forward is a collective: then all ranks must take the same number of them."""
+        """Whether a forward is a collective, so all ranks must run the same number of them."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """Keep gradients local inside the block: all but the last micro-batch of a step."""
+        """Keep gradients local inside the block: for all but a step's last micro-batch."""
 
     def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
-        """Add a micro-batch's share of the gradients; return its metrics, detached."""
+        """Add a micro-batch's share of the gradients, and return its metrics, detached."""
 
     def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any] | None:
-        """Return an evaluation batch's metrics; None where another rank has them. Without gradients."""
+        """Return an evaluation batch's metrics, or None if another rank has them."""
 
     def sync_buffers(self) -> None:
-        """Give every rank rank 0's buffers (running statistics), which a checkpoint has."""
+        """Give every rank the buffers of rank 0 (running statistics), as a checkpoint has them."""
 
     def clip(self, norm: float) -> None:
-        """Scale all gradients so that their norm, over all ranks' parts, is at most `norm`."""
+        """Scale all gradients so that the norm over all ranks' parts is at most `norm`."""
 
     def checksum(self) -> Tensor:
-        """Return numbers that are the same on every rank as long as the replicas are."""
+        """Return int64 numbers that are equal on all ranks while the replicas are."""
 
     def state(self) -> dict[str, Any]:
-        """Return {"model", "optimizer"}, whole, on rank 0; anything elsewhere. A collective."""
+        """Return {"model", "optimizer"} of the full model on rank 0. Elsewhere: anything."""
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Set the model and the optimizer to a whole state, the same on every rank. A collective."""
+        """Set the model and the optimizer to what `state` returned, the same on every rank."""
 
     def without_communication(self) -> Strategy | None:
-        """Return the same work without talking to others, to see what that costs; None where there is no such thing."""
-
-
-def backward(how: MicroBatchStep, replica: nn.Module, batch: Any) -> Metrics:
-    """Measure one micro-batch and add its share of the gradients; return its metrics, detached."""
-    with how.autocast:
-        values = how.measure(replica, batch)
-    loss = loss_of(values)
-    try:
-        if how.accumulation > 1:
-            loss = loss / how.accumulation
-        (loss if how.scaler is None else how.scaler.scale(loss)).backward()
-        return {name: value.detach() for name, value in values.items()}
-    except (AttributeError, TypeError, RuntimeError):
-        check_metrics(
-            values
-        )  # says what to change, where the error comes of what measure() returned
-        raise
-
-
-def loss_of(values: object) -> Any:
-    """Return the loss. Raises UserError where `measure` returned none."""
-    if not isinstance(values, Mapping) or "loss" not in values:
-        shown = (
-            f"the keys {sorted(values)}" if isinstance(values, Mapping) else type(values).__name__
-        )
-        raise UserError(f"measure() must return a mapping with the key 'loss', got {shown}")
-    return values["loss"]
+        """Return the same work without collectives, to measure their cost, or None."""
 
 
 def total_norm_factor(
     norm: float, world: World, *, parts: list[Tensor], whole: list[Tensor]
 ) -> Tensor:
-    """Return what gradients are multiplied by so that their norm is at most `norm`. A collective.
+    """Return the factor that reduces the gradients' norm to `norm`, at most 1. A collective.
 
-    `parts`: gradients of weights that no other rank has; `whole`: those that all ranks have alike. The same as
-    torch.nn.utils.clip_grad_norm_ makes of the whole model.
+    `parts`: gradients that only this rank has. `whole`: gradients that are equal on all ranks. The
+    formula is that of torch.nn.utils.clip_grad_norm_ on the whole model.
     """
     total = (world.sum(_squares(parts, world)) + _squares(whole, world)).sqrt()
     return (norm / (total + 1e-6)).clamp(max=1.0)
@@ -128,14 +133,14 @@ def _squares(tensors: list[Tensor], world: World) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).square().sum()
 
 
-def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one 64-bit number per tensor, from its bits: equal replicas give equal numbers."""
-    return torch.stack([_bits(tensor.detach()).sum(dtype=torch.int64) for tensor in tensors])
-
-
 _INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.view(_INTEGERS[real.element_size()])
+def checksum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of each tensor's bits as integers: equal replicas give equal sums."""
+    sums = []
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        bits = real.detach().view(_INTEGERS[real.element_size()])
+        sums.append(bits.sum(dtype=torch.int64))
+    return torch.stack(sums)

@@ -1,6 +1,6 @@
-"""Optimizer states by parameter name, as divided models have them, and by number, as plain ones do. Pure.
+"""Optimizer states keyed by parameter name (divided models) or by number (plain models). Pure.
 
-So a run that was trained under one strategy goes on under any other.
+Converting between the two lets a run continue under another strategy.
 """
 
 from __future__ import annotations
@@ -20,27 +20,22 @@ def order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def by_name(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return an optimizer's state keyed by the parameters' names; as it is, where it is so already."""
-    if _is_named(saved):
-        return dict(saved)
-    state = {names[number]: entry for number, entry in saved["state"].items()}
-    groups = [
-        {**group, "params": [names[number] for number in group["params"]]}
-        for group in saved["param_groups"]
-    ]
-    return {"state": state, "param_groups": groups}
+    """Return an optimizer's state keyed by the parameters' names."""
+    return dict(saved) if _is_named(saved) else _rekeyed(saved, dict(enumerate(names)))
 
 
 def by_number(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return an optimizer's state keyed by the parameters' numbers; as it is, where it is so already."""
-    if not _is_named(saved):
-        return dict(saved)
+    """Return an optimizer's state keyed by the parameters' numbers."""
     numbers = {name: number for number, name in enumerate(names)}
-    state = {numbers[name]: entry for name, entry in saved["state"].items()}
+    return _rekeyed(saved, numbers) if _is_named(saved) else dict(saved)
+
+
+def _rekeyed(saved: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
     groups = [
-        {**group, "params": [numbers[name] for name in group["params"]]}
+        {**group, "params": [keys[key] for key in group["params"]]}
         for group in saved["param_groups"]
     ]
+    state = {keys[key]: entry for key, entry in saved["state"].items()}
     return {"state": state, "param_groups": groups}
 
 
@@ -49,7 +44,7 @@ def _is_named(saved: Mapping[str, Any]) -> bool:
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of one optimizer whose parameters were spread over several, by name."""
+    """Return one state from those of optimizers that each had some of the parameters, by name."""
     state = {name: entry for part in parts for name, entry in part["state"].items()}
     groups = [
         {**every[0], "params": [name for group in every for name in group["params"]]}
@@ -59,20 +54,18 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def part_of(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return what a state, by name, has of some parameters."""
+    """Return the part of a state, by name, that belongs to some parameters."""
     mine = set(names)
     groups = [
         {**group, "params": [name for name in group["params"] if name in mine]}
         for group in saved["param_groups"]
     ]
-    return {
-        "state": {name: saved["state"][name] for name in saved["state"] if name in mine},
-        "param_groups": groups,
-    }
+    state = {name: entry for name, entry in saved["state"].items() if name in mine}
+    return {"state": state, "param_groups": groups}
 
 
 def on_host(content: Any) -> Any:
-    """Return the same with every tensor copied to the host."""
+    """Return the same structure with every tensor copied to the host."""
     return tree_map(
         lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value, content
     )

@@ -1,8 +1,8 @@
-"""Each process has some of the layers, and micro-batches flow through them: pipeline parallel.
+"""Pipeline parallel (pp): each process has some of the layers, and micro-batches flow through them.
 
-`measure(model, batch)` is the user's, and a pipeline calls the model in pieces. So on the first rank `measure` is asked
-what it would give the model, by one that takes its input and leaves; on the last rank, what it makes of the pipeline's
-output, by one that has it already.
+It uses the schedules of torch.distributed.pipelining. A schedule calls the model in pieces, while
+`measure(model, batch)` calls all of it. So the first rank runs `measure` with a module that takes
+its input and leaves. The last rank runs it with a module that returns the pipeline's output.
 
     rank 0        input ─▶ layers ─╮
     rank 1                         ╰▶ layers ─╮
@@ -38,16 +38,16 @@ from rankzero.training.strategies.base import (
     Strategy,
     total_norm_factor,
 )
-from rankzero.training.strategies.stages import StageOutput, given_to
+from rankzero.training.strategies.stages import StageOutput, input_of
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-MICRO_BATCHES_PER_STAGE = (
-    2  # unless the user says: the more, the less of the time stages wait for each other
-)
 
 
 class Pipeline:
-    """One stage of a model, and the schedule that all stages follow. All ranks see the same samples."""
+    """One stage of a model, and the schedule that all stages follow. A Strategy.
+
+    `stage`: a PipelineStage. `names`: of all the model's parameters, in its optimizer's order.
+    """
 
     lockstep = True
     shard = Shard(0, 1)
@@ -60,19 +60,14 @@ class Pipeline:
         train: Train,
         world: World,
     ) -> None:
-        """Follow a schedule.
-
-        `stage`: a PipelineStage; `names`: of all the model's parameters, in its own optimizer's order.
-        """
         self.model: nn.Module = stage.submod
         self.optimizer = optimizer
         self._stage, self._names, self._world, self._samples = stage, names, world, train.batch_size
         self._micro_batches = micro_batches(train, world.size)
         # NCCL would gather a checkpoint in one GPU's memory.
-        self._hosts: Any = dist.new_group(backend="gloo", timeout=TRAINING_TIMEOUT)
-        self._schedule = SCHEDULES[train.pp.schedule](
-            stage, self._micro_batches, loss_fn=self._loss
-        )
+        self._host_group: Any = dist.new_group(backend="gloo", timeout=TRAINING_TIMEOUT)
+        schedule = SCHEDULES[train.pp.schedule]
+        self._schedule = schedule(stage, self._micro_batches, loss_fn=self._loss)
         self._how: MicroBatchStep | None = None
         self._batch: Any = None
         self._measured: list[Metrics] = []
@@ -82,20 +77,30 @@ class Pipeline:
         return contextlib.nullcontext()
 
     def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
-        self._send(how, batch, self._schedule.step)
-        return self._shared_by_all()
+        """Return metrics whose mean over all ranks is the last rank's."""
+        self._run(how, batch, self._schedule.step)
+        if not self._metric_names:
+            names = json.dumps(list(self._measured[-1]) if self._measured else []).encode()
+            last = self._world.size - 1
+            self._metric_names = json.loads(self._world.broadcast(names, source=last))
+        if not self._stage.is_last:
+            return {name: torch.zeros((), device=self._world.device) for name in self._metric_names}
+        # The first step calls `_loss` once more, to find out shapes.
+        measured = self._measured[-self._micro_batches :]
+        return {
+            name: torch.stack([metrics[name] for metrics in measured]).mean() * self._world.size
+            for name in self._metric_names
+        }
 
     def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any] | None:
-        """Return the last stage's metrics. A smaller batch is filled up on its way, and cut again at its end."""
+        # A schedule takes batches of one size. A smaller one is filled up, and its output cut.
         samples = samples_in(batch)
-        filled = torch.arange(self._samples, device=self._world.device) % samples
-        output = self._send(
-            how, batch if samples == self._samples else rows_of(batch, filled), self._schedule.eval
-        )
+        rows = torch.arange(self._samples, device=self._world.device) % samples
+        filled = batch if samples == self._samples else rows_of(batch, rows)
+        output = self._run(how, filled, self._schedule.eval)
         if not self._stage.is_last:
             return None
-        with how.autocast:
-            return how.measure(StageOutput(output[:samples], self.model.training), batch)
+        return how.forward(StageOutput(output[:samples], self.model.training), batch)
 
     def sync_buffers(self) -> None:
         """Do nothing: no two ranks have the same buffers."""
@@ -107,7 +112,8 @@ class Pipeline:
             gradient.mul_(factor)
 
     def checksum(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int64)  # there are no replicas
+        """Return a constant: there are no replicas."""
+        return torch.zeros(1, dtype=torch.int64)
 
     def state(self) -> dict[str, Any]:
         mine = (
@@ -115,69 +121,49 @@ class Pipeline:
             get_optimizer_state_dict(self.model, self.optimizer),
         )
         found: list[Any] | None = [None] * self._world.size if self._world.ranks.first else None
-        dist.gather_object(parameter_names.on_host(mine), found, group=self._hosts)
+        dist.gather_object(parameter_names.on_host(mine), found, group=self._host_group)
         if found is None:
             return {}
         weights = {name: value for model, _ in found for name, value in model.items()}
-        return {
-            "model": weights,
-            "optimizer": parameter_names.joined([optimizer for _, optimizer in found]),
-        }
+        optimizer = parameter_names.joined([optimizer for _, optimizer in found])
+        return {"model": weights, "optimizer": optimizer}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.model.load_state_dict({name: saved["model"][name] for name in self.model.state_dict()})
         mine = [name for name, _ in self.model.named_parameters()]
-        named = parameter_names.part_of(
-            parameter_names.by_name(saved["optimizer"], self._names), mine
-        )
-        set_optimizer_state_dict(self.model, self.optimizer, named)
+        named = parameter_names.by_name(saved["optimizer"], self._names)
+        part = parameter_names.part_of(named, mine)
+        set_optimizer_state_dict(self.model, self.optimizer, part)
 
     def without_communication(self) -> Strategy | None:
         return None
 
-    def _send(self, how: MicroBatchStep, batch: Any, go: Any) -> Any:
-        """Send a batch through the stages; return the output, on the last rank."""
+    def _run(self, how: MicroBatchStep, batch: Any, schedule: Any) -> Any:
+        """Send a batch through the stages, and return the output on the last rank."""
         self._how, self._batch, self._measured = how, batch, []
         with how.autocast:
             if self._stage.is_first:
-                return go(given_to(how.measure, batch, self.model.training))
+                return schedule(input_of(how.measure, batch, self.model.training))
             if self._stage.is_last:
-                return go(target=torch.arange(self._samples, device=self._world.device))
-            return go()
+                return schedule(target=torch.arange(self._samples, device=self._world.device))
+            return schedule()
 
     def _loss(self, output: Tensor, rows: Tensor) -> Tensor:
-        """Measure a micro-batch on the last rank: those rows of the batch."""
+        """Measure a micro-batch, these rows of the batch. The schedule calls it on the last rank."""
         assert self._how is not None
-        values = self._how.measure(
-            StageOutput(output, self.model.training), rows_of(self._batch, rows)
-        )
+        batch = rows_of(self._batch, rows)
+        values = self._how.measure(StageOutput(output, self.model.training), batch)
         if not self._metric_names:
             check_metrics(values)
         loss: Tensor = values["loss"]
         self._measured.append({name: value.detach() for name, value in values.items()})
         return loss
 
-    def _shared_by_all(self) -> Metrics:
-        """Return the step's metrics so that their mean over all ranks is the last rank's."""
-        if not self._metric_names:
-            names = json.dumps(list(self._measured[-1]) if self._measured else []).encode()
-            self._metric_names = json.loads(
-                self._world.broadcast(names, source=self._world.size - 1)
-            )
-        if not self._stage.is_last:
-            return {name: torch.zeros((), device=self._world.device) for name in self._metric_names}
-        step = self._measured[
-            -self._micro_batches :
-        ]  # the first step begins with one that only finds out shapes
-        return {
-            name: torch.stack([one[name] for one in step]).mean() * self._world.size
-            for name in self._metric_names
-        }
-
 
 def micro_batches(train: Train, stages: int) -> int:
-    """Return how many micro-batches a batch is sent in."""
+    """Return the number of micro-batches of a batch."""
     if train.micro_batch is not None:
         return train.batch_size // train.micro_batch
-    wanted = MICRO_BATCHES_PER_STAGE * stages
-    return max(count for count in range(1, wanted + 1) if train.batch_size % count == 0)
+    # More of them make stages wait less for each other, but each becomes smaller.
+    most = 2 * stages
+    return max(count for count in range(1, most + 1) if train.batch_size % count == 0)

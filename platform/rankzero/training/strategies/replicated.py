@@ -1,4 +1,10 @@
-"""Every process has the whole model: one process, DataParallel, DDP, and DDP with a divided optimizer (ZeRO-1)."""
+"""Strategies under which every process has the whole model.
+
+single  one process
+dp      torch.nn.DataParallel: one process, a thread for each GPU
+ddp     torch.nn.parallel.DistributedDataParallel: a process for each GPU
+zero1   DDP, and torch.distributed.optim.ZeroRedundancyOptimizer divides the optimizer's state
+"""
 
 from __future__ import annotations
 
@@ -19,43 +25,31 @@ from rankzero.experiment import Experiment, Train
 from rankzero.training import optimizers
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies import parameter_names
-from rankzero.training.strategies.base import (
-    Metrics,
-    MicroBatchStep,
-    Shard,
-    Strategy,
-    backward,
-    checksum,
-)
-
-KINDS = ("cuda", "cpu")  # of devices, whose number formats may be set
+from rankzero.training.strategies.base import Metrics, MicroBatchStep, Shard, Strategy, checksum
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-    """A whole model on every rank; gradients are averaged as they are made."""
+    """The whole model on every rank. DDP averages the gradients during the backward."""
 
     model: nn.Module
     replica: nn.Module
-    """`model`, wrapped so that gradients are averaged."""
+    """`model`, in the wrapper that averages gradients, if there is one."""
     optimizer: torch.optim.Optimizer
     shard: Shard
     world: World
     lockstep: bool = False
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        return (
-            self.replica.no_sync()
-            if isinstance(self.replica, DistributedDataParallel)
-            else contextlib.nullcontext()
-        )
+        if isinstance(self.replica, DistributedDataParallel):
+            return self.replica.no_sync()
+        return contextlib.nullcontext()
 
     def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
-        return backward(how, self.replica, batch)
+        return how.forward_backward(self.replica, batch)
 
     def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
-        with how.autocast:
-            return how.measure(self.model, batch)
+        return how.forward(self.model, batch)
 
     def sync_buffers(self) -> None:
         self.world.broadcast_buffers(self.model)
@@ -67,7 +61,8 @@ class Replicated:
         return checksum(list(self.model.parameters()))
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": _whole(self.optimizer, self.world)}
+        optimizer = _gathered_state(self.optimizer, self.world)
+        return {"model": self.model.state_dict(), "optimizer": optimizer}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
@@ -79,7 +74,7 @@ class Replicated:
 
 
 def single(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
-    """Make one process's model ready. Raises UserError with several processes."""
+    """Use the model as it is. Raises UserError with several processes."""
     if world.is_distributed:
         raise UserError(
             f"train.strategy=single is one process, not {world.size}: give --nproc 1, or use ddp"
@@ -88,71 +83,85 @@ def single(experiment: Experiment, model: nn.Module, world: World) -> Replicated
 
 
 def data_parallel(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
-    """Make the model ready for torch.nn.DataParallel: one process, a thread for each GPU that it sees.
-
-    Raises UserError with several processes, and without GPUs, where PyTorch has no such thing.
-    """
+    """Wrap the model in DataParallel. Raises UserError with several processes or without GPUs."""
     if world.device.type != "cuda":
         raise UserError(
-            "train.strategy=dp divides a batch among GPUs, and there is none: use ddp, which runs on CPUs, too"
+            "train.strategy=dp divides a batch among GPUs, and there is none: use ddp, which runs "
+            "on CPUs, too"
         )
     if world.is_distributed:
         raise UserError(
-            f"train.strategy=dp is one process for all GPUs, not {world.size}: give --nproc 1, or use ddp"
+            f"train.strategy=dp is one process for all GPUs, not {world.size}: give --nproc 1, or "
+            "use ddp"
         )
-    return Replicated(
-        model, SameFormat(model), optimizers.of(experiment, model), Shard(0, 1), world
-    )
+    replica = AutocastDataParallel(model)
+    return Replicated(model, replica, optimizers.of(experiment, model), Shard(0, 1), world)
 
 
-class SameFormat(DataParallel[Any]):
-    """DataParallel whose threads compute in the caller's number format: PyTorch tells them only that there is one."""
+class AutocastDataParallel(DataParallel[Any]):
+    """DataParallel whose threads use the caller's autocast dtype."""
 
     def parallel_apply(
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
-        """Run each replica on its input; PyTorch's hook."""
-        found: list[Any] = super().parallel_apply(
-            [_in_callers_format(replica) for replica in replicas], inputs, kwargs
-        )
-        return found
+        """Run each replica on its input, in a thread; DataParallel.forward calls this."""
 
+        # PyTorch hands down to its threads whether autocast is on, but not the dtype.
+        def with_formats(replica: Callable[..., Any]) -> Callable[..., Any]:
+            # Read here, in the caller's thread. Each replica has its own contexts, because they
+            # keep state while they are entered.
+            formats = [
+                torch.autocast(
+                    kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+                )
+                for kind in ("cuda", "cpu")
+            ]
 
-def _in_callers_format(replica: Callable[..., Any]) -> Callable[..., Any]:
-    formats = [
-        torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        for kind in KINDS
-    ]
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with contextlib.ExitStack() as stack:
+                    for autocast in formats:
+                        stack.enter_context(autocast)
+                    return replica(*args, **kwargs)
 
-    def call(*inputs: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for one in formats:
-                stack.enter_context(one)
-            return replica(*inputs, **kwargs)
+            return call
 
-    return call
+        calls = [with_formats(replica) for replica in replicas]
+        outputs: list[Any] = super().parallel_apply(calls, inputs, kwargs)
+        return outputs
 
 
 def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
-    """Make the model ready for DistributedDataParallel: a process for each device."""
+    """Wrap the model in DistributedDataParallel."""
     optimizer = optimizers.of(experiment, model)
     shard = Shard(world.ranks.rank, world.size)
     return Replicated(model, _wrapped(model, world, experiment.train), optimizer, shard, world)
 
 
 def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
-    """Make the model ready for DDP with the optimizer's state divided among the ranks (ZeRO-1).
+    """Wrap the model in DDP, and divide the optimizer's state among the ranks (ZeRO-1).
 
-    Raises UserError for an optimizer that is no class of its own arguments alone.
+    Raises UserError if the optimizer's class needs arguments that are not in its `defaults`.
     """
+    whole = ddp(experiment, model, world)
     if not world.is_distributed:
-        return ddp(experiment, model, world)
-    optimizer = _divided(optimizers.of(experiment, model))
-    shard = Shard(world.ranks.rank, world.size)
-    return Replicated(model, _wrapped(model, world, experiment.train), optimizer, shard, world)
+        return whole
+    kind = type(whole.optimizer)
+    parameters = inspect.signature(kind).parameters
+    defaults = whole.optimizer.defaults.items()
+    settings = {name: value for name, value in defaults if name in parameters}
+    try:
+        divided = ZeroRedundancyOptimizer(
+            whole.optimizer.param_groups, kind, parameters_as_bucket_view=False, **settings
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use ddp or fsdp"
+        ) from error
+    return dataclasses.replace(whole, optimizer=divided)
 
 
 def _wrapped(model: nn.Module, world: World, train: Train) -> nn.Module:
+    # DDP refuses a model without parameters to train.
     if not world.is_distributed or not any(p.requires_grad for p in model.parameters()):
         return model
     replica = DistributedDataParallel(
@@ -167,28 +176,12 @@ def _wrapped(model: nn.Module, world: World, train: Train) -> nn.Module:
     return replica
 
 
-def _divided(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
-    """Return the same optimizer, each rank with the state of a part of the parameters."""
-    kind = type(optimizer)
-    known = inspect.signature(kind).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in known}
-    try:
-        return ZeroRedundancyOptimizer(
-            optimizer.param_groups, kind, parameters_as_bucket_view=False, **settings
-        )
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use ddp or fsdp"
-        ) from error
-
-
-def _whole(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Return the optimizer's state, all ranks' parts together on rank 0."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        optimizer.consolidate_state_dict(to=0)
-        if (
-            world.device.type == "cuda"
-        ):  # it copies to the host without waiting, and nobody else would
-            torch.cuda.current_stream(world.device).synchronize()
-        return optimizer.state_dict() if world.ranks.first else {}
-    return optimizer.state_dict()
+def _gathered_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
+    """Return the optimizer's state, on rank 0 with the parts of all ranks. A collective."""
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.state_dict()
+    optimizer.consolidate_state_dict(to=0)
+    if world.device.type == "cuda":
+        # It copies to the host without waiting for the copies.
+        torch.cuda.current_stream(world.device).synchronize()
+    return optimizer.state_dict() if world.ranks.first else {}

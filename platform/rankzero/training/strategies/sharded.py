@@ -1,7 +1,10 @@
-"""Each process has a part of every weight: fully sharded data parallel (ZeRO-3), and tensor parallel.
+"""Strategies under which each process has a part of every weight, as a DTensor.
 
-Weights are DTensors. A checkpoint has the whole of them, gathered by torch.distributed.checkpoint, under the names that
-the model itself would have: any number of processes can load it, and so can a plain model.
+    fsdp  torch.distributed.fsdp.fully_shard: parameters, gradients, optimizer state (ZeRO-3)
+    tp    torch.distributed.tensor.parallel.parallelize_module, by the experiment's `parallelize()`
+
+A checkpoint has the whole weights under the model's own names, gathered by
+torch.distributed.checkpoint. So any number of processes can load it, and so can a plain model.
 """
 
 from __future__ import annotations
@@ -35,18 +38,17 @@ from rankzero.training.strategies.base import (
     MicroBatchStep,
     Shard,
     Strategy,
-    backward,
     checksum,
     total_norm_factor,
 )
 
-GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
-SCATTERED = StateDictOptions(full_state_dict=True)
+_GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_SCATTER = StateDictOptions(full_state_dict=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """A model whose weights are spread over the ranks."""
+    """A model whose weights are divided among the ranks."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -54,19 +56,22 @@ class Sharded:
     world: World
     lockstep: bool = True
 
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        return (
-            _without_reduction(self.model)
-            if isinstance(self.model, FSDPModule)
-            else contextlib.nullcontext()
-        )
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        fsdp = self.model if isinstance(self.model, FSDPModule) else None
+        if fsdp is not None:
+            fsdp.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            if fsdp is not None:
+                fsdp.set_requires_gradient_sync(True)
 
     def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
-        return backward(how, self.model, batch)
+        return how.forward_backward(self.model, batch)
 
     def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any]:
-        with how.autocast:
-            return how.measure(self.model, batch)
+        return how.forward(self.model, batch)
 
     def sync_buffers(self) -> None:
         self.world.broadcast_buffers(self.model)
@@ -82,58 +87,60 @@ class Sharded:
             _local(gradient).mul_(factor)
 
     def checksum(self) -> Tensor:
-        """Return numbers for the weights that every rank has whole; those in parts have no replicas."""
+        """Return numbers for the whole weights. Those in parts have no replicas."""
         whole = [p for p in self.model.parameters() if not isinstance(p, DTensor)]
         return checksum(whole) if whole else torch.zeros(1, dtype=torch.int64)
 
     def state(self) -> dict[str, Any]:
         return {
-            "model": get_model_state_dict(self.model, options=GATHERED),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=GATHERED),
+            "model": get_model_state_dict(self.model, options=_GATHER),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_GATHER),
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        set_model_state_dict(self.model, saved["model"], options=SCATTERED)
-        named = parameter_names.by_name(
-            saved["optimizer"], parameter_names.order(self.model, self.optimizer)
-        )
-        set_optimizer_state_dict(self.model, self.optimizer, named, options=SCATTERED)
+        set_model_state_dict(self.model, saved["model"], options=_SCATTER)
+        names = parameter_names.order(self.model, self.optimizer)
+        named = parameter_names.by_name(saved["optimizer"], names)
+        set_optimizer_state_dict(self.model, self.optimizer, named, options=_SCATTER)
 
     def without_communication(self) -> Strategy | None:
         return None
 
 
 def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
-    """Make the model ready for fully sharded data parallel: parameters, gradients and optimizer state in parts.
+    """Shard the model: parameters, gradients and optimizer state.
 
-    Units that are gathered, and compiled, together: the items of the outermost `nn.Sequential` or `nn.ModuleList`s,
-    and the rest, with which stays what shares a weight with something outside of it.
+    The units that are gathered, and compiled, together are the items of the outermost
+    `nn.Sequential`s and `nn.ModuleList`s. The rest of the model is one more unit.
     """
-    parts = shared_weights.unshared(list(units(model)), model) if world.is_distributed else []
-    for part in (parts or [model]) if experiment.train.compile else ():
-        part.compile()  # each by itself: around them, parameters come and go
+    # A unit that shares a weight with another part stays with the rest.
+    parts = shared_weights.unshared(list(_units(model)), model) if world.is_distributed else []
+    if experiment.train.compile:
+        # Each unit by itself, because parameters are gathered and freed between units.
+        for part in parts or [model]:
+            part.compile()
     if world.is_distributed:
         mesh = init_device_mesh(world.device.type, (world.size,))
         for unit in [*parts, model]:
-            fully_shard(unit, mesh=mesh)  # moves it to the device, too
+            fully_shard(unit, mesh=mesh)  # also moves it to the device
     model.to(world.device)
-    return Sharded(
-        model, optimizers.of(experiment, model), Shard(world.ranks.rank, world.size), world
-    )
+    shard = Shard(world.ranks.rank, world.size)
+    return Sharded(model, optimizers.of(experiment, model), shard, world)
 
 
 def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
-    """Make the model ready for tensor parallel, by the experiment's `parallelize()`. All ranks see the same samples.
+    """Divide the model by the experiment's `parallelize()`. All ranks see the same samples.
 
-    Raises UserError without a plan, where it parts a weight that two modules share, and with fp16, whose loss scaler
-    knows no mixture of whole and divided weights.
+    Raises UserError without a plan, with fp16, and if the plan divides a tied weight.
     """
     plan = experiment.parallelize()
     if not plan:
         raise UserError(
-            "train.strategy=tp needs the experiment to say how its layers are divided: def parallelize(self): return "
-            "{'layer.name': ColwiseParallel(), …}, as torch.distributed.tensor.parallel.parallelize_module takes it"
+            "train.strategy=tp needs the experiment to say how its layers are divided: def "
+            "parallelize(self): return {'layer.name': ColwiseParallel(), …}, as "
+            "torch.distributed.tensor.parallel.parallelize_module takes it"
         )
+    # The loss scaler refuses a mixture of plain tensors and DTensors.
     if experiment.train.precision == "fp16":
         raise UserError("train.strategy=tp does not do fp16: use bf16")
     missing = [name for name in plan if name not in dict(model.named_modules())]
@@ -147,40 +154,27 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> S
     return Sharded(model, optimizers.one_by_one(experiment.optimizer(model)), Shard(0, 1), world)
 
 
-def units(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the parts that are worth gathering by themselves: the items of the outermost containers."""
+def _units(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the items of the outermost containers that have parameters."""
     children = list(model.children())
     if isinstance(model, (nn.Sequential, nn.ModuleList)):
         yield from (child for child in children if any(True for _ in child.parameters()))
         return
     for child in children:
-        yield from units(child)
-
-
-@contextlib.contextmanager
-def _without_reduction(model: FSDPModule) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
+        yield from _units(child)
 
 
 def _summed(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient of which each rank has a summand (a norm's, under SequenceParallel) as the sum."""
-    if not isinstance(gradient, DTensor) or not any(
-        placement.is_partial() for placement in gradient.placements
-    ):
+    """Return a gradient whose ranks each have a summand as the sum. A collective."""
+    # That is so for the norms between the parts of a sequence, under SequenceParallel.
+    if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
         return gradient
-    return gradient.redistribute(
-        placements=[Replicate() if p.is_partial() else p for p in gradient.placements]
-    )
+    placements = [Replicate() if p.is_partial() else p for p in gradient.placements]
+    return gradient.redistribute(placements=placements)
 
 
 def _is_part(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(
-        placement.is_shard() for placement in tensor.placements
-    )
+    return isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
 
 
 def _local(tensor: Tensor) -> Tensor:

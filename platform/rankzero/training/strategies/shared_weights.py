@@ -1,4 +1,4 @@
-"""Weights that several modules share, such as an embedding that is the output layer's, too: they must stay one."""
+"""Tied weights, such as an embedding that is also the output layer: they must stay one tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rankzero.errors import UserError
 
 
 def shared(model: nn.Module) -> list[list[str]]:
-    """Return the names of each weight that the model has under several."""
+    """Return the names of each weight that has several names in the model."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
@@ -19,7 +19,7 @@ def shared(model: nn.Module) -> list[list[str]]:
 
 
 def unshared(parts: Iterable[nn.Module], model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the parts of a model that share no weight with what is outside of them."""
+    """Yield the parts of a model that share no weight with the rest of it."""
     everywhere = _uses(model)
     for part in parts:
         if all(everywhere[parameter] == uses for parameter, uses in _uses(part).items()):
@@ -27,7 +27,7 @@ def unshared(parts: Iterable[nn.Module], model: nn.Module) -> Iterator[nn.Module
 
 
 def check_together(model: nn.Module, tied: Iterable[Sequence[str]], strategy: str) -> None:
-    """Raise UserError where names that were one weight's are not any more."""
+    """Raise UserError if a group of names that was one weight is not one any more."""
     for names in tied:
         first, *others = (model.get_parameter(name) for name in names)
         if any(other is not first for other in others):
@@ -35,7 +35,7 @@ def check_together(model: nn.Module, tied: Iterable[Sequence[str]], strategy: st
 
 
 def check_stages(stages: Iterable[nn.Module]) -> None:
-    """Raise UserError where a weight is in two stages of a pipeline, whose items still have the model's names."""
+    """Raise UserError if two stages of a pipeline contain the same weight."""
     seen: dict[nn.Parameter, str] = {}
     for stage in stages:
         mine = {parameter: name for name, parameter in stage.named_parameters()}
@@ -45,11 +45,12 @@ def check_stages(stages: Iterable[nn.Module]) -> None:
 
 
 def refuse(names: Sequence[str], strategy: str) -> None:
-    """Raise UserError: these names are one weight, which the strategy would make several of."""
+    """Raise UserError: the strategy would make several weights of one that has these names."""
+    shown = ", ".join(map(repr, dict.fromkeys(names)))
     raise UserError(
-        f"train.strategy={strategy} would divide a weight that is used in several places "
-        f"({', '.join(map(repr, dict.fromkeys(names)))}), and it would become several: have them all in one stage, or "
-        "none in the plan, untie them, or use ddp or fsdp"
+        f"train.strategy={strategy} would divide a weight that is used in several places ({shown}),"
+        " and it would become several: have them all in one stage, or none in the plan, untie "
+        "them, or use ddp or fsdp"
     )
 
 

@@ -1,4 +1,8 @@
-"""Where a model is cut for a pipeline, and how `measure` is called on either side of a cut."""
+"""Cuts a model into pipeline stages, and calls the user's `measure` on both sides of a cut.
+
+It uses torch.distributed.pipelining: `PipelineStage` for an nn.Sequential, `pipeline` for a traced
+model.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,9 @@ from rankzero.training.strategies.base import Measure
 
 
 class _InputTaken(Exception):
-    """What a model was given."""
+    """Carries the input that `measure` gave the model."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: Tensor) -> None:
         self.given = given
 
 
@@ -27,13 +31,14 @@ class _InputCatcher(nn.Module):
     def forward(self, *given: Any, **named: Any) -> Any:
         if len(given) != 1 or named or not isinstance(given[0], Tensor):
             raise UserError(
-                "train.strategy=pp needs measure() to call the model with one tensor, its samples in rows"
+                "train.strategy=pp needs measure() to call the model with one tensor, its samples "
+                "in rows"
             )
         raise _InputTaken(given[0])
 
 
 class StageOutput(nn.Module):
-    """A model that has its output already, in the mode that its stages are in."""
+    """Stands for the model on the last rank: it returns the pipeline's output for any input."""
 
     def __init__(self, output: Any, training: bool) -> None:
         super().__init__()
@@ -43,13 +48,12 @@ class StageOutput(nn.Module):
         return self._output
 
 
-def given_to(measure: Measure, batch: Any, training: bool = True) -> Tensor:
-    """Return what `measure` gives the model. Raises UserError where that is not one tensor, or nothing."""
+def input_of(measure: Measure, batch: Any, training: bool = True) -> Tensor:
+    """Return the tensor that `measure` gives the model. Raises UserError if it is not one."""
     try:
         measure(_InputCatcher().train(training), batch)
     except _InputTaken as taken:
-        found: Tensor = taken.given
-        return found
+        return taken.given
     raise UserError("train.strategy=pp needs measure() to call the model it is given")
 
 
@@ -61,10 +65,11 @@ def make_stage(
     device: torch.device,
     example: Callable[[], Tensor],
 ) -> Any:
-    """Cut the model; return this rank's stage. `example`: what a micro-batch gives the model.
+    """Cut the model, and return this rank's stage, a PipelineStage. Raises UserError.
 
-    An `nn.Sequential` is cut between its items, at those that `split_points` names, else so that stages have about as
-    many weights each. Another model is traced, and cut before the modules named. Raises UserError.
+    An `nn.Sequential` is cut before the items in `split_points`. Without them, the stages have
+    about as many weights each. Any other model is traced with `example()`, a micro-batch's input,
+    and cut before the modules in `split_points`.
     """
     if split_points and len(split_points) != size - 1:
         raise UserError(
@@ -76,33 +81,32 @@ def make_stage(
         return PipelineStage(stages[rank].to(device), rank, size, device)
     if not split_points:
         raise UserError(
-            "train.strategy=pp needs a model that is an nn.Sequential, or the experiment to say where it is cut: "
-            "def split_points(self): return ['layers.6'], the modules that the second stage and so on begin with"
+            "train.strategy=pp needs a model that is an nn.Sequential, or the experiment to say "
+            "where it is cut: def split_points(self): return ['layers.6'], the modules with which "
+            "the second stage and later ones begin"
         )
     missing = [name for name in split_points if name not in dict(model.named_modules())]
     if missing:
         raise UserError(f"split_points() names {missing[0]!r}, which the model does not have")
     cuts = dict.fromkeys(split_points, SplitPoint.BEGINNING)
-    whole = pipeline(
-        model.to(device), mb_args=(example(),), split_spec=cuts
-    )  # a trace knows the device it was made on
-    for uses in (
-        whole.replicated_params
-    ):  # by stage; a module that is called in two has a number behind its name
-        shared_weights.refuse([re.sub(r"@\d+", "", name) for name in uses.values()], "pp")
+    # A trace keeps the device it was made on.
+    whole = pipeline(model.to(device), mb_args=(example(),), split_spec=cuts)
+    # Maps a stage to a weight's name in it. A module called in two stages has "@1" in its name.
+    for names in whole.replicated_params:
+        shared_weights.refuse([re.sub(r"@\d+", "", name) for name in names.values()], "pp")
     return whole.build_stage(rank, device)
 
 
 def cut(model: nn.Sequential, split_points: Sequence[str], size: int) -> list[nn.Sequential]:
-    """Return the stages of a sequential model; each has weights. Raises UserError where that cannot be."""
+    """Return the stages of a sequential model. Raises UserError if one would have no weights."""
     items = list(model.named_children())
     names = [name for name, _ in items]
+    unknown = [name for name in split_points if name not in names]
+    if unknown:
+        raise UserError(
+            f"split_points() names {unknown[0]!r}; the model's items are {', '.join(names)}"
+        )
     if split_points:
-        unknown = [name for name in split_points if name not in names]
-        if unknown:
-            raise UserError(
-                f"split_points() names {unknown[0]!r}; the model's items are {', '.join(names)}"
-            )
         starts = [0, *(names.index(name) for name in split_points)]
     else:
         starts = balanced([sum(p.numel() for p in item.parameters()) for _, item in items], size)
@@ -113,13 +117,18 @@ def cut(model: nn.Sequential, split_points: Sequence[str], size: int) -> list[nn
     ]
     if not all(any(True for _ in stage.parameters()) for stage in stages):
         raise UserError(
-            f"a stage of the pipeline has no weights: use fewer than {size} processes, or name split_points()"
+            f"a stage of the pipeline has no weights: use fewer than {size} processes, or name "
+            "split_points()"
         )
     return stages
 
 
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """Return where each part of a list begins, so that each has something and about as much as the others. Pure."""
+    """Return the index at which each part of a list begins. Pure.
+
+    Each part has a weight that is not 0, and about as much as the others. Raises UserError if the
+    list is too short.
+    """
     heavy = [number for number, weight in enumerate(weights) if weight]
     if len(heavy) < parts:
         raise UserError(
@@ -128,9 +137,10 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
     total, starts, done = sum(weights), [0], 0
     for number, weight in enumerate(weights):
         left = len([other for other in heavy if other >= number])
-        begun = any(starts[-1] <= other < number for other in heavy)
+        has_weight = any(starts[-1] <= other < number for other in heavy)
+        # Each of the parts to come needs a weight, so a part may have to begin early.
         due = done >= total * len(starts) / parts or left <= parts - len(starts)
-        if len(starts) < parts and begun and weight and due:
+        if len(starts) < parts and has_weight and weight and due:
             starts.append(number)
         done += weight
     return starts
