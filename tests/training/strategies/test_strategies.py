@@ -204,6 +204,19 @@ def test_compiled_models_train_the_same(folder: Path, name: str) -> None:
     assert compiled["losses"] != plain["losses"], "the very same bits: nothing was compiled"
 
 
+def test_compiled_units_are_sharded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded: list[nn.Module] = []
+    for name, replaced in (
+        ("fully_shard", lambda unit, mesh: sharded.append(unit)),
+        ("init_device_mesh", lambda *_: None),
+    ):
+        monkeypatch.setattr(f"rankzero.training.strategies.sharded.{name}", replaced)
+    experiment = two_ranks.layered(train__strategy="fsdp", train__compile=True, blocks=True)
+    model: Any = experiment.model()
+    build(experiment, model, World(Ranks(0, 2), torch.device("cpu")), lambda: None)
+    assert sharded == [*model.blocks, model]
+
+
 @pytest.mark.parametrize("name", ["fsdp-accumulated", "pp-accumulated", "pp-gpipe", "ddp-static"])
 def test_variants_change_nothing(folder: Path, alone: Any, name: str) -> None:
     assert seen(folder, name)["losses"] == pytest.approx(alone()["losses"], rel=1e-4)

@@ -114,11 +114,12 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
     `nn.Sequential`s and `nn.ModuleList`s. The rest of the model is one more unit.
     """
     # A unit that shares a weight with another part stays with the rest.
-    parts = shared_weights.unshared(list(_units(model)), model) if world.is_distributed else []
+    parts = list(shared_weights.unshared(_units(model), model)) if world.is_distributed else []
     if experiment.train.compile:
-        # Each unit by itself, because parameters are gathered and freed between units.
+        # Each unit by itself, because parameters are gathered and freed between units. Only its
+        # `forward`: `part.compile()` includes FSDP's hooks, and dynamo then compiles nothing.
         for part in parts or [model]:
-            part.compile()
+            part.forward = torch.compile(part.forward)
     if world.is_distributed:
         mesh = init_device_mesh(world.device.type, (world.size,))
         for unit in [*parts, model]:
