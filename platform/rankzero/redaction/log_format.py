@@ -1,4 +1,4 @@
-"""What the processes beside the training say of themselves: their standard error is the run's recorder.log."""
+"""The log of the recorder and the courier: their standard error is the run's ``recorder.log``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from rankzero.redaction.text import text_without_secrets
 
 
 def log_without_secrets() -> None:
-    """Set up this process's log, tracebacks included: an error of a database has its password in it."""
+    """Set up this process's log so that secrets are redacted, also those in tracebacks."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Blotting("%(asctime)s %(levelname)s %(message)s"))
+    # An error of a database has the password of its URL in it.
+    handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
 
 
-class _Blotting(logging.Formatter):
+class _RedactingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return text_without_secrets(super().format(record))
