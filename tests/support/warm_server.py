@@ -78,7 +78,7 @@ def become(request: dict[str, Any], output: int) -> None:
         io.FileIO(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True
     )
     sys.argv = ["rankzero", *request["words"]]
-    sys.path[0] = request["folder"]
+    sys.path.insert(0, request["folder"])  # as `python -m` does
 
 
 def fork_the_forkserver() -> None:
