@@ -98,7 +98,7 @@ except ValueError as error:
         tmp_path,
     )
     assert code == 0, output
-    assert "refused: the model of" in output and "is another model's" in output
+    assert "refused: the model of" in output and "does not fit this model" in output
     assert tracked(tmp_path).status == "FINISHED"
 
 

@@ -1,4 +1,4 @@
-"""`rankzero.track`: the same tracking for one's own loop."""
+"""`rankzero.track` for loops of one's own: values, steps, checkpoints, ends, and other ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,13 +18,27 @@ import rankzero
 from rankzero import Goal
 from rankzero.events import CheckpointSaved, Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.integrations import values
-from rankzero.integrations.tracked_run import params_of
+from rankzero.integrations.tracked_run import TrackedRun, params_of
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import checkpoint_files
-from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read_all
+from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.journal import Journal, read_all
 from rankzero.tracking import delivery_status
+from rankzero.tracking.run_log import RunLog
 from rankzero.training.checkpoints import restore
+
+
+class NoRecorder:
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def unrecorded(goal: Goal | None = None, **options: Any) -> TrackedRun:
+    """Return a run as `rankzero.track` makes it, but without a recorder. The same run each time."""
+    identity = Identity("r1", "0" * 32, "mine", "sqlite:////nowhere/mlflow.db")
+    folder = RunFolder.open_or_create(Path("mlruns/runs").absolute(), identity)
+    log = RunLog(folder, Journal(folder.events), 1, NoRecorder())
+    return TrackedRun(log, goal or Goal(), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +48,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delenv(name, raising=False)
 
 
-def test_three_lines_are_tracked_to_the_end() -> None:
+def test_loop_is_tracked_to_the_end_in_mlflow() -> None:
     model = torch.nn.Linear(2, 1)
     with rankzero.track(
         "mine", {"lr": 0.1, "net": {"width": 3}}, goal=Goal("val/loss"), name="r1"
@@ -75,11 +89,8 @@ def test_three_lines_are_tracked_to_the_end() -> None:
         (SystemExit(0), "FINISHED"),
     ],
 )
-def test_the_status_is_how_the_block_was_left(
-    raised: BaseException, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rankzero.tracking.recorder.start", lambda *words, **options: Closed())
-    with pytest.raises(type(raised)), rankzero.track("mine") as run:
+def test_leaving_the_block_sets_the_status(raised: BaseException, status: str) -> None:
+    with pytest.raises(type(raised)), unrecorded() as run:
         raise raised
     assert run.folder is not None
     end = [event for event in read_all(run.folder / "events.jsonl") if isinstance(event, RunEnded)]
@@ -87,18 +98,14 @@ def test_the_status_is_how_the_block_was_left(
     assert ("boom" in str(end[0].error)) == isinstance(raised, RuntimeError)
 
 
-class Closed:
-    def close(self) -> None:
-        """Nothing was started."""
-
-
 def test_other_ranks_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with rankzero.track("mine") as run:
         run.log({"loss": torch.tensor(1.0)}, step=1)
+        assert not run.evaluated({"val/loss": 0.5}, step=1)
         run.checkpoint({}, step=1)
-    assert run.name is None and not Path("mlruns").exists()
+    assert run.name is None and run.folder is None and not Path("mlruns").exists()
 
 
 @dataclasses.dataclass
@@ -115,11 +122,10 @@ def test_configs_become_params() -> None:
         params_of(3)
 
 
-def test_what_is_no_number_is_told_and_does_not_stop_the_loop(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_value_that_is_not_a_number_is_logged_as_nan_with_one_warning(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("rankzero.tracking.recorder.start", lambda *words, **options: Closed())
-    with rankzero.track("mine") as run:
+    with unrecorded() as run:
         for step in (1, 2):
             odd = {"text": "x", "many": torch.ones(3), "array": np.ones(2), "none": None}
             run.log({**odd, "good": np.float32(1)}, step=step)
@@ -136,16 +142,9 @@ def test_what_is_no_number_is_told_and_does_not_stop_the_loop(
         assert told.count(words) == 1
 
 
-@pytest.fixture
-def untracked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start no recorder."""
-    monkeypatch.setattr("rankzero.tracking.recorder.start", lambda *words, **options: Closed())
-
-
-@pytest.mark.usefixtures("untracked")
-def test_going_on_with_a_run_goes_on_with_its_best() -> None:
+def test_continued_run_remembers_its_best_value() -> None:
     for value, best in ((0.9, True), (0.5, False), (0.95, True)):
-        with rankzero.track("mine", name="r1", goal=Goal("val/accuracy", "max")) as run:
+        with unrecorded(Goal("val/accuracy", "max")) as run:
             assert run.evaluated({"val/accuracy": value}, step=1) is best
     assert run.folder is not None
     ended = [
@@ -154,10 +153,8 @@ def test_going_on_with_a_run_goes_on_with_its_best() -> None:
     assert [event.metrics["best"] for event in ended] == [0.9, 0.9, 0.95]
 
 
-@pytest.mark.usefixtures("untracked")
-def test_a_written_checkpoint_is_told_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankzero.integrations.tracked_run.FLUSH_ROWS", 1)
-    with rankzero.track("mine") as run:
+def test_written_checkpoint_is_logged_before_the_next_one() -> None:
+    with unrecorded(flush_rows=1) as run:
         assert run.folder is not None
         run.checkpoint({"x": torch.zeros(1)}, step=1)
         run._checkpoints._pending.result()
@@ -167,9 +164,8 @@ def test_a_written_checkpoint_is_told_before_the_next(monkeypatch: pytest.Monkey
         )
 
 
-@pytest.mark.usefixtures("untracked")
-def test_a_checkpoint_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with rankzero.track("mine") as run:
+def test_checkpoint_that_cannot_be_written_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    with unrecorded() as run:
         assert run.folder is not None
         (run.folder / "checkpoints").write_text("in the way")
         for step in (1, 2):
@@ -177,10 +173,9 @@ def test_a_checkpoint_that_cannot_be_written_is_told(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("a checkpoint could not be written") == 2
 
 
-@pytest.mark.usefixtures("untracked")
-def test_odd_steps_and_names_cost_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_steps_and_names_do_not_affect_other_values(capsys: pytest.CaptureFixture[str]) -> None:
     moving = np.array(5)
-    with rankzero.track("mine") as run:
+    with unrecorded() as run:
         for step in (
             np.int64(1),
             torch.tensor(2),
@@ -208,19 +203,16 @@ def test_odd_steps_and_names_cost_nothing_else(capsys: pytest.CaptureFixture[str
     ]
     assert isinstance(events[-1], RunEnded) and events[-1].status == "FINISHED"
     assert (
-        capsys.readouterr().out.count(
-            "a step must be a whole number, not 'six': it counts as step 5"
-        )
+        capsys.readouterr().out.count("a step must be an integer, not 'six': it counts as step 5")
         == 1
     )
 
 
-@pytest.mark.usefixtures("untracked")
-def test_tensors_that_cannot_be_read_leave_the_users_own_error(
+def test_unreadable_tensors_do_not_hide_the_users_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As on a GPU after an assertion of the device: whatever asks it raises."""
-    with pytest.raises(ValueError, match="mine"), rankzero.track("mine") as run:
+    with pytest.raises(ValueError, match="mine"), unrecorded() as run:
         run.log({"lost": torch.zeros((), device="meta"), "kept": 3.0}, step=1)
         raise ValueError("mine")
     assert run.folder is not None
@@ -233,12 +225,13 @@ def test_tensors_that_cannot_be_read_leave_the_users_own_error(
         and math.isnan(steps.metrics["lost"][0])
     )
     assert isinstance(end, RunEnded) and (end.status, end.reason) == ("FAILED", "ValueError: mine")
-    assert "what cannot be read of what was logged on meta is NaN" in capsys.readouterr().out
+    assert "values logged on meta that cannot be read are NaN" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("untracked")
-def test_an_odd_tensor_costs_only_itself_on_its_device(capsys: pytest.CaptureFixture[str]) -> None:
-    with rankzero.track("mine") as run:
+def test_odd_tensor_does_not_affect_others_on_its_device(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with unrecorded() as run:
         run.log({"odd": torch.tensor(1j), "kept": torch.tensor(3.0)}, step=1)
     assert run.folder is not None
     logged = [
@@ -247,7 +240,7 @@ def test_an_odd_tensor_costs_only_itself_on_its_device(capsys: pytest.CaptureFix
     assert logged[0].metrics["kept"] == [3.0] and math.isnan(logged[0].metrics["odd"][0])
     assert capsys.readouterr().out.count("a complex number") == 1
     told: list[str] = []
-    (odd, kept) = values.numbers(
+    (odd, kept) = values.to_floats(
         [torch.zeros(()).as_subclass(Unread), torch.tensor(3.0)], told.append
     )
     assert (
@@ -278,13 +271,12 @@ class Spread:
     detach = double = tolist = __float__ = full_tensor
 
 
-@pytest.mark.usefixtures("untracked")
-def test_of_a_tensor_that_is_spread_over_ranks_nothing_is_asked(
+def test_dtensor_is_never_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert hasattr(DTensor, "full_tensor"), "that is how they are told apart"
     spread = Spread()
-    with rankzero.track("mine") as run:
+    with unrecorded() as run:
         run.log({"grad_norm": spread, "kept": 3.0}, step=1)
         run.checkpoint({"x": torch.zeros(1)}, step=1, metrics={"val/norm": spread})
     assert not spread.read
@@ -299,9 +291,8 @@ class Point(NamedTuple):
     x: torch.Tensor
 
 
-@pytest.mark.usefixtures("untracked")
-def test_a_state_with_named_tuples_is_kept_as_plain_values() -> None:
-    with rankzero.track("mine") as run:
+def test_named_tuples_in_a_state_are_saved_as_plain_values() -> None:
+    with unrecorded() as run:
         run.checkpoint({"at": Point(torch.ones(2)), "shape": torch.Size([2])}, step=1)
     assert run.folder is not None
     path, problems = checkpoint_files.newest_intact(run.folder / "checkpoints")
@@ -309,9 +300,8 @@ def test_a_state_with_named_tuples_is_kept_as_plain_values() -> None:
     assert torch.equal(restore.load(path)["at"][0], torch.ones(2))
 
 
-@pytest.mark.usefixtures("untracked")
-def test_two_processes_do_not_write_one_run() -> None:
-    """One that is told of the other changes nothing; once that has said its end, the run can be gone on with."""
+def test_second_process_cannot_write_the_same_run() -> None:
+    """The second is refused and changes nothing. Once the first has ended, the run can be continued."""
     with subprocess.Popen(
         [sys.executable, "-c", BESIDE], stdout=subprocess.PIPE, stdin=subprocess.PIPE
     ) as beside:
@@ -320,11 +310,11 @@ def test_two_processes_do_not_write_one_run() -> None:
         with pytest.raises(
             rankzero.UserError, match=rf"process {beside.pid} is writing r1: stop it first"
         ):
-            rankzero.track("mine", name="r1")
+            rankzero.track("mine", name="r1", offline=True)
         beside.stdin.write(b"on\n")
         beside.stdin.flush()
         assert beside.stdout.readline() == b"ended\n"
-        with rankzero.track("mine", name="r1") as run:
+        with rankzero.track("mine", name="r1", offline=True) as run:
             run.log({"loss": 2.0}, step=2)
         beside.stdin.close()
     assert run.folder is not None
@@ -334,11 +324,7 @@ def test_two_processes_do_not_write_one_run() -> None:
 
 BESIDE = """
 import sys, rankzero
-from rankzero.tracking import recorder
-class Closed:
-    def close(self): pass
-recorder.start = lambda *words, **options: Closed()
-with rankzero.track("mine", name="r1") as run:
+with rankzero.track("mine", name="r1", offline=True) as run:
     run.log({"loss": 1.0}, step=1)
     print("open", flush=True)
     sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""Thin adapters for people who train with another framework: each a file, each imports its framework itself.
+"""Thin adapters for people who train with another framework. Each is one file, which imports its framework itself.
 
     pip install rankzero[lightning]      from rankzero.integrations.lightning import RankZeroLogger, RankZeroCallback
     pip install rankzero[transformers]   from rankzero.integrations.transformers import RankZeroCallback
@@ -6,5 +6,6 @@
     pip install rankzero[ignite]         from rankzero.integrations.ignite import RankZeroHandler
     pip install rankzero[keras]          from rankzero.integrations.keras import RankZeroCallback
 
-All are safe on every rank, and stand on `rankzero.track`: journal, recorder, GPU use, checkpoints, truthful status.
+All are safe on every rank. They use `rankzero.track`, so their runs have a journal, a recorder, GPU usage,
+checkpoints and the true status.
 """

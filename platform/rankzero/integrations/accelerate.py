@@ -1,4 +1,4 @@
-"""Accelerate: a tracker, for ``Accelerator(log_with=RankZeroTracker("my-experiment"))``."""
+"""A tracker for Accelerate: ``Accelerator(log_with=RankZeroTracker("my-experiment"))``."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ try:
     from accelerate.tracking import GeneralTracker
 except ImportError as error:
     raise ImportError(
-        "rankzero.integrations.accelerate needs it: pip install rankzero[accelerate]"
+        "rankzero.integrations.accelerate needs Accelerate: pip install rankzero[accelerate]"
     ) from error
 
 
 class RankZeroTracker(GeneralTracker):
-    """Sends what `Accelerator.log` gets to MLflow. `options`: those of `rankzero.track` (goal, tracking_uri…)."""
+    """Sends the metrics of `Accelerator.log` to MLflow. `options`: those of `rankzero.track` (goal, name…)."""
 
     name = "rankzero"
     requires_logging_directory = False
     main_process_only = True
 
     def __init__(self, experiment: str = "accelerate", **options: Any) -> None:
-        self._late = DeferredRun(experiment, **options)
+        self._run = DeferredRun(experiment, **options)
         super().__init__()
 
     @property
     def tracker(self) -> TrackedRun:
-        """The run, for `checkpoint` and `evaluated`."""
-        return self._late.run
+        """The run, for `checkpoint` and `evaluated`. Starts it."""
+        return self._run.begin()
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Keep the config of `init_trackers` as params, and begin."""
-        self._late.params(values)
-        assert self._late.run is not None
+        """Start the run, with the config of `init_trackers` as params."""
+        self._run.add_params(values)
+        self._run.begin()
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
-        """Log metrics; tensors stay on their device until the report."""
-        self._late.run.log(values, step or 0)
+        """Log metrics. Tensors stay on their device until the run reads them."""
+        self._run.begin().log(values, step or 0)
 
     def finish(self) -> None:
-        """End the run: what `end_training` calls."""
-        self._late.end()
+        """End the run. `Accelerator.end_training` calls it."""
+        self._run.end()

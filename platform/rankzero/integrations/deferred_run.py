@@ -1,4 +1,4 @@
-"""A run that begins with the first thing to say, and ends with the process at the latest."""
+"""A run that starts when a framework logs first, and that ends with the process at the latest."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from rankzero.integrations.tracked_run import TrackedRun, track
 
 
 class DeferredRun:
-    """A `TrackedRun` whose params are collected until it begins. Safe on every rank.
+    """A `TrackedRun` that collects its params until it starts. Safe on every rank.
 
-    `options`: those of `rankzero.track`. A script that ends without saying so ends the run: FINISHED, or FAILED with
-    the exception that nobody caught. `unless_said`: what a framework that always says how it ends was stopped by,
-    where it did not.
+    `options`: those of `rankzero.track`. If nobody ends the run, the end of the process does: as FINISHED, or as
+    FAILED with the exception that nobody caught. `unless_ended`: the error to assume instead of FINISHED, for a
+    framework that always reports its end.
     """
 
     def __init__(
-        self, experiment: str, unless_said: BaseException | None = None, **options: Any
+        self, experiment: str, unless_ended: BaseException | None = None, **options: Any
     ) -> None:
-        self._experiment, self._options, self._unless_said = experiment, options, unless_said
+        self._experiment, self._options, self._unless_ended = experiment, options, unless_ended
         self._params: dict[str, Any] = {}
         self._run: TrackedRun | None = None
-        self._over = False
+        self._ended = False
 
-    def params(self, more: Mapping[str, Any]) -> None:
-        """Add params; once the run has begun, they cannot be added any more."""
+    def add_params(self, params: Mapping[str, Any]) -> None:
+        """Add params. A run that has started ignores them."""
         if self._run is None:
-            self._params |= dict(more)
+            self._params |= dict(params)
 
     @property
-    def begun(self) -> bool:
-        return self._run is not None
+    def name(self) -> str | None:
+        """The run's name; None before it starts, and on other ranks than 0."""
+        return None if self._run is None else self._run.name
 
-    @property
-    def run(self) -> TrackedRun:
-        """Return the run, begun now where it was not."""
+    def begin(self) -> TrackedRun:
+        """Start the run if it has not started, and return it."""
         if self._run is None:
             self._run = track(self._experiment, self._params, **self._options)
             self._run.__enter__()
-            atexit.register(self.give_up)
+            atexit.register(self.end_unreported)
         return self._run
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the run: FINISHED, or as `error` has it. The first word counts."""
-        if self._run is not None and not self._over:
-            self._over = True
-            atexit.unregister(self.give_up)
+        """End the run: FINISHED, or as `error` demands. The first call counts."""
+        if self._run is not None and not self._ended:
+            self._ended = True
+            atexit.unregister(self.end_unreported)
             self._run.__exit__(None if error is None else type(error), error, None)
 
-    def give_up(self) -> None:
-        """End the run, whose end nobody will say any more."""
-        self.end(
-            getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or self._unless_said
-        )
+    def end_unreported(self) -> None:
+        """End a run whose end the framework has not reported."""
+        # Python keeps the uncaught exception here: last_exc from 3.12 on, last_value before.
+        uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        self.end(uncaught or self._unless_ended)

@@ -1,4 +1,4 @@
-"""Ignite: a handler, for ``RankZeroHandler("my-experiment").attach(trainer, evaluator)``."""
+"""A handler for Ignite: ``RankZeroHandler("my-experiment").attach(trainer, evaluator)``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ try:
     from ignite.engine import Engine, Events
 except ImportError as error:
     raise ImportError(
-        "rankzero.integrations.ignite needs it: pip install rankzero[ignite]"
+        "rankzero.integrations.ignite needs Ignite: pip install rankzero[ignite]"
     ) from error
 
 
@@ -21,13 +21,13 @@ class RankZeroHandler:
     def __init__(
         self, experiment: str = "ignite", params: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        self._late = DeferredRun(experiment, **options)
-        self._late.params(params or {})
+        self._run = DeferredRun(experiment, **options)
+        self._run.add_params(params or {})
 
     def attach(self, trainer: Engine, evaluator: Engine | None = None) -> RankZeroHandler:
-        """Follow a trainer, whose output is the loss or a mapping of metrics, and what evaluates it."""
+        """Log a trainer, which outputs its loss or a mapping of metrics, and its evaluator."""
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._iteration)
-        trainer.add_event_handler(Events.COMPLETED, lambda _: self._late.end())
+        trainer.add_event_handler(Events.COMPLETED, lambda _: self._run.end())
         trainer.add_event_handler(Events.EXCEPTION_RAISED, self._exception)
         if evaluator is not None:
             evaluator.add_event_handler(Events.COMPLETED, self._evaluated, trainer)
@@ -36,14 +36,14 @@ class RankZeroHandler:
     def _iteration(self, trainer: Engine) -> None:
         output = trainer.state.output
         metrics = output if isinstance(output, Mapping) else {"loss": output}
-        self._late.run.log(
+        self._run.begin().log(
             {f"train/{name}": value for name, value in metrics.items()}, trainer.state.iteration
         )
 
     def _evaluated(self, evaluator: Engine, trainer: Engine) -> None:
         metrics = {f"val/{name}": value for name, value in evaluator.state.metrics.items()}
-        self._late.run.evaluated(metrics, trainer.state.iteration)
+        self._run.begin().evaluated(metrics, trainer.state.iteration)
 
     def _exception(self, _: Engine, error: BaseException) -> None:
-        self._late.end(error)
+        self._run.end(error)
         raise error

@@ -1,7 +1,7 @@
-"""Lightning: a `Logger` and a `Callback`, for ``Trainer(logger=logger, callbacks=[RankZeroCallback(logger)])``.
+"""A `Logger` and a `Callback` for Lightning: ``Trainer(logger=logger, callbacks=[RankZeroCallback(logger)])``.
 
-The logger takes what the module logs, every `log_every_n_steps`. The callback adds what a logger cannot see: the loss
-of every step, without a host sync; validation metrics with the goal; checkpoints; how the training ended.
+The logger gets what the module logs, every `log_every_n_steps`. The callback adds what a logger cannot see: the loss
+of every step without a host sync, validation metrics with the goal, checkpoints, and how the training ended.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ except ImportError as error:
         "rankzero.integrations.lightning needs Lightning: pip install rankzero[lightning]"
     ) from error
 
-WHOLE = ("SingleDeviceStrategy", "DDPStrategy")
-"""Strategies under which rank 0 has the whole model."""
+# Rank 0 has the whole model only under these strategies. Elsewhere it could not write a checkpoint alone.
+REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class RankZeroLogger(Logger):
-    """Sends what a `LightningModule` logs to MLflow. `options`: those of `rankzero.track` (name, goal and so on)."""
+    """Sends the metrics of a `LightningModule` to MLflow. `options`: those of `rankzero.track` (name, goal…)."""
 
     def __init__(self, experiment: str = "lightning", **options: Any) -> None:
         super().__init__()
         self._experiment = experiment
-        self._late = DeferredRun(experiment, **options)
+        self._run = DeferredRun(experiment, **options)
 
     @property
     def name(self) -> str:
@@ -39,29 +39,29 @@ class RankZeroLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        return self._late.run.name if self._late.begun else None
+        return self._run.name
 
     @property
-    def late(self) -> DeferredRun:
-        """The run, for `RankZeroCallback`."""
-        return self._late
+    def deferred_run(self) -> DeferredRun:
+        """The run, which `RankZeroCallback` shares."""
+        return self._run
 
     @rank_zero_only
     def log_hyperparams(self, params: Mapping[str, Any] | Namespace, *_: Any, **__: Any) -> None:
-        """Keep params; those that come after the first metric are too late."""
-        self._late.params(vars(params) if isinstance(params, Namespace) else params)
+        """Add params. Those that come after the first metric are ignored."""
+        self._run.add_params(vars(params) if isinstance(params, Namespace) else params)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log metrics at a step."""
-        self._late.run.log(
+        self._run.begin().log(
             {name: value for name, value in metrics.items() if name != "epoch"}, step or 0
         )
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """End the run: Lightning says success, failed or interrupted. What the callback said before counts."""
-        self._late.end(
+        """End the run with Lightning's status, unless the callback has ended it before."""
+        self._run.end(
             {"success": None, "interrupted": KeyboardInterrupt()}.get(status, RuntimeError(status))
         )
 
@@ -70,7 +70,7 @@ class RankZeroCallback(Callback):
     """Adds to a `RankZeroLogger` every step's loss, the goal, checkpoints and the exception that ended a training."""
 
     def __init__(self, logger: RankZeroLogger, *, checkpoints: bool = True) -> None:
-        self._late, self._checkpoints = logger.late, checkpoints
+        self._run, self._checkpoints = logger.deferred_run, checkpoints
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -78,10 +78,10 @@ class RankZeroCallback(Callback):
         """Keep the step's loss on its device."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if trainer.is_global_zero and loss is not None:
-            self._late.run.log({"train/loss": loss}, trainer.global_step)
+            self._run.begin().log({"train/loss": loss}, trainer.global_step)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the validation metrics under their goal's name, and keep a checkpoint."""
+        """Log the validation metrics in their group, and keep a checkpoint."""
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         metrics = {
@@ -89,20 +89,20 @@ class RankZeroCallback(Callback):
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val")
         }
-        if self._checkpoints and type(trainer.strategy).__name__ in WHOLE:
-            self._late.run.checkpoint(
+        if self._checkpoints and type(trainer.strategy).__name__ in REPLICATED:
+            self._run.begin().checkpoint(
                 {"model": pl_module.state_dict()}, trainer.global_step, metrics
             )
         else:
-            self._late.run.evaluated(metrics, trainer.global_step)
+            self._run.begin().evaluated(metrics, trainer.global_step)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """End the run as FAILED, or KILLED by Ctrl-C."""
-        self._late.end(exception)
+        self._run.end(exception)
 
 
 def _grouped(name: str) -> str:
-    """Return Lightning's customary ``val_loss`` as ``val/loss``."""
+    """Return ``val/loss`` for ``val_loss``, the usual name in Lightning."""
     return name.replace("val_", "val/", 1) if name.startswith("val_") else name

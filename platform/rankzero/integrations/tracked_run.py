@@ -1,10 +1,10 @@
-"""The same tracking for people who keep their own loop: plain DDP, Lightning, Accelerate, DeepSpeed, Horovod, Keras.
+"""`rankzero.track`: the same tracking for a training loop of your own, or another framework's.
 
     with rankzero.track("my-experiment", config) as run:      # safe on every rank: only rank 0 writes
-        run.log({"loss": loss}, step=i)                        # tensors are fine; no sync until the report
+        run.log({"loss": loss}, step=i)                       # tensors are fine: no host sync per step
         run.checkpoint(state_dict, step=i, metrics={"val/loss": v})
 
-Imports no torch: `checkpoint` does, when it is called.
+Imports no torch until `checkpoint` is called.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rankzero import config as configs
 from rankzero import ranks
 from rankzero.catalog import lookup
+from rankzero.config import ConfigError
 from rankzero.config.values import render
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import Goal
-from rankzero.integrations.values import kept, number, numbers, whole
+from rankzero.integrations.values import as_int, snapshot, to_float, to_floats
 from rankzero.mlflow_store import uris
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.run_store import provenance
@@ -37,7 +37,6 @@ from rankzero.tracking.run_log import RunLog
 
 FLUSH_SECONDS = 2.0
 FLUSH_ROWS = 500
-Row = tuple[Any, float, Mapping[str, Any]]
 
 
 def track(
@@ -51,19 +50,26 @@ def track(
     folder: str | Path | None = None,
     offline: bool | None = None,
 ) -> TrackedRun:
-    """Return a run to enter with ``with``; inside it, log from wherever you like.
+    """Return a run to enter with ``with``. Call it on every rank: rank 0 writes, the others do nothing.
 
-    `config` is a mapping (may be nested) or a dataclass; it becomes the run's params. Call it on
-    every rank: rank 0 writes, on other ranks nothing happens. An existing `name` is gone on with.
-    Who is rank 0 says the process group of torch.distributed, where it has been joined, else the launcher's
-    environment: under ``torch.multiprocessing.spawn``, join it before. Other ways must set RANK and WORLD_SIZE.
+    `config`: a mapping (nested or not) or a dataclass; it becomes the run's params.
+    `name`: the run's name; an existing run is continued.
+    `keep`: the best checkpoints that are kept, in addition to the last.
+    `folder`: the folder of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns).
     `offline`: only record the run; ``rankzero sync NAME`` delivers it to MLflow later (default: $RANKZERO_OFFLINE).
-    Raises TrackingError where the store cannot be used, UserError where another process writes that run; once the
-    block is entered, tracking cannot raise.
+
+    The process group of torch.distributed determines the rank if it is initialised, otherwise the launcher's
+    environment variables do. So under ``torch.multiprocessing.spawn``, initialise the group first. Other launchers
+    must set RANK and WORLD_SIZE.
+    Raises TrackingError if the store cannot be used, and UserError if another process writes that run. Inside the
+    block, tracking never raises.
     """
-    mine = _mine()
+    mine = _detected_ranks()
     if not mine.first:
-        return TrackedRun(None, goal or Goal(), keep)
+        return NullTrackedRun()
+    params = params_of(config)
+    if goal is not None:
+        params |= {f"goal.{key}": value for key, value in params_of(goal).items()}
     root = root_of(folder).absolute()
     uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
     offline = is_offline(offline)
@@ -79,45 +85,47 @@ def track(
     )
     take_over(RunFolder.open_or_create(root / "runs", identity))
     log = RunLog.open(root / "runs", identity, mine, gpu_uuids=None, offline=offline)
-    wanted = (
-        {} if goal is None else {f"goal.{key}": value for key, value in params_of(goal).items()}
-    )
-    return TrackedRun(
-        log, goal or Goal(), keep, settings_without_secrets({**params_of(config), **wanted})
-    )
+    return TrackedRun(log, goal or Goal(), keep, settings_without_secrets(params))
 
 
 class TrackedRun:
-    """A run that is being tracked. Every method is safe on every rank."""
+    """A run that is being tracked. Every method is safe on every rank.
+
+    Not thread-safe: use a run in one thread, or lock around its methods.
+    """
 
     def __init__(
-        self, log: RunLog | None, goal: Goal, keep: int, params: Mapping[str, str] | None = None
+        self,
+        log: RunLog,
+        goal: Goal,
+        keep: int = 1,
+        params: Mapping[str, str] | None = None,
+        flush_rows: int = FLUSH_ROWS,
     ) -> None:
         self._log, self._goal, self._keep, self._params = log, goal, keep, dict(params or {})
-        self._rows: list[Row] = []
-        self._told: set[str | None] = set()
-        self._step = 0
-        self._flushed = time.monotonic()
-        self._best = None if log is None else lookup.best_so_far(log.folder, goal)
+        self._rows: list[tuple[Any, float, Mapping[str, Any]]] = []
+        self._flush_rows, self._flushed = flush_rows, time.monotonic()
+        self._warned: set[str] = set()
+        self._step, self._warned_of_step = 0, False
+        self._best = lookup.best_so_far(log.folder, goal)
         self._last: dict[str, float] = {}
         self._checkpoints: Any = None
 
     @property
     def name(self) -> str | None:
         """The run's name; None on other ranks than 0."""
-        return self._log.folder.path.name if self._log else None
+        return self._log.folder.path.name
 
     @property
     def folder(self) -> Path | None:
         """The run's folder; None on other ranks than 0."""
-        return self._log.folder.path if self._log else None
+        return self._log.folder.path
 
     def __enter__(self) -> TrackedRun:
-        if self._log is not None:
-            found = provenance.collect(Path.cwd(), sys.argv, os.environ)
-            provenance.write_artifacts(found, self._log.folder.artifacts)
-            environment = provenance.environment(found)
-            self._log(RunStarted(time.time(), self._params, environment, self._log.attempt))
+        found = provenance.collect(Path.cwd(), sys.argv, os.environ)
+        provenance.write_artifacts(found, self._log.folder.artifacts)
+        environment = provenance.environment(found)
+        self._log(RunStarted(time.time(), self._params, environment, self._log.attempt))
         return self
 
     def __exit__(
@@ -126,9 +134,7 @@ class TrackedRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._log is None:
-            return
-        self._guarded("what was logged last is lost", self._flush)
+        self._guarded("the values logged last are lost", self._flush)
         self._guarded("the last checkpoint is not kept", self._close_checkpoints)
         status, reason = _status(error)
         text = None if error is None else "".join(traceback.format_exception(error))
@@ -137,76 +143,62 @@ class TrackedRun:
         self._log.close()
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log 0-d tensors or numbers at `step`. Tensors are copied on their device; no sync until the report.
+        """Log 0-d tensors or numbers at `step`. Tensors are copied on their device, without a host sync.
 
-        What is neither becomes NaN, and is told once. A step that is no whole number counts as the one before it.
+        Any other value is logged as NaN, with one warning. A step that is not an integer is replaced by the
+        previous step.
         """
-        if self._log is None:
-            return
-        values = {str(name): kept(value) for name, value in metrics.items()}
-        self._rows.append((kept(step), time.time(), values))
-        if len(self._rows) >= FLUSH_ROWS or time.monotonic() - self._flushed > FLUSH_SECONDS:
+        values = {str(name): snapshot(value) for name, value in metrics.items()}
+        self._rows.append((snapshot(step), time.time(), values))
+        due = time.monotonic() - self._flushed > FLUSH_SECONDS
+        if due or len(self._rows) >= self._flush_rows:
             self._flush()
 
     def evaluated(self, metrics: Mapping[str, Any], step: int) -> bool:
-        """Log validation metrics; return whether the goal's is the best so far (False on other ranks than 0)."""
-        if self._log is None:
-            return False
+        """Log validation metrics. Return whether the goal's is the best so far (False on other ranks than 0)."""
         self._flush()
-        return self._evaluated(
-            {str(name): number(value) for name, value in metrics.items()}, self._at(step)
-        )
+        return self._log_evaluation(_as_floats(metrics), self._as_step(step))
 
     def checkpoint(
         self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any] | None = None
     ) -> None:
-        """Keep `state_dict` (tensors and plain values) as the checkpoint of `step`; returns once it is copied.
+        """Keep `state_dict` (tensors and plain values) as the checkpoint of `step`. Return once it is copied.
 
-        `metrics` are validation metrics; the goal's metric among them decides which checkpoints are kept.
+        `metrics` are validation metrics. The goal's metric among them decides which checkpoints are kept.
         """
-        if self._log is None:
-            return
         self._flush()
-        measured, at = (
-            {str(name): number(value) for name, value in (metrics or {}).items()},
-            self._at(step),
-        )
-        better = self._evaluated(measured, at)
+        measured, at = _as_floats(metrics or {}), self._as_step(step)
+        better = self._log_evaluation(measured, at)
         self._guarded(
             f"the checkpoint of step {at} is not kept",
-            lambda: self._tell(self._store().save(state_dict, at, measured, better)),
+            lambda: self._log_all(self._writer().save(state_dict, at, measured, better)),
         )
 
-    def _close_checkpoints(self) -> None:
-        if self._checkpoints is not None:
-            self._tell(self._checkpoints.close())
-
-    def _guarded(self, failed: str, action: Callable[[], None]) -> None:
-        """Do it; where that fails, as it does on a GPU that has failed, say what has."""
-        assert self._log is not None
-        try:
-            action()
-        except Exception as error:
-            self._log.notice(f"{failed}: {type(error).__name__}: {error}")
-
-    def _tell(self, events: Iterable[Event]) -> None:
-        """Log what became of checkpoints."""
-        assert self._log is not None
-        for event in events:
-            self._log(event)
-
-    def _store(self) -> Any:
+    def _writer(self) -> Any:
         from rankzero.training.checkpoints.writer import Checkpoints
 
         if self._checkpoints is None:
-            assert self._log is not None
             self._checkpoints = Checkpoints(
                 self._log.folder.path, self._keep, self._goal, notice=self._log.notice
             )
         return self._checkpoints
 
-    def _evaluated(self, metrics: Mapping[str, float], step: int) -> bool:
-        assert self._log is not None
+    def _close_checkpoints(self) -> None:
+        if self._checkpoints is not None:
+            self._log_all(self._checkpoints.close())
+
+    def _guarded(self, consequence: str, action: Callable[[], None]) -> None:
+        """Run the action. If it fails, for instance because the GPU has failed, log the consequence."""
+        try:
+            action()
+        except Exception as error:  # tracking must not end a training
+            self._log.notice(f"{consequence}: {type(error).__name__}: {error}")
+
+    def _log_all(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._log(event)
+
+    def _log_evaluation(self, metrics: Mapping[str, float], step: int) -> bool:
         value = metrics.get(self._goal.metric)
         better = value is not None and self._goal.better(value, self._best)
         if better:
@@ -218,92 +210,112 @@ class TrackedRun:
 
     def _flush(self) -> None:
         rows, self._rows, self._flushed = self._rows, [], time.monotonic()
-        assert self._log is not None
         if self._checkpoints is not None:
-            self._tell(self._checkpoints.poll())
-        self._tell_what_is_no_number(rows)
-        found = iter(
-            numbers(
-                [value for _, _, metrics in rows for value in metrics.values()], self._log.notice
-            )
-        )
+            self._log_all(self._checkpoints.poll())
+        self._warn_of_odd_values(rows)
+        # All rows are read together: each read of a GPU waits until the GPU has caught up.
+        values = [value for _, _, metrics in rows for value in metrics.values()]
+        floats = iter(to_floats(values, self._log.notice))
         for step, moment, metrics in rows:
-            columns = {name: [next(found)] for name in metrics}
-            self._log(StepsLogged([self._at(step)], [moment], columns))
+            columns = {name: [next(floats)] for name in metrics}
+            self._log(StepsLogged([self._as_step(step)], [moment], columns))
         self._log.flush()
 
-    def _at(self, step: Any) -> int:
-        """Return the step as a whole number; of one that is none, the one before it, and tell so once."""
-        found = whole(step)
+    def _as_step(self, step: Any) -> int:
+        """Return the step as an int. Anything else counts as the previous step, with one warning."""
+        found = as_int(step)
         if found is not None:
             self._step = found
-        elif None not in self._told:  # a metric may be called anything
-            assert self._log is not None
-            self._told.add(None)
+        elif not self._warned_of_step:
+            self._warned_of_step = True
             self._log.notice(
-                f"a step must be a whole number, not {step!r:.80}: it counts as step {self._step}"
+                f"a step must be an integer, not {step!r:.80}: it counts as step {self._step}"
             )
         return self._step
 
-    def _tell_what_is_no_number(self, rows: list[Row]) -> None:
-        assert self._log is not None
+    def _warn_of_odd_values(self, rows: Iterable[tuple[Any, float, Mapping[str, Any]]]) -> None:
+        # `snapshot` replaces a value that cannot be logged by a text that describes it.
         odd = {
             name: value
             for _, _, metrics in rows
             for name, value in metrics.items()
             if isinstance(value, str)
         }
-        for name in sorted(odd.keys() - self._told):
-            self._told.add(name)
+        for name in sorted(odd.keys() - self._warned):
+            self._warned.add(name)
             self._log.notice(
-                f"{name} is no number but {odd[name]!r}: it is logged as NaN; log its mean, for instance"
+                f"{name} is not a number but {odd[name]!r}: it is logged as NaN; log its mean, for instance"
             )
 
 
-def _mine() -> ranks.Ranks:
-    """Return which rank this is: as the launcher says, unless torch.distributed knows better."""
-    said = ranks.detect()
-    if "torch.distributed" not in sys.modules:
-        return said
-    from rankzero.training.distributed.world import process_group_ranks
+class NullTrackedRun(TrackedRun):
+    """The run on every other rank than 0: all methods do nothing, at no cost."""
 
-    group = process_group_ranks()
-    if group is None or (group.rank, group.world_size) == (said.rank, said.world_size):
-        return said
-    return group  # a process that spawns others is one task to its launcher
+    name = folder = None
+
+    def __init__(self) -> None:
+        """Open nothing."""
+
+    def __enter__(self) -> TrackedRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write nothing."""
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Ignore the metrics."""
+
+    def evaluated(self, metrics: Mapping[str, Any], step: int) -> bool:
+        """Return False: only rank 0 knows the best."""
+        return False
+
+    def checkpoint(
+        self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        """Ignore the state."""
 
 
 def params_of(config: object) -> dict[str, str]:
     """Return a config's settings as text: of a mapping (nested or not), a dataclass, or None."""
     if config is None:
         return {}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
     if isinstance(config, Mapping):
         return {key: render(value) for key, value in _dotted(config, "")}
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {key: render(value) for key, value in _dotted(dataclasses.asdict(config), "")}
-    raise configs.ConfigError(
-        f"a config must be a mapping or a dataclass, got {type(config).__name__}"
-    )
+    raise ConfigError(f"a config must be a mapping or a dataclass, got {type(config).__name__}")
 
 
-def _dotted(nested: Mapping[Any, Any], prefix: str) -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
+def _dotted(nested: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in nested.items():
-        pairs += (
-            _dotted(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else [(f"{prefix}{key}", value)]
-        )
-    return pairs
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): to_float(value) for name, value in metrics.items()}
+
+
+def _detected_ranks() -> ranks.Ranks:
+    launched = ranks.detect()
+    if "torch.distributed" not in sys.modules:
+        return launched
+    from rankzero.training.distributed.world import process_group_ranks
+
+    group = process_group_ranks()
+    if group is None or (group.rank, group.world_size) == (launched.rank, launched.world_size):
+        return launched  # The launcher's variables also know the node.
+    # A process that spawns its ranks itself is one task to its launcher, so the group knows better.
+    return group
 
 
 def _status(error: BaseException | None) -> tuple[Status, str]:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return "FINISHED", "finished"
-    if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        return (
-            ("KILLED", "stopped by Ctrl-C")
-            if isinstance(error, KeyboardInterrupt)
-            else ("FAILED", f"exited with {error.code}")
-        )
+    if isinstance(error, KeyboardInterrupt):
+        return "KILLED", "stopped by Ctrl-C"
+    if isinstance(error, SystemExit):
+        return "FAILED", f"exited with {error.code}"
     return "FAILED", f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Transformers: a callback, for ``Trainer(callbacks=[RankZeroCallback("my-experiment")])``, `report_to="none"`."""
+"""A callback for Transformers: ``Trainer(callbacks=[RankZeroCallback("my-experiment")])``, `report_to="none"`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError(
-        "rankzero.integrations.transformers needs it: pip install rankzero[transformers]"
+        "rankzero.integrations.transformers needs Transformers: pip install rankzero[transformers]"
     ) from error
 
 
 class RankZeroCallback(TrainerCallback):
-    """Sends what a `Trainer` logs to MLflow. `options`: those of `rankzero.track` (name, goal, tracking_uri…)."""
+    """Sends the metrics of a `Trainer` to MLflow. `options`: those of `rankzero.track` (name, goal…)."""
 
     def __init__(self, experiment: str = "transformers", **options: Any) -> None:
-        self._late = DeferredRun(experiment, **options)
+        self._run = DeferredRun(experiment, **options)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Begin the run with the training's arguments as params."""
-        self._late.params(
+        """Start the run, with the training's arguments as params."""
+        self._run.add_params(
             {name: value for name, value in args.to_sanitized_dict().items() if value is not None}
         )
-        assert self._late.run is not None
+        self._run.begin()
 
     def on_log(
         self,
@@ -38,14 +38,14 @@ class RankZeroCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Log what the trainer does: ``loss`` as ``train/loss``."""
+        """Log the trainer's metrics: ``loss`` as ``train/loss``."""
         found = {
             _grouped(name): value
             for name, value in (logs or {}).items()
             if not name.startswith("eval_")
         }
         if found:
-            self._late.run.log(found, state.global_step)
+            self._run.begin().log(found, state.global_step)
 
     def on_evaluate(
         self,
@@ -56,7 +56,7 @@ class RankZeroCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Log an evaluation: ``eval_loss`` as ``val/loss``."""
-        self._late.run.evaluated(
+        self._run.begin().evaluated(
             {_grouped(name): value for name, value in (metrics or {}).items()}, state.global_step
         )
 
@@ -64,11 +64,12 @@ class RankZeroCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """End the run."""
-        self._late.end()
+        self._run.end()
 
 
 def _grouped(name: str) -> str:
-    """Return a metric's name in its group; Transformers' figures of the whole training begin with ``train_``."""
+    """Return a metric's name in its group."""
+    # Transformers' totals of the whole training begin with train_.
     for prefix, group in (("eval_", "val"), ("train_", "summary")):
         if name.startswith(prefix):
             return f"{group}/{name.removeprefix(prefix)}"

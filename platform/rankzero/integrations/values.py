@@ -1,88 +1,77 @@
-"""What people log from loops of their own, as numbers. Imports no torch, and asks a device once for all."""
+"""Numbers out of what people log from their own loops. Imports no torch."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 NAN = float("nan")
-SPREAD = "a DTensor, which all ranks must read together: log its full_tensor()"
+SHARDED = "a DTensor, which all ranks must read together: log its full_tensor()"
 
 
-def kept(value: Any) -> Any:
-    """Return a tensor's own copy (the loop may overwrite it), a number as it is, of anything else what it is."""
+def snapshot(value: Any) -> Any:
+    """Return a copy of a tensor or array with one value, a number as it is, and for anything else a text.
+
+    The loop may overwrite what it logged. The copy stays on its device, so nothing waits.
+    """
     try:
         if hasattr(value, "full_tensor"):
-            return SPREAD
+            return SHARDED
         if hasattr(value, "is_complex") and value.is_complex():
             return "a complex number"
         if hasattr(value, "detach"):
-            return (
-                value.detach().clone()
-                if value.numel() == 1
-                else f"a tensor of shape {tuple(value.shape)}"
-            )
+            single = value.numel() == 1
+            return value.detach().clone() if single else f"a tensor of shape {tuple(value.shape)}"
         if hasattr(value, "__array__") and hasattr(value, "copy"):
-            return (
-                value.copy()
-                if getattr(value, "size", 1) == 1
-                else f"an array of shape {tuple(value.shape)}"
-            )
-        return (
-            value if hasattr(value, "__float__") or hasattr(value, "__index__") else str(value)[:80]
-        )
-    except Exception as error:  # on a GPU that has failed, nothing can be copied: the loop will hear of that by itself
+            single = getattr(value, "size", 1) == 1
+            return value.copy() if single else f"an array of shape {tuple(value.shape)}"
+        is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
+        return value if is_number else str(value)[:80]
+    except Exception as error:  # A failed GPU copies nothing, and the loop will fail by itself.
         return f"{type(error).__name__}: {error}"[:80]
 
 
-def numbers(values: list[Any], failed: Callable[[str], None]) -> list[float]:
+def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
     """Return the values as floats, with one host sync for all PyTorch tensors of a device.
 
-    Those that cannot be read, as of a device that does not answer, are NaN, and `failed` is told.
+    A value that cannot be read becomes NaN. If a device does not answer, `notice` gets the reason.
     """
     torch = sys.modules.get("torch")
-    found: list[float] = [NAN] * len(values)
-    groups: dict[Any, list[int]] = {}
+    floats: list[float] = [NAN] * len(values)
+    by_device: dict[Any, list[int]] = {}
     for index, value in enumerate(values):
         if torch is not None and isinstance(value, torch.Tensor):
-            groups.setdefault(value.device, []).append(index)
+            by_device.setdefault(value.device, []).append(index)
         else:
-            found[index] = number(value)
-    for device, indices in groups.items():
+            floats[index] = to_float(value)
+    for device, indices in by_device.items():
         tensors = [values[index] for index in indices]
         try:
-            column = _column(tensors)
-        except Exception as error:
-            failed(
-                f"what cannot be read of what was logged on {device} is NaN: {type(error).__name__}: {error}"
+            column = sys.modules["torch"].stack([t.reshape(()).double() for t in tensors]).tolist()
+        except Exception as error:  # One odd tensor, or a failed device.
+            notice(
+                f"values logged on {device} that cannot be read are NaN: {type(error).__name__}: {error}"
             )
-            column = [number(one) for one in tensors]
-        for index, read in zip(indices, column, strict=True):
-            found[index] = read
-    return found
+            column = [to_float(tensor) for tensor in tensors]
+        for index, value in zip(indices, column, strict=True):
+            floats[index] = value
+    return floats
 
 
-def _column(tensors: Iterable[Any]) -> list[float]:
-    column: list[float] = (
-        sys.modules["torch"].stack([one.reshape(()).double() for one in tensors]).tolist()
-    )
-    return column
-
-
-def whole(value: Any) -> int | None:
-    """Return the whole number that NumPy, PyTorch or a user means; None for anything else, or past MLflow's 64 bits."""
-    read = number(value)
+def as_int(value: Any) -> int | None:
+    """Return the integer that a NumPy, PyTorch or Python number is; None for anything else, or past 64 bits."""
+    read = to_float(value)
+    # MLflow stores steps in 64 bits.
     if not read.is_integer() or abs(read) >= 2**63:
         return None
     return value if type(value) is int else int(read)
 
 
-def number(value: Any) -> float:
-    """Return the value as a float; NaN for what is none."""
+def to_float(value: Any) -> float:
+    """Return the value as a float, or NaN if it is not a number."""
     try:
-        return (
-            NAN if hasattr(value, "full_tensor") else float(value)
-        )  # of such one, rank 0 would wait for the others
-    except Exception:  # whatever a user's type raises: telemetry cannot kill a run
+        # Reading a DTensor is a collective: rank 0 would wait for the others.
+        return NAN if hasattr(value, "full_tensor") else float(value)
+    except Exception:  # A user's type may raise anything.
         return NAN
