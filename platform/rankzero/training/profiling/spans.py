@@ -1,4 +1,4 @@
-"""Stretches of time: their union, what two have in common. Pure."""
+"""Spans of time: unions, intersections, and how a step's time divides into parts. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Span = tuple[float, float]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Return the same time in stretches that do not touch, in order."""
+    """Return the time that any of the spans covers, as sorted spans that do not touch."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -21,12 +21,12 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Sequence[Span]) -> float:
-    """Return how long stretches that do not touch are together."""
+    """Return the total length of spans that do not overlap."""
     return sum(end - begin for begin, end in spans)
 
 
 def common(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
-    """Return the time that is in both; each in order, not touching."""
+    """Return the time that is in both unions."""
     found, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
@@ -40,7 +40,7 @@ def common(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
 
 
 def without(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
-    """Return the time that is in `one` and not in `other`; each in order, not touching."""
+    """Return the time that is in the union `one` and not in the union `other`."""
     found, first = [], 0
     for begin, end in one:
         while first < len(other) and other[first][1] <= begin:
@@ -58,62 +58,60 @@ def without(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
 
 @dataclasses.dataclass(frozen=True)
 class StepBreakdown:
-    """Where the time of a step goes: fractions of it, adding up to 1."""
+    """Where the time of a step goes: fractions that add up to 1."""
 
     forward: float
     """Computing what `measure` asks for."""
     backward: float
     optimizer: float
     communication: float
-    """What is exposed: nothing is computed meanwhile."""
+    """Only what is exposed: nothing is computed at the same time."""
     data: float
     """Waiting for the next batch."""
     other: float
-    """None of these: Python, launching kernels, clipping, waiting for the slowest rank."""
+    """The rest: Python, launching kernels, clipping, waiting for the slowest rank."""
 
     @property
     def compute(self) -> float:
+        """Return the fraction of forward, backward and optimizer."""
         return self.forward + self.backward + self.optimizer
 
     @property
     def bound(self) -> str:
-        """Return what limits the speed: compute, communication, data or other."""
-        shares = {
-            name: getattr(self, name) for name in ("compute", "communication", "data", "other")
-        }
-        return max(shares, key=lambda name: shares[name])
+        """Return the largest part: compute, communication, data or other."""
+        names = ("compute", "communication", "data", "other")
+        return max(names, key=lambda name: float(getattr(self, name)))
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivitySpans:
-    """What was computed and sent in a stretch of time, in seconds since whenever; parts may overlap."""
+    """When something was computed and communicated, in seconds. Spans may overlap."""
 
     forward: Sequence[Span] = ()
     backward: Sequence[Span] = ()
     optimizer: Sequence[Span] = ()
     unknown: Sequence[Span] = ()
-    """Computed, but nobody knows for what."""
+    """Computed for an unknown part."""
     communicating: Sequence[Span] = ()
 
 
 def breakdown(wall: float, waited: float, seen: ActivitySpans) -> StepBreakdown:
     """Return where `wall` seconds went, of which `waited` for data.
 
-    Time in which several parts are computed at once counts once: for the optimizer, else the backward.
+    Time in which several parts are computed counts once: for the optimizer, else the backward.
     """
     optimizer, backward, forward = union(seen.optimizer), union(seen.backward), union(seen.forward)
     busy = union([*optimizer, *backward, *forward, *seen.unknown])
-    talking = union(seen.communicating)
+    communicating = union(seen.communicating)
     seconds = {
         "forward": length(without(without(forward, optimizer), backward)),
         "backward": length(without(backward, optimizer)),
         "optimizer": length(optimizer),
-        "communication": length(talking) - length(common(busy, talking)),
+        "communication": length(communicating) - length(common(busy, communicating)),
         "data": waited,
     }
     shares = {name: max(0.0, part) / wall for name, part in seconds.items()}
-    whole = max(
-        1.0, sum(shares.values())
-    )  # threads beside the main one make more of it than there is
-    parts = {name: share / whole for name, share in shares.items()}
+    # Other threads may work while the main one waits for data, so the sum may exceed the time.
+    total = max(1.0, sum(shares.values()))
+    parts = {name: share / total for name, share in shares.items()}
     return StepBreakdown(**parts, other=max(0.0, 1 - sum(parts.values())))

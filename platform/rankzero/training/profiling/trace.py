@@ -1,0 +1,133 @@
+"""What a step's operators and kernels were computed for: forward, backward or optimizer."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rankzero.training.profiling.spans import ActivitySpans, Span, common, union, without
+
+FORWARD, DATA = "rankzero::forward", "rankzero::data"
+"""Ranges that `profiler` marks."""
+_BACKWARD, _OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer."
+"""Ranges that PyTorch marks."""
+_COPIED_RANGES = ("rankzero::", _OPTIMIZER, "ProfilerStep", "## ")
+"""Ranges that the profiler lists a second time among the kernels."""
+_COMMUNICATION = ("nccl", "gloo:", "c10d::")
+_RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]")
+"""Calls such as cudaLaunchKernel and cuLaunchKernel, as CUPTI records them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceEvent:
+    """An operator, a range or a kernel. Times are in seconds."""
+
+    name: str
+    begin: float
+    end: float
+    on_gpu: bool = False
+    number: int = 0
+    launched_by: int = 0
+    """The number of the operator that launched a kernel, or 0 if it is unknown."""
+    external_id: int = 0
+    """PyTorch's number of an operator or range. 0 for what CUPTI numbers, such as CUDA's calls."""
+
+    @property
+    def is_operator(self) -> bool:
+        """Return whether `number` is PyTorch's. CUPTI uses the same numbers for other events."""
+        return not self.on_gpu and self.external_id != 0 and self.launched_by == 0
+
+    @property
+    def span(self) -> Span:
+        """Return begin and end."""
+        return self.begin, self.end
+
+    @property
+    def communicates(self) -> bool:
+        """Return whether it is a collective or a part of one."""
+        return self.name.lower().startswith(_COMMUNICATION)
+
+
+def recorded_events(profiler: Any) -> list[TraceEvent]:
+    """Return the events of a `torch.profiler.profile` that has ended."""
+    # `kineto_results` is private to torch. Only these events contain which operator launched a
+    # kernel; `profiler.events()` does not. Seen in torch 2.11 to 2.15. If the name goes, the test
+    # test_the_installed_profiler_has_operators_and_ranges fails.
+    return [_converted(event) for event in profiler.profiler.kineto_results.events()]
+
+
+def _converted(event: Any) -> TraceEvent:
+    begin = event.start_ns() / 1e9
+    end = begin + event.duration_ns() / 1e9
+    on_gpu = str(event.device_type()).endswith("CUDA")
+    number, launched_by = event.correlation_id(), event.linked_correlation_id()
+    if hasattr(event, "external_id"):
+        external_id = int(event.external_id())
+    else:  # an older torch: only the name shows which events are CUDA's calls
+        external_id = 0 if _RUNTIME_CALL.match(event.name()) else int(number)
+    return TraceEvent(event.name(), begin, end, on_gpu, number, launched_by, external_id)
+
+
+def attributed(events: Sequence[TraceEvent], on_gpu: bool) -> ActivitySpans:
+    """Return when something was computed, for what, and when something was communicated. Pure.
+
+    On a GPU, a kernel belongs to the range in which the operator that launched it began. On the
+    CPU, operators belong to the range that they are in; gloo's threads communicate.
+    """
+    host = [event for event in events if not event.on_gpu]
+    ranges = {
+        prefix: union(event.span for event in host if event.name.startswith(prefix))
+        for prefix in (FORWARD, _BACKWARD, _OPTIMIZER, DATA)
+    }
+    mine = [event for event in events if event.on_gpu] if on_gpu else host
+    communicating = [event.span for event in mine if event.communicates]
+    work = [event for event in mine if not event.communicates]
+    if on_gpu:
+        kernels = [event for event in work if not event.name.startswith(_COPIED_RANGES)]
+        begun = {event.number: event.begin for event in host if event.is_operator}
+        parts = _parts_by_launch(kernels, begun, ranges)
+    else:
+        operators = union(event.span for event in work if event.name.startswith("aten::"))
+        parts = _parts_by_time(operators, ranges)
+    forward, unknown = parts[FORWARD], parts[""]
+    # On a pipeline's stages, `measure` computes nothing: the forward is outside of its range.
+    if not forward:
+        forward, unknown = unknown, []
+    return ActivitySpans(forward, parts[_BACKWARD], parts[_OPTIMIZER], unknown, communicating)
+
+
+def _parts_by_time(
+    busy: Sequence[Span], ranges: Mapping[str, Sequence[Span]]
+) -> dict[str, list[Span]]:
+    """Divide the busy time among the ranges. The key "" has what is in none of them."""
+    # What computes a batch is counted as waiting for data.
+    rest, parts = without(busy, ranges[DATA]), {}
+    for name in (_OPTIMIZER, _BACKWARD, FORWARD):
+        parts[name] = common(rest, ranges[name])
+        rest = without(rest, ranges[name])
+    return {**parts, "": rest}
+
+
+def _parts_by_launch(
+    kernels: Sequence[TraceEvent], begun: Mapping[int, float], ranges: Mapping[str, Sequence[Span]]
+) -> dict[str, list[Span]]:
+    """Divide the kernels among the ranges they were launched in, or "" if that is unknown.
+
+    `begun`: operator's number -> when it began.
+    """
+    order = (_OPTIMIZER, _BACKWARD, FORWARD, DATA)
+    parts: dict[str, list[Span]] = {name: [] for name in (*order, "")}
+    for kernel in kernels:
+        at = begun.get(kernel.launched_by) if kernel.launched_by else None
+        inside = (name for name in order if at is not None and _covers(ranges[name], at))
+        parts[next(inside, "")].append(kernel.span)
+    return parts
+
+
+def _covers(spans: Sequence[Span], moment: float) -> bool:
+    place = bisect.bisect_right(spans, (moment, math.inf))
+    return place > 0 and moment < spans[place - 1][1]
