@@ -1,4 +1,4 @@
-"""The command line: one verb a file, imported when it is called for. ``--help`` imports nothing heavy."""
+"""The command line. Each verb's module is imported when it is called, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from rankzero import __version__
@@ -17,125 +18,112 @@ from rankzero.errors import FAILED, USAGE
 from rankzero.launch import output
 from rankzero.run_store.location import root_of
 
-AFTER_MINUS = ("--sort",)  # options whose value may begin with a minus
-
 
 def command() -> NoReturn:
-    """Run one command and exit with its code, whatever signal comes while the interpreter shuts down.
-
-    That takes a third of a second once PyTorch is imported, in which SIGUSR1, say, would be the end of a finished run.
-    """
+    """Run one command and exit with its code."""
     code = main()
+    # With PyTorch imported the interpreter takes a third of a second to shut down. A SIGUSR1 in
+    # that time would kill a finished command.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0 finished, 1 failed, 2 usage, 75 stopped but resumable."""
+    """Run one command; return 0 finished, 1 failed, 2 usage, 75 stopped but resumable."""
     words = list(sys.argv[1:] if argv is None else argv)
-    output.take_anything()
+    output.escape_unencodable()
     try:
-        arguments = parse(words)  # imports the verb's module: Ctrl-C may come amid that
-        return int(
-            importlib.import_module(f"rankzero.cli.commands.{arguments.verb}").run(arguments)
-        )
+        arguments = parse(words)  # imports the verb's module, during which Ctrl-C may come
+        if VERBS[arguments.verb].trains:
+            from rankzero.cli.display.terminal import warn_if_interrupt_is_ignored
+
+            warn_if_interrupt_is_ignored()
+        return int(_module_of(arguments.verb).run(arguments))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return FAILED
-    except BrokenPipeError:  # the reader of our output has gone, as in `rankzero runs | head`
+    except BrokenPipeError:
+        # The reader of our output has gone, as in `rankzero runs | head`. Python would try to flush
+        # the rest into the broken pipe when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except Exception as error:
+    except Exception as error:  # any error is printed in one line
         if "--debug" in words:
             raise
         return _report(error)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the words; only the module of the verb that is called is imported."""
+    """Parse the words of a command line; only the module of its verb is imported."""
     verb = _top_parser().parse_args(words[:1]).verb
-    words = list(_with_their_values(words[1:]))
-    arguments = parser_of(verb).parse_intermixed_args(
-        words
-    )  # options may stand between key=value words
+    # Intermixed: options may stand between key=value words.
+    arguments = parser_of(verb).parse_intermixed_args(list(_joined_values(words[1:])))
     arguments.verb = verb
     return arguments
 
 
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """Return the parser of one verb's words."""
-    what = VERBS[verb].summary
+    summary = VERBS[verb].summary
     parser = argparse.ArgumentParser(
         prog=f"rankzero {verb}",
-        description=what[0].upper() + what[1:] + ".",
-        formatter_class=_Help,
+        description=summary[0].upper() + summary[1:] + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # people copy the example
         epilog=f"example:\n  {VERBS[verb].example}",
     )
-    importlib.import_module(f"rankzero.cli.commands.{verb}").add_arguments(parser)
-    _add_common(parser)
+    _module_of(verb).add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=root_of(None),
+        help="the folder of the embedded store and the runs (default: $RANKZERO_DIR or ./mlruns)",
+    )
     return parser
 
 
-class _Help(argparse.HelpFormatter):
-    """Wraps everything but the example, which people copy."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith("example:") else super()._fill_text(text, width, indent)
+def _module_of(verb: str) -> ModuleType:
+    return importlib.import_module(VERBS[verb].module or f"rankzero.cli.commands.{verb}")
 
 
-def _with_their_values(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words, ``--sort -key`` as ``--sort=-key``: argparse would take the value for an option."""
-    waiting = ""
+def _joined_values(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words, ``--sort -key`` as ``--sort=-key``: argparse takes ``-key`` for an option."""
+    before = ""
     for word in words:
-        if waiting or word not in AFTER_MINUS:
-            yield waiting + word
-            waiting = ""
+        if before or word != "--sort":
+            yield before + word
+            before = ""
         else:
-            waiting = word + "="
-    if waiting:
-        yield waiting.rstrip("=")
+            before = "--sort="
+    if before:
+        yield "--sort"
 
 
 def _top_parser() -> argparse.ArgumentParser:
+    verbs = "".join(f"  {name:10} {verb.summary}\n" for name, verb in VERBS.items())
     parser = argparse.ArgumentParser(
         prog="rankzero",
         description="Tracked PyTorch training: run experiments, browse them in MLflow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="verbs:\n"
-        + "".join(f"  {name:10} {verb.summary}\n" for name, verb in VERBS.items())
-        + "\n`rankzero VERB --help` tells more. Exit codes: 0 finished, 1 failed, 2 usage, 75 stopped but resumable.",
+        epilog=f"verbs:\n{verbs}\n`rankzero VERB --help` shows a verb's options. "
+        "Exit codes: 0 finished, 1 failed, 2 usage, 75 stopped but resumable.",
     )
     parser.add_argument("--version", action="version", version=f"rankzero {__version__}")
-    parser.add_argument(
-        "verb", choices=VERBS, metavar="VERB", help="what to do, one of the verbs below"
-    )
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs below")
     return parser
 
 
-def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-    command.add_argument(
-        "--dir",
-        type=Path,
-        default=root_of(None),
-        help="the folder of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns)",
-    )
-
-
 def _report(error: Exception) -> int:
-    """Say what went wrong in one message; return the exit code."""
+    """Print one message about an error; return the exit code."""
     from rankzero.config import ConfigError
     from rankzero.errors import RunFailed, UserError
+    from rankzero.launch.failures import reason
     from rankzero.redaction.text import url_without_secrets
 
     if isinstance(error, (UserError, ConfigError, RunFailed)):
         print(f"error: {url_without_secrets(str(error))}", file=sys.stderr)
         return FAILED if isinstance(error, RunFailed) else USAGE
-    from rankzero.launch.failures import reason
-
-    print(
-        f"error: {url_without_secrets(reason(error))}\n(--debug shows the traceback)",
-        file=sys.stderr,
-    )
+    text = url_without_secrets(reason(error))
+    print(f"error: {text}\n(--debug shows the traceback)", file=sys.stderr)
     return FAILED

@@ -1,4 +1,4 @@
-"""The verbs: what each does, and a command that people would type. Imports nothing: ``--help`` is at once."""
+"""The verbs: what each does, and an example to copy. Imports nothing, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -6,40 +6,53 @@ from typing import NamedTuple
 
 
 class Verb(NamedTuple):
-    """What it does, in a few words; an example."""
+    """One command."""
 
     summary: str
     example: str
+    trains: bool = False
+    """Whether it trains, for as long as that takes: Ctrl-C is how people stop it."""
+    module: str = ""
+    """Where it is, if not in ``cli/commands``."""
 
 
-DIGITS = "experiments/digits.py"
+_DIGITS = "experiments/digits.py"
 VERBS = {
-    "train": Verb("run an experiment, tracked", f"rankzero train {DIGITS} --nproc 2 lr=1e-2"),
+    "train": Verb(
+        "run an experiment, tracked", f"rankzero train {_DIGITS} --nproc 2 lr=1e-2", trains=True
+    ),
     "resume": Verb(
-        "go on with a run, in the same MLflow run", "rankzero resume digits-20261121-093005-3fa1c8"
+        "continue a run from its newest checkpoint, in the same MLflow run",
+        "rankzero resume digits-20261121-093005-3fa1c8",
+        trains=True,
     ),
     "search": Verb(
         "find the configuration that reaches the quality bar in the least time",
-        f"rankzero search {DIGITS} --nproc 2 --minutes 10",
+        f"rankzero search {_DIGITS} --nproc 2 --minutes 10",
+        trains=True,
     ),
     "probe": Verb(
-        "measure samples/s and memory, batch size x precision", f"rankzero probe {DIGITS} width=64"
+        "measure samples/s and memory, batch size x precision",
+        f"rankzero probe {_DIGITS} width=64",
+        trains=True,
     ),
     "compare": Verb(
-        "train the same work under several strategies, and compare",
-        f"rankzero compare {DIGITS} --strategies single,ddp,fsdp --nproc 1,2",
+        "train the same work under several strategies, and compare them",
+        f"rankzero compare {_DIGITS} --strategies single,ddp,fsdp --nproc 1,2",
+        trains=True,
     ),
-    "profile": Verb("see where the time of a step goes", f"rankzero profile {DIGITS} --nproc 2"),
+    "profile": Verb(
+        "show where the time of a step goes", f"rankzero profile {_DIGITS} --nproc 2", trains=True
+    ),
     "config": Verb(
-        "show an experiment's settings and every legal key", f"rankzero config {DIGITS} lr=1e-2"
+        "show an experiment's settings and every legal key", f"rankzero config {_DIGITS} lr=1e-2"
     ),
     "runs": Verb("list runs", "rankzero runs 'val/accuracy>0.9' status=FINISHED --sort -samples/s"),
     "report": Verb(
-        "show what became of a run or a search, or how two runs differ",
-        "rankzero report digits-a digits-b",
+        "report on a run or a search, or compare two runs", "rankzero report digits-a digits-b"
     ),
     "logs": Verb(
-        "show what a run's ranks printed; follow a run that goes on",
+        "show what a run's ranks printed, or follow a running one",
         "rankzero logs digits-a --follow",
     ),
     "export": Verb(
@@ -50,9 +63,13 @@ VERBS = {
         "put a run's best model into MLflow's model registry", "rankzero register digits-a digits"
     ),
     "ui": Verb("open the MLflow UI on the embedded store", "rankzero ui --port 5001"),
-    "sync": Verb("deliver to MLflow what a run's recorder left", "rankzero sync"),
-    "doctor": Verb("check this machine, or tell what became of a run", "rankzero doctor digits-a"),
+    "sync": Verb("deliver to MLflow what is not there yet", "rankzero sync"),
+    "doctor": Verb(
+        "check this machine, or explain what happened to a run", "rankzero doctor digits-a"
+    ),
     "completion": Verb(
-        "print what makes the shell complete these commands", 'eval "$(rankzero completion bash)"'
+        "print a script that lets the shell complete these commands",
+        'eval "$(rankzero completion bash)"',
+        module="rankzero.cli.completion",
     ),
 }

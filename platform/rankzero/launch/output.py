@@ -1,4 +1,4 @@
-"""Output that takes whatever comes: that of an ASCII locale lacks most characters, and nothing is to end of that."""
+"""Output in encodings that lack characters, such as an ASCII locale's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import io
 import sys
 
 
-def take_anything() -> None:
-    """Let this process's output show what its encoding lacks as escapes. For processes of ours, not for programs."""
+def escape_unencodable() -> None:
+    """Let this process print characters that its output's encoding lacks as escapes.
+
+    For processes of ours, not for users' programs.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")

@@ -8,7 +8,7 @@ import pytest
 
 from cli.test_launch_run import finish
 from rankzero.cli.display.live import Console
-from rankzero.cli.display.terminal import plain_or_fitting
+from rankzero.cli.display.terminal import table_console
 from rankzero.events import Evaluated
 from rankzero.experiment import Goal
 from rankzero.run_store.folder import RunFolder
@@ -57,7 +57,7 @@ def test_a_run_with_odd_names_is_followed_to_its_end(
 
 
 def test_tables_leave_colons_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    plain_or_fitting().print("aten:key:")
+    table_console().print("aten:key:")
     assert capsys.readouterr().out == "aten:key:\n"
 
 

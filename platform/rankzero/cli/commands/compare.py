@@ -14,7 +14,7 @@ from rich.table import Table
 from rankzero import config
 from rankzero.cli.commands import search
 from rankzero.cli.display.live import program
-from rankzero.cli.display.terminal import as_it_is
+from rankzero.cli.display.terminal import text_console
 from rankzero.errors import UserError
 from rankzero.mlflow_store import uris
 from rankzero.run_store.folder import new_name
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_column(name, no_wrap=True)
     for line in body:
         table.add_row(*line)
-    terminal = as_it_is()
+    terminal = text_console()
     terminal.print(table)
     for text in [
         *(f"not run: {reason}" for reason in tables.reasons(rows)),

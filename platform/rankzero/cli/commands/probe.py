@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankzero.cli.commands import search
-from rankzero.cli.display.terminal import as_it_is
+from rankzero.cli.display.terminal import text_console
 from rankzero.mlflow_store import uris
 from rankzero.tuning import search as hunt
 from rankzero.tuning.probe.grid import ProbeResult
@@ -56,7 +56,7 @@ def show(measured: list[ProbeResult]) -> None:
     for batch_size in sorted({one.batch_size for one in measured}):
         row = [_cell(cells.get((batch_size, precision)), peak) for precision in precisions]
         table.add_row(str(batch_size), *row)
-    as_it_is().print(table)
+    text_console().print(table)
 
 
 def _cell(one: ProbeResult | None, peak: float) -> Text:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rankzero import config
 from rankzero.cli.commands import compare, search
 from rankzero.cli.display.live import program
-from rankzero.cli.display.terminal import as_it_is
+from rankzero.cli.display.terminal import text_console
 from rankzero.tuning.trials.host_process import Host
 
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_row(
             cost.name, f"{cost.milliseconds:.3g}", f"{cost.share:.0%}", f"{cost.calls:.3g}"
         )
-    terminal = as_it_is()
+    terminal = text_console()
     terminal.print(table)
     terminal.print(tables.verdict(profile), soft_wrap=True)
     for note in search.delivery_lines(folder, offline=arguments.offline):

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankzero.catalog import lookup
-from rankzero.cli.display.terminal import is_interactive, plain_or_fitting
+from rankzero.cli.display.terminal import is_interactive, table_console
 from rankzero.errors import UserError
 from rankzero.events import RunStarted
 from rankzero.reporting import comparison, run_facts, run_report
@@ -70,7 +70,7 @@ def is_study(folder: RunFolder) -> bool:
 
 def show_markdown(text: str) -> None:
     """Print Markdown: set for a terminal, as it is into a pipe."""
-    text, terminal = run_report.for_terminal(text), plain_or_fitting()
+    text, terminal = run_report.for_terminal(text), table_console()
     if is_interactive():
         terminal.print(Markdown(text, code_theme="ansi_dark"))
     else:
@@ -90,7 +90,7 @@ def side(folder: RunFolder) -> RunSide:
 
 def show_differences(left: RunSide, right: RunSide, *, everything: bool = False) -> None:
     """Print what differs between two runs, side by side."""
-    terminal = plain_or_fitting()
+    terminal = table_console()
     terminal.print(table(left, right, comparison.sections(left, right, everything=everything)))
     _show_code(terminal, left, right, None if everything else PATCH_LINES)
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rankzero.catalog import dead_runs, filters, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary
 from rankzero.cli.display.progress import duration
-from rankzero.cli.display.terminal import plain_or_fitting
+from rankzero.cli.display.terminal import table_console
 from rankzero.run_store.folder import FolderGone
 from rankzero.run_store.location import is_offline
 from rankzero.run_store.names import InvalidRunFolder
@@ -114,7 +114,7 @@ def _closed(runs: Path) -> list[Summary]:
 
 def show(found: Sequence[Summary], limit: int, asked: Sequence[str] = ()) -> None:
     """Print the first runs as a table, with a column for each key that was asked for."""
-    terminal = plain_or_fitting()
+    terminal = table_console()
     goals = {one.goal for one in found[:limit] if one.best is not None}
     goal = goals.pop() if len(goals) == 1 else "goal"
     extra = [key for key in dict.fromkeys(asked) if key not in (*IN_THE_TABLE, goal)]

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankzero.cli.display.progress import ProgressModel, progress_line, progress_panel
-from rankzero.cli.display.terminal import as_it_is, is_interactive
+from rankzero.cli.display.terminal import is_interactive, text_console
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
 from rankzero.launch.agent import log_files
@@ -48,7 +48,9 @@ class Console:
         advise: Callable[[Event], str | None] = lambda event: None,
     ) -> None:
         self._folder, self._root = folder, root
-        self._terminal = as_it_is(soft_wrap=True)  # metrics, reasons and paths may hold brackets
+        self._terminal = text_console(
+            soft_wrap=True
+        )  # metrics, reasons and paths may hold brackets
         self._view, self._rank, self._advise = ProgressModel(goal), rank, advise
         self._logs_before = {path: path.stat().st_size for path in self._logs()}
         self._offsets = {

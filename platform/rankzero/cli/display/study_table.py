@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from rankzero.cli.display.terminal import as_it_is
+from rankzero.cli.display.terminal import text_console
 from rankzero.tuning.reports import study_run
 
 SHOWN = (
@@ -27,7 +27,7 @@ def show(storage: str, name: str) -> None:
     from rankzero.tuning.verdict.confirm import by_trial
 
     study = find_study(storage, name)
-    terminal = as_it_is()
+    terminal = text_console()
     table = Table(title=f"{study.name}: {len(study.trials())} trials", title_justify="left")
     for name in SHOWN:
         table.add_column(

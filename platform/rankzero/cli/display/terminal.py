@@ -1,24 +1,46 @@
-"""How commands print: as wide as the terminal, with colours; into a pipe plainly, and nothing cut off."""
+"""How commands print: as wide as the terminal with colours, or plain and untruncated into a pipe."""
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from rich.console import Console
 
-ENDLESS = 10_000  # columns
+_PIPE_WIDTH = 10_000  # columns, so that nothing is truncated
 
 
-def as_it_is(*, soft_wrap: bool = False) -> Console:
-    """Return where text of others goes: brackets and colons in it are no markup. What is styled comes as `Text`."""
+def text_console(*, soft_wrap: bool = False) -> Console:
+    """Return a console for foreign text: brackets and colons in it are not markup.
+
+    Styled text is passed as `rich.text.Text`.
+    """
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
 
 
-def plain_or_fitting() -> Console:
-    """Return where tables go. Colours are for terminals, and follow NO_COLOR. Text of others is to be escaped."""
-    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else ENDLESS)
+def table_console() -> Console:
+    """Return a console for tables with markup; foreign text in them must be escaped.
+
+    It has colours on a terminal only, and follows NO_COLOR.
+    """
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return Console(highlight=False, emoji=False, width=width)
 
 
 def is_interactive() -> bool:
-    """Tell whether output may be drawn over: on a terminal, whatever FORCE_COLOR says, which notebooks and CI set."""
+    """Return whether output may be drawn over: on a terminal.
+
+    FORCE_COLOR does not count, because notebooks and CI set it.
+    """
     return sys.stdout.isatty()
+
+
+def warn_if_interrupt_is_ignored() -> None:
+    """Print once that Ctrl-C cannot stop this command, if SIGINT was ignored when it started."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        print(
+            "note: Ctrl-C does not stop this command, because it was started with SIGINT ignored "
+            "(as a script's background jobs are); SIGTERM stops it",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -138,7 +138,7 @@ def _described(
 def _ran(entry: str, nodes: agent.Topology, request: Any, logs: str) -> str:
     module, _, function = entry.partition(":")
     with _output_to(Path(logs) / "launcher.log"):
-        output.take_anything()
+        output.escape_unencodable()
         try:
             # Ctrl-C in a terminal comes from it and from the search: one wish. To end a trial the search says SIGQUIT.
             with SignalForwarder(second_ends=False) as signals:

@@ -1,4 +1,4 @@
-"""Shell completion: what is offered, and what a press of TAB does in a real bash."""
+"""Shell completion: the candidates, and a press of TAB in a real bash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.cli.completions import candidates, own_settings
+from rankzero.cli.completion import candidates, own_settings
 from rankzero.cli.main import main
 from rankzero.cli.verbs import VERBS
 
@@ -72,7 +72,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("rankzero train no/such/", []),
     ],
 )
-def test_what_may_come_next(folder: Path, line: str, found: list[str]) -> None:
+def test_candidates(folder: Path, line: str, found: list[str]) -> None:
     assert candidates(line, Path("mlruns")) == found
 
 
@@ -84,7 +84,7 @@ def test_settings_are_read_without_running_the_file() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verbs_help_ends_with_an_example(
+def test_help_of_each_verb_ends_with_its_example(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -95,12 +95,12 @@ def test_every_verbs_help_ends_with_an_example(
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_there_is_a_script_for_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_shell_has_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     assert "rankzero" in capsys.readouterr().out
 
 
-def test_which_shell_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_needs_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion"]) == 2 and "bash, zsh or fish" in capsys.readouterr().err
 
 

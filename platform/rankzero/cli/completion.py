@@ -1,0 +1,216 @@
+"""``rankzero completion bash|zsh|fish``: a script with which the shell completes commands.
+
+It completes verbs, options, runs, experiment files and settings. The script calls
+``rankzero completion --line TEXT`` at each press of TAB. An experiment's own settings are read from
+its source and no user code is executed, so that a press of TAB takes a moment. Decision 0021 says
+why this is our own code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rankzero.cli.verbs import VERBS
+from rankzero.errors import UserError
+
+# Bash takes = and : for the ends of words and completes only what follows the last one.
+_BASH = r"""_rankzero() {
+    local line="${COMP_LINE:0:COMP_POINT}" word behind
+    mapfile -t COMPREPLY < <("${COMP_WORDS[0]/#\~/$HOME}" completion --line "$line" 2>/dev/null)
+    word="${line##* }"
+    behind="${word##*[=:]}"
+    COMPREPLY=("${COMPREPLY[@]#"${word%"$behind"}"}")
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=/] ]] && compopt -o nospace 2>/dev/null
+}
+complete -F _rankzero rankzero
+"""
+_ZSH = r"""#compdef rankzero
+_rankzero() {
+    local -a found line
+    line="${(j: :)words[1,CURRENT-1]} $PREFIX"
+    found=(${(f)"$(${words[1]} completion --line "$line" 2>/dev/null)"})
+    compadd -S '' -- ${(M)found:#*[=/]}
+    compadd -- ${found:#*[=/]}
+}
+compdef _rankzero rankzero
+"""
+_FISH = r"""complete -c rankzero -f -a '(rankzero completion --line (commandline -cp) 2>/dev/null)'
+"""
+_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "shell", nargs="?", choices=_SCRIPTS, metavar="SHELL", help="bash, zsh or fish"
+    )
+    parser.add_argument(
+        "--line", help="a command line typed so far: print what may come next (for the scripts)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.line is not None:
+        print("\n".join(candidates(arguments.line, arguments.dir)))
+    elif arguments.shell is not None:
+        print(_SCRIPTS[arguments.shell], end="")
+    else:
+        raise UserError(
+            "name a shell: rankzero completion bash, zsh or fish; add "
+            'eval "$(rankzero completion bash)" to the shell\'s startup file'
+        )
+    return 0
+
+
+def candidates(line: str, root: Path) -> list[str]:
+    """Return the words that may end `line`. Each begins with the line's last, incomplete word."""
+    from rankzero.cli.main import parser_of
+
+    words = line.split(" ")
+    before, word = [found for found in words[:-1] if found], words[-1].lstrip("\"'")
+    if len(before) < 2:
+        found: Iterator[str] = iter((*VERBS, "--help", "--version")) if before else iter(())
+    elif before[1] not in VERBS:
+        return []
+    else:
+        named = dict(itertools.pairwise(before)).get("--dir")
+        found = _next_words(parser_of(before[1]), before[2:], word, Path(named) if named else root)
+    return sorted({name for name in found if name.startswith(word)})
+
+
+def _next_words(
+    parser: argparse.ArgumentParser, before: Sequence[str], word: str, root: Path
+) -> Iterator[str]:
+    """Yield options, an option's values, or values of the positional argument whose turn it is."""
+    # `_actions` is private. It is what argcomplete, shtab and sphinx-argparse read, too.
+    actions = parser._actions
+    options = {name: action for action in actions for name in action.option_strings}
+    given, takes_value = [], None
+    for typed in before:
+        if takes_value is None and not typed.startswith("-"):
+            given.append(typed)
+        option = options.get(typed)
+        takes_value = option if option is not None and option.nargs != 0 else None
+    if takes_value is not None:
+        yield from _values(takes_value, word, root)
+    elif word.startswith("-"):
+        yield from options
+    else:
+        wanted = [action for action in actions if not action.option_strings]
+        if wanted and (len(given) < len(wanted) or wanted[-1].nargs in ("*", "+")):
+            action = wanted[min(len(given), len(wanted) - 1)]
+            if action.metavar == "key=value":
+                yield from _settings(given, word, root)
+            else:
+                yield from _values(action, word, root)
+
+
+def _values(action: argparse.Action, word: str, root: Path) -> Iterator[str]:
+    if action.choices is not None:
+        yield from map(str, action.choices)
+    elif action.metavar == "RUN" or action.dest in ("start", "study"):
+        if (root / "runs").is_dir():
+            names = (entry.name for entry in os.scandir(root / "runs"))
+            yield from (name for name in names if not name.startswith("."))
+    elif action.metavar == "FILTER":
+        from rankzero.catalog.filters import COLUMNS
+
+        yield from (f"{key}=" for key in COLUMNS)
+    elif action.type is None or action.type is Path:
+        yield from _files(word, ".py" if action.metavar == "EXP" else "")
+
+
+def _files(word: str, suffix: str) -> Iterator[str]:
+    folder, _, name = word.rpartition("/")
+    base = Path(folder or ("/" if word.startswith("/") else "."))
+    if not base.is_dir():
+        return
+    for path in base.iterdir():
+        if path.name.startswith(".") and not name.startswith("."):
+            continue
+        shown = f"{folder}/{path.name}" if "/" in word else path.name
+        if path.is_dir():
+            yield shown + "/"
+        elif path.name.endswith(suffix):
+            yield shown
+
+
+def _settings(given: Sequence[str], word: str, root: Path) -> Iterator[str]:
+    """Yield ``key=`` of every setting of the experiment named before, or the key's values."""
+    from rankzero import config
+    from rankzero.config import values
+    from rankzero.experiment import Experiment
+
+    known = {}
+    for leaf in config.leaves(Experiment()):
+        kind = values.describe_type(leaf.annotation)
+        choices = kind.split(" | ") if "int" not in kind and "float" not in kind else []
+        known[leaf.key] = _BOOLEANS if leaf.annotation is bool else choices if choices[1:] else []
+    known |= own_settings(_source(given[0], root)) if given else {}
+    key, equals, _ = word.partition("=")
+    if equals:
+        yield from (f"{key}={choice}" for choice in known.get(key, ()))
+    else:
+        yield from (f"{name}=" for name in known)
+
+
+def _source(reference: str, root: Path) -> str:
+    """Return the text of an experiment's file, named by its path or by a run of it, or ""."""
+    try:
+        identity = root / "runs" / reference / "run.json"
+        if identity.is_file():
+            fields = json.loads(identity.read_text(encoding="utf-8"))
+            reference = str(fields["experiment_file"] or "")
+        file = reference if reference.endswith(".py") else reference.rpartition(":")[0]
+        return Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # a damaged run.json, or a file that is not text
+
+
+_BOOLEANS = ["true", "false"]
+
+
+def own_settings(source: str) -> dict[str, list[str]]:
+    """Return the settings that a file's classes declare, each with its values if they are a list."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return {}
+    classes = {node.name: _fields(node) for node in body if isinstance(node, ast.ClassDef)}
+    kinds = {kind for fields in classes.values() for kind in fields.values()}
+    groups = {
+        name for fields in classes.values() for name, kind in fields.items() if kind in classes
+    }
+    found: dict[str, list[str]] = {}
+    for name in classes:
+        if name not in kinds:  # a group's keys come with the class that has the group
+            found |= _keys(name, classes, "")
+    hidden = (*groups, "train", "goal", "search")
+    return {key: values for key, values in found.items() if key not in hidden}
+
+
+def _keys(name: str, classes: dict[str, dict[str, str]], prefix: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for field, kind in classes[name].items():
+        key = prefix + field.rstrip("_")
+        if kind in classes:
+            found |= _keys(kind, classes, key + ".")
+        elif kind.startswith("Literal["):
+            inner = kind.removeprefix("Literal[").removesuffix("]")
+            found[key] = [str(value) for value in ast.literal_eval(f"({inner},)")]
+        else:
+            found[key] = _BOOLEANS if kind == "bool" else []
+    return found
+
+
+def _fields(node: ast.ClassDef) -> dict[str, str]:
+    return {
+        item.target.id: ast.unparse(item.annotation)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
