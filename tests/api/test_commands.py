@@ -146,8 +146,9 @@ def test_an_experiment_must_be_in_a_file() -> None:
 def test_settings_and_options_become_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     called: list[list[str]] = []
 
-    def call(words: list[str], *, showing: bool) -> str:
-        called.append(words)
+    def call(words: list[str], *, showing: bool) -> None:
+        called.append(words[:-1])
+        assert words[-1].startswith("--result-file=")
         raise rankzero.UserError("not now")
 
     monkeypatch.setattr(commands, "_call", call)

@@ -1,24 +1,23 @@
-"""``rankzero.train(Digits(lr=0.01))`` and ``rankzero.search(Digits(), minutes=10)``: the commands, from Python.
+"""``rankzero.train(Digits(lr=0.01))`` and ``rankzero.search(Digits(), minutes=10)``: the commands from Python.
 
-They run the very command, in a process of its own: the same launch, the same results, and nothing of it stays behind in
-the notebook's process. So the experiment must be in a file, which the training processes import.
+They run the command in a process of its own: the launch and the results are the same, and nothing
+stays in the notebook's process. The training processes import the experiment, so it must be in a
+file.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from rankzero import config, experiment_file
-from rankzero.api.results import Run
-from rankzero.api.results import run as run_of
+from rankzero.api import results
 from rankzero.errors import FINISHED, RESUMABLE, USAGE, RunFailed, UserError
 from rankzero.launch.request import with_secrets
 from rankzero.run_store.folder import new_name
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
     from rankzero.experiment import Experiment
 
-_STUDY = re.compile(r"study  (\S+)  ")
-
 
 def train(
     experiment: Experiment,
@@ -39,23 +36,19 @@ def train(
     run_name: str | None = None,
     dir: str | Path | None = None,
     **options: Any,
-) -> Run:
-    """Train as ``rankzero train`` does, on `nproc` processes; return the run, one that stopped with a checkpoint, too.
+) -> results.Run:
+    """Train as ``rankzero train`` does, on `nproc` processes; return the run.
 
-    `options`: the command's others, ``tracking_uri="http://…"``. Raises RunFailed with the reason, UserError.
+    A run that was stopped and has a checkpoint is returned, too. `options` are the command's other
+    options, such as ``tracking_uri="http://…"`` or ``offline=True``. Raises RunFailed with the
+    reason, and UserError.
     """
-    reference = reference_of(experiment)
+    reference = _reference_of(experiment)
     name = run_name or new_name(Path(reference.rpartition(":")[0]).stem)
-    words = [
-        "train",
-        reference,
-        *changed(experiment),
-        "--run-name",
-        name,
-        *_options(nproc=nproc, dir=dir, **options),
-    ]
+    wanted = _options(nproc=nproc, dir=dir, **options)
+    words = ["train", reference, *_changed(experiment), "--run-name", name, *wanted]
     _call(words, showing=sys.stdout.isatty())
-    return run_of(name, dir=dir)
+    return results.run(name, dir=dir)
 
 
 def search(
@@ -67,28 +60,29 @@ def search(
     dir: str | Path | None = None,
     **options: Any,
 ) -> SearchHandle:
-    """Search as ``rankzero search`` does, around this configuration; return what was found. Again: goes on with it.
+    """Search as ``rankzero search`` does, around this configuration; return the study.
 
-    `options`: the command's others, ``parallel=2, no_probe=True``. Raises RunFailed with the reason, UserError.
+    The same call again continues the study. `options` are the command's other options, such as
+    ``parallel=2, no_probe=True``. Raises RunFailed with the reason, and UserError.
     """
     wanted = _options(minutes=minutes, trials=trials, nproc=nproc, dir=dir, **options)
-    printed = _call(
-        ["search", reference_of(experiment), *changed(experiment), *wanted], showing=False
-    )
-    named = _STUDY.search(printed)
-    if named is None:
-        raise RunFailed("the search did not say what its study is called")
-    return SearchHandle(run_of(named[1], dir=dir), experiment)
+    words = ["search", _reference_of(experiment), *_changed(experiment), *wanted]
+    with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
+        result = Path(folder) / "study.json"
+        _call([*words, f"--result-file={result}"], showing=False)
+        study = json.loads(result.read_text(encoding="utf-8"))["study"]
+    return SearchHandle(results.run(study, dir=dir), experiment)
 
 
 class SearchHandle:
-    """What a search found."""
+    """A study and what it found."""
 
-    def __init__(self, run: Run, experiment: Experiment) -> None:
+    def __init__(self, run: results.Run, experiment: Experiment) -> None:
         self.run, self._experiment = run, experiment
 
     @property
     def name(self) -> str:
+        """The study's name, which is its run's."""
         return self.run.name
 
     @property
@@ -98,22 +92,23 @@ class SearchHandle:
 
     @property
     def trials(self) -> DataFrame:
-        """The trials, a row each, by number."""
+        """The trials, one row each, by number."""
         import pandas
 
-        table = json.loads(
-            (self.run.folder / "artifacts" / "trials.json").read_text(encoding="utf-8")
-        )
+        table = json.loads(self._artifact("trials.json").read_text(encoding="utf-8"))
         return pandas.DataFrame(table["data"], columns=table["columns"])
 
     @property
     def sweet_spot(self) -> Experiment:
-        """The experiment with the configuration that was found: what to train with. Raises UserError without one."""
-        path = self.run.folder / "artifacts" / "sweet_spot.yaml"
+        """The experiment with the best configuration. Raises UserError if none was found yet."""
+        path = self._artifact("sweet_spot.yaml")
         if not path.exists():
-            raise UserError(f"study {self.name} has found no sweet spot yet: search on")
-        told = with_secrets(config.read_file(path), config.rendered(self._experiment))
-        return config.override(type(self._experiment)(), told)
+            raise UserError(f"study {self.name} has found no sweet spot yet: search again")
+        found = with_secrets(config.read_file(path), config.rendered(self._experiment))
+        return config.override(type(self._experiment)(), found)
+
+    def _artifact(self, name: str) -> Path:
+        return self.run.folder / "artifacts" / name
 
     def __repr__(self) -> str:
         return f"<study {self.name}: {self.sentence}>"
@@ -122,36 +117,37 @@ class SearchHandle:
         return self.run.report
 
 
-def reference_of(experiment: Experiment) -> str:
-    """Return the file and the class of an experiment, as the command line takes them.
+def _reference_of(experiment: Experiment) -> str:
+    """Return the file and class of an experiment, as the command line takes them.
 
-    Raises UserError where no other process could import the class, or where the file itself is being imported.
+    Raises UserError where no other process can import the class, and where its file calls us
+    while it is being imported.
     """
     cls = type(experiment)
     if experiment_file.is_loading():
         raise UserError(
-            "the experiment's file trains when it is imported, which every training process does: put the call below "
-            'if __name__ == "__main__":'
+            "the experiment's file trains when it is imported, which every training process does: "
+            'put the call below if __name__ == "__main__":'
         )
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if file is None or not file.endswith(".py") or "." in cls.__qualname__:
         raise UserError(
-            f"{cls.__name__} is not at the top of a file, so that training processes cannot import it: put it into one "
-            f"(in a notebook, begin its cell with %%writefile {cls.__name__.lower()}.py), and import it from there"
+            f"{cls.__name__} is not defined at the top level of a file, so training processes "
+            "cannot import it: put it into a file and import it from there (in a notebook, begin "
+            f"its cell with %%writefile {cls.__name__.lower()}.py)"
         )
     return f"{Path(file).absolute()}:{cls.__name__}"
 
 
-def changed(experiment: Experiment) -> list[str]:
-    """Return the settings that differ from the class's own, as the command line takes them."""
-    own = config.rendered(type(experiment)())
-    return [
-        f"{key}={text}" for key, text in config.rendered(experiment).items() if text != own[key]
-    ]
+def _changed(experiment: Experiment) -> list[str]:
+    """Return the settings that differ from the class's defaults, as the command line takes them."""
+    defaults = config.rendered(type(experiment)())
+    settings = config.rendered(experiment)
+    return [f"{key}={text}" for key, text in settings.items() if text != defaults[key]]
 
 
 def _options(**wanted: Any) -> Iterator[str]:
-    """Yield Python's keywords as the command's options: none where None or False, the bare option where True."""
+    """Yield keywords as options: nothing for None and False, the bare option for True."""
     for name, value in wanted.items():
         if name == "dir" and value is not None:
             value = root_of(value)
@@ -162,51 +158,37 @@ def _options(**wanted: Any) -> Iterator[str]:
             yield f"{option}={value}"
 
 
-def _call(words: Sequence[str], *, showing: bool) -> str:
-    """Run the command to its end; return what it printed, unless it shows that on the terminal by itself.
+def _call(words: Sequence[str], *, showing: bool) -> None:
+    """Run the command to its end; `showing`: it draws on the terminal itself.
 
-    Ctrl-C, or a notebook's interrupt, reaches it once, so that it stops with a checkpoint; then it is raised here.
+    Ctrl-C and a notebook's interrupt reach the command once, so that it stops with a checkpoint.
+    KeyboardInterrupt is raised after that. Raises RunFailed and UserError as the command fails.
     """
     with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
-        command = [sys.executable, "-P", "-m", "rankzero", *words]
-        pipe = None if showing else subprocess.PIPE
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-P", "-m", "rankzero", *words],
             text=True,
             errors="backslashreplace",
-            stdout=pipe,
+            stdout=None if showing else subprocess.PIPE,
             stderr=errors,
-            start_new_session=True,
+            start_new_session=True,  # so that the terminal's Ctrl-C reaches it through us only
         )
-        printed = _to_its_end(process)
+        interrupted = False
+        while process.returncode is None:
+            try:
+                for line in process.stdout or ():
+                    print(line, end="", flush=True)
+                process.wait()
+            except KeyboardInterrupt:
+                interrupted = True
+                process.send_signal(signal.SIGINT)
+        if interrupted:
+            raise KeyboardInterrupt
         errors.seek(0)
-        _judge(process.returncode, errors)
-    return printed
-
-
-def _to_its_end(process: subprocess.Popen[str]) -> str:
-    lines: list[str] = []
-    interrupted = False
-    while True:
-        try:
-            for line in process.stdout or ():
-                lines.append(line)
-                print(line, end="", flush=True)
-            process.wait()
-            break
-        except KeyboardInterrupt:
-            interrupted = True
-            process.send_signal(signal.SIGINT)
-    if interrupted:
-        raise KeyboardInterrupt
-    return "".join(lines)
-
-
-def _judge(code: int, errors: IO[str]) -> None:
-    said, _, message = errors.read().rpartition("error: ")
-    if code not in (FINISHED, RESUMABLE):
-        print(said, end="", file=sys.stderr)
-        raise (UserError if code == USAGE else RunFailed)(
-            message.strip() or f"it ended with exit code {code}"
-        )
-    print(said + message, end="", file=sys.stderr)
+        notes, _, message = errors.read().rpartition("error: ")
+    if process.returncode in (FINISHED, RESUMABLE):
+        print(notes + message, end="", file=sys.stderr)
+        return
+    print(notes, end="", file=sys.stderr)
+    kind = UserError if process.returncode == USAGE else RunFailed
+    raise kind(message.strip() or f"the command ended with exit code {process.returncode}")

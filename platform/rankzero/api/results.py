@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankzero.catalog import filters as selection
 from rankzero.catalog import lookup
-from rankzero.catalog.summary import Summary
 from rankzero.reporting import metric_table, run_facts, run_report
 from rankzero.reporting.run_page import page, status
+from rankzero.run_store.checkpoint_files import folder_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
 
@@ -19,124 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankzero.experiment import Experiment
-
-
-def runs(
-    *filters: str, sort: str | None = None, all: bool = False, dir: str | Path | None = None
-) -> DataFrame:
-    """Return the runs, newest first: a row each, params as ``params.lr``, metrics as ``metrics.val/loss``.
-
-    `filters`, `sort` and `all` as in ``rankzero runs``: ``runs("val/accuracy>0.9", sort="-samples/s")``.
-    Raises UserError for a key that no run has.
-    """
-    import pandas
-
-    listed = lookup.listed(root_of(dir) / "runs")
-    top = [one for one in listed if all or one.parent is None]
-    found = selection.select(top, map(selection.parse, filters), sort)
-    table = pandas.DataFrame.from_records(
-        [_row(one) for one in found], columns=None if found else list(_COLUMNS)
-    )
-    for name in table.columns:
-        if name.startswith("params."):
-            table[name] = _numbers(table[name])
-    table["started"] = pandas.to_datetime(table["started"], unit="s", utc=True)
-    return table
-
-
-def run(name: str, *, dir: str | Path | None = None) -> Run:
-    """Return the run of this name or MLflow run id. Raises UserError, naming the newest runs, where there is none."""
-    return Run(lookup.require(root_of(dir) / "runs", name))
-
-
-class Checkpoint(NamedTuple):
-    """A checkpoint on this disk."""
-
-    step: int
-    best: bool
-    path: Path
-
-
-class Run:
-    """A run: what it was told, what it measured, what it left. Reads its folder, as it is now."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder.path
-        self._folder, self._facts = folder, run_facts.fold(folder.all_events())
-
-    @property
-    def name(self) -> str:
-        return self._folder.identity.name
-
-    @property
-    def status(self) -> str:
-        """FINISHED, FAILED, KILLED, RUNNING, or DIED without a word."""
-        return status(self._folder)
-
-    @property
-    def reason(self) -> str:
-        """How it ended; empty while it runs."""
-        return self._facts.end.reason if self._facts.end else ""
-
-    @property
-    def params(self) -> Mapping[str, str]:
-        """Its settings, as text."""
-        return dict(self._facts.params)
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """The newest value of each metric."""
-        return dict(self._facts.metrics)
-
-    @property
-    def best(self) -> float | None:
-        """The best value of the goal's metric."""
-        return self._facts.best
-
-    @property
-    def checkpoints(self) -> list[Checkpoint]:
-        """Those that retention has kept, by step."""
-        found = sorted(self._facts.checkpoints.items())
-        return [
-            Checkpoint(step, best, self._folder.checkpoints / f"step_{step:08d}")
-            for step, best in found
-        ]
-
-    @property
-    def report(self) -> str:
-        """What became of it, in Markdown."""
-        return run_report.for_terminal(page(self._folder))
-
-    def history(self, *names: str) -> DataFrame:
-        """Return the metrics by step, or only these, rows in which none of them was measured left out."""
-        return metric_table.metrics(self._folder, names)
-
-    def system(self) -> DataFrame:
-        """Return what GPUs and host did, by sample."""
-        return metric_table.system(self._folder)
-
-    def experiment(self) -> Experiment:
-        """Return the experiment with the run's settings, from its file as it is now."""
-        from rankzero.training.checkpoints.best_model import experiment_of
-
-        return experiment_of(self._folder)
-
-    def model(self) -> nn.Module:
-        """Return the experiment's model with the weights of the best checkpoint, on the CPU, to evaluate.
-
-        Raises UserError where there is no checkpoint, or none that fits the model any more.
-        """
-        from rankzero.training.checkpoints.best_model import load_best
-
-        return load_best(self._folder)
-
-    def __repr__(self) -> str:
-        best = "" if self.best is None else f", {self._facts.goal.metric} {self.best:.4g}"
-        return f"<run {self.name}: {self.status}{best}>"
-
-    def _repr_markdown_(self) -> str:
-        return self.report
-
 
 _COLUMNS = (
     "name",
@@ -155,14 +37,131 @@ _COLUMNS = (
 )
 
 
-def _row(one: Summary) -> dict[str, Any]:
-    params = {f"params.{key}": value for key, value in one.params.items()}
-    metrics = {f"metrics.{key}": value for key, value in one.metrics.items()}
-    return {**{name: getattr(one, name) for name in _COLUMNS}, **params, **metrics}
+def runs(
+    *filters: str, sort: str | None = None, all: bool = False, dir: str | Path | None = None
+) -> DataFrame:
+    """Return the runs, one row each, newest first.
+
+    Columns of params are called ``params.lr``, of metrics ``metrics.val/loss``. `filters`, `sort`
+    and `all` are as in ``rankzero runs``: ``runs("val/accuracy>0.9", sort="-samples/s")``.
+    Raises UserError for a key that no run has.
+    """
+    import pandas
+
+    listed = [run for run in lookup.listed(root_of(dir) / "runs") if all or run.parent is None]
+    found = selection.select(listed, map(selection.parse, filters), sort)
+    rows = [
+        {name: getattr(run, name) for name in _COLUMNS}
+        | {f"params.{key}": value for key, value in run.params.items()}
+        | {f"metrics.{key}": value for key, value in run.metrics.items()}
+        for run in found
+    ]
+    table = pandas.DataFrame.from_records(rows, columns=None if found else list(_COLUMNS))
+    for name in table.columns:
+        if name.startswith("params."):
+            table[name] = _as_numbers(table[name])
+    table["started"] = pandas.to_datetime(table["started"], unit="s", utc=True)
+    return table
 
 
-def _numbers(column: Any) -> Any:
-    """Return a column of text as numbers, where all of it is."""
+def run(name: str, *, dir: str | Path | None = None) -> Run:
+    """Return the run with this name or MLflow run id.
+
+    Raises UserError, naming the newest runs, if there is none.
+    """
+    return Run(lookup.require(root_of(dir) / "runs", name))
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint on this disk."""
+
+    step: int
+    best: bool
+    path: Path
+
+
+class Run:
+    """A run as its folder was when this object was made: settings, metrics, checkpoints."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder.path
+        self._folder, self._facts = folder, run_facts.fold(folder.all_events())
+
+    @property
+    def name(self) -> str:
+        return self._folder.identity.name
+
+    @property
+    def status(self) -> str:
+        """FINISHED, FAILED, KILLED, RUNNING, or DIED if its end was not recorded."""
+        return status(self._folder)
+
+    @property
+    def reason(self) -> str:
+        """Why it ended; empty while it runs."""
+        return self._facts.end.reason if self._facts.end else ""
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        """The settings, as text."""
+        return dict(self._facts.params)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The newest value of each metric."""
+        return dict(self._facts.metrics)
+
+    @property
+    def best(self) -> float | None:
+        """The best value of the goal's metric."""
+        return self._facts.best
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints that are kept, by step."""
+        return [
+            Checkpoint(step, best, folder_of(self._folder.checkpoints, step))
+            for step, best in sorted(self._facts.checkpoints.items())
+        ]
+
+    @property
+    def report(self) -> str:
+        """The report, in Markdown."""
+        return run_report.for_terminal(page(self._folder))
+
+    def history(self, *names: str) -> DataFrame:
+        """Return the metrics by step; with `names`, only these, and no rows without a value."""
+        return metric_table.metrics(self._folder, names)
+
+    def system(self) -> DataFrame:
+        """Return the samples of GPUs and host, by time."""
+        return metric_table.system(self._folder)
+
+    def experiment(self) -> Experiment:
+        """Return the experiment with the run's settings, from its file as the file is now."""
+        from rankzero.training.checkpoints.best_model import experiment_of
+
+        return experiment_of(self._folder)
+
+    def model(self) -> nn.Module:
+        """Return the model with the best checkpoint's weights, on the CPU, in evaluation mode.
+
+        Raises UserError if there is no checkpoint, or none that fits the model any more.
+        """
+        from rankzero.training.checkpoints.best_model import load_best
+
+        return load_best(self._folder)
+
+    def __repr__(self) -> str:
+        best = "" if self.best is None else f", {self._facts.goal.metric} {self.best:.4g}"
+        return f"<run {self.name}: {self.status}{best}>"
+
+    def _repr_markdown_(self) -> str:
+        return self.report
+
+
+def _as_numbers(column: Any) -> Any:
+    """Return a column of text as numbers if all of it is, else as it is."""
     import pandas
 
     try:

@@ -88,7 +88,7 @@ def _next_words(
 ) -> Iterator[str]:
     """Yield options, an option's values, or values of the positional argument whose turn it is."""
     # `_actions` is private. It is what argcomplete, shtab and sphinx-argparse read, too.
-    actions = parser._actions
+    actions = [one for one in parser._actions if one.help != argparse.SUPPRESS]
     options = {name: action for action in actions for name in action.option_strings}
     given, takes_value = [], None
     for typed in before:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import sys
@@ -117,6 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--storage",
         help="the study's database, which machines may share (default: studies.db beside the runs; not MLflow's)",
     )
+    # For rankzero.search, which runs the command: the study's name as JSON.
+    parser.add_argument("--result-file", type=Path, help=argparse.SUPPRESS)
     parser.add_argument(
         "--silence-seconds",
         type=float,
@@ -212,6 +215,8 @@ def _search(
         use=f"{program()} train {arguments.experiment} --from {identity.name}",
         offline=arguments.offline,
     )
+    if arguments.result_file is not None:
+        arguments.result_file.write_text(json.dumps({"study": identity.name}), encoding="utf-8")
     say(
         f"study  {identity.name}  ({arguments.objective}, {described.processes} x {described.device})"
     )
