@@ -9,7 +9,8 @@ pytest_plugins = ["support.commands", "support.stores", "support.training"]
 settings.register_profile("patient", deadline=None)  # a busy machine is no failure
 settings.load_profile("patient")
 
-if (
-    signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-):  # as under nohup: commands would take it for their users' wish
-    signal.signal(signal.SIGHUP, lambda *_: None)
+# A script's background jobs start with SIGINT ignored, jobs under nohup with SIGHUP ignored. What
+# tests start would inherit that. A handler here is not inherited: it starts with the defaults.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)

@@ -1,4 +1,4 @@
-"""`rankzero.train` and `rankzero.search` from Python: the example notebook, an interrupt, and what cannot be."""
+"""`rankzero.train` and `rankzero.search` from Python: the example notebook, an interrupt, errors."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ def test_the_example_notebook_runs_from_top_to_bottom(start: Start, tmp_path: Pa
     assert rankzero.run(study.name, dir=tmp_path / "mlruns").status == "FINISHED"
 
 
-def test_an_interrupt_stops_with_a_checkpoint(start: Start, tmp_path: Path) -> None:
+def test_interrupt_stops_with_a_checkpoint(start: Start, tmp_path: Path) -> None:
     process = start(
         "import rankzero\nfrom tiny import Tiny\n"
         "quiet = rankzero.Train.MLflow(log_model=False)\n"
         "long = rankzero.Train(epochs=400, batch_size=32, log_every=5, mlflow=quiet)\n"
-        "try:\n    rankzero.train(Tiny(train=long, step_seconds=0.03), run_name='stopped', nproc=1)\n"
+        "try:\n    rankzero.train(Tiny(train=long, step_seconds=0.03), run_name='stopped', offline=True)\n"
         "except KeyboardInterrupt:\n    print(rankzero.run('stopped').status)\n"
     )
     assert process.stdout is not None
@@ -128,14 +128,14 @@ def test_an_interrupt_stops_with_a_checkpoint(start: Start, tmp_path: Path) -> N
     assert run.reason.startswith("stopped by") and run.checkpoints[-1].path.exists()
 
 
-def test_a_file_that_trains_when_it_is_imported_is_told(start: Start, tmp_path: Path) -> None:
+def test_file_that_trains_when_imported_is_an_error(start: Start, tmp_path: Path) -> None:
     process = start(f"{TINY.read_text()}\nimport rankzero\nrankzero.train(Tiny(), nproc=1)\n")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and output.count('if __name__ == "__main__"') == 1, output
     assert not list((tmp_path / "mlruns").glob("runs/*"))
 
 
-def test_an_experiment_must_be_in_a_file() -> None:
+def test_experiment_must_be_in_a_file() -> None:
     class Local(rankzero.Experiment):
         pass
 
@@ -143,7 +143,9 @@ def test_an_experiment_must_be_in_a_file() -> None:
         rankzero.train(Local())
 
 
-def test_settings_and_options_become_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_and_options_become_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     called: list[list[str]] = []
 
     def call(words: list[str], *, showing: bool) -> None:
@@ -172,7 +174,7 @@ def test_settings_and_options_become_words(monkeypatch: pytest.MonkeyPatch, tmp_
     ]
 
 
-def test_nothing_heavy_is_imported_for_it(tmp_path: Path) -> None:
+def test_import_of_the_api_imports_nothing_heavy(tmp_path: Path) -> None:
     program = (
         "import sys, time, rankzero\nassert callable(rankzero.train) and callable(rankzero.search)\n"
         "rankzero.runs, rankzero.run\n"

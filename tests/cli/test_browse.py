@@ -215,7 +215,7 @@ def test_logs_are_what_the_ranks_printed(here: Here) -> None:
 
 def test_following_a_run_leaves_it_alone_and_ends_with_it(rankzero: Command) -> None:
     training = rankzero.start(
-        "train", TINY, "--run-name", "live", "step_seconds=0.03", "train.epochs=1000"
+        "train", TINY, "--offline", "--run-name", "live", "step_seconds=0.03", "train.epochs=1000"
     )
     rankzero.wait_for_step(10)
     first, second = (rankzero.start("logs", "live", "--follow") for _ in range(2))

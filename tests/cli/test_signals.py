@@ -1,9 +1,10 @@
-"""Signals to the command at the moments that nobody thinks of: while ranks start, twice, when they have ended."""
+"""Signals to the command at unusual moments: while ranks start, twice, after they have ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,16 @@ import pytest
 
 from rankzero.events import Evaluated, RunEnded, RunStarted
 from rankzero.run_store.folder import RunFolder
-from support.commands import TINY, Command, events, free_port, losses, processes_of, tracked
+from support.commands import (
+    TINY,
+    Command,
+    events,
+    free_port,
+    last_end,
+    losses,
+    processes_of,
+    tracked,
+)
 
 CLOCKED = TINY.with_name("clocked.py")
 ENDLESS = ("step_seconds=0.02", "train.epochs=1000", "train.log_every=2")
@@ -24,7 +34,7 @@ ENDLESS = ("step_seconds=0.02", "train.epochs=1000", "train.log_every=2")
 def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "it never came to that"
+        assert time.monotonic() < deadline, "it never became true"
         time.sleep(0.01)
 
 
@@ -62,10 +72,11 @@ def starts(folder: RunFolder) -> int:
 
 
 @pytest.mark.parametrize("moment", [has_the_agents_logs, has_a_rank])
-def test_a_signal_while_the_ranks_start_is_heard(
+def test_signal_while_ranks_start_stops_the_run(
     rankzero: Command, moment: Callable[[Command], bool]
 ) -> None:
-    process = rankzero.start("train", TINY, "--nproc", 2, "--run-name", "early", *ENDLESS)
+    words = ("--nproc", 2, "--run-name", "early", "--offline")
+    process = rankzero.start("train", TINY, *words, *ENDLESS)
     wait_until(lambda: moment(rankzero))
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=90)
@@ -74,11 +85,11 @@ def test_a_signal_while_the_ranks_start_is_heard(
         assert process.returncode == 1 and not folder.events.exists()
     else:
         assert process.returncode == 75, output
-        assert tracked(folder).status == "KILLED" and starts(folder) == 1
+        assert last_end(folder).status == "KILLED" and starts(folder) == 1
     assert not forkservers(rankzero)
 
 
-def test_a_resume_that_does_not_come_to_train_is_not_taken_for_the_attempt_before(
+def test_resume_that_fails_to_start_is_not_reported_as_the_attempt_before(
     rankzero: Command,
 ) -> None:
     code, output = rankzero("train", TINY, "--nproc", 1, "--run-name", "r", "train.steps=4")
@@ -92,7 +103,7 @@ def test_a_resume_that_does_not_come_to_train_is_not_taken_for_the_attempt_befor
     code, output = rankzero("resume", "r", "train.steps=8", "--experiment", broken)
     assert code == 1 and "ImportError: not here" in output and "FINISHED" not in output, output
     assert "in MLflow yet" not in output and time.monotonic() - began < 60, (
-        "there is nothing to deliver, and none waits for it"
+        "it waited although there is nothing to deliver"
     )
     assert tracked(folder).status == "FINISHED" and starts(folder) == 1
 
@@ -112,7 +123,7 @@ def test_a_resume_that_does_not_come_to_train_is_not_taken_for_the_attempt_befor
         assert tracked(folder).status == "KILLED" and starts(folder) == 2
 
 
-def test_machines_that_wait_for_one_that_was_stopped_end_with_a_message(rankzero: Command) -> None:
+def test_machine_that_waits_for_a_stopped_one_ends_with_a_message(rankzero: Command) -> None:
     words = (
         "train",
         TINY,
@@ -137,7 +148,7 @@ def test_machines_that_wait_for_one_that_was_stopped_end_with_a_message(rankzero
     assert not any("Traceback" in output for output in outputs), outputs
 
 
-def test_a_scheduler_that_signals_every_process_gets_a_checkpoint(rankzero: Command) -> None:
+def test_signal_to_every_process_leaves_a_checkpoint(rankzero: Command) -> None:
     process = rankzero.start("train", TINY, "--nproc", 2, *ENDLESS)
     folder = rankzero.wait_for_step(4)
     for one in processes_of(rankzero.folder):
@@ -147,7 +158,7 @@ def test_a_scheduler_that_signals_every_process_gets_a_checkpoint(rankzero: Comm
     assert tracked(folder).status == "KILLED" and any(folder.checkpoints.glob("step_*"))
 
 
-def test_under_nohup_a_hangup_stops_nothing(rankzero: Command) -> None:
+def test_hangup_under_nohup_stops_nothing(rankzero: Command) -> None:
     """As when a terminal is closed: every process of the session gets it."""
     command = [
         sys.executable,
@@ -179,11 +190,46 @@ def test_under_nohup_a_hangup_stops_nothing(rankzero: Command) -> None:
     assert tracked(folder).status == "FINISHED" and len(losses(folder)) == 150
 
 
-def test_a_second_signal_ends_the_training_and_is_no_reason_to_begin_again(
+def test_background_job_reports_that_ctrl_c_is_ignored_and_sigterm_stops_it(
+    rankzero: Command,
+) -> None:
+    """A script's shell starts background jobs with SIGINT ignored."""
+    words = ["train", str(TINY), "--offline", *ENDLESS]
+    command = shlex.join([sys.executable, "-m", "rankzero", *words])
+    process = subprocess.Popen(
+        ["sh", "-c", f"trap '' INT; exec {command}"],
+        cwd=rankzero.folder,
+        env=rankzero.environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    rankzero.started.append(process)
+    folder = rankzero.wait_for_step(4)
+    for one in processes_of(rankzero.folder):
+        one.send_signal(signal.SIGINT)
+    rankzero.wait_for_step(max(losses(folder)) + 50)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert output.count("Ctrl-C does not stop this command") == 1 and "SIGTERM stops it" in output
+    assert last_end(folder).reason.startswith("stopped by SIGTERM")
+
+
+def test_second_signal_ends_the_training_without_a_restart(
     rankzero: Command,
 ) -> None:
     process = rankzero.start(
-        "train", TINY, "--nproc", 2, "--max-restarts", 3, "step_seconds=5", "train.epochs=1000"
+        "train",
+        TINY,
+        "--nproc",
+        2,
+        "--max-restarts",
+        3,
+        "step_seconds=5",
+        "train.epochs=1000",
+        "--offline",
     )
     wait_until(lambda: any(folder.events.exists() and starts(folder) for folder in rankzero.runs))
     for _ in range(2):
@@ -193,10 +239,10 @@ def test_a_second_signal_ends_the_training_and_is_no_reason_to_begin_again(
     assert process.returncode in (1, 75), output
     (folder,) = rankzero.runs
     assert starts(folder) == 1
-    assert tracked(folder).status in ("KILLED", "FAILED")
+    assert last_end(folder).status in ("KILLED", "FAILED")
 
 
-def test_a_stop_amid_a_long_evaluation_leaves_a_checkpoint_within_a_schedulers_grace(
+def test_stop_during_a_long_evaluation_leaves_a_checkpoint_in_time(
     rankzero: Command,
 ) -> None:
     settings = (
@@ -206,6 +252,7 @@ def test_a_stop_amid_a_long_evaluation_leaves_a_checkpoint_within_a_schedulers_g
         "dropout=0.2",
         "--nproc",
         2,
+        "--offline",
     )
     assert rankzero("train", CLOCKED, "--run-name", "straight", *settings)[0] == 0
     evaluating = rankzero.folder / "evaluating"
@@ -227,13 +274,13 @@ def test_a_stop_amid_a_long_evaluation_leaves_a_checkpoint_within_a_schedulers_g
         "KILLED",
         "stopped by SIGTERM at step 20, amid its evaluation",
     )
-    assert tracked(stopped).status == "KILLED" and not evaluations(stopped)
+    assert not evaluations(stopped)
 
-    code, output = rankzero("resume", "stopped", "evaluation_seconds=0")
+    code, output = rankzero("resume", "stopped", "evaluation_seconds=0", "--offline")
     assert code == 0, output
     assert losses(stopped) == losses(straight)
     assert evaluations(stopped) == evaluations(straight) and list(evaluations(stopped)) == [20, 40]
-    assert tracked(stopped).status == "FINISHED"
+    assert last_end(stopped).status == "FINISHED"
 
 
 def evaluations(folder: RunFolder) -> dict[int, dict[str, float]]:
@@ -243,20 +290,20 @@ def evaluations(folder: RunFolder) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_after_the_last_word_changes_no_exit_code(
+def test_signal_after_the_last_line_does_not_change_the_exit_code(
     rankzero: Command, number: signal.Signals
 ) -> None:
-    process = rankzero.start("train", TINY, "train.steps=4")
+    process = rankzero.start("train", TINY, "train.steps=4", "--offline")
     assert process.stdout is not None
     while not (line := process.stdout.readline()).startswith("look:"):
-        assert line, "it ended without its last word"
+        assert line, "it ended without its last line"
     time.sleep(0.02)  # the way out of the training
     process.send_signal(number)
     assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_while_the_end_is_delivered_cuts_the_wait_and_not_the_exit_code(
+def test_signal_during_the_delivery_ends_the_wait_with_the_same_exit_code(
     rankzero: Command, number: signal.Signals
 ) -> None:
     rankzero.environ["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{free_port()}"

@@ -1,4 +1,4 @@
-"""Strategies through the command: tracked, stopped, pruned, resumed, and the losses of one that nobody stopped."""
+"""Strategies through the command: tracked, stopped, pruned and resumed, with unchanged losses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rankzero.events import RunEnded
 from rankzero.mlflow_store.client import MlflowRuns
-from rankzero.run_store.folder import RunFolder
-from support.commands import TINY, Command, command_in, events, losses, tracked
+from support.commands import TINY, Command, command_in, last_end, losses, tracked
 
 LAYERED = TINY.with_name("layered.py")
 STEPS = 40
@@ -36,35 +34,37 @@ STRATEGIES = (
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, new_store: Path
 ) -> Iterator[dict[int, float]]:
-    """The losses by step of one process that is left alone."""
+    """The losses by step of one process that is not stopped."""
     with command_in(tmp_path_factory.mktemp("undisturbed"), new_store) as rankzero:
-        code, output = rankzero("train", LAYERED, "--nproc", 1, "train.strategy=single", *SETTINGS)
+        words = ("--nproc", 1, "train.strategy=single", "--offline", *SETTINGS)
+        code, output = rankzero("train", LAYERED, *words)
         assert code == 0, output
         yield losses(rankzero.runs[0])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_stopped_pruned_and_gone_on(
+def test_strategy_stopped_pruned_and_resumed_has_the_losses_of_one_process(
     rankzero: Command, undisturbed: dict[int, float], strategy: str
 ) -> None:
     how = ("--nproc", 2, "--run-name", "run", f"train.strategy={strategy}")
-    process = rankzero.start("train", LAYERED, *how, *SETTINGS)
+    process = rankzero.start("train", LAYERED, "--offline", *how, *SETTINGS)
     run = rankzero.wait_for_step(6)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
-    assert ended(run).reason.startswith("stopped by SIGTERM") and tracked(run).status == "KILLED"
+    assert last_end(run).status == "KILLED"
+    assert last_end(run).reason.startswith("stopped by SIGTERM")
 
     reached = max(losses(run))
     assert reached < STEPS
-    process = rankzero.start("resume", "run")
+    process = rankzero.start("resume", "run", "--offline")
     rankzero.wait_for_step(reached + 4)
     prune(process.pid)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
-    assert ended(run).reason.startswith("pruned") and tracked(run).status == "KILLED"
+    assert last_end(run).status == "KILLED" and last_end(run).reason.startswith("pruned")
 
-    code, output = rankzero("resume", "run")
+    code, output = rankzero("resume", "run")  # delivers all three attempts
     assert code == 0, output
     assert tracked(run).status == "FINISHED"
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4, abs=1e-5)
@@ -83,10 +83,6 @@ def prune(launcher: int) -> None:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Tell whether a process is a fork of the launcher's server, not the server itself."""
+    """Return whether a process is a fork of the launcher's server, not the server itself."""
     parent = process.parent()
     return parent is not None and "forkserver" in " ".join(parent.cmdline())
-
-
-def ended(run: RunFolder) -> RunEnded:
-    return [event for event in events(run) if isinstance(event, RunEnded)][-1]

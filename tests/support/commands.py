@@ -20,8 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rankzero.catalog import lookup
 from rankzero.catalog.lookup import folders, mlflow_id
-from rankzero.events import Event, StepsLogged
+from rankzero.events import Event, RunEnded, StepsLogged
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
@@ -91,6 +92,13 @@ class Command:
 
 def events(folder: RunFolder) -> list[Event]:
     return list(read_all(folder.events))
+
+
+def last_end(folder: RunFolder) -> RunEnded:
+    """Return how the newest attempt ended, as the journal has it."""
+    ended = lookup.last_end(folder)
+    assert ended is not None
+    return ended
 
 
 def losses(folder: RunFolder) -> dict[int, float]:

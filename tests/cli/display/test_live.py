@@ -84,6 +84,7 @@ def test_an_output_that_lacks_characters_ends_nothing(rankzero: Command) -> None
         "l\u00e4uft",
         "--experiment-name",
         "\u00dcbersicht \u2713",
+        "--offline",
     )
     assert code == 0 and "Traceback" not in output, output
     assert r"l\xe4uft: FINISHED" in output and r"\xdcbersicht \u2713" in output, output
