@@ -28,16 +28,13 @@ from typing import Any
 from harness import HERE, RESULTS, save
 
 from rankzero.config import override
-from rankzero.experiment import Experiment
 from rankzero.launch.agent import Topology
 from rankzero.run_store.folder import Identity, RunFolder
-from rankzero.tuning.objective import Objective
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, Space, make_space
-from rankzero.tuning.trials import describe, follower
-from rankzero.tuning.trials.follower import StopRules, TrialResult
+from rankzero.tuning.trials import describe
+from rankzero.tuning.trials.follower import run_alone
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
-from rankzero.tuning.trials.pool import TrialJob, TrialPool, in_turn
 
 EXPERIMENT = str(HERE / "noisy_digits.py")
 BATCH_SIZES, PRECISIONS, FACTORS, SEEDS = (
@@ -56,16 +53,9 @@ def record(
     """Train one configuration to its end. Return its row, with the curve."""
     drawn = {BATCH_INDEX: space.batch_sizes.index(batch_size), PRECISION: precision, FACTOR: factor}
     kept = {name: value for name, value in drawn.items() if name in space.parameters()}
-    experiment: Experiment = override(
-        space.experiment(kept), {"train.seed": seed, **follower.OF_A_TRIAL}
-    )
+    experiment = override(space.experiment(kept), {"train.seed": seed})
     began = time.perf_counter()
-    objective, ends = Objective("throughput", experiment.goal, None), list[TrialResult]()
-    job = TrialJob(
-        experiment, f"{batch_size}-{precision}-{factor}-{seed}", objective, StopRules(), ends.append
-    )
-    TrialPool([launcher]).work(in_turn([job]))
-    found = ends[0]
+    found = run_alone(launcher, experiment, f"{batch_size}-{precision}-{factor}-{seed}")
     assert found.state == "COMPLETE", found.reason
     return {
         "batch_size": batch_size,

@@ -31,8 +31,8 @@ from harness import RESULTS, save
 from rankzero import Experiment, Goal, Train
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import LogUniform
-from rankzero.tuning.budget import SearchOptions
 from rankzero.tuning.learning_curve import LearningCurve
+from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import grid as ladder
 from rankzero.tuning.probe import probe_map as probe
 from rankzero.tuning.probe.grid import ProbeResult
@@ -161,25 +161,25 @@ class ReplayRunning:
     def __init__(
         self, launcher: ReplayLauncher, experiment: Experiment, name: str, row: dict[str, Any]
     ) -> None:
-        self.name, self.over, self._pruned = name, False, False
+        self.name, self.has_ended, self._pruned = name, False, False
         self._launcher, self._row, self._goal = launcher, row, experiment.goal
         self._stop_at_target, self._spent = experiment.train.limits.stop_at_target, 0.0
         self._events = journal(row, experiment.train.batch_size)
 
-    def news(self) -> list[Event]:
-        if self.over:
+    def new_events(self) -> list[Event]:
+        if self.has_ended:
             return []
         event = None if self._pruned else next(self._events, None)
         if isinstance(event, StepsLogged):
             self._launcher.seconds += event.times[0] - self._spent
             self._spent = event.times[0]
         reached = isinstance(event, Evaluated) and self._goal.reached(event.metrics[METRIC])
-        self.over = event is None or (reached and self._stop_at_target)
+        self.has_ended = event is None or (reached and self._stop_at_target)
         status: Status = "KILLED" if self._pruned else "FINISHED"
         end = RunEnded(
             0.0, status, "", None, {"samples_per_second": self._row["samples_per_second"]}
         )
-        return [*([event] if event else []), *([end] if self.over else [])]
+        return [*([event] if event else []), *([end] if self.has_ended else [])]
 
     @property
     def failure(self) -> None:
@@ -195,7 +195,7 @@ class ReplayRunning:
         self._pruned = True
 
     def close(self) -> None:
-        self.over = True
+        self.has_ended = True
 
 
 def key_of(table: Table, space: Space, experiment: Experiment) -> Key:

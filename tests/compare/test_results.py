@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rankzero.compare import tables
-from rankzero.compare.results import StrategyResult, StrategyRun, entries, mean_of, rows, warnings
+from rankzero.compare.results import (
+    StrategyResult,
+    StrategyRun,
+    mean_of,
+    rows,
+    strategy_runs,
+    warnings,
+)
 from rankzero.errors import UserError
 from rankzero.events import SystemSampled
 from rankzero.training.profiling.profiler import OperatorCost, Profile
@@ -31,10 +38,10 @@ LOST = StrategyResult(StrategyRun("dp", 2), reason="there is none: use ddp")
 
 
 def names(strategies: list[str], devices: list[int]) -> list[str]:
-    return [entry.name for entry in entries(strategies, devices)]
+    return [run.name for run in strategy_runs(strategies, devices)]
 
 
-def test_one_device_once_and_the_others_on_several() -> None:
+def test_one_run_on_one_device_and_every_strategy_on_several() -> None:
     assert names(["single", "dp", "ddp"], [1, 2, 4]) == [
         "single-1",
         "dp-2",
@@ -43,7 +50,7 @@ def test_one_device_once_and_the_others_on_several() -> None:
         "ddp-4",
     ]
     assert names(["ddp", "fsdp"], [2, 1]) == ["ddp-1", "ddp-2", "fsdp-2"]
-    assert [entry.processes for entry in entries(["single", "dp", "ddp"], [1, 4])] == [1, 1, 4]
+    assert [run.processes for run in strategy_runs(["single", "dp", "ddp"], [1, 4])] == [1, 1, 4]
 
 
 @pytest.mark.parametrize(
@@ -54,14 +61,14 @@ def test_one_device_once_and_the_others_on_several() -> None:
         (["single"], [2], "single is one device: add 1"),
     ],
 )
-def test_what_cannot_be_compared_is_told(
+def test_invalid_strategies_or_devices_raise(
     strategies: list[str], devices: list[int], says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        entries(strategies, devices)
+        strategy_runs(strategies, devices)
 
 
-def test_speed_ups_are_over_the_first_that_ran() -> None:
+def test_speed_ups_are_relative_to_the_first_run() -> None:
     first, second, lost = rows([ONE, TWO, LOST])
     assert (first.speed_up, second.speed_up, lost.speed_up) == (1.0, 1.8, None)
     assert second.efficiency == 0.9 and lost.efficiency is None
@@ -102,7 +109,7 @@ def test_the_table_and_the_sentence() -> None:
     assert tables.markdown(found, ["x"]).count("\n| ") == 4
 
 
-def test_what_would_not_be_fair_is_told() -> None:
+def test_warnings_of_unfair_comparisons() -> None:
     slow = StrategyResult(
         StrategyRun("ddp", 2),
         1.0,
@@ -118,7 +125,7 @@ def test_what_would_not_be_fair_is_told() -> None:
     )
 
 
-def test_means_of_what_was_sampled() -> None:
+def test_the_mean_of_a_sampled_metric() -> None:
     sampled = [
         SystemSampled(0.0, 0, {"system/gpu_0_utilization_percentage": 40.0, "system/cpu": 3.0}),
         SystemSampled(1.0, 0, {"system/gpu_0_utilization_percentage": 60.0}),
@@ -129,7 +136,7 @@ def test_means_of_what_was_sampled() -> None:
     )
 
 
-def test_a_profile_in_words() -> None:
+def test_the_text_of_a_profile() -> None:
     profile = Profile(
         0.01,
         0.012,

@@ -17,7 +17,7 @@ from rankzero.config.renamed import NEW_NAMES, params_with_new_names, with_new_n
 from rankzero.experiment import Range
 from rankzero.reporting import run_facts
 from rankzero.training.checkpoints.best_model import experiment_of
-from rankzero.tuning.setup import FIRST, first_parameters
+from rankzero.tuning.search import FIRST, first_guesses
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import default_storage, open_study
 from support.paths import FIXTURES
@@ -164,6 +164,6 @@ def test_a_study_of_an_old_version_gives_parameters_with_new_names(tmp_path: Pat
     study.draw_from({"train.ddp_bucket_mb": Uniform(1, 50), "lr_factor": Uniform(1, 2)})
     study.note(FIRST, [{"train.ddp_bucket_mb": 25.0, "lr_factor": 1.0}])
     study.ask(study.facts[FIRST][0])
-    assert first_parameters(study) == [{"train.ddp.bucket_mb": 25.0, "lr_factor": 1.0}]
+    assert first_guesses(study) == [{"train.ddp.bucket_mb": 25.0, "lr_factor": 1.0}]
     (trial,) = study.trials()
     assert trial.parameters == {"train.ddp.bucket_mb": 25.0, "lr_factor": 1.0}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rankzero import Experiment, Goal, Train
 from rankzero.tuning import next_trial
-from rankzero.tuning.budget import SearchOptions
+from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import make_space
 from rankzero.tuning.study import Study, open_study

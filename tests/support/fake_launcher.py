@@ -87,7 +87,7 @@ class FakeRunning:
         self._journal = self._tell()
         self._over = False
 
-    def news(self) -> list[Event]:
+    def new_events(self) -> list[Event]:
         if self.fate == "ctrl-c":
             raise KeyboardInterrupt
         if self.fate == "hang" and not self.asked:
@@ -97,7 +97,7 @@ class FakeRunning:
         return found or []
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         return self._over
 
     @property

@@ -8,9 +8,16 @@ from hypothesis import strategies as st
 
 from rankzero.events import Evaluated, Event, RunEnded, StepsLogged
 from rankzero.experiment import Goal
-from rankzero.tuning.learning_curve import LearningCurve, folded
+from rankzero.tuning.learning_curve import LearningCurve
 
 ACCURACY = Goal("val/accuracy", "max")
+
+
+def folded(events: list[Event], goal: Goal) -> LearningCurve:
+    curve = LearningCurve(goal)
+    for event in events:
+        curve(event)
+    return curve
 
 
 def epochs(*values: float, seconds: float = 2.0, steps: int = 10) -> list[Event]:
@@ -27,13 +34,13 @@ def epochs(*values: float, seconds: float = 2.0, steps: int = 10) -> list[Event]
     return events
 
 
-def test_time_is_training_time_not_the_clocks() -> None:
+def test_time_is_training_time_and_not_the_clocks() -> None:
     curve = folded(epochs(0.5, 0.7, 0.9), ACCURACY)
     assert [point.seconds for point in curve.points] == pytest.approx([2.0, 4.0, 6.0])
     assert curve.best == 0.9
 
 
-def test_between_two_evaluations_the_metric_is_a_straight_line() -> None:
+def test_the_metric_is_interpolated_between_evaluations() -> None:
     curve = folded(epochs(0.5, 0.7, 0.9), ACCURACY)
     assert curve.seconds_to(0.8) == pytest.approx(5.0)
     assert curve.seconds_to(0.9) == pytest.approx(6.0)
@@ -43,14 +50,14 @@ def test_between_two_evaluations_the_metric_is_a_straight_line() -> None:
     assert curve.seconds_to(0.95) is None
 
 
-def test_a_dip_does_not_start_the_line_anew() -> None:
+def test_interpolation_starts_from_the_best_value_after_a_dip() -> None:
     curve = folded(epochs(0.6, 0.2, 0.8), ACCURACY)
     assert curve.seconds_to(0.7) == pytest.approx(
         5.0
     )  # from 0.6 at the dip's time, which is the best so far
 
 
-def test_for_a_loss_less_is_better() -> None:
+def test_a_loss_is_better_if_lower() -> None:
     goal = Goal("val/accuracy", "min")
     curve = folded(epochs(0.9, 0.5), goal)
     assert curve.seconds_to(0.7) == pytest.approx(3.0) and curve.gap(0.4) == pytest.approx(0.25)
@@ -61,7 +68,7 @@ def test_nan_never_reaches_anything() -> None:
     assert curve.best is None and curve.seconds_to(0.1) is None and curve.gap(0.5) == 1.0
 
 
-def test_how_it_ended() -> None:
+def test_the_speed_comes_from_the_runs_end() -> None:
     curve = LearningCurve(ACCURACY)
     curve(RunEnded(1.0, "FINISHED", "done", None, {"samples_per_second": 12.0}))
     assert curve.samples_per_second == 12.0

@@ -10,11 +10,11 @@ import pytest
 
 from rankzero import Choice, Experiment, Goal, Train
 from rankzero.errors import RunFailed, UserError
-from rankzero.tuning.budget import SearchOptions
 from rankzero.tuning.next_trial import guesses
+from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions
 from rankzero.tuning.session import SearchResult, Session
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, make_space
-from rankzero.tuning.study import PRUNERS, SAMPLERS, Study, find_study, open_study
+from rankzero.tuning.study import Study, find_study, open_study
 from rankzero.tuning.trial import Trial
 from support.fake_launcher import FakeLauncher
 
@@ -189,7 +189,7 @@ def test_an_interrupted_study_has_the_same_trials_as_one_that_was_not(
     assert again.verdict.winner.settings == whole.verdict.winner.settings and confirmed
 
 
-def test_an_interrupted_confirmation_goes_on_where_it_was(search: Searcher) -> None:
+def test_an_interrupted_confirmation_resumes(search: Searcher) -> None:
     launcher = FakeLauncher(lambda number, _: "ctrl-c" if number == 8 else "")
     with pytest.raises(KeyboardInterrupt):
         search(launcher, trials=5)
@@ -197,7 +197,7 @@ def test_an_interrupted_confirmation_goes_on_where_it_was(search: Searcher) -> N
     assert len(second.started) == len(study.facts["confirmations"]) - 3
 
 
-def test_a_target_that_nobody_reaches(search: Searcher) -> None:
+def test_a_target_that_no_trial_reaches(search: Searcher) -> None:
     class High(Mine):
         goal: Goal = Goal("val/accuracy", "max", target=1.5)
 
@@ -206,12 +206,12 @@ def test_a_target_that_nobody_reaches(search: Searcher) -> None:
     assert all(trial.constraints["quality"] > 0 for trial in study.trials())
 
 
-def test_a_budget_that_is_too_short_is_told(search: Searcher) -> None:
+def test_a_budget_that_is_too_short_raises(search: Searcher) -> None:
     with pytest.raises(RunFailed, match="is too short: your own configuration alone takes"):
         search(trials=None, minutes=1e-9)
 
 
-def test_the_best_there_is_stays(search: Searcher) -> None:
+def test_a_reference_that_is_the_best_wins(search: Searcher) -> None:
     class Best(Mine):
         train: Train = Train(batch_size=256, epochs=20)
         lr: float = 0.2
@@ -242,7 +242,7 @@ def test_nothing_is_trained_twice_and_a_small_space_ends(search: Searcher) -> No
     )
 
 
-def test_a_foreign_database_is_told_and_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_database_is_refused_and_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "foreign.db"
     path.write_bytes(b"not a database at all, but someone's file")
     with pytest.raises(UserError, match=r"cannot be used.*--storage"):
@@ -250,14 +250,14 @@ def test_a_foreign_database_is_told_and_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"not a database")
 
 
-def test_an_unknown_study_names_those_there_are(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_study_lists_the_known_ones(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path / 'studies.db'}"
     open_study(storage, "known", sampler="tpe", pruner="none", seed=0)
     with pytest.raises(UserError, match="there are known"):
         find_study(storage, "unknown")
 
 
-def test_trials_side_by_side_are_the_same_in_number_and_none_is_doubled(search: Searcher) -> None:
+def test_trials_side_by_side_repeat_no_configuration(search: Searcher) -> None:
     launcher = FakeLauncher()
     found, study, _, _ = search(launcher, trials=12, parallel=3)
     configurations = [
@@ -270,7 +270,7 @@ def test_trials_side_by_side_are_the_same_in_number_and_none_is_doubled(search: 
     assert {running.closed for running in launcher.running} == {True} and not of(study, "RUNNING")
 
 
-def test_ctrl_c_stops_all_that_run_and_they_are_tried_again(search: Searcher) -> None:
+def test_ctrl_c_stops_all_running_trials_and_a_resume_repeats_them(search: Searcher) -> None:
     launcher = FakeLauncher(lambda number, _: "ctrl-c" if number == 5 else "")
     with pytest.raises(KeyboardInterrupt):
         search(launcher, trials=9, parallel=3)
@@ -304,7 +304,7 @@ def test_a_helper_does_trials_and_leaves_the_rest_to_the_leader(tmp_path: Path) 
     assert len(leads.trials()) == 6 and found.verdict.beaten and leads.facts["confirmations"]
 
 
-def test_what_is_too_close_to_call_is_trained_twice_as_often(search: Searcher) -> None:
+def test_a_close_confirmation_trains_on_twice_as_many_seeds(search: Searcher) -> None:
     class Close(Mine):
         search = {"train.batch_size": Choice(64, 128), "lr": Choice(0.1)}
         train: Train = Train(batch_size=64, epochs=20)
@@ -318,7 +318,7 @@ def test_what_is_too_close_to_call_is_trained_twice_as_often(search: Searcher) -
     assert found.verdict.beaten or runs[0] == runs[1] == [1000, 1001, 1002, 1003, 1004, 1005]
 
 
-def test_minutes_are_kept_with_the_confirmation_in_them(tmp_path: Path) -> None:
+def test_the_minutes_include_the_confirmation(tmp_path: Path) -> None:
     """By a clock that each trial moves on: the launcher's."""
     space, launcher = make_space(Mine(), 1, 0.5, samples=1000), FakeLauncher()
     study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)

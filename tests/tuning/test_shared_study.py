@@ -14,7 +14,7 @@ import pytest
 from optuna.trial import FrozenTrial
 
 from rankzero.tuning import members, next_trial
-from rankzero.tuning.budget import SearchOptions
+from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.session import Session
 from rankzero.tuning.space import BATCH_INDEX
 from rankzero.tuning.study import OWNER, Study
@@ -22,7 +22,7 @@ from support import company
 from support.company import SPACE, Ledger, opened
 from support.fake_launcher import FakeLauncher
 
-DEAD = f"{members.machine()} 1 0"
+DEAD = f"{members.machine_name()} 1 0"
 """A process of this machine that does not live: process 1 began at another time."""
 WORKERS, TRIALS = 8, 24
 
@@ -63,7 +63,7 @@ def at_once(*actions: Callable[[], object]) -> None:
         raise failed[0]
 
 
-def test_a_trial_that_was_killed_while_it_was_drawn_is_not_drawn_for_ever(tmp_path: Path) -> None:
+def test_a_half_drawn_trial_of_a_killed_process_is_not_repeated(tmp_path: Path) -> None:
     study = opened(tmp_path)
     session(study, 1).run()
     half = study._study.ask({BATCH_INDEX: study._distributions[BATCH_INDEX]})
@@ -74,14 +74,14 @@ def test_a_trial_that_was_killed_while_it_was_drawn_is_not_drawn_for_ever(tmp_pa
     assert all(guess in tried for guess in next_trial.guesses(SPACE))
 
 
-def test_what_a_helper_left_at_the_very_end_is_tried_again(tmp_path: Path) -> None:
+def test_the_leader_repeats_a_trial_that_a_dead_helper_left_at_the_end(tmp_path: Path) -> None:
     study, helper = opened(tmp_path), opened(tmp_path)
     launcher = FakeLauncher(lambda number, _: "" if number != 4 else leave_a_trial(helper) or "")
     session(study, 6, launcher).run(next_trial.guesses(SPACE))
     assert len(study.abandoned) == 1 and len(counted(study)) == 6
 
 
-def test_two_that_find_the_same_dead_trials_both_go_on(tmp_path: Path) -> None:
+def test_two_processes_recover_the_same_dead_trials_at_once(tmp_path: Path) -> None:
     study = opened(tmp_path)
     for _ in range(20):
         leave_a_trial(study)
@@ -89,7 +89,7 @@ def test_two_that_find_the_same_dead_trials_both_go_on(tmp_path: Path) -> None:
     assert study.abandoned == list(range(20)) and counted(study) == []
 
 
-def test_several_at_once_do_no_more_trials_than_were_asked_for(tmp_path: Path) -> None:
+def test_several_processes_do_not_exceed_the_number_of_trials(tmp_path: Path) -> None:
     study = opened(tmp_path)
     session(study, 1).run()
     at_once(
@@ -99,7 +99,7 @@ def test_several_at_once_do_no_more_trials_than_were_asked_for(tmp_path: Path) -
     assert len(counted(study)) == 7 and not next_trial.running(study.trials())
 
 
-def test_one_that_others_took_for_dead_goes_on_and_its_trial_counts_for_nothing(
+def test_a_live_process_taken_for_dead_continues_and_its_trial_is_abandoned(
     tmp_path: Path,
 ) -> None:
     study, other = opened(tmp_path), opened(tmp_path)
@@ -112,7 +112,7 @@ def test_one_that_others_took_for_dead_goes_on_and_its_trial_counts_for_nothing(
     assert study.ask()[0] == number + 1
 
 
-def test_a_trial_that_is_being_drawn_gets_a_while_by_the_clock_of_who_looks(
+def test_a_trial_without_an_owner_is_abandoned_by_the_readers_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, other = opened(tmp_path), opened(tmp_path)
@@ -121,11 +121,11 @@ def test_a_trial_that_is_being_drawn_gets_a_while_by_the_clock_of_who_looks(
         FrozenTrial, "datetime_start", datetime.datetime(1999, 1, 1)
     )  # another zone, a wrong clock
     assert other.recover() == []
-    monkeypatch.setattr("rankzero.tuning.study.ASKING_SECONDS", 0.0)
-    assert other.recover() == [number]
+    impatient = Study(other._study, "tpe", 0, drawing_seconds=0.0)
+    assert impatient.recover() == [number]
 
 
-def test_what_an_older_version_abandoned_stays_abandoned(tmp_path: Path) -> None:
+def test_the_abandoned_trials_of_older_versions_are_read(tmp_path: Path) -> None:
     study = opened(tmp_path)
     study.note("abandoned", [3, 5])
     study.abandon(4)
@@ -134,9 +134,7 @@ def test_what_an_older_version_abandoned_stays_abandoned(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("victim", [0, 3], ids=["who leads", "who helps"])
-def test_eight_processes_share_a_study_and_the_others_end_it_where_one_is_killed(
-    tmp_path: Path, victim: int
-) -> None:
+def test_eight_processes_finish_a_study_although_one_is_killed(tmp_path: Path, victim: int) -> None:
     company.session(tmp_path, 1).run()  # the reference, for which helpers wait
     killed = _work_together(tmp_path, victim)
     ledger = Ledger(tmp_path / "ledger.txt")

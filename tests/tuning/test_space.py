@@ -38,7 +38,7 @@ def searching(**ranges: Range) -> Experiment:
     st.sampled_from([0.5, 1.0]),
     st.sampled_from([1, 2, 4]),
 )
-def test_what_is_drawn_is_what_is_trained(
+def test_drawn_parameters_become_settings(
     power: int, factor: float, width: int, exponent: float, world: int
 ) -> None:
     space = make_space(Plain(), world, exponent, ("fp32", "bf16"))
@@ -55,7 +55,7 @@ def test_what_is_drawn_is_what_is_trained(
 
 
 @given(st.integers(1, 8), st.sampled_from([0.5, 1.0]))
-def test_the_reference_is_a_member_and_means_itself(world: int, exponent: float) -> None:
+def test_the_references_parameters_give_the_reference(world: int, exponent: float) -> None:
     reference = Plain()
     space = make_space(reference, world, exponent)
     assert space.experiment(space.reference_parameters()) == reference
@@ -63,7 +63,7 @@ def test_the_reference_is_a_member_and_means_itself(world: int, exponent: float)
     assert 64 in space.batch_sizes and list(space.batch_sizes) == sorted(set(space.batch_sizes))
 
 
-def test_steps_count_the_same_samples() -> None:
+def test_a_larger_batch_takes_fewer_steps() -> None:
     class InSteps(Experiment):
         train: Train = Train(batch_size=64, steps=1000)
 
@@ -72,7 +72,7 @@ def test_steps_count_the_same_samples() -> None:
     assert found.train.steps == 250
 
 
-def test_the_experiments_own_ranges_win() -> None:
+def test_the_experiments_own_ranges_replace_the_defaults() -> None:
     space = make_space(
         searching(
             train__batch_size=Choice(32, 128),
@@ -108,7 +108,7 @@ def test_a_narrowed_space_keeps_the_reference() -> None:
         ({"width": (1, 2)}, "expected Choice, Uniform"),
     ],
 )
-def test_a_range_that_cannot_be_is_told(ranges: dict[str, Any], says: str) -> None:
+def test_an_invalid_range_raises(ranges: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make_space(searching(**ranges), 1, 1.0)
 

@@ -1,4 +1,4 @@
-"""What is compared, and what is made of it: arithmetic on measured runs. Pure."""
+"""Strategies to compare, their measurements, and what follows from these. Pure."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from rankzero.errors import UserError
 from rankzero.events import Event, SystemSampled
 from rankzero.training.profiling.spans import StepBreakdown
 
-STRATEGIES = ("single", "dp", "ddp", "zero1", "fsdp", "tp", "pp")
-DATA_BOUND = 0.1
+_STRATEGIES = ("single", "dp", "ddp", "zero1", "fsdp", "tp", "pp")
+_DATA_BOUND = 0.1  # of a step's time
 
 
 @dataclasses.dataclass(frozen=True)
 class StrategyRun:
-    """One way of training the same work."""
+    """A strategy on a number of devices."""
 
     strategy: str
     devices: int
 
     @property
     def processes(self) -> int:
+        """Return the number of its processes."""
         return 1 if self.strategy in ("single", "dp") else self.devices
 
     @property
     def name(self) -> str:
+        """Return its name: ``ddp-2``."""
         return f"{self.strategy}-{self.devices}"
 
 
 @dataclasses.dataclass(frozen=True)
 class StrategyResult:
-    """What training showed; None: not measured here."""
+    """The measurement of one training; None: not measured here."""
 
-    entry: StrategyRun
+    run: StrategyRun
     seconds: float = 0.0
-    """Of training, without evaluations."""
+    """Of the training, without evaluations."""
     samples_per_second: float = 0.0
     half_width: float | None = None
     memory_megabytes: float | None = None
@@ -44,27 +46,29 @@ class StrategyResult:
     samples_per_joule: float | None = None
     breakdown: StepBreakdown | None = None
     reason: str = ""
-    """Why it could not be measured; empty where it was."""
+    """Why it could not be measured, else empty."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StrategyRow:
-    """A measured entry beside the first one."""
+    """A measurement, compared with the first one."""
 
-    measured: StrategyResult
+    result: StrategyResult
     speed_up: float | None
     efficiency: float | None
     """The speed-up for each device: 1 is ideal."""
 
 
-def entries(strategies: Sequence[str], devices: Sequence[int]) -> list[StrategyRun]:
-    """Return what to compare: one device once, by `single` or the first strategy; then all others on several.
+def strategy_runs(strategies: Sequence[str], devices: Sequence[int]) -> list[StrategyRun]:
+    """Return the runs to compare: one on one device, then each strategy on several devices.
 
-    Raises UserError for a name or a number that there is not.
+    The first is of `single` if that is among the strategies. Raises UserError for an unknown name
+    or an invalid number.
     """
-    unknown = [name for name in strategies if name not in STRATEGIES]
+    strategies = [name.strip() for name in strategies]
+    unknown = [name for name in strategies if name not in _STRATEGIES]
     if unknown:
-        raise UserError(f"no strategy is called {unknown[0]!r}: choose of {', '.join(STRATEGIES)}")
+        raise UserError(f"no strategy is called {unknown[0]!r}: choose of {', '.join(_STRATEGIES)}")
     if not strategies or not devices or min(devices) < 1:
         raise UserError("compare needs at least one strategy, and numbers of devices of at least 1")
     first = "single" if "single" in strategies else strategies[0]
@@ -78,50 +82,52 @@ def entries(strategies: Sequence[str], devices: Sequence[int]) -> list[StrategyR
     return found
 
 
-def rows(measured: Sequence[StrategyResult]) -> list[StrategyRow]:
-    """Return each entry's speed-up over the first that was measured, per device of that."""
-    base = next((one for one in measured if not one.reason), None)
+def rows(results: Sequence[StrategyResult]) -> list[StrategyRow]:
+    """Return the speed-up of each measurement over the first one."""
+    base = next((one for one in results if not one.reason), None)
     found = []
-    for one in measured:
+    for one in results:
         if one.reason or base is None:
             found.append(StrategyRow(one, None, None))
             continue
         speed_up = one.samples_per_second / base.samples_per_second
-        found.append(StrategyRow(one, speed_up, speed_up * base.entry.devices / one.entry.devices))
+        found.append(StrategyRow(one, speed_up, speed_up * base.run.devices / one.run.devices))
     return found
 
 
-def warnings(measured: Sequence[StrategyResult], on_cpu: bool, threads_fixed: bool) -> list[str]:
-    """Return why a comparison would not be fair."""
+def warnings(results: Sequence[StrategyResult], on_cpu: bool, threads_fixed: bool) -> list[str]:
+    """Return why the comparison would not be fair."""
     found = []
-    slow = [
-        one.entry.name
-        for one in measured
-        if one.breakdown is not None and one.breakdown.data > DATA_BOUND
-    ]
+    slow = [one for one in results if one.breakdown and one.breakdown.data > _DATA_BOUND]
     if slow:
         found.append(
-            f"{', '.join(slow)}: waiting for data; what is compared is the loading (raise train.workers)"
+            f"{_names(slow)}: waiting for data, so this compares the loading: raise train.workers"
         )
-    if on_cpu and not threads_fixed and len({one.entry.processes for one in measured}) > 1:
+    if on_cpu and not threads_fixed and len({one.run.processes for one in results}) > 1:
         found.append(
-            "one process computes on all cores: set OMP_NUM_THREADS=1 to compare one core with several"
+            "one process computes on all cores: set OMP_NUM_THREADS=1 to compare one core with "
+            "several"
         )
-    unsure = [one.entry.name for one in measured if not one.reason and one.half_width is None]
+    unsure = [one for one in results if not one.reason and one.half_width is None]
     if unsure:
-        found.append(
-            f"{', '.join(unsure)}: too short for an interval; train longer (train.steps=…)"
-        )
+        found.append(f"{_names(unsure)}: too short for an interval: train longer (train.steps=…)")
     return found
 
 
-def mean_of(events: Iterable[Event], stem: str) -> float | None:
-    """Return the mean over time and GPUs of a sampled metric, ``utilization_percentage`` for instance."""
+def mean_of(events: Iterable[Event], suffix: str) -> float | None:
+    """Return the mean over time and GPUs of a sampled metric, or None without samples.
+
+    `suffix`: the end of its name, ``utilization_percentage`` for instance.
+    """
     values = [
         value
         for event in events
         if isinstance(event, SystemSampled)
         for name, value in event.metrics.items()
-        if "gpu" in name and name.endswith(stem)
+        if "gpu" in name and name.endswith(suffix)
     ]
     return statistics.fmean(values) if values else None
+
+
+def _names(results: Sequence[StrategyResult]) -> str:
+    return ", ".join(one.run.name for one in results)

@@ -1,4 +1,4 @@
-"""The same work trained under each strategy, one after the other, as children of one run; and one job profiled."""
+"""Train the same work under each strategy, as children of one run; and profile one job."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ from rankzero.compare import plots, results, tables
 from rankzero.compare.results import StrategyResult, StrategyRow, StrategyRun
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
-from rankzero.launch import failures as failure
+from rankzero.launch import failures
 from rankzero.launch.agent import Topology
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.training.profiling import profiler
 from rankzero.training.profiling.profiler import Profile
-from rankzero.tuning.objective import Objective
-from rankzero.tuning.reports.study_run import Record
-from rankzero.tuning.trials.follower import OF_A_TRIAL, Say, StopRules, TrialResult
+from rankzero.tuning.reports.study_run import StudyRun
+from rankzero.tuning.trials.follower import TrialResult, run_alone
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
-from rankzero.tuning.trials.pool import TrialJob, TrialPool, in_turn
 
-OVER_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class CompareContext:
-    """Where comparisons happen."""
+    """The machine, the experiment and the run of a comparison or a profile."""
 
     host: Host
     reference: Experiment
@@ -40,154 +38,125 @@ class CompareContext:
     runs: Path
     device: str
     gpus: int
-    say: Say
+    notify: Callable[[str], None]
+    """Prints a line."""
     offline: bool = False
     """Whether the run is only recorded, and delivered to MLflow later."""
 
-    def record(self, argv: Sequence[str]) -> Record:
-        """Return the run of its own that everything is recorded in."""
-        return Record(
-            self.runs, self.identity, params_of(self.reference), argv, offline=self.offline
-        )
+    def open_run(self, argv: Sequence[str]) -> StudyRun:
+        """Return the run that the results are artifacts of."""
+        params = settings_without_secrets(config.rendered(self.reference))
+        return StudyRun(self.runs, self.identity, params, argv, offline=self.offline)
 
 
 def compare(
-    bench: CompareContext, plan: Sequence[StrategyRun], argv: Sequence[str]
+    context: CompareContext, plan: Sequence[StrategyRun], argv: Sequence[str]
 ) -> tuple[list[StrategyRow], list[str], RunFolder]:
-    """Train the same work under each entry; return the rows, why they may not be fair, and the run they are in."""
-    with bench.record(argv) as kept:
-        measured = [_measured(bench, kept, entry) for entry in plan]
+    """Train the same work under each strategy; return the rows, fairness warnings, and the run."""
+    with context.open_run(argv) as study:
+        measured = [_measure(context, study, run) for run in plan]
         rows = results.rows(measured)
-        notes = results.warnings(measured, bench.device == "cpu", "OMP_NUM_THREADS" in os.environ)
-        says = tables.sentence(rows)
-        kept.write(
-            "compare.json",
-            json.dumps(
-                {"columns": list(tables.COLUMNS), "data": [tables.cells(row) for row in rows]}
-            ),
-        )
-        kept.write_description(f"**{says}**\n\n{tables.markdown(rows, notes)}\n")
-        _draw(kept, lambda: plots.write(kept.folder.artifacts, rows))
-        kept.finished(says, _summary(rows))
-    return rows, notes, kept.folder
+        threads_fixed = "OMP_NUM_THREADS" in os.environ
+        notes = results.warnings(measured, context.device == "cpu", threads_fixed)
+        verdict = tables.sentence(rows)
+        table = {"columns": list(tables.COLUMNS), "data": [tables.cells(row) for row in rows]}
+        study.write("compare.json", json.dumps(table))
+        study.write_description(f"**{verdict}**\n\n{tables.markdown(rows, notes)}\n")
+        _draw(study, lambda: plots.write_scaling(study.folder.artifacts, rows))
+        speed_ups = {f"speed_up/{row.result.run.name}": row.speed_up for row in rows}
+        known = {name: value for name, value in speed_ups.items() if value is not None}
+        study.finish(verdict, known)
+    return rows, notes, study.folder
 
 
 def profile(
-    bench: CompareContext, processes: int, argv: Sequence[str]
+    context: CompareContext, processes: int, argv: Sequence[str]
 ) -> tuple[Profile, RunFolder]:
-    """Profile a few steady steps; traces and the verdict become artifacts of a run. Raises RunFailed."""
-    with bench.record(argv) as kept:
-        found = profiled(
-            bench, bench.reference, processes, kept.folder.artifacts / "profile", trace=True
+    """Profile a few steady steps, as a run of their own with the traces. Raises RunFailed."""
+    with context.open_run(argv) as study:
+        artifacts = study.folder.artifacts
+        folder = artifacts / "profile"
+        found = _profiled(context, context.reference, processes, folder, trace=True)
+        verdict, costs = tables.verdict(found), tables.costs_markdown(found)
+        study.write_description(
+            f"{verdict}\n\n{costs}\n\nTraces: `profile/`, for ui.perfetto.dev\n"
         )
-        says = tables.verdict(found)
-        kept.write_description(
-            f"{says}\n\n{tables.costs_markdown(found)}\n\nTraces: `profile/`, for ui.perfetto.dev\n"
-        )
+        shares = {"compute": found.breakdown.compute, **dataclasses.asdict(found.breakdown)}
+        _draw(study, lambda: plots.write_step(artifacts / "figures" / "step_time.png", found))
         summary = {
             "step_seconds": found.step_seconds,
             "samples_per_second": found.batch_size / found.step_seconds,
+            **{f"{name}_fraction": share for name, share in shares.items()},
         }
-        shares = {"compute": found.breakdown.compute, **dataclasses.asdict(found.breakdown)}
-        _draw(
-            kept,
-            lambda: plots.write_step(kept.folder.artifacts / "figures" / "step_time.png", found),
-        )
-        kept.finished(
-            says, {**summary, **{f"{name}_fraction": value for name, value in shares.items()}}
-        )
-    return found, kept.folder
+        study.finish(verdict, summary)
+    return found, study.folder
 
 
-def profiled(
-    bench: CompareContext, experiment: Experiment, processes: int, folder: Path, *, trace: bool
+def _profiled(
+    context: CompareContext, experiment: Experiment, processes: int, folder: Path, *, trace: bool
 ) -> Profile:
-    """Return a profile of the experiment. Raises RunFailed with the reason where it could not be made."""
-    failures = folder / "failures"
     folder.mkdir(parents=True, exist_ok=True)
+    failure_folder = folder / "failures"
     request = profiler.ProfileRequest(
-        bench.identity.experiment_file or "",
+        context.identity.experiment_file or "",
         config.to_yaml(experiment),
         str(folder),
-        str(failures),
+        str(failure_folder),
         trace,
     )
-    bench.host.run(
-        "rankzero.training.profiling.profiler:main", Topology(processes), request, folder / "logs"
-    )
-    while not bench.host.over(OVER_SECONDS):
+    context.host.run(profiler.main, Topology(processes), request, folder / "logs")
+    while not context.host.has_ended(_POLL_SECONDS):
         pass
     if not (folder / "profile.json").exists():
-        first = failure.first(failures)
-        raise RunFailed(
-            first.reason if first else f"its processes ended without a word; see {folder / 'logs'}"
-        )
+        first = failures.first(failure_folder)
+        unknown = f"its processes ended and wrote no reason: see {folder / 'logs'}"
+        raise RunFailed(first.reason if first else unknown)
     return profiler.read(folder)
 
 
-def params_of(reference: Experiment) -> dict[str, str]:
-    """Return what of a configuration MLflow may know."""
-    return settings_without_secrets(config.rendered(reference))
-
-
-def _measured(bench: CompareContext, kept: Record, entry: StrategyRun) -> StrategyResult:
-    """Train under one entry, then profile it: what limits it is measured, too."""
-    if entry.strategy == "dp" and entry.devices != bench.gpus > 0:
-        return StrategyResult(
-            entry, reason=f"dp takes all {bench.gpus} GPUs that it sees; set CUDA_VISIBLE_DEVICES"
-        )
-    experiment = config.override(bench.reference, {"train.strategy": entry.strategy, **OF_A_TRIAL})
-    name, ends = f"{bench.identity.name}-{entry.name}", list[TrialResult]()
-    launcher = TrainLauncher(bench.host, kept.folder, Topology(entry.processes), kept.environment)
-    job = TrialJob(
-        experiment, name, Objective("throughput", experiment.goal, None), StopRules(), ends.append
-    )
-    TrialPool([launcher]).work(in_turn([job]))
-    found = ends[0]
-    if found.state != "COMPLETE":
-        bench.say(f"{entry.name:10} not run: {found.reason}")
-        return StrategyResult(entry, reason=found.reason)
-    parts = kept.folder.path / "profiles" / entry.name
+def _measure(context: CompareContext, study: StudyRun, run: StrategyRun) -> StrategyResult:
+    """Train under one strategy, then profile it: the profile shows what limits it."""
+    if run.strategy == "dp" and run.devices != context.gpus > 0:
+        reason = f"dp takes all {context.gpus} GPUs that it sees: set CUDA_VISIBLE_DEVICES"
+        return StrategyResult(run, reason=reason)
+    experiment = config.override(context.reference, {"train.strategy": run.strategy})
+    name, topology = f"{context.identity.name}-{run.name}", Topology(run.processes)
+    launcher = TrainLauncher(context.host, study.folder, topology, study.environment)
+    trained = run_alone(launcher, experiment, name)
+    if trained.state != "COMPLETE":
+        context.notify(f"{run.name:10} not run: {trained.reason}")
+        return StrategyResult(run, reason=trained.reason)
+    folder, breakdown = study.folder.path / "profiles" / run.name, None
     try:
-        limits = profiled(bench, experiment, entry.processes, parts, trace=False).breakdown
+        found = _profiled(context, experiment, run.processes, folder, trace=False)
+        breakdown = found.breakdown
     except RunFailed as error:
-        kept.notice(f"{entry.name} could not be profiled: {error}")
-        limits = None
-    one = _of_run(entry, found, RunFolder(bench.runs / name), experiment.train.batch_size)
-    bench.say(f"{entry.name:10} {one.samples_per_second:12,.0f} samples/s")
-    return dataclasses.replace(one, breakdown=limits)
+        study.notice(f"{run.name} could not be profiled: {error}")
+    result = _result(run, trained, RunFolder(context.runs / name), experiment.train.batch_size)
+    context.notify(f"{run.name:10} {result.samples_per_second:12,.0f} samples/s")
+    return dataclasses.replace(result, breakdown=breakdown)
 
 
-def _of_run(
-    entry: StrategyRun, found: TrialResult, folder: RunFolder, batch_size: int
+def _result(
+    run: StrategyRun, trained: TrialResult, folder: RunFolder, batch_size: int
 ) -> StrategyResult:
-    assert found.curve.ended is not None
-    figures, sampled = found.curve.ended.metrics, list(read_all(folder.system(0)))
-    joules = found.curve.joules
-    samples = found.curve.step * batch_size
+    curve = trained.curve
+    summary = curve.ended.metrics if curve.ended else {}
+    samples, joules = curve.step * batch_size, curve.joules
+    speed = samples / max(curve.seconds, 1e-9)
     return StrategyResult(
-        entry,
-        seconds=figures.get("train_seconds", found.curve.seconds),
-        samples_per_second=figures.get(
-            "samples_per_second", samples / max(found.curve.seconds, 1e-9)
-        ),
-        half_width=figures.get("samples_per_second_half_width"),
-        memory_megabytes=figures.get("peak_memory_megabytes"),
-        gpu_percent=results.mean_of(sampled, "utilization_percentage"),
+        run,
+        seconds=summary.get("train_seconds", curve.seconds),
+        samples_per_second=summary.get("samples_per_second", speed),
+        half_width=summary.get("samples_per_second_half_width"),
+        memory_megabytes=summary.get("peak_memory_megabytes"),
+        gpu_percent=results.mean_of(read_all(folder.system(0)), "utilization_percentage"),
         samples_per_joule=samples / joules if joules else None,
     )
 
 
-def _summary(rows: Sequence[StrategyRow]) -> dict[str, float]:
-    return {
-        f"speed_up/{row.measured.entry.name}": row.speed_up
-        for row in rows
-        if row.speed_up is not None
-    }
-
-
-def _draw(kept: Record, draw: Callable[[], None]) -> None:
+def _draw(study: StudyRun, draw: Callable[[], None]) -> None:
     try:
         draw()
-    except Exception as error:  # a picture that cannot be drawn must not cost the table
-        kept.notice(f"the picture could not be drawn: {error!r}")
+    except Exception as error:  # a figure that cannot be drawn must not cost the table
+        study.notice(f"the figure could not be drawn: {error!r}")

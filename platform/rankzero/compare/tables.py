@@ -1,4 +1,4 @@
-"""Comparisons and profiles in words and tables. Pure."""
+"""Comparisons and profiles as tables and sentences. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from rankzero.compare.results import StrategyResult, StrategyRow
 from rankzero.training.profiling.profiler import Profile
-from rankzero.training.profiling.spans import StepBreakdown
 
 COLUMNS = (
     "strategy",
@@ -20,24 +19,27 @@ COLUMNS = (
     "samples/J",
     "limited by",
 )
-ADVICE = {
-    "compute": "which is what one hopes for: train.precision=bf16 and train.compile=true make it less.",
-    "communication": "so send less often or less: a larger batch, accumulation (train.micro_batch), "
-    "train.ddp.compression=bf16.",
-    "data": "so load faster: more processes (train.workers), or a data set that is kept in memory.",
-    "other": "so give the device more at once: a larger batch, train.compile=true.",
+_ADVICE = {
+    "compute": "the best case: train.precision=bf16 and train.compile=true reduce it",
+    "communication": "so send less, or less often: a larger batch, accumulation "
+    "(train.micro_batch), train.ddp.compression=bf16",
+    "data": "so load faster: more processes (train.workers), or a data set in memory",
+    "other": "so give the device more at once: a larger batch, train.compile=true",
 }
 
 
 def cells(row: StrategyRow) -> list[str]:
-    """Return a row of the table, by `COLUMNS`."""
-    one = row.measured
+    """Return a row of the table with `COLUMNS`."""
+    one = row.result
     if one.reason:
-        return [one.entry.strategy, str(one.entry.devices), "not run", *[""] * (len(COLUMNS) - 3)]
+        return [one.run.strategy, str(one.run.devices), "not run", *[""] * (len(COLUMNS) - 3)]
     margin = "" if one.half_width is None else f" ± {one.half_width / one.samples_per_second:.1%}"
+    limit = ""
+    if (found := one.breakdown) is not None:
+        limit = f"{found.bound} {getattr(found, found.bound):.0%}"
     return [
-        one.entry.strategy,
-        str(one.entry.devices),
+        one.run.strategy,
+        str(one.run.devices),
         f"{one.seconds:.3g} s",
         f"{one.samples_per_second:,.0f}{margin}",
         "" if row.speed_up is None else f"{row.speed_up:.2f}x",
@@ -45,68 +47,60 @@ def cells(row: StrategyRow) -> list[str]:
         "" if one.memory_megabytes is None else f"{one.memory_megabytes:,.0f} MB",
         "" if one.gpu_percent is None else f"{one.gpu_percent:.0f} %",
         "" if one.samples_per_joule is None else f"{one.samples_per_joule:.3g}",
-        "" if one.breakdown is None else f"{one.breakdown.bound} {_share(one.breakdown)}",
+        limit,
     ]
 
 
 def table(rows: Sequence[StrategyRow]) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of the table, without columns in which nothing was measured."""
-    whole = [cells(row) for row in rows]
-    kept = [number for number in range(len(COLUMNS)) if any(line[number] for line in whole)]
-    return [COLUMNS[number] for number in kept], [
-        [line[number] for number in kept] for line in whole
-    ]
+    """Return the head and the rows of the table, without columns that are empty."""
+    lines = [cells(row) for row in rows]
+    filled = [number for number in range(len(COLUMNS)) if any(line[number] for line in lines)]
+    body = [[line[number] for number in filled] for line in lines]
+    return [COLUMNS[number] for number in filled], body
 
 
 def reasons(rows: Sequence[StrategyRow]) -> list[str]:
-    """Return why what was not run was not."""
-    return [
-        f"{row.measured.entry.name}: {row.measured.reason}" for row in rows if row.measured.reason
-    ]
+    """Return why some strategies were not run."""
+    return [f"{row.result.run.name}: {row.result.reason}" for row in rows if row.result.reason]
 
 
 def markdown(rows: Sequence[StrategyRow], notes: Sequence[str]) -> str:
-    """Return the table, what was not run and the warnings, for a run's page."""
+    """Return the table, the strategies that were not run and the warnings, as Markdown."""
     head, body = table(rows)
-    lines = [head, ["---"] * len(head), *body]
-    shown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n\n".join(
-        [
-            shown,
-            *(f"Not run: {reason}" for reason in reasons(rows)),
-            *(f"**Not fair:** {note}" for note in notes),
-        ]
-    )
+    lines = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body)]
+    not_run = [f"Not run: {reason}" for reason in reasons(rows)]
+    return "\n\n".join(["\n".join(lines), *not_run, *(f"**Not fair:** {note}" for note in notes)])
 
 
 def sentence(rows: Sequence[StrategyRow]) -> str:
-    """Return the comparison in a sentence."""
+    """Return the comparison as a sentence."""
     known = [row for row in rows if row.speed_up is not None]
     if not known:
         return "Nothing could be measured."
     best = max(known, key=lambda row: row.speed_up or 0.0)
-    one, speed_up, efficiency = best.measured, best.speed_up or 0.0, best.efficiency or 0.0
+    one, speed_up, efficiency = best.result, best.speed_up or 0.0, best.efficiency or 0.0
     if best is known[0]:
-        return f"Nothing is faster than {_name(one)}: {one.samples_per_second:,.0f} samples/s."
-    gain = f"{speed_up:.2f}x {_name(known[0].measured)} ({efficiency:.0%} of ideal)"
-    return f"Fastest: {_name(one)} with {one.samples_per_second:,.0f} samples/s, {gain}."
+        return f"Nothing is faster than {_where(one)}: {one.samples_per_second:,.0f} samples/s."
+    gain = f"{speed_up:.2f}x {_where(known[0].result)} ({efficiency:.0%} of ideal)"
+    return f"Fastest: {_where(one)} with {one.samples_per_second:,.0f} samples/s, {gain}."
 
 
 def verdict(profile: Profile) -> str:
-    """Return a profile in a paragraph."""
+    """Return a profile as a paragraph."""
     found, step = profile.breakdown, profile.step_seconds
-    bound = found.bound
     return (
-        f"A step takes {1e3 * step:.3g} ms ({profile.batch_size / step:,.0f} samples/s): {found.compute:.0%} compute "
-        f"({found.forward:.0%} forward, {found.backward:.0%} backward, {found.optimizer:.0%} optimizer), "
-        f"{found.communication:.0%} communication that no computing hides, {found.data:.0%} waiting for data, "
-        f"{found.other:.0%} other (Python, launching, waiting for another rank). What limits it is {bound}, "
-        f"{ADVICE[bound]} (Under the profiler a step took {1e3 * profile.profiled_seconds:.3g} ms.)"
+        f"A step takes {1e3 * step:.3g} ms ({profile.batch_size / step:,.0f} samples/s): "
+        f"{found.compute:.0%} compute ({found.forward:.0%} forward, {found.backward:.0%} backward, "
+        f"{found.optimizer:.0%} optimizer), {found.communication:.0%} communication that no "
+        f"computing hides, {found.data:.0%} waiting for data, {found.other:.0%} other (Python, "
+        f"launching, waiting for another rank). What limits it is {found.bound}, "
+        f"{_ADVICE[found.bound]}. (Under the profiler a step took "
+        f"{1e3 * profile.profiled_seconds:.3g} ms.)"
     )
 
 
 def costs_markdown(profile: Profile) -> str:
-    """Return the top costs as a table."""
+    """Return the most expensive operators as a Markdown table."""
     head = ["| operator | ms a step | share | calls a step |", "|---|---|---|---|"]
     rows = [
         f"| {cost.name} | {cost.milliseconds:.3g} | {cost.share:.0%} | {cost.calls:.3g} |"
@@ -115,10 +109,6 @@ def costs_markdown(profile: Profile) -> str:
     return "\n".join([*head, *rows])
 
 
-def _share(breakdown: StepBreakdown) -> str:
-    return f"{getattr(breakdown, breakdown.bound):.0%}"
-
-
-def _name(one: StrategyResult) -> str:
-    plural = "s" if one.entry.devices > 1 else ""
-    return f"{one.entry.strategy} on {one.entry.devices} device{plural}"
+def _where(one: StrategyResult) -> str:
+    plural = "s" if one.run.devices > 1 else ""
+    return f"{one.run.strategy} on {one.run.devices} device{plural}"

@@ -103,7 +103,7 @@ def forget(folder: Path, rank: int) -> None:
 
 
 def first(folder: Path) -> Failure | None:
-    """Return the earliest failure in `folder`, or None. The other ranks' failures follow from it."""
+    """Return the earliest failure in `folder`, or None. Other ranks' failures follow from it."""
     found = []
     for path in folder.glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
@@ -112,7 +112,7 @@ def first(folder: Path) -> Failure | None:
 
 
 def place_of(stack: Iterable[traceback.FrameSummary]) -> str | None:
-    """Return ``file.py, line 31, in measure`` of the innermost frame in the user's code, or None."""
+    """Return ``file.py, line 31, in measure`` of the innermost frame of the user, or None."""
     frames = [
         frame
         for frame in stack

@@ -1,14 +1,13 @@
-"""A trial's journal as the search sees it: quality against time and samples, and how it ended. Pure.
+"""A trial's journal as the search reads it: quality against time, and how it ended. Pure.
 
-Time is training time: the seconds of the steps themselves, waiting for data included, evaluations and checkpoints
-not. How often one evaluates is the user's taste and must not decide which configuration is the fastest.
+Time is training time: the seconds of the steps and of their waits for data. Evaluations and
+checkpoints do not count. How often a user evaluates must not decide which configuration is fastest.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
@@ -26,17 +25,13 @@ class CurvePoint:
 
 @dataclasses.dataclass
 class LearningCurve:
-    """What is known of a trial so far; takes events."""
+    """The part of a trial that its journal has so far. Call it with each event."""
 
     goal: Goal
     points: list[CurvePoint] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     """Training time up to the last report."""
     step: int = 0
-    total_steps: int | None = None
-    started: float | None = None
-    first_step: float | None = None
-    """When the first step had ended, by the clock."""
     ended: RunEnded | None = None
     peaks: dict[str, float] = dataclasses.field(default_factory=dict)
     """The highest mean of each system metric."""
@@ -44,18 +39,16 @@ class LearningCurve:
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self.started, self.total_steps, self.ended = event.time, event.total_steps, None
-            case StepsLogged(steps=steps, times=times, metrics=metrics):
-                self.first_step = self.first_step or times[0]
+                self.ended = None
+            case StepsLogged(steps=steps, metrics=metrics):
                 if STEP_SECONDS in metrics:
                     self.seconds += metrics[STEP_SECONDS][-1] * (steps[-1] - self.step)
                     self.step = steps[-1]
             case Evaluated(step=step, metrics=metrics) if self.goal.metric in metrics:
                 self.points.append(CurvePoint(step, self.seconds, metrics[self.goal.metric]))
             case SystemSampled(metrics=metrics):
-                self.peaks |= {
-                    name: max(value, self.peaks.get(name, value)) for name, value in metrics.items()
-                }
+                for name, value in metrics.items():
+                    self.peaks[name] = max(value, self.peaks.get(name, value))
             case RunEnded():
                 self.ended = event
             case _:
@@ -63,7 +56,7 @@ class LearningCurve:
 
     @property
     def best(self) -> float | None:
-        """Return the best value of the goal's metric so far."""
+        """Return the best value of the goal's metric so far, or None before an evaluation."""
         best: float | None = None
         for point in self.points:
             best = point.value if self.goal.better(point.value, best) else best
@@ -71,52 +64,51 @@ class LearningCurve:
 
     @property
     def samples_per_second(self) -> float | None:
+        """Return the speed that the run's summary has, or None before its end."""
         return None if self.ended is None else self.ended.metrics.get("samples_per_second")
 
     @property
     def joules(self) -> float | None:
-        """Return the energy that the job's GPUs took, where it is measured."""
-        return self.peaks.get(
-            "system/gpu_energy_joules", self.peaks.get("system/gpu_0_energy_joules")
-        )
+        """Return the energy that the job's GPUs took, or None if it is not measured."""
+        one_gpu = self.peaks.get("system/gpu_0_energy_joules")
+        return self.peaks.get("system/gpu_energy_joules", one_gpu)
+
+    @property
+    def memory_megabytes(self) -> float | None:
+        """Return the most memory that one of the job's GPUs had in use, or None without a GPU."""
+        used = [
+            value
+            for name, value in self.peaks.items()
+            if "/gpu_" in name and name.endswith("memory_usage_megabytes")
+        ]
+        return max(used, default=None)
 
     def seconds_to(self, target: float) -> float | None:
-        """Return the training time until the metric first reached `target`; None where it has not.
+        """Return the training time until the metric first reached `target`, or None.
 
-        Between the evaluation that reached it and the one before, the metric is taken for a straight line; the
-        first evaluation has none before it, and counts in full.
+        The metric is interpolated linearly between the evaluation that reached the target and the
+        best one before it. A first evaluation that reaches it counts with its full time.
         """
-        bar = dataclasses.replace(self.goal, target=target)
+        goal = dataclasses.replace(self.goal, target=target)
         before: CurvePoint | None = None
         for point in self.points:
-            if bar.reached(point.value):
-                return point.seconds if before is None else _crossing(before, point, target)
+            if goal.reached(point.value):
+                if before is None:
+                    return point.seconds
+                share = (target - before.value) / (point.value - before.value)
+                return before.seconds + share * (point.seconds - before.seconds)
             if math.isfinite(point.value) and (
-                before is None or self.goal.better(point.value, before.value)
+                before is None or goal.better(point.value, before.value)
             ):
                 before = point
             elif before is not None:
-                before = dataclasses.replace(
-                    before, seconds=point.seconds
-                )  # no better since: the line starts here
+                # The metric did not improve since, so the line starts at this later time.
+                before = dataclasses.replace(before, seconds=point.seconds)
         return None
 
     def gap(self, target: float) -> float:
-        """Return by how much the best value misses `target`, relative to it: 0 or less where it is reached."""
+        """Return by how much the best value misses `target`, relative to it. 0 or less: reached."""
         if self.best is None:
             return 1.0
         missing = target - self.best if self.goal.mode == "max" else self.best - target
         return missing / max(abs(target), 1e-12)
-
-
-def folded(events: Iterable[Event], goal: Goal) -> LearningCurve:
-    """Return the curve of a whole journal."""
-    curve = LearningCurve(goal)
-    for event in events:
-        curve(event)
-    return curve
-
-
-def _crossing(before: CurvePoint, after: CurvePoint, target: float) -> float:
-    share = (target - before.value) / (after.value - before.value)
-    return before.seconds + share * (after.seconds - before.seconds)

@@ -1,7 +1,7 @@
-"""The processes that share a study, on one machine or several: who leads, who still lives.
+"""The processes that share a study, on one machine or several: which one leads, which are alive.
 
-A process goes by a name that tells, later and on the same machine, whether it lives; to other machines it shows by a
-beat in the study's database.
+A process's name shows later, on the same machine, whether it is alive. For other machines it
+writes heartbeats into the study's database.
 """
 
 from __future__ import annotations
@@ -17,66 +17,79 @@ from typing import Any, Protocol
 
 from rankzero.run_store import claims
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LEADER, BEAT = "leader", "beat "
-BEAT_SECONDS, DEAD_SECONDS = (
-    20.0,
-    180.0,
-)  # a process of another machine that was silent for so long is taken for dead
-SETTLE_SECONDS = 0.2
+DEAD_SECONDS = 180.0
+"""A process of another machine without a heartbeat for so long is taken for dead."""
+_BEAT_SECONDS = 20.0
+_SETTLE_SECONDS = 0.2
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class FactStore(Protocol):
     """Facts that all members read and write."""
 
     @property
-    def facts(self) -> Mapping[str, Any]: ...
+    def facts(self) -> Mapping[str, Any]:
+        """Return all facts."""
 
-    def note(self, name: str, fact: Any) -> None: ...
+    def note(self, name: str, fact: Any) -> None:
+        """Store a fact."""
 
 
 class Members:
-    """Those who share a study."""
+    """The processes that share a study.
 
-    def __init__(self, board: FactStore) -> None:
-        self._board = board
+    `settle_seconds`: how long a new leader waits for another one that writes its name as well.
+    """
+
+    def __init__(self, store: FactStore, settle_seconds: float = _SETTLE_SECONDS) -> None:
+        self._store, self._settle_seconds = store, settle_seconds
 
     def lead(self) -> bool:
-        """Become the leader where there is none that lives; return whether this process leads.
+        """Become the leader if no live process leads; return whether this process leads.
 
-        The leader trains the reference, confirms and decides; the others help with trials.
+        The leader trains the reference, confirms and decides. The others help with trials.
         """
-        if not self.led:
-            self._board.note(BEAT + name(), time.time())
-            self._board.note(LEADER, name())
-            time.sleep(SETTLE_SECONDS)  # of two that do this at once, the later one leads
-        return self.leader == name()
+        if not self.has_leader:
+            self._store.note(BEAT + own_name(), time.time())
+            self._store.note(LEADER, own_name())
+            # Of two processes that do this at the same time, the later one leads.
+            time.sleep(self._settle_seconds)
+        return self.leader == own_name()
 
     @property
     def leader(self) -> str:
-        """Return the leading process's name, an empty text where there is none yet."""
-        return str(self._board.facts.get(LEADER, ""))
+        """Return the leading process's name, or an empty text if none led yet."""
+        return str(self._store.facts.get(LEADER, ""))
 
     @property
-    def led(self) -> bool:
-        """Tell whether there is a leader who lives."""
-        return self.live(self.leader)
+    def has_leader(self) -> bool:
+        """Return whether a live process leads."""
+        return self.is_alive(self.leader)
 
-    def live(self, member: str | None) -> bool:
-        """Tell whether a member lives, as far as can be known."""
+    def is_alive(self, member: str | None) -> bool:
+        """Return whether a member is alive; on another machine, by its last heartbeat."""
         if not member:
             return False
-        if is_here(member):
-            return lives(member)
-        return time.time() - float(self._board.facts.get(BEAT + member, 0.0)) < DEAD_SECONDS
+        machine, pid, started = member.rsplit(" ", 2)
+        if machine == machine_name():
+            return claims.process_start(int(pid)) == started != ""
+        return time.time() - float(self._store.facts.get(BEAT + member, 0.0)) < DEAD_SECONDS
 
     @contextlib.contextmanager
-    def beating(self) -> Iterator[None]:
-        """Let other machines know that this process lives, for the duration of the block."""
+    def heartbeats(self) -> Iterator[None]:
+        """Write heartbeats of this process during the block."""
         stop = threading.Event()
-        thread = threading.Thread(
-            target=self._beat, args=(stop,), daemon=True, name="rankzero-heartbeat"
-        )
+
+        def beat() -> None:
+            while True:
+                # The database may be unreachable for a while. Then the next heartbeat will do.
+                with contextlib.suppress(Exception):
+                    self._store.note(BEAT + own_name(), time.time())
+                if stop.wait(_BEAT_SECONDS):
+                    return
+
+        thread = threading.Thread(target=beat, daemon=True, name="rankzero-heartbeat")
         thread.start()
         try:
             yield
@@ -84,42 +97,22 @@ class Members:
             stop.set()
             thread.join()
 
-    def _beat(self, stop: threading.Event) -> None:
-        while True:
-            with contextlib.suppress(
-                Exception
-            ):  # a database that is away for a while: the next beat will do
-                self._board.note(BEAT + name(), time.time())
-            if stop.wait(BEAT_SECONDS):
-                return
+
+def own_name() -> str:
+    """Return this process's name: its machine, its number, and the time of its start."""
+    return f"{machine_name()} {os.getpid()} {claims.process_start(os.getpid())}"
 
 
-def name() -> str:
-    """Return this process's name: machine, process number, when it started."""
-    return f"{machine()} {os.getpid()} {claims.process_start(os.getpid())}"
-
-
-def machine() -> str:
-    """Return a word for where process numbers mean the same: host name, boot, and container."""
+def machine_name() -> str:
+    """Return a name for the scope of process numbers: host name, boot and container."""
     boot, container = "", ""
     with contextlib.suppress(OSError):
-        boot = BOOT_ID.read_text()[:8]
+        boot = _BOOT_ID.read_text()[:8]
     with contextlib.suppress(OSError):
         container = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
     return "/".join([socket.gethostname(), boot, container])
 
 
 def host_of(member: str) -> str:
-    """Return the host's name."""
+    """Return the host name of a member."""
     return member.partition("/")[0]
-
-
-def is_here(member: str) -> bool:
-    """Tell whether the process is on this machine, so that `lives` knows for sure."""
-    return member.rpartition(" ")[0].rpartition(" ")[0] == machine()
-
-
-def lives(member: str) -> bool:
-    """Tell whether a process of this machine still lives."""
-    pid, started = member.split(" ")[-2:]
-    return claims.process_start(int(pid)) == started != ""

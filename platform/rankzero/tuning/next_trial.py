@@ -1,6 +1,7 @@
-"""What a search tries next, and what it confirms: it follows from the trials alone. Pure.
+"""Which configurations a search tries next, and which it confirms. Pure.
 
-So an interrupted search goes on as if it had not been, and several machines that share a study agree.
+All of it follows from the study's trials alone. So an interrupted search continues as if it had
+not been interrupted, and several machines that share a study agree.
 """
 
 from __future__ import annotations
@@ -12,102 +13,93 @@ from typing import Any
 from rankzero.tuning.space import BATCH_INDEX, Space
 from rankzero.tuning.trial import Trial
 
-REPEAT = "same_as"  # a fact: the trial whose answer this one copied
-CLOSE, NEAR = 0.1, 0.5  # relative
+REPEAT = "same_as"
+"""A fact of a trial: the number of the trial that it copied its result from."""
+_CLOSE, _NEAR = 0.1, 0.5  # relative
 Parameters = Mapping[str, Any]
 
 
 def guesses(space: Space) -> list[dict[str, Any]]:
-    """Return what to try right after the reference: twice and four times its batch size, as the scaling rule has it."""
+    """Return the first trials after the reference: two and four times its batch size."""
     own = space.reference_parameters()
     if BATCH_INDEX not in own:
         return []
-    last = len(space.batch_sizes) - 1
-    return [
-        {**own, BATCH_INDEX: own[BATCH_INDEX] + more}
-        for more in (1, 2)
-        if own[BATCH_INDEX] + more <= last
-    ]
+    larger = range(own[BATCH_INDEX] + 1, len(space.batch_sizes))
+    return [{**own, BATCH_INDEX: index} for index in larger[:2]]
 
 
 def ended(trials: Sequence[Trial], abandoned: Collection[int]) -> list[Trial]:
-    """Return the trials that count: with an answer of their own, or that failed for good."""
+    """Return the trials that count: those with a result of their own, and those that failed."""
     known = [trial for trial in trials if trial.state in ("COMPLETE", "PRUNED", "FAIL")]
     return [trial for trial in known if trial.number not in abandoned and REPEAT not in trial.facts]
 
 
 def running(trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials that some process is at."""
+    """Return the trials that a process runs now."""
     return [trial for trial in trials if trial.state == "RUNNING"]
 
 
 def upcoming(
     trials: Sequence[Trial], abandoned: Collection[int], first: Sequence[Parameters], space: Space
 ) -> Parameters | None:
-    """Return what comes before the sampler's draws; None where it is the sampler's turn.
+    """Return the parameters to try next, or None if the sampler shall draw them.
 
-    What was interrupted, then what is to be tried `first`, then the neighbours of each new best.
+    In order: interrupted trials, those in `first`, the neighbours of each new best trial.
     """
     known = ended(trials, abandoned)
-    again = [trials[number].parameters for number in abandoned]
-    whole = set(
-        space.reference_parameters()
-    )  # of what was killed while it was drawn, there is only a part
-    plan = [*(parameters for parameters in again if set(parameters) == whole), *first]
+    interrupted = [trials[number].parameters for number in abandoned]
+    # A process that was killed while it drew a trial left only some of its parameters.
+    names = set(space.reference_parameters())
+    plan = [*(parameters for parameters in interrupted if set(parameters) == names), *first]
     best = math.inf
     for trial in known:
-        if trial.feasible and value(trial) < best:
-            best = value(trial)
+        if trial.feasible and trial.rank < best:
+            best = trial.rank
+            # The reference is the first, and its neighbours are among the guesses.
             plan += space.neighbours(trial.parameters) if trial is not known[0] else []
     tried = [trial.parameters for trial in (*known, *running(trials))]
     return next((parameters for parameters in plan if parameters not in tried), None)
 
 
-def same(trials: Sequence[Trial], number: int) -> Trial | None:
-    """Return another trial of the same configuration that has an answer or is about to: nothing is trained twice."""
+def twin(trials: Sequence[Trial], number: int) -> Trial | None:
+    """Return another trial of the same configuration with a result, or that runs; or None."""
     parameters = trials[number].parameters
-    found = [trial for trial in trials if trial.number != number and trial.parameters == parameters]
-    by_state = {
-        state: [trial for trial in found if trial.state == state]
-        for state in ("COMPLETE", "PRUNED", "RUNNING")
-    }
-    return next((trial for some in by_state.values() for trial in some), None)
+    alike = [one for one in trials if one.number != number and one.parameters == parameters]
+    for state in ("COMPLETE", "PRUNED", "RUNNING"):
+        for trial in alike:
+            if trial.state == state:
+                return trial
+    return None
 
 
 def reference_trial(trials: Sequence[Trial], space: Space) -> Trial | None:
-    """Return the completed trial of the user's own configuration."""
+    """Return the complete trial of the user's own configuration, or None."""
     wanted = space.reference_parameters()
-    return next(
-        (trial for trial in trials if trial.state == "COMPLETE" and trial.parameters == wanted),
-        None,
+    found = (one for one in trials if one.state == "COMPLETE" and one.parameters == wanted)
+    return next(found, None)
+
+
+def best_value(trials: Sequence[Trial]) -> float | None:
+    """Return the lowest value of a feasible trial, or None."""
+    return min(
+        (one.value for one in trials if one.feasible and one.value is not None), default=None
     )
 
 
 def challengers(trials: Sequence[Trial], space: Space, most: int) -> list[Trial]:
-    """Return the best feasible trials that may be better than the reference, each configuration once."""
-    ranked = sorted((trial for trial in trials if trial.feasible), key=value)
+    """Return the best feasible trials that may beat the reference, each configuration once."""
+    ranked = sorted((trial for trial in trials if trial.feasible), key=lambda one: one.rank)
     reference = reference_trial(ranked, space)
-    unlike = {repr(sorted(trial.parameters.items())): trial for trial in reversed(ranked)}
-    found = [
-        trial
-        for trial in unlike.values()
-        if reference is None or trial.parameters != reference.parameters
-    ]
+    distinct = {repr(sorted(trial.parameters.items())): trial for trial in reversed(ranked)}
+    found = sorted(distinct.values(), key=lambda one: one.rank)
     if reference is not None:
-        worst = worth_confirming(value(reference), value(ranked[0]))
-        found = [trial for trial in found if value(trial) <= worst]
-    return sorted(found, key=value)[:most]
-
-
-def worth_confirming(reference: float, best: float) -> float:
-    """Return the highest value that a trial may have and be worth a confirmation.
-
-    A little worse than the reference, which luck may have done; and not far from the best. Values are times, negated
-    speeds or negated qualities.
-    """
-    return min(reference + CLOSE * abs(reference), best + NEAR * abs(best))
-
-
-def value(trial: Trial) -> float:
-    """Return what the trial is ranked by: infinite where it has no answer."""
-    return math.inf if trial.value is None else trial.value
+        # A little worse than the reference may be bad luck. But far from the best is too far.
+        # Values are times, negated speeds or negated qualities, so the slack takes their size.
+        own, best = reference.rank, ranked[0].rank
+        worst = min(own + _CLOSE * abs(own), best + _NEAR * abs(best))
+        found = [
+            trial
+            for trial in found
+            if trial.parameters != reference.parameters and trial.rank <= worst
+        ]
+    return found[:most]

@@ -1,4 +1,7 @@
-"""One search from beginning to end, or from where it was interrupted: reference, trials, confirmation, verdict."""
+"""A search from start to verdict, or from where it was interrupted.
+
+It trains the reference (the user's own configuration), then trials, then confirms the best.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +15,39 @@ from rankzero.config import override
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.tuning import next_trial
-from rankzero.tuning.budget import REFERENCE_SECONDS, Budget, SearchOptions
-from rankzero.tuning.objective import Objective, bar
+from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
+from rankzero.tuning.objective import Objective, target_quality
+from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.space import Space
 from rankzero.tuning.study import RUNGS, Study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials import follower
-from rankzero.tuning.trials.follower import Say, StopRules, TrialResult
+from rankzero.tuning.trials.follower import TRIAL_SETTINGS, TrialJob, TrialPool, TrialResult
 from rankzero.tuning.trials.launcher import Launcher
-from rankzero.tuning.trials.pool import TrialJob, TrialPool, in_turn
 from rankzero.tuning.verdict import confirm
-from rankzero.tuning.verdict.confirm import ConfirmationJob
 from rankzero.tuning.verdict.decide import LOOKS, Verdict, finalists
 
 CONFIRMATIONS, TARGET = "confirmations", "target"
-MOST_REPEATS = 50  # in a row: all there is has been tried
-LOOK_SECONDS = 1.0
+"""Facts of a study: the confirmation runs, and the quality that trials must reach."""
+_MOST_REPEATS = 50  # draws of known configurations in a row, before the space counts as exhausted
+_POLL_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """What a search leaves."""
+    """The result of a search."""
 
     verdict: Verdict
     target: float | None
     seconds: float
-    """What it has taken, all its parts together."""
+    """Of all its parts, those before an interruption included."""
 
 
 class Session:
-    """A search under way. `already_seconds`: what was spent on it before, the probe map for instance."""
+    """One process's part in a search.
+
+    `notify`: prints a line. `already_seconds`: spent before, on the probe map for instance.
+    """
 
     def __init__(
         self,
@@ -49,158 +55,132 @@ class Session:
         space: Space,
         launchers: Sequence[Launcher],
         options: SearchOptions,
-        say: Say,
+        notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         already_seconds: float = 0.0,
     ) -> None:
-        self._study, self._space, self._crew, self._options, self._say = (
-            study,
-            space,
-            TrialPool(launchers),
-            options,
-            say,
-        )
-        self._clock, self._budget = (
-            clock,
-            Budget(study, space, options, clock, already_seconds, len(launchers)),
-        )
+        self._study, self._space, self._options, self._notify = study, space, options, notify
+        self._pool, self._clock = TrialPool(launchers), clock
+        self._budget = Budget(study, space, options, clock, already_seconds, len(launchers))
         self._guesses: Sequence[Mapping[str, Any]] = ()
         self._repeats = 0
 
     def run(self, guesses: Sequence[Mapping[str, Any]] = ()) -> SearchResult:
-        """Search until the budget is spent, confirm, decide. `guesses`: parameters to try right after the reference."""
+        """Search until the budget is spent, confirm, decide. Raises RunFailed.
+
+        `guesses`: the parameters to try right after the reference.
+        """
+        self._guesses = guesses
         self._recover()
         try:
-            objective = self._reference()
+            objective = self._train_reference()
             while True:
-                self._search(objective, guesses)
+                self._pool.run(functools.partial(self._next_trial, objective))
                 self._await_helpers()
-                if not self._may_go_on():  # else some of them died, and left trials
+                # A helper that died left its trial, so there may be one more to do.
+                if not self._allows_a_trial():
                     break
-            if (reason := self._budget.too_short()) is not None:
-                raise RunFailed(reason)
+            if (problem := self._budget.too_short()) is not None:
+                raise RunFailed(problem)
             self._confirm(objective)
         finally:
             self._budget.keep()
         return SearchResult(self._verdict(objective), objective.target, self._budget.seconds)
 
     def help(self, guesses: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Do trials of a study that another process leads, once that has trained the reference."""
+        """Do trials of a study that another process leads and has trained the reference of."""
+        self._guesses = guesses
         self._recover()
-        self._search(self._objective(), guesses)
+        self._pool.run(functools.partial(self._next_trial, self._objective()))
 
     def _recover(self) -> None:
         for number in self._study.recover():
-            self._say(f"trial {number} was interrupted: it is tried again")
+            self._notify(f"trial {number} was interrupted: it is tried again")
 
     def _objective(self) -> Objective:
-        """Return the objective; its bar is known once the reference has been trained."""
-        own, options = self._space.reference.goal, self._options
-        return Objective(
-            options.objective, own, self._study.facts.get(TARGET, own.target), options.trial_minutes
-        )
+        """Return the objective. Its target may be unknown until the reference has been trained."""
+        goal, options = self._space.reference.goal, self._options
+        target = self._study.facts.get(TARGET, goal.target)
+        return Objective(options.objective, goal, target, options.trial_minutes)
 
     # -- the reference
 
-    def _reference(self) -> Objective:
-        """Train the user's own configuration first; return the objective, its bar known."""
-        if next_trial.reference_trial(self._study.trials(), self._space) is None:
-            self._crew.work(in_turn([self._reference_job()]))
-            reference = next_trial.reference_trial(self._study.trials(), self._space)
-            if reference is None:
+    def _reference(self) -> Trial | None:
+        return next_trial.reference_trial(self._study.trials(), self._space)
+
+    def _train_reference(self) -> Objective:
+        """Train the user's own configuration once; return the objective with its target."""
+        if self._reference() is None:
+            self._pool.run_all([self._reference_job()])
+            if self._reference() is None:
+                reason = self._study.trials()[-1].facts.get("reason")
                 raise RunFailed(
-                    "your own configuration did not train to its end, so there is nothing to compare with: "
-                    f"{self._study.trials()[-1].facts.get('reason')}"
+                    "your own configuration did not train to its end, so there is nothing to "
+                    f"compare with: {reason}"
                 )
         return self._objective()
 
     def _reference_job(self) -> TrialJob:
         number, _ = self._study.ask(self._space.reference_parameters())
-        objective, began = self._objective(), self._clock()
-        watched = (
-            objective
-            if self._sets_its_own_bar()
-            else dataclasses.replace(objective, name="throughput")
+        reference, objective, began = self._space.reference, self._objective(), self._clock()
+        # A reference that sets the target must be trained to its end, as under `throughput`.
+        has_end = objective.name == "quality" or (
+            objective.name == "time-to-target" and reference.goal.target is not None
         )
+        watched = objective if has_end else dataclasses.replace(objective, name="throughput")
 
-        def done(found: TrialResult) -> None:
-            self._study.note(REFERENCE_SECONDS, self._clock() - began)
-            target = bar(objective.goal, objective.name, found.curve, self._options.tolerance)
-            judged = follower.classify(
-                found.curve, dataclasses.replace(objective, target=target), ""
-            )
-            if judged.state == "COMPLETE":
+        def ended(result: TrialResult | None) -> None:
+            if result is not None:
+                self._study.note(REFERENCE_SECONDS, self._clock() - began)
+            if result is not None and result.state == "COMPLETE":
+                goal, tolerance = objective.goal, self._options.tolerance
+                target = target_quality(goal, objective.name, result.curve, tolerance)
                 self._study.note(TARGET, target)
-            self._tell(number, judged, self._space.reference)
+                known = dataclasses.replace(objective, target=target)
+                result = follower.complete(result.curve, known)
+            self._end(number, reference, result)
 
-        return self._job(
-            self._space.reference,
-            self._label(number),
-            watched,
-            done,
-            functools.partial(self._abandon, number),
-        )
-
-    def _sets_its_own_bar(self) -> bool:
-        """Tell whether the objective says by itself when the reference may stop."""
-        goal = self._space.reference.goal
-        return self._options.objective == "quality" or (
-            self._options.objective == "time-to-target" and goal.target is not None
-        )
+        return self._job(reference, self._label(number), watched, ended)
 
     # -- trials
 
-    def _search(self, objective: Objective, guesses: Sequence[Mapping[str, Any]]) -> None:
-        self._guesses = guesses
-        self._crew.work(functools.partial(self._next_trial, objective))
-
     def _next_trial(self, objective: Objective) -> TrialJob | None:
-        while self._may_go_on():
-            number, parameters = self._study.ask(
-                next_trial.upcoming(
-                    self._study.trials(), self._study.abandoned, self._guesses, self._space
-                )
-            )
+        """Ask for the next trial; return its job, or None if none may start now."""
+        while self._allows_a_trial():
+            trials, abandoned = self._study.trials(), self._study.abandoned
+            planned = next_trial.upcoming(trials, abandoned, self._guesses, self._space)
+            number, parameters = self._study.ask(planned)
             if self._budget.is_spent_before(number):
                 self._abandon(number, "other processes had the last trials")
                 continue
-            before = next_trial.same(self._study.trials(), number)
-            if before is None:
+            # The sampler may draw a known configuration again. Nothing is trained twice.
+            twin = next_trial.twin(self._study.trials(), number)
+            if twin is None:
                 self._repeats = 0
                 return self._trial_job(objective, number, parameters)
             self._repeats += 1
-            self._copy(number, before)
+            known = twin.state in ("COMPLETE", "PRUNED")
+            facts = {**(twin.facts if known else {}), next_trial.REPEAT: twin.number}
+            state = twin.state if known else "FAIL"
+            self._study.tell(number, state, twin.value, twin.constraints, facts)
         return None
 
-    def _may_go_on(self) -> bool:
-        return self._repeats < MOST_REPEATS and self._budget.allows_a_trial()
+    def _allows_a_trial(self) -> bool:
+        return self._repeats < _MOST_REPEATS and self._budget.allows_a_trial()
 
     def _trial_job(
         self, objective: Objective, number: int, parameters: Mapping[str, Any]
     ) -> TrialJob:
         experiment = self._space.experiment(parameters)
-        report = (
-            None if parameters in self._guesses else functools.partial(self._study.report, number)
-        )
+        # A guess is trained to its end, unless it cannot win: it has no others to compare with.
+        report = functools.partial(self._study.report, number)
         return self._job(
             experiment,
             self._label(number),
             objective,
-            lambda found: self._tell(number, found, experiment),
-            functools.partial(self._abandon, number),
-            report=report,
-            best=follower.best_value(self._study),
-        )
-
-    def _copy(self, number: int, before: Trial) -> None:
-        """End a trial with the answer that another one gave; without one where that is not known yet."""
-        known = before.state in ("COMPLETE", "PRUNED")
-        self._study.tell(
-            number,
-            before.state if known else "FAIL",
-            before.value,
-            before.constraints,
-            {**(before.facts if known else {}), next_trial.REPEAT: before.number},
+            functools.partial(self._end, number, experiment),
+            report=None if parameters in self._guesses else report,
+            best=next_trial.best_value(self._study.trials()),
         )
 
     def _job(
@@ -208,93 +188,88 @@ class Session:
         experiment: Experiment,
         label: str,
         objective: Objective,
-        done: Callable[[TrialResult], None],
-        interrupted: Callable[[], None] = lambda: None,
-        **terms: Any,
+        ended: Callable[[TrialResult | None], None],
+        **rules: Any,
     ) -> TrialJob:
-        experiment = override(experiment, {**objective.settings(), **follower.OF_A_TRIAL})
-        found = StopRules(
-            rung_seconds=self._rung_seconds(),
+        reference = self._reference()
+        return TrialJob(
+            override(experiment, {**objective.settings(), **TRIAL_SETTINGS}),
+            label,
+            objective,
+            ended,
+            rung_seconds=float(reference.facts["train_seconds"]) / RUNGS if reference else 0.0,
             silence_seconds=self._options.silence_seconds,
-            **terms,
+            **rules,
         )
-        return TrialJob(experiment, label, objective, found, done, interrupted)
 
-    def _tell(self, number: int, found: TrialResult, experiment: Experiment) -> None:
-        facts = follower.facts(found, experiment, self._label(number))
-        self._study.tell(number, found.state, found.value, found.constraints, facts)
-        self._say(_line(number, found, facts))
+    def _end(self, number: int, experiment: Experiment, result: TrialResult | None) -> None:
+        """Write a trial's result into the study, and print it. None: it was interrupted."""
+        if result is None:
+            return self._abandon(number, "the search was interrupted")
+        facts = follower.facts(result, experiment, self._label(number))
+        self._study.tell(number, result.state, result.value, result.constraints, facts)
+        what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
+        line = f"trial {number:3}  {what:34} {result.state.lower():9}"
+        line += "" if result.value is None else f"  value {result.value:.4g}"
+        line += f"  best {facts['best']:.4g}" if "best" in facts else ""
+        if "samples_per_second" in facts:
+            line += f"  {facts['samples_per_second']:,.0f} samples/s"
+        self._notify(f"{line}  {result.reason}")
 
-    def _abandon(self, number: int, reason: str = "the search was interrupted") -> None:
+    def _abandon(self, number: int, reason: str) -> None:
         self._study.tell(number, "FAIL", None, {}, {"run": self._label(number), "reason": reason})
         self._study.abandon(number)
 
     def _label(self, number: int) -> str:
         return f"{self._study.name}-{number:03d}"
 
-    def _rung_seconds(self) -> float:
-        reference = next_trial.reference_trial(self._study.trials(), self._space)
-        return 0.0 if reference is None else float(reference.facts["train_seconds"]) / RUNGS
-
     def _await_helpers(self) -> None:
-        """Wait for the trials of other processes; what those leave that died is abandoned."""
-        told = False
+        """Wait for the trials of other processes. Abandon those of processes that died."""
+        notified = False
         while next_trial.running(self._study.trials()):
-            if not told:
-                self._say("other processes are still at their trials: waiting for them")
-            told = True
+            if not notified:
+                self._notify("other processes still run trials: waiting for them")
+            notified = True
             self._study.recover()
-            time.sleep(LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     # -- confirmation
 
-    def _challengers(self) -> list[Trial]:
-        return next_trial.challengers(self._study.trials(), self._space, self._options.challengers)
-
     def _confirm(self, objective: Objective) -> None:
-        """Train the best and the reference on new seeds, in turns; twice as often where that is too close to call."""
-        reference, seeds = (
-            next_trial.reference_trial(self._study.trials(), self._space),
-            self._options.seeds,
-        )
-        contestants = [found for found in (reference, *self._challengers()) if found is not None]
+        """Train the best trials and the reference on new seeds; twice as many if it is close."""
+        trials, space, seeds = self._study.trials(), self._space, self._options.seeds
+        reference = next_trial.reference_trial(trials, space)
+        challengers = next_trial.challengers(trials, space, self._options.challengers)
+        candidates = [trial for trial in (reference, *challengers) if trial is not None]
         for look in range(LOOKS):
-            if len(contestants) < 2:
+            if len(candidates) < 2:
                 return
             rounds = range(look * seeds, (look + 1) * seeds)
-            todo = confirm.turns(
-                contestants, self._space.reference.train.seed, rounds, self._kept()
-            )
-            self._crew.work(in_turn(self._turn_job(objective, turn) for turn in todo))
+            first_seed = space.reference.train.seed
+            missing = confirm.missing_runs(candidates, first_seed, rounds, self._confirmations())
+            self._pool.run_all(self._confirmation_job(objective, *run) for run in missing)
             left = finalists(self._verdict(objective))
-            contestants = [trial for trial in contestants if trial.number in left]
-            if not self._budget.allows(contestants):
+            candidates = [trial for trial in candidates if trial.number in left]
+            if not self._budget.allows_another_round(candidates):
                 return
 
-    def _turn_job(self, objective: Objective, turn: ConfirmationJob) -> TrialJob:
-        def done(found: TrialResult) -> None:
-            run = confirm.run_of(found, objective, turn.seed)
-            self._study.note(CONFIRMATIONS, [*self._kept(), confirm.stored(turn.trial, run)])
-            shown = "missed the quality" if run.value is None else f"{abs(run.value):.4g}"
-            self._say(f"confirm  trial {turn.trial.number} on seed {turn.seed}: {shown}")
+    def _confirmation_job(self, objective: Objective, trial: Trial, seed: int) -> TrialJob:
+        def ended(result: TrialResult | None) -> None:
+            if result is None:
+                return
+            run = confirm.as_run(result, objective, seed)
+            runs = [*self._confirmations(), confirm.to_store(trial, run)]
+            self._study.note(CONFIRMATIONS, runs)
+            value = "missed the quality" if run.value is None else f"{abs(run.value):.4g}"
+            self._notify(f"confirm  trial {trial.number} on seed {seed}: {value}")
 
-        label = f"{self._study.name}-confirm-{turn.trial.number:03d}-{turn.seed}"
-        return self._job(confirm.configured(self._space, turn), label, objective, done)
+        experiment = override(self._space.experiment(trial.parameters), {"train.seed": seed})
+        label = f"{self._study.name}-confirm-{trial.number:03d}-{seed}"
+        return self._job(experiment, label, objective, ended)
 
-    def _kept(self) -> list[dict[str, Any]]:
+    def _confirmations(self) -> list[dict[str, Any]]:
         return list(self._study.facts.get(CONFIRMATIONS, []))
 
     def _verdict(self, objective: Objective) -> Verdict:
-        return confirm.verdict_of(self._study.trials(), self._space, objective, self._kept())
-
-
-def _line(number: int, found: TrialResult, facts: Mapping[str, Any]) -> str:
-    what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"
-    speed = (
-        f"  {facts['samples_per_second']:,.0f} samples/s" if "samples_per_second" in facts else ""
-    )
-    best = f"  best {facts['best']:.4g}" if "best" in facts else ""
-    value = "" if found.value is None else f"  value {found.value:.4g}"
-    return (
-        f"trial {number:3}  {what:34} {found.state.lower():9}{value}{best}{speed}  {found.reason}"
-    )
+        trials, stored = self._study.trials(), self._confirmations()
+        return confirm.verdict_of(trials, self._space, objective, stored)

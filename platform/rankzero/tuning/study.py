@@ -1,7 +1,8 @@
-"""Optuna, and the only file that imports it: what to try next, when to stop trying, everything on disk.
+"""The study: Optuna decides what to try and when to stop a trial, and stores both.
 
-The study lives in a database of its own, never MLflow's. Each trial is drawn by a sampler seeded with the study's seed
-and the trial's number, so a study that was interrupted goes on with what it would have drawn without.
+Only this file and reports/optuna_figures.py import Optuna. The study has a database of its own,
+never MLflow's. The sampler of each trial gets the study's seed plus the trial's number as its
+seed, so an interrupted study continues with the draws that it would have made.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import TrialState
 
 from rankzero.config.renamed import with_new_names
@@ -29,31 +31,41 @@ from rankzero.experiment import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.mlflow_store.uris import require_plain
 from rankzero.redaction.text import text_without_secrets, url_without_secrets
 from rankzero.tuning import members
+from rankzero.tuning.options import PRUNERS, SAMPLERS
 from rankzero.tuning.trial import State, Trial
 
-SAMPLERS = ("tpe", "gp", "random", "grid")
-PRUNERS = ("asha", "hyperband", "median", "none")
-# Trials are compared each twelfth of the reference's training time, from a quarter on: before that, a warm-up
-# or a large batch's few first steps say little.
-RUNGS, FIRST_RUNG = 12, 3
-STARTUP_TRIALS = 6  # drawn at random, those given included, before the sampler's model is trusted
-ASKING_SECONDS = (
-    60.0  # from a trial's first trace in the database until its owner's name is there, at most
-)
-GRID_POINTS = 5  # of a range that is not a list
-OWNER, ABANDONED = "owner", "abandoned "
-ABANDONED_BEFORE = "abandoned"  # a list, in studies of older versions
+# Trials are compared each twelfth of the reference's training time, from a quarter on. Before
+# that, a warm-up or a large batch's few first steps say little.
+RUNGS, _FIRST_RUNG = 12, 3
+_STARTUP_TRIALS = 6  # drawn at random, or given, before the sampler's model is used
+_GRID_POINTS = 5  # of a range that is not a list
+_DRAWING_SECONDS = 60.0  # at most, from a trial's creation until its owner's name is stored
+OWNER = "owner"
+"""The attribute of a trial that names the process that runs it."""
+_ABANDONED = "abandoned "
+_ABANDONED_LIST = "abandoned"  # older versions stored one list
 
 
 class Study:
-    """A study that is open. Several processes, on several machines, may share one."""
+    """An open study. Several processes, on several machines, may share one.
 
-    def __init__(self, study: optuna.Study, sampler: str, seed: int) -> None:
+    `drawing_seconds`: how long a trial may have no owner before it counts as abandoned.
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        sampler: str,
+        seed: int,
+        drawing_seconds: float = _DRAWING_SECONDS,
+    ) -> None:
         self._study, self._sampler, self._seed = study, sampler, seed
+        self._drawing_seconds = drawing_seconds
         self._distributions: dict[str, BaseDistribution] = {}
         self._open: dict[int, optuna.Trial] = {}
-        self._ownerless: dict[int, float] = {}
-        """Trials that are being drawn -> when they were first seen, by this process's clock: others' may differ."""
+        """The trials of this process."""
+        # By this process's clock: another machine's may differ.
+        self._ownerless_since: dict[int, float] = {}
         self.members = members.Members(self)
 
     @property
@@ -61,35 +73,33 @@ class Study:
         return str(self._study.study_name)
 
     def draw_from(self, space: Mapping[str, Range]) -> None:
-        """Set the ranges that trials are drawn from: before the first `ask`, the same in all processes."""
-        self._distributions = {name: distribution(range_) for name, range_ in space.items()}
+        """Set the ranges that trials are drawn from. All processes must set the same ones."""
+        self._distributions = {name: _distribution(range_) for name, range_ in space.items()}
 
     def ask(self, parameters: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        """Return the next trial's number and parameters: these, or what the sampler draws."""
+        """Start the next trial; return its number and parameters: these, or the sampler's draw."""
         while True:
-            with contextlib.suppress(
-                optuna.exceptions.UpdateFinishedTrialError
-            ):  # others took this process for dead
-                return self._asked(parameters)
-
-    def _asked(self, parameters: Mapping[str, Any] | None) -> tuple[int, dict[str, Any]]:
-        self._study.sampler = self._drawing() if parameters is None else given(parameters)
-        trial = self._study.ask(self._distributions)
-        trial.set_user_attr(OWNER, members.name())
-        self._open[trial.number] = trial
-        return trial.number, dict(trial.params)
-
-    def _drawing(self) -> optuna.samplers.BaseSampler:
-        drawn = len(self._study.get_trials(deepcopy=False)) - len(self.abandoned)
-        return make_sampler(self._sampler, self._seed + drawn, self._distributions)
+            # Another process may take this one for dead, and end the trial while it is drawn.
+            with contextlib.suppress(UpdateFinishedTrialError):
+                if parameters is None:
+                    drawn = len(self._study.get_trials(deepcopy=False)) - len(self.abandoned)
+                    seed = self._seed + drawn
+                    self._study.sampler = _make_sampler(self._sampler, seed, self._distributions)
+                else:
+                    self._study.sampler = _fixed(parameters)
+                trial = self._study.ask(self._distributions)
+                trial.set_user_attr(OWNER, members.own_name())
+                self._open[trial.number] = trial
+                return trial.number, dict(trial.params)
 
     def report(self, number: int, resource: int, value: float) -> bool:
-        """Note a trial's progress at a common resource; return whether it should be pruned."""
+        """Report a trial's progress at a common resource; return whether to prune the trial."""
         trial = self._open[number]
         try:
             trial.report(value, resource)
-        except optuna.exceptions.UpdateFinishedTrialError:
-            return True  # others took this process for dead, and try the same again
+        except UpdateFinishedTrialError:
+            # Other processes took this one for dead, and try the same configuration again.
+            return True
         return bool(trial.should_prune())
 
     def tell(
@@ -100,123 +110,111 @@ class Study:
         constraints: Mapping[str, float],
         facts: Mapping[str, Any],
     ) -> None:
-        """End a trial. `constraints`: the same keys for every trial that is COMPLETE or PRUNED.
+        """End a trial. `constraints`: the same keys for every COMPLETE or PRUNED trial.
 
-        Nothing happens where others took this process for dead: the trial is abandoned, and tried again.
+        Does nothing if other processes took this one for dead: they have abandoned the trial.
         """
         trial = self._open.pop(number)
-        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-            self._tell(trial, state, value, constraints, facts)
-
-    def _tell(
-        self,
-        trial: optuna.Trial,
-        state: State,
-        value: float | None,
-        constraints: Mapping[str, float],
-        facts: Mapping[str, Any],
-    ) -> None:
-        for name, fact in facts.items():
-            trial.set_user_attr(name, fact)
-        for key, violation in constraints.items():
-            trial.set_constraint(key, violation)
-        # The grid's sampler would stop a loop that is not Optuna's, and raise; the others have nothing to do here.
-        self._study.sampler = optuna.samplers.RandomSampler()
-        self._study.tell(trial, value if state == "COMPLETE" else None, TrialState[state])
+        with contextlib.suppress(UpdateFinishedTrialError):
+            for name, fact in facts.items():
+                trial.set_user_attr(name, fact)
+            for key, violation in constraints.items():
+                trial.set_constraint(key, violation)
+            # `tell` calls the sampler. The grid's would stop a loop of Optuna's own, and raise
+            # because there is none. The other samplers have nothing to do here.
+            self._study.sampler = optuna.samplers.RandomSampler()
+            self._study.tell(trial, value if state == "COMPLETE" else None, TrialState[state])
 
     def note(self, name: str, fact: Any) -> None:
-        """Keep a fact about the study as a whole."""
+        """Store a fact about the study as a whole."""
         self._study.set_user_attr(name, fact)
 
     @property
     def facts(self) -> dict[str, Any]:
+        """Return the facts that `note` stored."""
         return dict(self._study.user_attrs)
 
     def trials(self) -> list[Trial]:
         """Return all trials, by number."""
-        return [_trial(found) for found in self._study.get_trials(deepcopy=False)]
+        found = []
+        for trial in self._study.get_trials(deepcopy=False):
+            state: Any = trial.state.name
+            value = trial.value if trial.state is TrialState.COMPLETE else None
+            constraints, attributes = dict(trial.constraints), dict(trial.user_attrs)
+            parameters = with_new_names(trial.params)
+            found.append(Trial(trial.number, state, parameters, value, constraints, attributes))
+        return found
 
     def recover(self) -> list[int]:
-        """Fail the trials of dead processes, and return their numbers: they are abandoned."""
+        """Abandon the trials of dead processes; return their numbers."""
+        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         dead = [
-            found
-            for found in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-            if found.number not in self._open and not self._is_being_done(found)
+            trial.number
+            for trial in running
+            if trial.number not in self._open and not self._may_have_owner(trial)
         ]
-        for found in dead:
-            with contextlib.suppress(
-                optuna.exceptions.UpdateFinishedTrialError
-            ):  # another process does this, too
-                self._study.tell(found.number, state=TrialState.FAIL, skip_if_finished=True)
-            self.abandon(found.number)
-        return [found.number for found in dead]
+        for number in dead:
+            # Another process may recover the same trial at this moment.
+            with contextlib.suppress(UpdateFinishedTrialError):
+                self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+            self.abandon(number)
+        return dead
 
-    def _is_being_done(self, found: optuna.trial.FrozenTrial) -> bool:
-        """Tell whether somebody is at a trial; whose it is, is known a moment after it is there."""
-        if OWNER in found.user_attrs:
-            return self.members.live(found.user_attrs[OWNER])
-        return (
-            time.monotonic() - self._ownerless.setdefault(found.number, time.monotonic())
-            < ASKING_SECONDS
-        )
+    def _may_have_owner(self, trial: optuna.trial.FrozenTrial) -> bool:
+        if OWNER in trial.user_attrs:
+            return self.members.is_alive(trial.user_attrs[OWNER])
+        # The owner's name is stored a moment after the trial.
+        now = time.monotonic()
+        since = self._ownerless_since.setdefault(trial.number, now)
+        return now - since < self._drawing_seconds
 
     @property
     def abandoned(self) -> list[int]:
-        """Return the trials that count as if they had never been, by number."""
+        """Return the numbers of the trials that count as if they had never been."""
         facts = self.facts
-        told = (int(name.removeprefix(ABANDONED)) for name in facts if name.startswith(ABANDONED))
-        return sorted({*told, *facts.get(ABANDONED_BEFORE, ())})
+        numbers = (int(key.removeprefix(_ABANDONED)) for key in facts if key.startswith(_ABANDONED))
+        return sorted({*numbers, *facts.get(_ABANDONED_LIST, ())})
 
     def abandon(self, number: int) -> None:
-        """Note that a trial was interrupted: it is to be tried again, as if it had never been.
-
-        A fact for each, so that processes that note this at the same time lose none.
-        """
-        self.note(f"{ABANDONED}{number}", True)
-
-    def importances(self) -> dict[str, float]:
-        """Return how much of the value's variance each parameter explains; empty where that cannot be said."""
-        with contextlib.suppress(
-            Exception
-        ):  # too few trials, or all alike: as many exceptions as evaluators
-            return dict(optuna.importance.get_param_importances(self._study))
-        return {}
+        """Note that a trial was interrupted: a process shall try its configuration again."""
+        # One fact for each trial: processes that write one list at the same time would lose some.
+        self.note(f"{_ABANDONED}{number}", True)
 
 
 def default_storage(root: Path) -> str:
-    """Return the URL of the embedded database of studies. Raises TrackingError where a URL would mean another."""
+    """Return the URL of the embedded database. Raises TrackingError for an unsuitable path."""
     path = root.absolute() / "studies.db"
     require_plain(path)
     return f"sqlite:///{path}"
 
 
 def open_study(storage: str, name: str, *, sampler: str, pruner: str, seed: int) -> Study:
-    """Open the study of this name, made where there is none. Raises UserError where the storage cannot be used."""
-    with _told(storage):
+    """Open the study of this name, or create it. Raises UserError for an unusable storage."""
+    with _readable_errors(storage):
         study = optuna.create_study(
-            storage=_storage(storage),
+            storage=_open_storage(storage),
             study_name=name,
             direction="minimize",
             load_if_exists=True,
-            pruner=make_pruner(pruner),
+            pruner=_make_pruner(pruner),
         )
     return Study(study, sampler, seed)
 
 
 def find_study(storage: str, name: str) -> Study:
-    """Open a study to read it. Raises UserError, naming those there are."""
-    with _told(storage):
-        names = optuna.get_all_study_names(_storage(storage))
+    """Open a study to read it. Raises UserError, with the names of the studies that exist."""
+    with _readable_errors(storage):
+        opened = _open_storage(storage)
+        names = optuna.get_all_study_names(opened)
         if name not in names:
             known = f"there are {', '.join(sorted(names))}" if names else "there are none yet"
             raise UserError(
                 f"no study is called {name!r} in {url_without_secrets(storage)}; {known}"
             )
-        return Study(optuna.load_study(study_name=name, storage=_storage(storage)), "random", 0)
+        return Study(optuna.load_study(study_name=name, storage=opened), "random", 0)
 
 
-def distribution(range_: Range) -> BaseDistribution:
-    """Return Optuna's word for a range."""
+def _distribution(range_: Range) -> BaseDistribution:
     match range_:
         case Choice(options):
             return CategoricalDistribution(options)
@@ -228,75 +226,76 @@ def distribution(range_: Range) -> BaseDistribution:
             return IntDistribution(low, high)
 
 
-def make_sampler(
+def _make_sampler(
     name: str, seed: int, distributions: Mapping[str, BaseDistribution]
 ) -> optuna.samplers.BaseSampler:
-    """Return a sampler; `random` and the start of the others draw uniformly."""
     match name:
         case "tpe":
-            return optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
+            return optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS)
         case "gp":
-            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
+            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=_STARTUP_TRIALS)
         case "random":
             return optuna.samplers.RandomSampler(seed=seed)
         case "grid":
-            return optuna.samplers.GridSampler(
-                {key: _grid(found) for key, found in distributions.items()}, seed=0
-            )  # one order for all trials: it remembers by the study what is done
+            grid = {key: _grid_points(found) for key, found in distributions.items()}
+            # One seed for all trials: the order must stay, because the study stores what is done.
+            return optuna.samplers.GridSampler(grid, seed=0)
         case _:
             raise UserError(f"no sampler is called {name!r}: choose {' | '.join(SAMPLERS)}")
 
 
-def given(parameters: Mapping[str, Any]) -> optuna.samplers.BaseSampler:
-    """Return what draws these. Not Optuna's queue: of SQLite's, two processes may get the same trial."""
+def _fixed(parameters: Mapping[str, Any]) -> optuna.samplers.BaseSampler:
+    """Return a sampler that draws these parameters."""
+    # Not Optuna's queue of trials: two processes may get the same trial of SQLite's queue.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # experimental, for years
-        return optuna.samplers.PartialFixedSampler(
-            dict(parameters), optuna.samplers.RandomSampler()
-        )
+        rest = optuna.samplers.RandomSampler()
+        return optuna.samplers.PartialFixedSampler(dict(parameters), rest)
 
 
-def make_pruner(name: str) -> optuna.pruners.BasePruner:
-    """Return a pruner; its resource is one of `Study.report`'s."""
+def _make_pruner(name: str) -> optuna.pruners.BasePruner:
+    """Return a pruner. Its resource is the rung that `Study.report` gets."""
     match name:
         case "asha":
             return optuna.pruners.SuccessiveHalvingPruner(
-                min_resource=FIRST_RUNG, reduction_factor=3
+                min_resource=_FIRST_RUNG, reduction_factor=3
             )
         case "hyperband":
             return optuna.pruners.HyperbandPruner(
-                min_resource=FIRST_RUNG, max_resource=RUNGS, reduction_factor=2
+                min_resource=_FIRST_RUNG, max_resource=RUNGS, reduction_factor=2
             )
         case "median":
-            return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=FIRST_RUNG)
+            return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=_FIRST_RUNG)
         case "none":
             return optuna.pruners.NopPruner()
         case _:
             raise UserError(f"no pruner is called {name!r}: choose {' | '.join(PRUNERS)}")
 
 
-def _grid(found: BaseDistribution) -> Sequence[Any]:
+def _grid_points(found: BaseDistribution) -> Sequence[Any]:
+    parts = [step / (_GRID_POINTS - 1) for step in range(_GRID_POINTS)]
     match found:
         case CategoricalDistribution():
             return list(found.choices)
         case IntDistribution():
             return list(range(found.low, found.high + 1, found.step))
         case FloatDistribution(low=low, high=high) if found.log and low > 0:
-            return [low * (high / low) ** (i / (GRID_POINTS - 1)) for i in range(GRID_POINTS)]
+            return [low * (high / low) ** part for part in parts]
         case FloatDistribution(low=low, high=high):
-            return [low + (high - low) * i / (GRID_POINTS - 1) for i in range(GRID_POINTS)]
+            return [low + (high - low) * part for part in parts]
         case _:
             raise TypeError(type(found).__name__)
 
 
-def _storage(url: str) -> optuna.storages.RDBStorage:
+def _open_storage(url: str) -> optuna.storages.RDBStorage:
+    # Seconds that a process waits for another one's write.
     timeout = {"connect_args": {"timeout": 30}} if url.startswith("sqlite") else {}
     return optuna.storages.RDBStorage(url, engine_kwargs=timeout)
 
 
 @contextlib.contextmanager
-def _told(storage: str) -> Iterator[None]:
-    """Turn what a locked, foreign or unreachable database raises into one message."""
+def _readable_errors(storage: str) -> Iterator[None]:
+    """Turn the errors of a locked, foreign or unreachable database into one UserError."""
     optuna.logging.set_verbosity(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -304,21 +303,11 @@ def _told(storage: str) -> Iterator[None]:
             yield
     except UserError:
         raise
-    except Exception as error:  # sqlalchemy's, alembic's, Optuna's own: there is no common root
+    # SQLAlchemy's, Alembic's and Optuna's own errors have no common base class.
+    except Exception as error:
         first = (str(error).splitlines() or [repr(error)])[0]
         raise UserError(
-            f"the study database {url_without_secrets(storage)} cannot be used: {text_without_secrets(first)}; "
-            "nothing was changed. Choose another with --storage (it must not be MLflow's)"
+            f"the study database {url_without_secrets(storage)} cannot be used: "
+            f"{text_without_secrets(first)}; nothing was changed. Choose another with --storage "
+            "(it must not be MLflow's)"
         ) from error
-
-
-def _trial(found: optuna.trial.FrozenTrial) -> Trial:
-    state: Any = found.state.name
-    return Trial(
-        found.number,
-        state,
-        with_new_names(found.params),
-        found.value if found.state is TrialState.COMPLETE else None,
-        dict(found.constraints),
-        dict(found.user_attrs),
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One trial as the study has it."""
+    """One trial of a study."""
 
     number: int
     state: State
@@ -19,10 +20,16 @@ class Trial:
     value: float | None
     constraints: Mapping[str, float]
     facts: Mapping[str, Any]
-    """What the search noted about it: its run, seconds, quality, samples/s, how it ended."""
+    """The search's attributes of it: run, seconds, quality, samples/s, why it ended."""
 
     @property
     def feasible(self) -> bool:
+        """Return whether the trial is complete and violates no constraint."""
         return self.state == "COMPLETE" and all(
             violation <= 0 for violation in self.constraints.values()
         )
+
+    @property
+    def rank(self) -> float:
+        """Return its value to sort by: infinite for a trial without one."""
+        return math.inf if self.value is None else self.value

@@ -60,7 +60,7 @@ def test_the_same_work_under_several_strategies(rankzero: Command) -> None:
     assert "Fastest" in output or "Nothing is faster" in output
 
 
-def test_a_profile_says_where_the_time_goes(rankzero: Command) -> None:
+def test_a_profile_reports_the_parts_of_a_step(rankzero: Command) -> None:
     code, output = rankzero("profile", LAYERED, "--nproc", 2)
     assert code == 0, output
     assert "A step takes" in output and "What limits it is" in output and "aten::" in output
@@ -81,7 +81,7 @@ def test_a_profile_says_where_the_time_goes(rankzero: Command) -> None:
     assert (folder.parent / "figures" / "step_time.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_mistakes_are_told_in_one_message(rankzero: Command) -> None:
+def test_each_mistake_gets_one_message(rankzero: Command) -> None:
     for words, says in (
         (("compare", "--strategies", "ddq"), "no strategy is called 'ddq'"),
         (("compare", "--nproc", "two"), "--nproc takes whole numbers"),

@@ -35,7 +35,7 @@ def gone(folder: Path, seconds: float = 30.0) -> bool:
 
 
 @pytest.mark.timeout(300)
-def test_a_search_from_the_probe_map_to_training_with_what_it_found(rankzero: Command) -> None:
+def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: Command) -> None:
     code, output = rankzero(
         "search",
         TINY,
@@ -130,7 +130,7 @@ def test_every_way_a_trial_can_end(rankzero: Command) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_ctrl_c_keeps_the_study_and_the_same_command_goes_on(rankzero: Command) -> None:
+def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Command) -> None:
     words = (
         "search",
         TINY,
@@ -265,7 +265,7 @@ def at_once(folders: list[Path]) -> int:
     return max(itertools.accumulate(change for _, change in sorted(spans)))
 
 
-def test_mistakes_are_told_in_one_message(rankzero: Command, tmp_path: Path) -> None:
+def test_each_mistake_gets_one_message(rankzero: Command, tmp_path: Path) -> None:
     for words, says in (
         (("widht=3",), "did you mean 'width'"),
         (("--seeds", 1), "--seeds must be at least 2"),
@@ -285,7 +285,7 @@ def test_mistakes_are_told_in_one_message(rankzero: Command, tmp_path: Path) -> 
     assert code == 2 and "cannot be used" in output and foreign.read_bytes().startswith(b"somebody")
 
 
-def test_the_search_imports_no_torch_and_probes_are_kept(rankzero: Command) -> None:
+def test_the_probe_imports_no_torch_and_keeps_its_results(rankzero: Command) -> None:
     code, output = rankzero("probe", TINY, "train.batch_size=8", "--nproc", 1)
     assert code == 0, output
     first = output.count("samples/s ±")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import HEADROOM, Cell, ProbeResult
 
@@ -11,7 +9,7 @@ SIZES = (16, 32, 64, 128, 256, 512, 1024)
 LIMIT = 10_000
 
 
-def climb(
+def measure_all(
     world_size: int = 1,
     precisions: tuple[str, ...] = ("fp32",),
     full: float = 100.0,
@@ -20,7 +18,7 @@ def climb(
     limit: int | None = LIMIT,
     dies: int | None = None,
 ) -> list[ProbeResult]:
-    """Measure until the ladder has enough: X = B / (B + full), memory = base + per_sample * micro-batch."""
+    """Measure until the map is complete: X = B / (B + full), memory = base + per_sample * micro-batch."""
     found: list[ProbeResult] = []
     while (cell := grid.next_cell(found, SIZES, precisions, world_size)) is not None:
         assert cell not in [one.cell for one in found], "measured twice"
@@ -49,14 +47,14 @@ def measure(
     )
 
 
-def test_the_ladder_stops_where_a_larger_batch_gains_nothing() -> None:
-    found = climb(full=10.0)
+def test_the_grid_ends_if_a_larger_batch_gains_nothing() -> None:
+    found = measure_all(full=10.0)
     assert [one.batch_size for one in found] == [16, 32, 64, 128, 256, 512]  # 512 gains 2 %
     assert grid.knee(found) is not None and grid.knee(found).batch_size == 256  # type: ignore[union-attr]
 
 
-def test_memory_is_predicted_so_that_nothing_runs_out_of_it() -> None:
-    found = climb(per_sample=50)
+def test_predicted_memory_keeps_cells_from_running_out() -> None:
+    found = measure_all(per_sample=50)
     assert {one.status for one in found} == {"ok"}
     assert max(one.micro_batch for one in found) * 50 + 1000 <= HEADROOM * LIMIT
     assert [one.batch_size for one in found][-1] > 160, (
@@ -65,26 +63,30 @@ def test_memory_is_predicted_so_that_nothing_runs_out_of_it() -> None:
     assert all(one.batch_size % one.micro_batch == 0 for one in found)
 
 
-def test_one_deliberate_failure_is_the_most_there_is() -> None:
-    found = climb(base=9000, per_sample=100)  # 16 samples do not fit, and nothing is known before
+def test_a_precision_runs_out_of_memory_at_most_once() -> None:
+    found = measure_all(
+        base=9000, per_sample=100
+    )  # 16 samples do not fit, and nothing is known before
     assert [one.status for one in found].count("out of memory") == 1
     assert found[0].status == "out of memory" and all(one.micro_batch <= 8 for one in found[1:])
 
 
 def test_a_cell_that_kills_its_processes_ends_its_precision_only() -> None:
-    found = climb(precisions=("fp32", "bf16"), full=1000.0, dies=128)
+    found = measure_all(precisions=("fp32", "bf16"), full=1000.0, dies=128)
     assert [one.status for one in found if one.precision == "fp32"] == ["ok", "ok", "ok", "failed"]
     assert [one.batch_size for one in found if one.precision == "bf16"] == [16, 32, 64, 128]
 
 
-def test_each_rank_takes_its_share() -> None:
-    assert [(one.batch_size, one.micro_batch) for one in climb(world_size=2, full=10.0)][:2] == [
+def test_the_micro_batch_is_one_ranks_share() -> None:
+    assert [(one.batch_size, one.micro_batch) for one in measure_all(world_size=2, full=10.0)][
+        :2
+    ] == [
         (16, 8),
         (32, 16),
     ]
 
 
-def test_what_limits_a_cell() -> None:
+def test_the_bound_of_a_cell() -> None:
     assert (
         ProbeResult(1, 1, "fp32", "ok", data_wait_fraction=0.5, communication_fraction=0.3).bound
         == "data"
@@ -106,12 +108,8 @@ def test_a_slow_precision_is_not_worth_searching() -> None:
     assert [one.precision for one in grid.fastest([*slow, *fast])] == ["fp32", "fp32"]
 
 
-def test_the_hardware_batch_gives_half_the_peak() -> None:
-    assert grid.hardware_batch(climb(full=100.0, limit=None)) == pytest.approx(100.0, rel=0.01)
-
-
 def test_a_measurement_comes_back_from_its_file() -> None:
     import dataclasses
 
-    one = climb()[0]
+    one = measure_all()[0]
     assert grid.parse({**dataclasses.asdict(one), "new in a later version": 1}) == one

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.tuning.probe.steady_state import FEWEST, Steady, inflation
+from rankzero.tuning.probe.steady_state import FEWEST, SteadyState, inflation
 
 
-def measured(draw: random.Random, r: float, spread: float = 0.05) -> Steady:
+def measured(draw: random.Random, r: float, spread: float = 0.05) -> SteadyState:
     """Watch an AR(1) process of mean 1 until it is enough."""
-    steady, state = Steady(relative=0.01, most_seconds=60.0), draw.gauss(0, spread)
+    steady, state = SteadyState(relative=0.01, most_seconds=60.0), draw.gauss(0, spread)
     while not steady.enough:
         state = r * state + math.sqrt(1 - r * r) * draw.gauss(0, spread)
         steady.add(1 + state)
@@ -22,7 +22,7 @@ def measured(draw: random.Random, r: float, spread: float = 0.05) -> Steady:
 
 
 @pytest.mark.parametrize("r", [0.0, 0.3, 0.5])
-def test_the_interval_covers_the_truth_though_neighbours_are_alike(r: float) -> None:
+def test_the_interval_covers_the_true_mean_of_correlated_windows(r: float) -> None:
     draw = random.Random(3)
     hits = 0
     for _ in range(600):
@@ -31,8 +31,8 @@ def test_the_interval_covers_the_truth_though_neighbours_are_alike(r: float) -> 
     assert hits / 600 >= 0.9
 
 
-def test_the_first_slow_windows_do_not_count() -> None:
-    steady = Steady()
+def test_warm_up_windows_do_not_count() -> None:
+    steady = SteadyState()
     for seconds in (9.0, 3.0, 1.5, 1.0, 1.0, *[1.0] * FEWEST):
         steady.add(seconds)
     assert (
@@ -40,8 +40,8 @@ def test_the_first_slow_windows_do_not_count() -> None:
     )
 
 
-def test_what_never_settles_is_watched_all_the_same() -> None:
-    steady, count = Steady(most_seconds=5.0), 0
+def test_a_speed_that_never_settles_ends_by_the_time_limit() -> None:
+    steady, count = SteadyState(most_seconds=5.0), 0
     while not steady.enough and count < 1000:
         steady.add(2.0 if count % 2 else 1.0)
         count += 1
@@ -49,5 +49,5 @@ def test_what_never_settles_is_watched_all_the_same() -> None:
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=3, max_size=50))
-def test_correlation_only_ever_widens(values: list[float]) -> None:
+def test_correlation_never_narrows_the_interval(values: list[float]) -> None:
     assert 1.0 <= inflation(values) <= 19.001

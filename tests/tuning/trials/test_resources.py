@@ -30,16 +30,16 @@ def test_shares_are_disjoint_or_refused(
     )
 
 
-def test_one_at_a_time_has_everything() -> None:
+def test_a_single_trial_gets_everything() -> None:
     assert shares(1, 8, ["0"], [0]) == [EVERYTHING]
 
 
-def test_gpus_go_by_the_names_that_the_user_gave_them() -> None:
+def test_gpus_have_the_names_of_cuda_visible_devices() -> None:
     assert visible_gpus(2, {}) == ["0", "1"]
     assert visible_gpus(2, {"CUDA_VISIBLE_DEVICES": "3, GPU-ab"}) == ["3", "GPU-ab"]
     assert visible_gpus(0, {"CUDA_VISIBLE_DEVICES": ""}) == []
 
 
-def test_too_few_gpus_says_what_to_give() -> None:
+def test_the_error_for_too_few_gpus_has_a_remedy() -> None:
     with pytest.raises(UserError, match=r"needs 8 GPUs, and there are 4: give --nproc 2"):
         shares(2, 4, ["0", "1", "2", "3"], range(16))

@@ -1,4 +1,4 @@
-"""``rankzero compare EXP [--strategies single,ddp,…] [--nproc 1,2,4] [key=value…]``: one table of all ways to train."""
+"""``rankzero compare EXP [--strategies single,ddp,…] [--nproc 1,2,4]``: compare ways to train."""
 
 from __future__ import annotations
 
@@ -26,33 +26,35 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `rankzero compare`."""
     search.add_experiment_arguments(parser, nproc=False)
     parser.add_argument(
-        "--strategies", help="which, with commas between (default: single,ddp; with GPUs dp, too)"
+        "--strategies", help="which, separated by commas (default: single,ddp; with GPUs also dp)"
     )
     parser.add_argument(
-        "--nproc", help="numbers of devices, with commas between (default: 1 and all GPUs, or 1,2)"
+        "--nproc", help="numbers of devices, separated by commas (default: 1 and all GPUs, or 1,2)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Compare strategies, print the table; return the exit code."""
     from rankzero.compare import runner, tables
-    from rankzero.compare.results import entries
+    from rankzero.compare.results import strategy_runs
 
-    asked = [name.strip() for name in (arguments.strategies or "single,ddp").split(",")]
-    entries(
-        asked, numbers(arguments.nproc or "1,2")
-    )  # mistakes are told before anything is started
+    # Report mistakes before a process is started.
+    strategies = (arguments.strategies or "single,ddp").split(",")
+    counts = _numbers(arguments.nproc or "1,2")
+    plan = strategy_runs(strategies, counts)
     with contextlib.closing(Host(search.libraries(arguments))) as host:
-        described = host.describe(
-            arguments.experiment, config.parse_assignments(arguments.settings), 1
-        )
-        on_gpus = described.gpus > 0
-        strategies = arguments.strategies or ("single,dp,ddp" if on_gpus else "single,ddp")
-        counts = numbers(arguments.nproc or f"1,{described.gpus or 2}")
-        plan = entries([name.strip() for name in strategies.split(",")], counts)
-        found = made(arguments, host, described, "compare")
-        rows, notes, folder = runner.compare(found, plan, sys.argv)
+        settings = config.parse_assignments(arguments.settings)
+        described = host.describe(arguments.experiment, settings, 1)
+        # The defaults depend on the GPUs, which only the host may look for.
+        if described.gpus:
+            strategies = strategies if arguments.strategies else ["single", "dp", "ddp"]
+            counts = counts if arguments.nproc else [1, described.gpus]
+            plan = strategy_runs(strategies, counts)
+        context = compare_context(arguments, host, described, "compare")
+        rows, notes, folder = runner.compare(context, plan, sys.argv)
     head, body = tables.table(rows)
     table = Table(title="the same work, compared", title_justify="left", padding=(0, 0))
     for name in head:
@@ -61,48 +63,43 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_row(*line)
     terminal = text_console()
     terminal.print(table)
-    for text in [
-        *(f"not run: {reason}" for reason in tables.reasons(rows)),
-        *(f"not fair: {note}" for note in notes),
-    ]:
+    problems = [f"not run: {reason}" for reason in tables.reasons(rows)]
+    for text in [*problems, *(f"not fair: {note}" for note in notes), tables.sentence(rows)]:
         terminal.print(text, soft_wrap=True)
-    terminal.print(tables.sentence(rows), soft_wrap=True)
     for note in search.delivery_lines(folder, offline=arguments.offline):
-        search.say(note)
-    search.say(f"look:  {program()} ui   run: {folder.path.name}")
+        search.print_line(note)
+    search.print_line(f"look:  {program()} ui   run: {folder.path.name}")
     return 0 if any(row.speed_up is not None for row in rows) else 1
 
 
-def made(
+def compare_context(
     arguments: argparse.Namespace, host: Host, described: describe.ExperimentDescription, verb: str
 ) -> CompareContext:
-    """Return where to compare or profile: a run of its own, in the store that the command line names."""
+    """Return the context of a comparison or a profile: a new run in the store of the arguments."""
     from rankzero.compare import runner
 
     reference = describe.mirrored(described)
-    identity = search.identity_of(arguments, reference, described.processes, verb)
-    identity = dataclasses.replace(
-        identity, name=new_name(f"{identity.experiment}-{verb}"), uuid=secrets.token_hex(16)
-    )
+    identity = search.study_identity(arguments, reference, described.processes, verb)
+    name = new_name(f"{identity.experiment}-{verb}")
+    identity = dataclasses.replace(identity, name=name, uuid=secrets.token_hex(16))
     if not arguments.offline:
         uris.prepare_store(identity.tracking_uri)
     return runner.CompareContext(
-        host,
-        reference,
-        identity,
-        arguments.dir / "runs",
-        described.device,
-        described.gpus,
-        search.say,
-        arguments.offline,
+        host=host,
+        reference=reference,
+        identity=identity,
+        runs=arguments.dir / "runs",
+        device=described.device,
+        gpus=described.gpus,
+        notify=search.print_line,
+        offline=arguments.offline,
     )
 
 
-def numbers(text: str) -> list[int]:
-    """Return the whole numbers in ``1,2,4``. Raises UserError."""
+def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UserError(
-            f"--nproc takes whole numbers with commas between, such as 1,2,4: got {text!r}"
+            f"--nproc takes whole numbers separated by commas, such as 1,2,4: got {text!r}"
         ) from None

@@ -1,54 +1,65 @@
-"""``rankzero probe EXP [key=value…]``: how fast, how much memory, batch size x precision."""
+"""``rankzero probe EXP [key=value…]``: measure speed and memory by batch size and precision."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from rankzero import config
 from rankzero.cli.commands import search
 from rankzero.cli.display.terminal import text_console
 from rankzero.mlflow_store import uris
-from rankzero.tuning import search as hunt
+from rankzero.redaction.text import settings_without_secrets
+from rankzero.tuning.probe import grid, probe_map
 from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.reports import html_page, probe_figures
+from rankzero.tuning.reports.study_run import StudyRun
 from rankzero.tuning.trials.host_process import Host
 
-SHADES = ("grey30", "dark_red", "orange4", "gold3", "chartreuse4", "green3")  # slow to fast
+_SHADES = ("grey30", "dark_red", "orange4", "gold3", "chartreuse4", "green3")  # slow to fast
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `rankzero probe`."""
     search.add_experiment_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    host = Host(search.libraries(arguments))
-    try:
-        described, space = search.look(arguments, host)
-        identity = search.identity_of(arguments, space.reference, described.processes, "probe")
-        if not arguments.offline:
+    """Measure the probe map as a run of its own; return the exit code."""
+    with contextlib.closing(Host(search.libraries(arguments))) as host:
+        described, space = search.described_space(arguments, host)
+        reference = space.reference
+        identity = search.study_identity(arguments, reference, described.processes, "probe")
+        offline, runs = arguments.offline, arguments.dir / "runs"
+        if not offline:
             uris.prepare_store(identity.tracking_uri)
-        measured = hunt.probe_alone(
-            identity,
-            arguments.dir,
-            space,
-            described,
-            host,
-            sys.argv,
-            search.say,
-            offline=arguments.offline,
-        )
-    finally:
-        host.close()
-    show(measured)
+        file = identity.experiment_file or ""
+        request = probe_map.request_for(space, described, file, arguments.dir)
+        params = settings_without_secrets(config.rendered(reference))
+        with StudyRun(runs, identity, params, sys.argv, offline=offline) as study_run:
+            measured = probe_map.measure(request, host, search.print_line)
+            page = html_page.page([probe_figures.heat_map(measured)], "Probe map")
+            study_run.write_probe_map(measured)
+            study_run.write("probe_map.html", page)
+            probe_figures.write_png(study_run.folder.artifacts, measured)
+            knee = grid.knee(measured)
+            peak = max(one.samples_per_second for one in measured)
+            text = "no cell fits"
+            if knee is not None:
+                text = f"{knee.batch_size} samples a batch reach 95 % of the peak speed"
+            study_run.finish(f"{text}, {peak:,.0f} samples/s", {"samples_per_second": peak})
+    _print_map(measured, peak)
     return 0
 
 
-def show(measured: list[ProbeResult]) -> None:
-    """Print the map: a row for each batch size, a column for each precision, brighter is faster."""
+def _print_map(measured: Sequence[ProbeResult], peak: float) -> None:
+    """Print a row for each batch size and a column for each precision. Brighter is faster."""
     precisions = list(dict.fromkeys(one.precision for one in measured))
-    peak = max(one.samples_per_second for one in measured)
     cells = {(one.batch_size, one.precision): one for one in measured}
     table = Table(
         "batch", *precisions, title="samples/s, memory, what limits it", title_justify="left"
@@ -65,6 +76,6 @@ def _cell(one: ProbeResult | None, peak: float) -> Text:
     if one.status != "ok":
         return Text(one.status, style="red")
     memory = "" if one.memory_bytes is None else f"  {one.memory_bytes / 2**30:.1f} GiB"
-    shade = SHADES[min(len(SHADES) - 1, int(len(SHADES) * one.samples_per_second / peak))]
+    shade = _SHADES[min(len(_SHADES) - 1, int(len(_SHADES) * one.samples_per_second / peak))]
     text = f"{one.samples_per_second:,.0f} ± {one.relative_half_width:.1%}{memory}  {one.bound}"
     return Text(text, style=f"white on {shade}")

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         described = host.describe(
             arguments.experiment, config.parse_assignments(arguments.settings), arguments.nproc
         )
-        found = compare.made(arguments, host, described, "profile")
+        found = compare.compare_context(arguments, host, described, "profile")
         profile, folder = runner.profile(found, described.processes, sys.argv)
     table = Table(
         "operator", "ms a step", "share", "calls a step", title="top costs", title_justify="left"
@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     terminal.print(table)
     terminal.print(tables.verdict(profile), soft_wrap=True)
     for note in search.delivery_lines(folder, offline=arguments.offline):
-        search.say(note)
-    search.say(
+        search.print_line(note)
+    search.print_line(
         f"trace: {folder.artifacts / 'profile'} (open in ui.perfetto.dev)\nlook:  {program()} ui"
     )
     return 0

@@ -1,4 +1,4 @@
-"""``rankzero search EXP [--minutes M | --trials N] [key=value…]``: find the throughput sweet spot."""
+"""``rankzero search EXP [--minutes M | --trials N] [key=value…]``: find the sweet spot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from rankzero import config, experiment_file
 from rankzero.cli.commands.train import add_offline_argument
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
+from rankzero.cli.identity import identity_for
 from rankzero.cli.launch_run import libraries_of
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
@@ -24,18 +24,19 @@ from rankzero.run_store import names
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.telemetry.host import usable_cores
 from rankzero.tracking import delivery_status
-from rankzero.tuning.budget import SearchOptions
 from rankzero.tuning.objective import NAMES
+from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions
 from rankzero.tuning.space import Space, make_space
 from rankzero.tuning.trials import describe
+from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.resources import shares, visible_gpus
 
-PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes")
-SAMPLERS, PRUNERS = ("tpe", "gp", "random", "grid"), ("asha", "hyperband", "median", "none")
+_PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes")
 
 
 def add_experiment_arguments(parser: argparse.ArgumentParser, *, nproc: bool = True) -> None:
+    """Add the options that `search`, `probe`, `compare` and `profile` share."""
     parser.add_argument(
         "experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class"
     )
@@ -56,13 +57,14 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, nproc: bool = T
         "--experiment-name", help="the MLflow experiment (default: the file's name)"
     )
     parser.add_argument(
-        "--new", action="store_true", help="begin anew; what there is so far is kept"
+        "--new", action="store_true", help="start a new study; the earlier one is kept"
     )
     add_offline_argument(parser)
     parser.set_defaults(study=None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `rankzero search`."""
     add_experiment_arguments(parser)
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
@@ -81,10 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=float,
         default=0.01,
-        help="how much worse than yours, relatively, with throughput",
+        help="for throughput: how much worse than yours the quality may be, relative to it",
     )
     parser.add_argument(
-        "--trial-minutes", type=float, help="the training time of each trial, with quality"
+        "--trial-minutes", type=float, help="for quality: the training time of each trial"
     )
     parser.add_argument(
         "--sampler", choices=SAMPLERS, default="tpe", help="what draws the next trial (%(default)s)"
@@ -112,11 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trials at a time, each on its own GPUs or cores (1)",
     )
     parser.add_argument(
-        "--study", metavar="NAME", help="what to call the study (default: by what is searched)"
+        "--study", metavar="NAME", help="the study's name (default: by what is searched)"
     )
     parser.add_argument(
         "--storage",
-        help="the study's database, which machines may share (default: studies.db beside the runs; not MLflow's)",
+        help="the study's database, which machines may share (default: studies.db next to the "
+        "runs; not MLflow's)",
     )
     # For rankzero.search, which runs the command: the study's name as JSON.
     parser.add_argument("--result-file", type=Path, help=argparse.SUPPRESS)
@@ -124,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--silence-seconds",
         type=float,
         default=300.0,
-        help="without a sign of life, a trial is killed",
+        help="a trial that shows no sign of life for so long is killed",
     )
     parser.add_argument(
         "--no-probe",
@@ -135,19 +138,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Search; return the exit code."""
     _check(arguments)
     with contextlib.ExitStack() as hosts:
         first = hosts.enter_context(contextlib.closing(Host(libraries(arguments))))
-        described, space = look(arguments, first)
+        described, space = described_space(arguments, first)
         if arguments.parallel == 1:
             return _search(arguments, [first], described, space)
         hosts.pop_all().close()
-        found = shares(
-            arguments.parallel,
-            described.processes,
-            visible_gpus(described.gpus, os.environ),
-            usable_cores(),
-        )
+        gpus = visible_gpus(described.gpus, os.environ)
+        found = shares(arguments.parallel, described.processes, gpus, usable_cores())
         side_by_side = [
             hosts.enter_context(contextlib.closing(Host(libraries(arguments), share)))
             for share in found
@@ -156,32 +156,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def libraries(arguments: argparse.Namespace) -> list[str]:
-    """Return the slow libraries of the experiment's file. Raises UserError where there is no such file."""
+    """Return the slow libraries of the experiment's file. Raises UserError for a missing file."""
     return libraries_of(experiment_file.split(arguments.experiment)[0])
 
 
-def look(arguments: argparse.Namespace, host: Host) -> tuple[describe.ExperimentDescription, Space]:
-    """Return what the experiment is, and the space around it. Raises UserError, ConfigError."""
+def described_space(
+    arguments: argparse.Namespace, host: Host
+) -> tuple[ExperimentDescription, Space]:
+    """Return the experiment, and the space around it. Raises UserError, ConfigError."""
     settings = config.parse_assignments(arguments.settings)
-    found = host.describe(
-        arguments.experiment, settings, arguments.nproc, getattr(arguments, "parallel", 1)
-    )
+    parallel = getattr(arguments, "parallel", 1)
+    found = host.describe(arguments.experiment, settings, arguments.nproc, parallel)
+    reference = describe.mirrored(found)
     space = make_space(
-        describe.mirrored(found),
-        found.processes,
-        found.lr_exponent,
-        found.precisions,
-        found.samples,
+        reference, found.processes, found.lr_exponent, found.precisions, found.samples
     )
     return found, space
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
+    """Print a line at once, also into a file or a pipe."""
     print(text, flush=True)
 
 
 def delivery_lines(folder: RunFolder, *, offline: bool) -> list[str]:
-    """Wait for the delivery to MLflow; return what it lacks and what went wrong."""
+    """Wait for the delivery to MLflow; return what it lacks, and its problems."""
     if offline:
         delivery_status.wait_for_recorder(folder)
         return [f"note: {delivery_notes.offline(folder)}"]
@@ -189,19 +188,36 @@ def delivery_lines(folder: RunFolder, *, offline: bool) -> list[str]:
     return [f"note: {line}" for line in delivery_notes.lines(delivery, folder.path.name)]
 
 
+def study_identity(
+    arguments: argparse.Namespace, reference: Experiment, processes: int, verb: str
+) -> Identity:
+    """Return the identity of the study's run. The same command gets the same: it resumes."""
+    path, cls = experiment_file.split(arguments.experiment)
+    base = arguments.study
+    if not base:
+        how = sorted(
+            (key, value) for key, value in vars(arguments).items() if key in _PART_OF_THE_NAME
+        )
+        what = repr((str(path), cls, config.to_yaml(reference), processes, how))
+        digest = hashlib.sha256(what.encode()).hexdigest()[:6]
+        base = f"{names.made_plain(path.stem)}-{verb}-{digest}"
+    names.checked_run(base)
+    return identity_for(arguments, _newest_study(arguments.dir / "runs", base, arguments.new))
+
+
 def _search(
     arguments: argparse.Namespace,
     hosts: Sequence[Host],
-    described: describe.ExperimentDescription,
+    described: ExperimentDescription,
     space: Space,
 ) -> int:
     from rankzero.tuning import search
-    from rankzero.tuning.setup import SearchSetup
 
-    identity = identity_of(arguments, space.reference, described.processes, "search")
+    identity = study_identity(arguments, space.reference, described.processes, "search")
     if not arguments.offline:
         uris.prepare_store(identity.tracking_uri)
-    quest = SearchSetup(
+    embedded = f"sqlite:///{(arguments.dir / 'studies.db').absolute()}"
+    setup = search.SearchSetup(
         identity=identity,
         root=arguments.dir,
         space=space,
@@ -209,7 +225,7 @@ def _search(
         options=_options(arguments),
         sampler=arguments.sampler,
         pruner=arguments.pruner,
-        storage=arguments.storage or f"sqlite:///{(arguments.dir / 'studies.db').absolute()}",
+        storage=arguments.storage or embedded,
         shared=arguments.storage is not None,
         probes=arguments.probe,
         use=f"{program()} train {arguments.experiment} --from {identity.name}",
@@ -217,27 +233,40 @@ def _search(
     )
     if arguments.result_file is not None:
         arguments.result_file.write_text(json.dumps({"study": identity.name}), encoding="utf-8")
-    say(
-        f"study  {identity.name}  ({arguments.objective}, {described.processes} x {described.device})"
-    )
-    outcome = search.run(quest, hosts, sys.argv, say)
+    where = f"{described.processes} x {described.device}"
+    print_line(f"study  {identity.name}  ({arguments.objective}, {where})")
+    outcome = search.run(setup, hosts, sys.argv, print_line)
     notes = delivery_lines(outcome.folder, offline=arguments.offline)
-    say("\n".join(["", outcome.says, *notes]))
+    print_line("\n".join(["", outcome.text, *notes]))
     if outcome.decided:
-        say(
-            f"use:   {quest.use}\nlook:  {program()} ui   again: {program()} report {identity.name}"
-        )
+        again = f"{program()} report {identity.name}"
+        print_line(f"use:   {setup.use}\nlook:  {program()} ui   again: {again}")
     return 0
 
 
+def _options(arguments: argparse.Namespace) -> SearchOptions:
+    return SearchOptions(
+        objective=arguments.objective,
+        minutes=arguments.minutes,
+        trials=arguments.trials or (None if arguments.minutes else SearchOptions.trials),
+        tolerance=arguments.tolerance,
+        trial_minutes=arguments.trial_minutes,
+        challengers=arguments.challengers,
+        seeds=arguments.seeds,
+        silence_seconds=arguments.silence_seconds,
+    )
+
+
 def _check(arguments: argparse.Namespace) -> None:
+    """Raise UserError for options that are out of range or do not fit together."""
     for name in ("minutes", "trials", "trial_minutes", "seeds", "silence_seconds", "parallel"):
         value = getattr(arguments, name)
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
     if arguments.seeds < 2:
         raise UserError(
-            f"--seeds must be at least 2, got {arguments.seeds}: one run says nothing about the noise"
+            f"--seeds must be at least 2, got {arguments.seeds}: one run says nothing about the "
+            "noise"
         )
     if arguments.objective == "quality" and arguments.trial_minutes is None:
         raise UserError(
@@ -248,64 +277,21 @@ def _check(arguments: argparse.Namespace) -> None:
     tracking = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     if not arguments.storage:
         uris.require_plain((arguments.dir / "studies.db").absolute())
-    if arguments.storage and _same_database(arguments.storage, tracking):
+    elif _is_same_database(arguments.storage, tracking):
         raise UserError(
-            "--storage is MLflow's own database: their tables would clash; name another"
+            "--storage is MLflow's own database: their tables would clash. Name another"
         )
 
 
-def _same_database(storage: str, tracking_uri: str) -> bool:
-    one, other = uris.sqlite_path(storage), uris.sqlite_path(tracking_uri)
-    return (
-        storage == tracking_uri
-        if one is None or other is None
-        else one.absolute() == other.absolute()
-    )
+def _is_same_database(storage: str, tracking_uri: str) -> bool:
+    paths = uris.sqlite_path(storage), uris.sqlite_path(tracking_uri)
+    if None in paths:
+        return storage == tracking_uri
+    return len({path.absolute() for path in paths if path is not None}) == 1
 
 
-def _options(arguments: argparse.Namespace) -> SearchOptions:
-    trials = arguments.trials or (None if arguments.minutes else SearchOptions.trials)
-    return SearchOptions(
-        arguments.objective,
-        arguments.minutes,
-        trials,
-        arguments.tolerance,
-        arguments.trial_minutes,
-        arguments.challengers,
-        arguments.seeds,
-        arguments.silence_seconds,
-    )
-
-
-def identity_of(
-    arguments: argparse.Namespace, reference: Experiment, processes: int, verb: str
-) -> Identity:
-    """Return the study's run: the same for the same command, so that it goes on where it was."""
-    path, cls = experiment_file.split(arguments.experiment)
-    how = {key: value for key, value in vars(arguments).items() if key in PART_OF_THE_NAME}
-    what = repr((str(path), cls, config.to_yaml(reference), processes, sorted(how.items())))
-    base = (
-        arguments.study
-        or f"{names.made_plain(path.stem)}-{verb}-{hashlib.sha256(what.encode()).hexdigest()[:6]}"
-    )
-    names.checked_run(base)
-    name = newest(arguments.dir / "runs", base, arguments.new)
-    uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-    return Identity(
-        name=name,
-        uuid=secrets.token_hex(16),
-        experiment=arguments.experiment_name
-        or os.environ.get("MLFLOW_EXPERIMENT_NAME")
-        or path.stem,
-        tracking_uri=uri,
-        artifact_root=uris.artifact_root(uri),
-        experiment_file=f"{path}:{cls}" if cls else str(path),
-        project_dir=str(Path.cwd()),
-    )
-
-
-def newest(runs: Path, base: str, new: bool) -> str:
-    """Return the newest study of that name, or the name of the next: ``base``, ``base-2`` … Nothing is overwritten."""
+def _newest_study(runs: Path, base: str, new: bool) -> str:
+    """Return the newest study's name, or with `new` the next: ``base``, ``base-2`` …"""
     count = 1
     while (runs / f"{base}-{count + 1}").exists():
         count += 1

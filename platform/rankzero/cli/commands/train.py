@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from rankzero import config, experiment_file
 from rankzero.cli import launch_run
+from rankzero.cli.identity import identity_for
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
@@ -18,7 +17,7 @@ from rankzero.launch.request import make_folder, with_secrets, write_config
 from rankzero.mlflow_store import uris
 from rankzero.run_store import names
 from rankzero.run_store.attempt import sole_launcher
-from rankzero.run_store.folder import Identity, RunFolder, new_name
+from rankzero.run_store.folder import RunFolder, new_name
 from rankzero.run_store.location import is_offline
 
 
@@ -89,12 +88,14 @@ def add_launch_arguments(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    path, cls = experiment_file.split(arguments.experiment)
+    path, _ = experiment_file.split(arguments.experiment)
     agent.warm_up(launch_run.libraries_of(path))
     settings = config.parse_assignments(arguments.settings)
     experiment = config.override(_start(arguments, settings), settings)
     topology = launch_run.topology_of(arguments, experiment.train)
-    identity = _identity(arguments, path, cls)
+    name = arguments.run_name
+    name = new_name(path.stem) if name is None else names.checked_run(name)
+    identity = identity_for(arguments, name)
     if not arguments.offline:
         uris.prepare_store(identity.tracking_uri)
     folder = make_folder(arguments.dir / "runs", identity, machines=topology.nodes)
@@ -127,22 +128,4 @@ def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experi
     raise UserError(
         f"--from {arguments.start}: neither a file, nor a run in {arguments.dir}, nor a study there that has found "
         "a sweet spot"
-    )
-
-
-def _identity(arguments: argparse.Namespace, path: Path, cls: str | None) -> Identity:
-    uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-    name = (
-        new_name(path.stem) if arguments.run_name is None else names.checked_run(arguments.run_name)
-    )
-    return Identity(
-        name=name,
-        uuid=secrets.token_hex(16),
-        experiment=arguments.experiment_name
-        or os.environ.get("MLFLOW_EXPERIMENT_NAME")
-        or path.stem,
-        tracking_uri=uri,
-        artifact_root=uris.artifact_root(uri),
-        experiment_file=f"{path}:{cls}" if cls else str(path),
-        project_dir=str(Path.cwd()),
     )

@@ -1,4 +1,4 @@
-"""A search's verdict again, from what is stored."""
+"""A search's verdict, printed again from the study's database."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.table import Table
 from rankzero.cli.display.terminal import text_console
 from rankzero.tuning.reports import study_run
 
-SHOWN = (
+_SHOWN = (
     "trial",
     "state",
     "value",
@@ -21,33 +21,30 @@ SHOWN = (
 
 
 def show(storage: str, name: str) -> None:
-    """Print the study's trials and its verdict. Raises UserError where there is no such study."""
+    """Print the study's trials and its verdict. Raises UserError for an unknown study."""
     from rankzero.tuning.session import CONFIRMATIONS
     from rankzero.tuning.study import find_study
     from rankzero.tuning.verdict.confirm import by_trial
 
     study = find_study(storage, name)
-    terminal = text_console()
-    table = Table(title=f"{study.name}: {len(study.trials())} trials", title_justify="left")
-    for name in SHOWN:
-        table.add_column(
-            name, no_wrap=True, overflow="ellipsis", ratio=1 if name == "reason" else None
-        )
-    for trial in study.trials():
+    trials, facts, terminal = study.trials(), study.facts, text_console()
+    table = Table(title=f"{study.name}: {len(trials)} trials", title_justify="left")
+    for column in _SHOWN:
+        ratio = 1 if column == "reason" else None
+        table.add_column(column, no_wrap=True, overflow="ellipsis", ratio=ratio)
+    for trial in trials:
         row = dict(zip(study_run.COLUMNS, study_run.row_of(trial), strict=True))
-        table.add_row(*(_cell(row[name]) for name in SHOWN))
+        table.add_row(*(_cell(row[column]) for column in _SHOWN))
     terminal.print(table)
-    for number, runs in by_trial(study.facts.get(CONFIRMATIONS, [])).items():
-        values = ", ".join(
-            "missed" if run.value is None else f"{abs(run.value):.4g}" for run in runs
-        )
-        terminal.print(f"confirmed  trial {number:3}: {values}")
-    if "objective" in study.facts:
-        terminal.print(f"objective: {study.facts['objective']}")
-    terminal.print(
-        study.facts.get("sentence") or "No verdict yet: the same search command goes on."
-    )
+    for number, runs in by_trial(facts.get(CONFIRMATIONS, [])).items():
+        shown = ["missed" if run.value is None else f"{abs(run.value):.4g}" for run in runs]
+        terminal.print(f"confirmed  trial {number:3}: {', '.join(shown)}")
+    if "objective" in facts:
+        terminal.print(f"objective: {facts['objective']}")
+    terminal.print(facts.get("sentence") or "No verdict yet: the same search command resumes it.")
 
 
 def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

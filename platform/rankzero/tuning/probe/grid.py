@@ -1,8 +1,9 @@
-"""Which cell of batch size x precision to measure next, and what the measured ones say. Pure.
+"""The grid of batch size x precision: which cell to measure next, and what the cells show. Pure.
 
-A precision's ladder goes up the batch sizes, until a larger batch gains nothing that the noise does not cover, or does
-not fit. What fits is predicted: reserved memory is a line in the micro-batch, known from two cells. Where one rank's
-share does not fit, the largest micro-batch that does is tried with accumulation.
+Each precision starts at the smallest batch size and goes up, until a larger batch gains no more
+than the noise, or does not fit. Reserved memory is a linear function of the micro-batch, so two
+cells predict what fits. If one rank's share of a batch does not fit, the largest micro-batch that
+does is tried with accumulation.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 Status = Literal["ok", "out of memory", "failed"]
-HEADROOM = 0.92  # of the device's memory: the rest is fragmentation's, and other people's
-GAIN = 0.05  # a larger batch must be this much faster for the ladder to go on
-DATA_BOUND, COMMUNICATION_BOUND = 0.1, 0.25  # of a step's time
+HEADROOM = 0.92
+"""The share of the device's memory that may be filled. Fragmentation takes some of the rest."""
+_GAIN = 0.05  # a larger batch must be this much faster, or the next one is not tried
+_DATA_BOUND, _COMMUNICATION_BOUND = 0.1, 0.25  # of a step's time
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What to measure: `batch_size` over all ranks and micro-batches."""
+    """A cell to measure: `batch_size` is over all ranks and micro-batches."""
 
     batch_size: int
     micro_batch: int
@@ -29,7 +31,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class ProbeResult:
-    """What one cell gave."""
+    """The measurement of one cell."""
 
     batch_size: int
     micro_batch: int
@@ -42,29 +44,28 @@ class ProbeResult:
     data_wait_fraction: float = 0.0
     communication_fraction: float = 0.0
     memory_bytes: int | None = None
-    """Reserved on the worst rank; None where the device does not say."""
+    """Reserved on the worst rank; None if the device does not report it."""
     memory_limit_bytes: int | None = None
     seconds: float = 0.0
-    """What the measurement took."""
+    """The time of the measurement itself."""
     reason: str = ""
 
     @property
     def cell(self) -> Cell:
+        """Return the cell that was measured."""
         return Cell(self.batch_size, self.micro_batch, self.precision)
 
     @property
     def bound(self) -> str:
-        """Return what limits the speed, as measured: data, communication or compute."""
-        if (
-            self.data_wait_fraction > DATA_BOUND
-            and self.data_wait_fraction >= self.communication_fraction
-        ):
+        """Return what limits the speed: data, communication or compute."""
+        data, communication = self.data_wait_fraction, self.communication_fraction
+        if data > _DATA_BOUND and data >= communication:
             return "data"
-        return "communication" if self.communication_fraction > COMMUNICATION_BOUND else "compute"
+        return "communication" if communication > _COMMUNICATION_BOUND else "compute"
 
 
 def parse(fields: Mapping[str, Any]) -> ProbeResult:
-    """Return what `dataclasses.asdict` made of a measurement; fields that are not known are left out."""
+    """Return the measurement that `dataclasses.asdict` made a mapping of. Ignore unknown fields."""
     known = {field.name for field in dataclasses.fields(ProbeResult)}
     return ProbeResult(**{name: value for name, value in fields.items() if name in known})
 
@@ -75,96 +76,83 @@ def next_cell(
     precisions: Sequence[str],
     world_size: int,
 ) -> Cell | None:
-    """Return the next cell worth measuring; None when the map is done."""
+    """Return the next cell that is worth measuring, or None if the map is complete."""
     for precision in precisions:
         found = [one for one in measured if one.precision == precision]
-        cell = _next_of(found, batch_sizes, precision, world_size)
+        cell = _next_of_precision(found, batch_sizes, precision, world_size)
         if cell is not None:
             return cell
     return None
 
 
-def _next_of(
+def _next_of_precision(
     found: Sequence[ProbeResult], batch_sizes: Sequence[int], precision: str, world_size: int
 ) -> Cell | None:
-    done = {one.batch_size for one in found}
-    good = sorted((one for one in found if one.status == "ok"), key=lambda one: one.batch_size)
     if found and found[-1].status == "failed":
         return None
-    if len(good) >= 2 and not _gains(good[-2], good[-1]):
-        return None
-    left = [size for size in batch_sizes if size not in done and (not done or size > max(done))]
+    good = sorted((one for one in found if one.status == "ok"), key=lambda one: one.batch_size)
+    if len(good) >= 2:
+        before, after = good[-2:]
+        ratio = after.samples_per_second / before.samples_per_second
+        noise = math.hypot(before.relative_half_width, after.relative_half_width)
+        if ratio * (1 + noise) <= 1 + _GAIN:
+            return None
+    largest = max((one.batch_size for one in found), default=0)
+    left = [size for size in batch_sizes if size > largest]
     if not left:
         return None
-    share = left[0] // world_size
-    fits = largest_fitting(found, precision)
+    share, fits = left[0] // world_size, _largest_fitting(found)
     if share <= fits:
         return Cell(left[0], share, precision)
-    micro = max((size for size in _divisors(share) if size <= fits), default=0)
-    return Cell(left[0], micro, precision) if micro else None
+    divisors = (size for size in range(1, share + 1) if share % size == 0)
+    micro_batch = max((size for size in divisors if size <= fits), default=0)
+    return Cell(left[0], micro_batch, precision) if micro_batch else None
 
 
-def _gains(before: ProbeResult, after: ProbeResult) -> bool:
-    """Tell whether the larger batch may still be faster by more than `GAIN`, as far as the intervals can tell."""
-    ratio = after.samples_per_second / before.samples_per_second
-    noise = math.hypot(before.relative_half_width, after.relative_half_width)
-    return ratio * (1 + noise) > 1 + GAIN
+def _largest_fitting(found: Sequence[ProbeResult]) -> float:
+    """Return the largest micro-batch of a precision that fits; infinite while nothing is known.
 
-
-def largest_fitting(found: Sequence[ProbeResult], precision: str) -> float:
-    """Return the largest micro-batch that fits, by the line through two cells; infinite while nothing is known.
-
-    A cell that ran out of memory bounds it as well: one deliberate failure for a precision is the most there is.
+    A cell that ran out of memory limits it as well, so a precision runs out of memory at most once.
     """
-    failed = [
-        one.micro_batch
-        for one in found
-        if one.precision == precision and one.status == "out of memory"
-    ]
+    failed = [one.micro_batch for one in found if one.status == "out of memory"]
     bound = min(failed) / 2 if failed else math.inf
-    line = memory_line([one for one in found if one.precision == precision])
     limits = [one.memory_limit_bytes for one in found if one.memory_limit_bytes]
-    if line is None or not limits or line[1] <= 0:
-        return bound
-    return min(bound, (HEADROOM * min(limits) - line[0]) / line[1])
-
-
-def memory_line(found: Sequence[ProbeResult]) -> tuple[float, float] | None:
-    """Return (bytes at zero, bytes a sample of the micro-batch) through the two largest measured micro-batches."""
     by_micro = {
         one.micro_batch: one.memory_bytes
         for one in found
         if one.status == "ok" and one.memory_bytes
     }
-    if len(by_micro) < 2:
-        return None
+    if len(by_micro) < 2 or not limits:
+        return bound
+    # The line through the two largest micro-batches.
     (low, low_bytes), (high, high_bytes) = sorted(by_micro.items())[-2:]
-    slope = (high_bytes - low_bytes) / (high - low)
-    return low_bytes - slope * low, slope
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    bytes_per_sample = (high_bytes - low_bytes) / (high - low)
+    if bytes_per_sample <= 0:
+        return bound
+    fixed_bytes = low_bytes - bytes_per_sample * low
+    return min(bound, (HEADROOM * min(limits) - fixed_bytes) / bytes_per_sample)
 
 
 def fastest(measured: Sequence[ProbeResult]) -> list[ProbeResult]:
-    """Return, of every batch size, the cell with the most samples/s: the frontier."""
+    """Return the cell with the most samples/s of every batch size, by batch size."""
     best: dict[int, ProbeResult] = {}
     for one in measured:
-        if one.status == "ok" and one.samples_per_second > _speed(best.get(one.batch_size)):
+        known = best.get(one.batch_size)
+        speed = known.samples_per_second if known else 0.0
+        if one.status == "ok" and one.samples_per_second > speed:
             best[one.batch_size] = one
     return [best[size] for size in sorted(best)]
 
 
 def knee(measured: Sequence[ProbeResult]) -> ProbeResult | None:
-    """Return the smallest batch within 5 % of the highest speed."""
+    """Return the smallest batch within 5 % of the highest speed, or None without a measurement."""
     frontier = fastest(measured)
-    peak = max(map(_speed, frontier), default=0.0)
-    return next((one for one in frontier if one.samples_per_second >= (1 - GAIN) * peak), None)
+    peak = max((one.samples_per_second for one in frontier), default=0.0)
+    return next((one for one in frontier if one.samples_per_second >= (1 - _GAIN) * peak), None)
 
 
 def worth_searching(measured: Sequence[ProbeResult], precisions: Sequence[str]) -> list[str]:
-    """Return the precisions that come within a tenth of the fastest at some batch size."""
+    """Return the precisions that come within 10 % of the fastest at some batch size."""
     peaks = {one.batch_size: one.samples_per_second for one in fastest(measured)}
     near = {
         one.precision
@@ -172,21 +160,3 @@ def worth_searching(measured: Sequence[ProbeResult], precisions: Sequence[str]) 
         if one.status == "ok" and one.samples_per_second >= 0.9 * peaks[one.batch_size]
     }
     return [name for name in precisions if name in near]
-
-
-def hardware_batch(measured: Sequence[ProbeResult]) -> float | None:
-    """Return the batch that gives half the peak speed, by a least-squares line through the step times T = a + b B."""
-    found = fastest(measured)
-    if len(found) < 2:
-        return None
-    xs, ys = [one.batch_size for one in found], [one.step_seconds for one in found]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum(
-        (x - mean_x) ** 2 for x in xs
-    )
-    intercept = mean_y - slope * mean_x
-    return max(0.0, intercept) / slope if slope > 0 else None
-
-
-def _speed(one: ProbeResult | None) -> float:
-    return 0.0 if one is None else one.samples_per_second

@@ -1,8 +1,9 @@
-"""When a speed may be believed: warm-up until windows agree, then batch means until the interval is narrow. Pure.
+"""Decide when a measured speed is steady, and how exact it is. Pure.
 
-Step times are correlated, so a window of many steps counts as one observation (the method of batch means; Law &
-Kelton): with windows much longer than the correlation they are nearly independent, and what correlation is left between
-neighbours widens the interval.
+First windows warm up until two in a row agree. Then windows are measured until the confidence
+interval is narrow. Step times are correlated, so one window of many steps counts as one observation
+(the method of batch means; Law & Kelton). Windows much longer than the correlation are nearly
+independent, and the correlation that is left between neighbours widens the interval.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ import statistics
 
 from rankzero.confidence import half_width
 
-AGREE = 0.05  # two windows in a row that differ by less: warm
-FEWEST, MOST_WARM_UP = 5, 12  # windows
+_AGREEMENT = 0.05  # the relative difference of two windows in a row, once it is warm
+FEWEST = 5
+"""Windows that are measured at least."""
+_MOST_WARM_UP = 12
 
 
 @dataclasses.dataclass
-class Steady:
-    """Windows of equal work, in seconds each; asked after every one whether it is enough."""
+class SteadyState:
+    """Windows of equal work, in seconds each. Ask after every one whether it is `enough`."""
 
     relative: float = 0.01
-    """Half the 95 % interval over the mean, to be reached."""
+    """The wanted half width of the 95 % interval over the mean."""
     most_seconds: float = 6.0
-    """The cap, warm-up not counted."""
+    """The limit of the measurement, without the warm-up."""
     warm: bool = False
     warm_up: list[float] = dataclasses.field(default_factory=list)
     windows: list[float] = dataclasses.field(default_factory=list)
@@ -37,12 +40,14 @@ class Steady:
             return
         if self.warm_up:
             before = self.warm_up[-1]
-            self.warm = abs(seconds - before) <= AGREE * before or len(self.warm_up) >= MOST_WARM_UP
+            agree = abs(seconds - before) <= _AGREEMENT * before
+            # A speed that never settles is measured all the same. Its interval will be wide.
+            self.warm = agree or len(self.warm_up) >= _MOST_WARM_UP
         self.warm_up.append(seconds)
 
     @property
     def enough(self) -> bool:
-        """Tell whether the interval is narrow, or the time is up."""
+        """Return whether the interval is narrow, or the time is up."""
         if len(self.windows) < FEWEST:
             return False
         return self.relative_half_width <= self.relative or sum(self.windows) >= self.most_seconds
@@ -54,15 +59,16 @@ class Steady:
 
     @property
     def relative_half_width(self) -> float:
-        """Return half the 95 % interval over the mean, widened for what neighbours have in common."""
+        """Return half the 95 % interval over the mean, widened for the windows' correlation."""
         half = half_width(self.windows)
         return math.inf if half is None else half * math.sqrt(inflation(self.windows)) / self.mean
 
 
 def inflation(values: list[float]) -> float:
-    """Return by how much neighbours' correlation inflates the variance of the mean: (1 + r) / (1 - r) for AR(1).
+    """Return the factor by which correlated neighbours raise the variance of the mean.
 
-    The lag-1 estimate of few values is too low by about (1 + 4 r) / n (Kendall 1954), which is put back.
+    It is (1 + r) / (1 - r) for an AR(1) process with the lag-1 correlation r. The estimate of r
+    from few values is too low by about (1 + 4 r) / n (Kendall 1954), which is added back.
     """
     count = len(values)
     mean = statistics.fmean(values)

@@ -1,8 +1,9 @@
-"""The study's own run: the parent of its trials, with the verdict as its description and the evidence as artifacts."""
+"""The study's own run, the parent of its trials. The verdict is its description in MLflow."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -20,9 +21,9 @@ from rankzero.redaction.text import blotted
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import Identity, write_atomically
 from rankzero.tracking.run_log import RunLog
+from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.trial import Trial
 
-SWEET_SPOT, TRIALS = "sweet_spot.yaml", "trials"
 COLUMNS = (
     "trial",
     "state",
@@ -38,10 +39,14 @@ COLUMNS = (
     "run",
     "reason",
 )
+_SHOWN_COLUMNS = 8  # in the run's description
 
 
-class Record:
-    """The study's run, open for the duration of a with block."""
+class StudyRun:
+    """The study's run, open during a with block.
+
+    `offline`: record it only; `rankzero sync` delivers it later.
+    """
 
     def __init__(
         self,
@@ -53,13 +58,16 @@ class Record:
         offline: bool = False,
     ) -> None:
         self._log = RunLog.open(runs, identity, Ranks(), gpu_uuids=(), offline=offline)
-        self.folder = self._log.folder
-        self.environment = self._where_from(argv)
-        self._params = params
+        self.folder, self._params = self._log.folder, params
+        found = provenance.collect(Path.cwd(), argv, os.environ)
+        provenance.write_artifacts(found, self.folder.artifacts)
+        file = os.path.relpath(identity.experiment_file or "", Path.cwd())
+        self.environment = {**provenance.environment(found), "rankzero.experiment_file": file}
+        """The tags of this run, and of its children."""
         self._status: Status = "FAILED"
         self._reason, self._summary = "ended without a verdict", dict[str, float]()
 
-    def __enter__(self) -> Record:
+    def __enter__(self) -> StudyRun:
         tags = {**self.environment, "rankzero.study": self.folder.path.name}
         self._log(RunStarted(time.time(), self._params, tags, self._log.attempt))
         return self
@@ -71,14 +79,14 @@ class Record:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
-            self._status, self._reason = "KILLED", "stopped by Ctrl-C; the same command goes on"
+            self._status, self._reason = "KILLED", "stopped by Ctrl-C; the same command resumes it"
         elif error is not None:
             self._status, self._reason = "FAILED", f"{type(error).__name__}: {error}"
         self._log(RunEnded(time.time(), self._status, self._reason, None, self._summary))
         self._log.close()
 
-    def trial(self, trial: Trial, best: float | None) -> None:
-        """Draw a trial into the study's curves; the step is its number."""
+    def log_trial(self, trial: Trial, best: float | None) -> None:
+        """Log a trial into the study's curves. The step is the trial's number."""
         known = {
             "value": trial.value,
             "best_value": best,
@@ -91,12 +99,12 @@ class Record:
         self._log(StepsLogged([trial.number], [time.time()], metrics))
         self._log.flush()
 
-    def finished(self, reason: str, summary: Mapping[str, float]) -> None:
-        """Say how it ends: with `reason`."""
+    def finish(self, reason: str, summary: Mapping[str, float]) -> None:
+        """Let the run end as FINISHED, with `reason`."""
         self._status, self._reason, self._summary = "FINISHED", reason, dict(summary)
 
     def notice(self, text: str) -> None:
-        """Say something that people should see."""
+        """Log a message for people."""
         self._log.notice(text)
 
     def write(self, name: str, text: str) -> None:
@@ -105,32 +113,56 @@ class Record:
         write_atomically(self.folder.artifacts / name, text)
 
     def write_description(self, markdown: str) -> None:
-        """Set what the run's page says instead of the usual report."""
+        """Set the run's description in MLflow, in the place of the usual report."""
         write_atomically(self.folder.description, markdown)
 
     def write_trials(self, trials: Sequence[Trial]) -> None:
-        """Write the trials as a table, for spreadsheets and for MLflow's artifact viewer."""
+        """Write the trials as tables: for MLflow's artifact viewer, and for spreadsheets."""
         rows = [row_of(trial) for trial in trials]
-        self.write(f"{TRIALS}.json", json.dumps({"columns": list(COLUMNS), "data": rows}))
+        self.write("trials.json", json.dumps({"columns": list(COLUMNS), "data": rows}))
         table = io.StringIO()
         csv.writer(table).writerows([COLUMNS, *rows])
-        self.write(f"{TRIALS}.csv", table.getvalue())
+        self.write("trials.csv", table.getvalue())
 
-    def _where_from(self, argv: Sequence[str]) -> dict[str, str]:
-        found = provenance.collect(Path.cwd(), argv, os.environ)
-        provenance.write_artifacts(found, self.folder.artifacts)
-        experiment = os.path.relpath(self.folder.identity.experiment_file or "", Path.cwd())
-        return {**provenance.environment(found), "rankzero.experiment_file": experiment}
+    def write_probe_map(self, measured: Sequence[ProbeResult]) -> None:
+        """Write the probe map as a table for MLflow's artifact viewer."""
+        rows = [{**dataclasses.asdict(one), "bound": one.bound} for one in measured]
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+        self.write("probe_map.json", json.dumps(table))
+
+    def write_sweet_spot(self, experiment: Experiment, verdict: str, command: str) -> None:
+        """Write ``sweet_spot.yaml``, for ``rankzero train --from``."""
+        self.write("sweet_spot.yaml", sweet_spot_yaml(experiment, verdict, command))
 
 
 def row_of(trial: Trial) -> list[Any]:
+    """Return a trial's row of a table with `COLUMNS`."""
     known = {"trial": trial.number, "state": trial.state, "value": trial.value, **trial.facts}
     return [known.get(column) for column in COLUMNS]
 
 
-def sweet_spot_yaml(experiment: Experiment, says: str, command: str) -> str:
-    """Return the configuration that a search hands out, less what looks secret, with its evidence as comments."""
-    head = [f"# {line}" for line in (says, f"Use it: {command}")]
-    return "\n".join(
-        [*head, config.to_yaml(experiment, instead=blotted(config.rendered(experiment)))]
-    )
+def trials_markdown(trials: Sequence[Trial]) -> str:
+    """Return the trials as a Markdown table, the best first."""
+    head = [
+        f"{name.replace('_per_second', '/s').replace('_', ' ')}&emsp;"
+        for name in COLUMNS[:_SHOWN_COLUMNS]
+    ]
+    ranked = sorted(trials, key=lambda trial: (trial.value is None, trial.rank, trial.number))
+    rows = [[_cell(value) for value in row_of(trial)[:_SHOWN_COLUMNS]] for trial in ranked]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def sweet_spot_yaml(experiment: Experiment, verdict: str, command: str) -> str:
+    """Return a configuration as YAML, without secrets, with its evidence as comments."""
+    settings = config.to_yaml(experiment, instead=blotted(config.rendered(experiment)))
+    return f"# {verdict}\n# Use it: {command}\n{settings}"
+
+
+def _cell(value: Any) -> str:
+    """Return a value as text. MLflow sets a table's columns without a gap, so add one."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}&emsp;" if abs(value) >= 1000 else f"{value:.4g}&emsp;"
+    return f"{value}&emsp;"

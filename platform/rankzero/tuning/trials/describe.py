@@ -1,8 +1,9 @@
-"""The user's experiment without the user's file: its settings, read in a process that may import PyTorch.
+"""The user's experiment without the user's file: its settings, read in a process with PyTorch.
 
-The search itself imports none, so that it holds no GPU memory and survives whatever the file does. A child, forked
-from the server that trials are forked from, loads the file and sends back plain values; out of these the search makes
-a class with the same settings. Whatever the file's own checks refuse, a trial's process says.
+The search imports no PyTorch, so it holds no GPU memory and survives whatever the file does. A
+child, forked from the server that trials are forked from, loads the file and sends plain values
+back. The search makes a class with the same settings of these; see docs/decisions/0020. If the
+file's own checks refuse a value, the trial's process reports that.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rankzero import config, experiment_file
 from rankzero.errors import RunFailed, UserError
-from rankzero.experiment import Experiment, Goal, Range, Train
+from rankzero.experiment import Experiment, Range
 
-ADAPTIVE, PLAIN = 0.5, 1.0
+ADAPTIVE_EXPONENT, SGD_EXPONENT = 0.5, 1.0  # of the batch size, in the learning rate's rule
 
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentDescription:
-    """An experiment in plain values, and what the machine offers it."""
+    """An experiment in plain values, and the machine's part of a search."""
 
     name: str
     settings: tuple[config.Leaf, ...]
@@ -37,74 +39,86 @@ class ExperimentDescription:
     gpus: int = 0
 
 
-class _Pipe(Protocol):
-    def send(self, what: Any) -> None: ...
-    def close(self) -> None: ...
-
-
 def describe(
     reference: str, settings: Mapping[str, str], processes: int | None, parallel: int = 1
 ) -> ExperimentDescription:
-    """Return the description of the experiment in a file, read in a child. Raises UserError, ConfigError, RunFailed.
+    """Return the description of the experiment in a file, which a child process reads.
 
-    `processes`: of each trial; None: as many as there are GPUs for each of the `parallel` ones.
+    `processes`: of each trial. None: as many as there are GPUs for each of the `parallel` trials.
+    Raises UserError, ConfigError, and RunFailed for errors of the file itself.
     """
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
     child = context.Process(
-        target=_child, args=(reference, dict(settings), processes, parallel, writer)
+        target=_child, args=(writer, reference, dict(settings), processes, parallel)
     )
     child.start()
     writer.close()
     try:
-        kind, content = reader.recv()
+        answer = reader.recv()
     except EOFError:
         child.join()
         raise RunFailed(f"the process that reads {reference} ended with {child.exitcode}") from None
     child.join()
-    if kind == "described":
-        found: ExperimentDescription = content
-        return found
-    raise {"user": UserError, "config": config.ConfigError}.get(kind, RunFailed)(content)
+    if isinstance(answer, ExperimentDescription):
+        return answer
+    raise answer
 
 
 def mirrored(description: ExperimentDescription) -> Experiment:
-    """Return an experiment with the description's settings; it cannot be trained, only configured."""
-    fields: dict[str, Any] = {"search": dict(description.search)}
-    annotations: dict[str, Any] = {}
-    for name, leaves in _by_first_part(description.settings).items():
-        if name in ("train", "goal", "lr"):
+    """Return an experiment with the description's settings. It can be configured, not trained."""
+    values = {leaf.key: leaf.value for leaf in description.settings}
+    # The base class has these three already, with the checks of their values.
+    own = [leaf for leaf in description.settings if not leaf.key.startswith(("train.", "goal."))]
+    fields = _fields([leaf for leaf in own if leaf.key != "lr"])
+    body: dict[str, Any] = {
+        "__annotations__": {name: annotation for name, annotation, _ in fields},
+        **{name: default for name, _, default in fields},
+        "search": dict(description.search),
+    }
+    cls: type[Experiment] = type(description.name, (Experiment,), body)
+    return config.override(cls(), values)
+
+
+def _fields(leaves: Sequence[config.Leaf]) -> list[tuple[str, Any, Any]]:
+    """Return (name, type, default) of the fields that have these settings; groups are nested.
+
+    A trailing underscore is not part of a setting's key. It keeps a field apart from a method.
+    """
+    groups: dict[str, list[config.Leaf]] = {}
+    for leaf in leaves:
+        groups.setdefault(leaf.key.partition(".")[0], []).append(leaf)
+    fields: list[tuple[str, Any, Any]] = []
+    for name, found in groups.items():
+        if found[0].key == name:
+            fields.append((f"{name}_", found[0].annotation, found[0].value))
             continue
-        if leaves[0].key == name:
-            annotations[name + "_"], fields[name + "_"] = leaves[0].annotation, leaves[0].value
-        else:
-            group = _group(name, leaves)
-            annotations[name + "_"], fields[name + "_"] = group, group()
-    known = {leaf.key: leaf.value for leaf in description.settings}
-    fields["train"] = config.override(Train(), _of_group(known, "train"))
-    fields["goal"] = Goal(**_of_group(known, "goal"))
-    fields["lr"] = known["lr"]
-    annotations |= {"train": Train, "goal": Goal, "lr": float}
-    cls: type[Experiment] = type(
-        description.name, (Experiment,), {"__annotations__": annotations, **fields}
-    )
-    return cls()
+        inner = [dataclasses.replace(leaf, key=leaf.key.removeprefix(f"{name}.")) for leaf in found]
+        members = [
+            (key, annotation, dataclasses.field(default=default))
+            for key, annotation, default in _fields(inner)
+        ]
+        group: Any = dataclasses.make_dataclass(name, members, frozen=True)
+        fields.append((f"{name}_", group, group()))
+    return fields
 
 
 def _child(
-    reference: str, settings: Mapping[str, str], processes: int | None, parallel: int, pipe: _Pipe
+    pipe: Connection,
+    reference: str,
+    settings: Mapping[str, str],
+    processes: int | None,
+    parallel: int,
 ) -> None:
     from rankzero.launch import failures, signals
 
     signals.unblock()
     try:
-        pipe.send(("described", _described(reference, settings, processes, parallel)))
-    except UserError as error:
-        pipe.send(("user", str(error)))
-    except config.ConfigError as error:
-        pipe.send(("config", str(error)))
-    except Exception as error:  # the user's own code
-        pipe.send(("failed", failures.reason(error)))
+        pipe.send(_described(reference, settings, processes, parallel))
+    except (UserError, config.ConfigError) as error:
+        pipe.send(error)
+    except Exception as error:  # the user's own, of a class that the search may not know
+        pipe.send(RunFailed(failures.reason(error)))
     pipe.close()
 
 
@@ -123,68 +137,40 @@ def _described(
         raise UserError(
             "train.strategy=dp takes all GPUs for one trial: leave out --parallel, or use ddp"
         )
-    processes = (
-        processes if processes is not None else strategies.processes(strategy, gpus // parallel)
-    )
+    if processes is None:
+        processes = strategies.processes(strategy, gpus // parallel)
     if processes < 1:
         raise UserError("--nproc must be at least 1")
     check_gpus(processes)
-    micro_batch_size(experiment.train, strategies.shards(experiment.train.strategy, processes))
-    optimizer = experiment.optimizer(experiment.model())
+    # Called for its check: it raises if the batch cannot be divided.
+    micro_batch_size(experiment.train, strategies.shards(strategy, processes))
+    optimizer = type(experiment.optimizer(experiment.model())).__name__
     return ExperimentDescription(
         name=type(experiment).__name__,
         settings=tuple(config.leaves(experiment)),
         search=dict(type(experiment).search),
-        lr_exponent=PLAIN if "sgd" in type(optimizer).__name__.lower() else ADAPTIVE,
+        lr_exponent=SGD_EXPONENT if "sgd" in optimizer.lower() else ADAPTIVE_EXPONENT,
         processes=processes,
         samples=len(experiment.data()[0]),
-        precisions=_precisions(),
+        precisions=_fast_precisions(),
         device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         driver=driver_version() if torch.cuda.is_available() else "",
         gpus=gpus,
     )
 
 
-def _precisions() -> tuple[str, ...]:
-    """Return the number formats that this machine computes fast in; this child may touch CUDA, it ends at once."""
+def _fast_precisions() -> tuple[str, ...]:
+    """Return the number formats that this machine computes fast in."""
     import torch
 
-    if not torch.cuda.is_available():
-        return ("fp32", "bf16") if _cpu_has_bf16() else ("fp32",)
-    major, _ = torch.cuda.get_device_capability(0)
-    return ("fp32", "tf32", "bf16", "fp16") if major >= 8 else ("fp32", "fp16")
-
-
-def _cpu_has_bf16() -> bool:
-    """Tell whether the processor multiplies bf16 by itself, which AVX-512 BF16 and AMX do."""
+    # This child may initialize CUDA: it ends at once, and no rank is forked from it.
+    if torch.cuda.is_available():
+        major, _ = torch.cuda.get_device_capability(0)
+        return ("fp32", "tf32", "bf16", "fp16") if major >= 8 else ("fp32", "fp16")
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def _by_first_part(settings: Sequence[config.Leaf]) -> dict[str, list[config.Leaf]]:
-    groups: dict[str, list[config.Leaf]] = {}
-    for leaf in settings:
-        groups.setdefault(leaf.key.partition(".")[0], []).append(leaf)
-    return groups
-
-
-def _of_group(known: Mapping[str, Any], group: str) -> dict[str, Any]:
-    return {
-        key.removeprefix(group + "."): value
-        for key, value in known.items()
-        if key.startswith(group + ".")
-    }
-
-
-def _group(prefix: str, leaves: Sequence[config.Leaf]) -> type[Any]:
-    """Return a frozen dataclass with the settings of a group, and of groups within it."""
-    inner = [dataclasses.replace(leaf, key=leaf.key.removeprefix(prefix + ".")) for leaf in leaves]
-    fields: list[tuple[str, Any, Any]] = []
-    for name, found in _by_first_part(inner).items():
-        kind = found[0].annotation if found[0].key == name else _group(name, found)
-        default = found[0].value if found[0].key == name else kind()
-        fields.append((name + "_", kind, dataclasses.field(default=default)))
-    return dataclasses.make_dataclass(prefix, fields, frozen=True)
+        return ("fp32",)
+    # AVX-512 BF16 and AMX multiply bf16 in hardware. Other processors emulate it, slowly.
+    has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
+    return ("fp32", "bf16") if has_bf16 else ("fp32",)

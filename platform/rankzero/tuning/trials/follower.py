@@ -1,45 +1,46 @@
-"""One trial, followed to its end, and what becomes of it.
+"""Start trials, several at a time, and follow each one's journal to its end.
 
     ask -> configuration -> launch -> follow the journal -> report / prune -> tell
 
-What becomes of a trial, in Optuna and in MLflow:
+One process does this, without threads. A trial ends in Optuna and in MLflow as:
 
     trained to its end                     COMPLETE   FINISHED
     pruned, or cannot win any more         PRUNED     KILLED
-    out of memory, loss not finite         PRUNED     FAILED     an answer about the configuration: infeasible
+    out of memory, loss not finite         PRUNED     FAILED     the configuration is infeasible
     crash, hang (killed after a silence)   FAIL       FAILED
-    Ctrl-C                                 FAIL       KILLED     tried again when the study goes on
+    Ctrl-C                                 FAIL       KILLED     tried again at the next start
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rankzero.config import flatten
+from rankzero.config import flatten, override
+from rankzero.errors import RunFailed
 from rankzero.events import RunEnded, SystemSampled
 from rankzero.experiment import Experiment
 from rankzero.launch.failures import FailureKind
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import QUALITY, Objective
-from rankzero.tuning.study import Study
 from rankzero.tuning.trial import State
-from rankzero.tuning.trials.launcher import Running
+from rankzero.tuning.trials.launcher import Launcher, TrialRun
 
 MEMORY = "memory"
-OF_A_TRIAL = {
+"""A constraint of a trial: 1.0 if the device ran out of memory."""
+# A trial is measured and not kept.
+TRIAL_SETTINGS = {
     "train.checkpoints.save_every": 0,
     "train.mlflow.log_model": False,
     "train.mlflow.log_pictures": False,
-}  # a trial is judged, not kept
-Say = Callable[[str], None]
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class TrialResult:
-    """What became of a trial."""
+    """How a trial ended."""
 
     state: State
     curve: LearningCurve
@@ -49,141 +50,179 @@ class TrialResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class StopRules:
-    """What may end a trial before its end."""
+class TrialJob:
+    """A configuration to train, what may stop it early, and the receiver of its result."""
 
+    experiment: Experiment
+    name: str
+    objective: Objective
+    ended: Callable[[TrialResult | None], None]
+    """Called once, with None if the search stops before the trial has ended."""
     report: Callable[[int, float], bool] | None = None
-    """Gets a rung, the same training time for every trial, and the progress there; true: prune. None: never."""
+    """Takes a rung (the same training time for every trial) and the progress there. True: prune."""
     best: float | None = None
-    """The value that a trial must be able to beat."""
+    """The value that the trial must be able to beat."""
     rung_seconds: float = 0.0
     silence_seconds: float = 300.0
-    """Without a sign of life for so long, it is killed."""
+    """The trial is killed if its journal stays silent for so long."""
 
 
-class Follower:
-    """Follows one trial: reads its journal, prunes it where it cannot win, kills it after a silence."""
+class TrialPool:
+    """Launchers that run trials side by side."""
 
-    def __init__(
-        self,
-        running: Running,
-        objective: Objective,
-        terms: StopRules,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._running, self._objective, self._terms, self._clock = running, objective, terms, clock
-        self._curve, self._heard, self._asked, self._rung = (
-            LearningCurve(objective.goal),
-            clock(),
-            "",
-            0,
-        )
-        self._killed = False
+    def __init__(self, launchers: Sequence[Launcher]) -> None:
+        self._free = list(launchers)
+        self._busy: list[_Follower] = []
+
+    def run(self, next_job: Callable[[], TrialJob | None]) -> None:
+        """Run jobs until none runs and `next_job` returns None.
+
+        A free launcher asks for the next job. Ctrl-C and errors stop all trials, at the end of a
+        step, before they pass through.
+        """
+        try:
+            while True:
+                self._start(next_job)
+                if not self._busy:
+                    return
+                for follower in tuple(self._busy):
+                    if (result := follower.poll()) is not None:
+                        self._release(follower)
+                        follower.job.ended(result)
+        except BaseException:
+            # All get the request before the first is waited for, so that they stop together.
+            for follower in self._busy:
+                follower.run.stop()
+            for follower in tuple(self._busy):
+                follower.run.close()
+                self._release(follower)
+                follower.job.ended(None)
+            raise
+
+    def run_all(self, jobs: Iterable[TrialJob]) -> None:
+        """Run these jobs, in this order."""
+        left = iter(jobs)
+        self.run(lambda: next(left, None))
+
+    def _start(self, next_job: Callable[[], TrialJob | None]) -> None:
+        while self._free and (job := next_job()) is not None:
+            try:
+                follower = _Follower(self._free[0], job)
+            except BaseException:
+                job.ended(None)
+                raise
+            self._busy.append(follower)
+            self._free.pop(0)
+
+    def _release(self, follower: _Follower) -> None:
+        self._busy.remove(follower)
+        self._free.insert(0, follower.launcher)
+
+
+def run_alone(launcher: Launcher, experiment: Experiment, name: str) -> TrialResult:
+    """Train a configuration to its end, outside of a search; return how it ended."""
+    results: list[TrialResult | None] = []
+    objective = Objective("throughput", experiment.goal, None)
+    experiment = override(experiment, TRIAL_SETTINGS)
+    TrialPool([launcher]).run_all([TrialJob(experiment, name, objective, results.append)])
+    if (result := results[0]) is None:
+        raise RunFailed(f"{name} was stopped")
+    return result
+
+
+class _Follower:
+    """One trial: reads its journal, prunes it if it cannot win, kills it after a silence."""
+
+    def __init__(self, launcher: Launcher, job: TrialJob) -> None:
+        self.launcher, self.job = launcher, job
+        self.run: TrialRun = launcher.start(job.experiment, job.name)
+        self._curve = LearningCurve(job.objective.goal)
+        self._last_event = time.monotonic()
+        self._rung = 0
+        self._stop_reason = ""
+        """Why this process asked the trial to stop."""
+        self._is_killed = False
 
     def poll(self) -> TrialResult | None:
-        """Read what is new, and ask the trial to stop where that is due; return what became of it once it ended."""
-        if self._running.over:
-            self.close()
+        """Read new events, stop the trial if that is due; return its result once it has ended."""
+        if self.run.has_ended:
+            self.run.close()
             self._read()
-            return classify(self._curve, self._objective, self._asked, self._running.failure)
+            return self._result()
         if self._read():
-            self._judge()
-        elif self._clock() - self._heard > self._terms.silence_seconds and not self._killed:
-            self._killed, self._asked = (
-                True,
-                f"no sign of life for {self._terms.silence_seconds:.0f} s",
-            )
-            self._running.kill(self._asked)
+            self._prune_if_due()
+        elif self._is_silent() and not self._is_killed:
+            self._is_killed = True
+            self._stop_reason = f"no sign of life for {self.job.silence_seconds:.0f} s"
+            self.run.kill(self._stop_reason)
         return None
 
-    def stop(self) -> None:
-        """Ask the trial to stop, as Ctrl-C does."""
-        self._running.stop()
-
-    def close(self) -> None:
-        """Leave nothing of the trial behind."""
-        self._running.close()
-
     def _read(self) -> bool:
-        events = self._running.news()
+        events = self.run.new_events()
         for event in events:
             self._curve(event)
+        # The recorder samples the machine also while the ranks hang: that is no sign of life.
         if not all(isinstance(event, SystemSampled) for event in events):
-            self._heard = self._clock()
+            self._last_event = time.monotonic()
         return bool(events)
 
-    def _judge(self) -> None:
-        """Prune the trial where it cannot win, or where others were better at the same training time."""
-        if self._asked:
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self._last_event > self.job.silence_seconds
+
+    def _prune_if_due(self) -> None:
+        """Prune the trial if it cannot win, or if others were better at the same training time."""
+        if self._stop_reason:
             return
-        best, objective, curve = self._terms.best, self._objective, self._curve
-        if objective.hopeless(curve, best):
-            self._asked = f"cannot beat the best, {best:.3g} s, any more"
-        elif self._is_at_a_new_rung() and self._terms.report is not None:
-            worse = self._terms.report(self._rung, objective.progress(curve))
-            self._asked = "worse than others at the same training time" if worse else ""
-        if self._asked:
-            self._running.prune(self._asked)
+        job, curve = self.job, self._curve
+        rung = int(curve.seconds / job.rung_seconds) if job.rung_seconds > 0 else 0
+        if job.objective.cannot_beat(curve, job.best):
+            self._stop_reason = f"cannot beat the best, {job.best:.3g} s, any more"
+        elif rung > self._rung and curve.points and job.report is not None:
+            self._rung = rung
+            if job.report(rung, job.objective.progress(curve)):
+                self._stop_reason = "worse than others at the same training time"
+        if self._stop_reason:
+            self.run.prune(self._stop_reason)
 
-    def _is_at_a_new_rung(self) -> bool:
-        seconds = self._terms.rung_seconds
-        now = int(self._curve.seconds / seconds) if seconds > 0 else 0
-        if now <= self._rung or not self._curve.points:
-            return False
-        self._rung = now
-        return True
-
-
-def classify(
-    curve: LearningCurve, objective: Objective, asked: str, failure: FailureKind | None = None
-) -> TrialResult:
-    """Return what became of a trial whose processes have ended."""
-    ended = curve.ended or RunEnded(0.0, "FAILED", "no process of it said anything", None, {})
-    reason = asked or ended.reason
-    if ended.status == "FINISHED":
-        judged = objective.judge(curve)
-        return TrialResult(
-            "COMPLETE", curve, ended.reason, {**judged.constraints, MEMORY: 0.0}, judged.value
-        )
-    if ended.status == "KILLED" and asked:
-        return TrialResult(
-            "PRUNED", curve, reason, {QUALITY: objective.gap(curve), MEMORY: 0.0}, None
-        )
-    if failure is FailureKind.OUT_OF_MEMORY:
-        return TrialResult("PRUNED", curve, ended.reason, {QUALITY: 1.0, MEMORY: 1.0}, None)
-    if failure is FailureKind.NOT_FINITE:
-        return TrialResult("PRUNED", curve, ended.reason, {QUALITY: 1.0, MEMORY: 0.0}, None)
-    return TrialResult("FAIL", curve, reason, {}, None)
+    def _result(self) -> TrialResult:
+        """Return how the trial ended, after its processes have."""
+        curve, objective = self._curve, self.job.objective
+        ended = curve.ended or RunEnded(0.0, "FAILED", "its processes wrote no end", None, {})
+        if ended.status == "FINISHED":
+            return complete(curve, objective)
+        reason = self._stop_reason or ended.reason
+        if ended.status == "KILLED" and self._stop_reason:
+            gaps = {QUALITY: objective.gap(curve), MEMORY: 0.0}
+            return TrialResult("PRUNED", curve, reason, gaps, None)
+        # Both say something about the configuration, so the sampler shall learn of them.
+        infeasible = {FailureKind.OUT_OF_MEMORY: 1.0, FailureKind.NOT_FINITE: 0.0}
+        if (kind := self.run.failure) in infeasible:
+            constraints = {QUALITY: 1.0, MEMORY: infeasible[kind]}
+            return TrialResult("PRUNED", curve, ended.reason, constraints, None)
+        return TrialResult("FAIL", curve, reason, {}, None)
 
 
-def facts(found: TrialResult, experiment: Experiment, label: str) -> dict[str, Any]:
-    """Return what the study keeps of a trial."""
-    settings, curve = flatten(experiment), found.curve
+def complete(curve: LearningCurve, objective: Objective) -> TrialResult:
+    """Return the result of a trial that was trained to its end."""
+    reason = curve.ended.reason if curve.ended else ""
+    constraints = {QUALITY: objective.gap(curve), MEMORY: 0.0}
+    return TrialResult("COMPLETE", curve, reason, constraints, objective.value(curve))
+
+
+def facts(result: TrialResult, experiment: Experiment, label: str) -> dict[str, Any]:
+    """Return the study's attributes of a trial. Old studies have them: the names stay."""
+    settings, curve = flatten(experiment), result.curve
     known = {
         "run": label,
-        "reason": found.reason,
+        "reason": result.reason,
         "batch_size": settings["train.batch_size"],
         "precision": settings["train.precision"],
         "lr": settings["lr"],
         "train_seconds": curve.seconds,
         "best": curve.best,
         "samples_per_second": curve.samples_per_second,
-        "memory_megabytes": _peak(curve, "gpu_memory_usage_megabytes"),
+        "memory_megabytes": curve.memory_megabytes,
         "joules": curve.joules,
         "curve": [[point.step, round(point.seconds, 4), point.value] for point in curve.points],
     }
     return {name: fact for name, fact in known.items() if fact is not None}
-
-
-def best_value(study: Study) -> float | None:
-    """Return the lowest value of a feasible trial."""
-    values = [trial.value for trial in study.trials() if trial.feasible and trial.value is not None]
-    return min(values, default=None)
-
-
-def _peak(curve: LearningCurve, name: str) -> float | None:
-    stem, _, rest = name.partition("_")
-    found = [
-        value for key, value in curve.peaks.items() if f"/{stem}_" in key and key.endswith(rest)
-    ]
-    return max(found, default=None)

@@ -1,62 +1,69 @@
-"""The process that launches trials, one after the other: `rankzero train` that stays. Has PyTorch; the search has not.
+"""The process that launches trials, one after the other. It has PyTorch; the search has not.
 
-    search ── pipe ──▶ host ── torchrun's agent ──▶ ranks, forked anew for each trial from the host's warm server
+    search ── pipe ──▶ host ── torchrun's agent ──▶ ranks, forked for each trial from a warm server
 
-The search sends what to do through the pipe and steers the trial that runs with signals: SIGUSR2 prunes, SIGTERM stops,
-SIGQUIT kills. Whatever becomes of a trial, to the search it is a message, or a process that ended.
+The search sends requests through the pipe, and controls the running trial by signals: SIGUSR2
+prunes, SIGTERM stops, SIGQUIT kills. A trial that ends, in whatever way, is to the search a
+message, or a host process that ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from rankzero.config import ConfigError
-from rankzero.errors import UserError
 from rankzero.launch import agent, output
 from rankzero.launch.signals import SignalForwarder, handled_signals
-from rankzero.tuning.trials import describe as mirror
+from rankzero.tuning.trials.describe import ExperimentDescription, describe
 from rankzero.tuning.trials.resources import EVERYTHING, VISIBLE, Share
 
-ORPHAN_SECONDS = 20.0  # what the ranks get to stop by themselves once the search is gone
-STEERING = (signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT)
+_ORPHAN_SECONDS = 20.0  # for the ranks to stop by themselves once the search has died
+# The server that ranks are forked from imports these once, so that no rank does.
+_PRELOAD = ("rankzero.tuning.probe.worker", "rankzero.tuning.trials.launcher")
 
 
 class Host:
-    """The search's end: a host process on a share of the machine, started again where it died."""
+    """The search's end: a host process on a share of the machine, started again if it died."""
 
     def __init__(self, libraries: Sequence[str], share: Share = EVERYTHING) -> None:
         self._libraries, self._share = libraries, share
         self._start()
 
     def describe(
-        self, reference: str, settings: dict[str, str], processes: int | None, parallel: int = 1
-    ) -> mirror.ExperimentDescription:
-        """Return what the experiment in a file is. Raises UserError, ConfigError, RunFailed."""
-        self._pipe.send(("describe", reference, settings, processes, parallel))
-        answer = self._answer()
-        if isinstance(answer, mirror.ExperimentDescription):
+        self, reference: str, settings: Mapping[str, str], processes: int | None, parallel: int = 1
+    ) -> ExperimentDescription:
+        """Return the description of the experiment in a file. Raises as `describe` does."""
+        self._pipe.send((_describe, reference, settings, processes, parallel))
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            code = self._process.exitcode
+            raise RuntimeError(f"the process that launches trials ended with {code}") from None
+        if isinstance(answer, ExperimentDescription):
             return answer
         raise answer
 
-    def run(self, entry: str, nodes: agent.Topology, request: Any, logs: Path) -> None:
-        """Have `entry`, ``module:function``, run in every rank; `over` tells when they have ended."""
+    def run(
+        self, entry: Callable[[Any], str], topology: agent.Topology, request: Any, logs: Path
+    ) -> None:
+        """Have every rank run `entry(request)`; return at once. See `has_ended`.
+
+        `entry`: a function at the top of a module that imports no PyTorch.
+        """
         if not self._process.is_alive():
             self._start()
-        self._pipe.send(("run", entry, nodes, request, str(logs)))
+        self._pipe.send((_launch, entry, topology, request, logs))
 
-    def over(self, seconds: float = 0.0) -> bool:
-        """Tell whether the trial has ended, waiting up to some seconds for it; true once for each trial."""
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Return whether the trial has ended, after at most `seconds`. True once for each trial."""
         if not self._pipe.poll(seconds):
             return not self._process.is_alive()
         with contextlib.suppress(EOFError):
@@ -64,14 +71,14 @@ class Host:
         return True
 
     def signal(self, number: signal.Signals) -> None:
-        """Steer the trial that runs."""
+        """Send a signal to the trial that runs."""
         pid = self._process.pid
         if pid is not None and self._process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def close(self) -> None:
-        """End the host, and with it whatever it runs."""
+        """End the host, and the trial that it runs."""
         self._pipe.close()
         self._process.join(1.0)
         if self._process.is_alive():
@@ -82,71 +89,52 @@ class Host:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=main, args=(theirs, tuple(self._libraries), self._share), name="rankzero-host"
+            target=_main, args=(theirs, tuple(self._libraries), self._share), name="rankzero-host"
         )
         self._process.start()
         theirs.close()
 
-    def _answer(self) -> Any:
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(
-                f"the process that launches trials ended with {self._process.exitcode}"
-            ) from None
 
-
-def main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
-    """Do what comes through the pipe until it is closed, on a share of the machine."""
-    _keep_to(share)
-    for number in STEERING:  # between trials there is nothing to steer
-        signal.signal(number, signal.SIG_IGN)
-    # A handler that does nothing: a trial's launch handles no signal that is ignored here.
-    for number in handled_signals([signal.SIGHUP, signal.SIGINT]):
-        signal.signal(number, _do_nothing)
-    agent.warm_up([*libraries, "rankzero.tuning.probe.worker"])
-    threading.Thread(target=_follow_the_search, daemon=True).start()
-    import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401, TID251 - now, not in the first trial
-
-    with contextlib.suppress(EOFError, ConnectionError):  # the search has gone, or was killed
-        while True:
-            kind, *words = pipe.recv()
-            pipe.send(_described(*words) if kind == "describe" else _ran(*words))
-
-
-def _do_nothing(_signal: int, _frame: FrameType | None) -> None:
-    pass
-
-
-def _keep_to(share: Share) -> None:
-    """Use nothing else, in this process and all it starts."""
+def _main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
+    """Serve requests until the pipe is closed, on a share of the machine."""
     if share.gpus is not None:
         os.environ[VISIBLE] = ",".join(share.gpus)
     if share.cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, share.cores)
+    # Between trials there is nothing to stop. A trial's launch sets handlers of its own.
+    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    # A launch handles no SIGHUP or SIGINT that is ignored here, so these get an empty handler.
+    for number in handled_signals([signal.SIGHUP, signal.SIGINT]):
+        signal.signal(number, lambda _number, _frame: None)
+    agent.warm_up([*libraries, *_PRELOAD])
+    threading.Thread(target=_follow_the_search, daemon=True).start()
+    # Imported now, while nobody waits, and not in the first trial.
+    import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401, TID251
+
+    with contextlib.suppress(EOFError, ConnectionError):  # the search has ended or was killed
+        while True:
+            serve, *given = pipe.recv()
+            pipe.send(serve(*given))
 
 
-def _described(
-    reference: str, settings: dict[str, str], processes: int | None, parallel: int
-) -> Any:
+def _describe(*given: Any) -> ExperimentDescription | Exception:
     try:
-        return mirror.describe(reference, settings, processes, parallel)
-    except (UserError, ConfigError, Exception) as error:
+        return describe(*given)
+    except Exception as error:  # the search raises it
         return error
 
 
-def _ran(entry: str, nodes: agent.Topology, request: Any, logs: str) -> str:
-    module, _, function = entry.partition(":")
-    with _output_to(Path(logs) / "launcher.log"):
+def _launch(entry: Callable[[Any], str], topology: agent.Topology, request: Any, logs: Path) -> str:
+    with _output_to(logs / "launcher.log"):
         output.escape_unencodable()
         try:
-            # Ctrl-C in a terminal comes from it and from the search: one wish. To end a trial the search says SIGQUIT.
+            # Ctrl-C reaches this process twice, from the terminal and from the search. That is one
+            # request. To end a trial at once, the search sends SIGQUIT.
             with SignalForwarder(second_ends=False) as signals:
-                begin = getattr(importlib.import_module(module), function)
-                result = agent.run(nodes, begin, request, Path(logs), signals)
-        except (
-            Exception
-        ) as error:  # the run's journal has the reason; what torchrun says of it is a detail
+                result = agent.run(topology, entry, request, logs, signals)
+        except Exception as error:
+            # The run's journal has the reason. The message of torchrun goes into its log.
             print(error, flush=True)
             return "FAILED"
         if result.reason:
@@ -155,8 +143,8 @@ def _ran(entry: str, nodes: agent.Topology, request: Any, logs: str) -> str:
 
 
 @contextlib.contextmanager
-def _output_to(path: Path) -> Any:
-    """Send this process's output to a file for the duration of the block, that of its children included."""
+def _output_to(path: Path) -> Iterator[None]:
+    """Send this process's output to a file during the block, and that of its children."""
     path.parent.mkdir(parents=True, exist_ok=True)
     before = [os.dup(stream) for stream in (1, 2)]
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
@@ -172,11 +160,10 @@ def _output_to(path: Path) -> Any:
 
 
 def _follow_the_search() -> None:
-    """Stop the trial when the search dies: nobody would read it, and it holds the GPUs."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
+    """Stop the trial when the search dies: nobody reads its journal, and it holds the GPUs."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        wait([parent.sentinel])
     for number in (signal.SIGTERM, signal.SIGQUIT):
         os.kill(os.getpid(), number)
-        time.sleep(ORPHAN_SECONDS)
+        time.sleep(_ORPHAN_SECONDS)
     os._exit(1)

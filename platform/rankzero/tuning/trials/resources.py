@@ -1,4 +1,4 @@
-"""Shares of a machine, so that trials run side by side and do not disturb each other. Pure."""
+"""Shares of a machine, so that trials side by side do not disturb each other. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one trial may use; None: everything."""
+    """The resources that one trial may use; None: all."""
 
     gpus: tuple[str, ...] | None = None
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """By their names in CUDA_VISIBLE_DEVICES."""
     cores: tuple[int, ...] | None = None
 
 
@@ -29,22 +29,28 @@ def visible_gpus(count: int, environ: Mapping[str, str]) -> list[str]:
 
 
 def shares(parallel: int, processes: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Share]:
-    """Return disjoint shares for trials of some processes each. Raises UserError where there is too little."""
+    """Return disjoint shares for `parallel` trials. Raises UserError if the machine is too small.
+
+    `processes`: of each trial. `cores`: the numbers of the usable processor cores.
+    """
     if parallel == 1:
         return [EVERYTHING]
     if gpus and parallel * processes > len(gpus):
         raise UserError(
-            f"--parallel {parallel} with {processes} processes each needs {parallel * processes} GPUs, and there are "
-            f"{len(gpus)}: give --nproc {max(1, len(gpus) // parallel)}, or fewer in parallel"
+            f"--parallel {parallel} with {processes} processes each needs {parallel * processes} "
+            f"GPUs, and there are {len(gpus)}: give --nproc {max(1, len(gpus) // parallel)}, or a "
+            "smaller --parallel"
         )
     if parallel > len(cores):
         raise UserError(
-            f"--parallel {parallel} needs as many processor cores, and there are {len(cores)}"
+            f"--parallel {parallel} needs as many processor cores, and there are {len(cores)}: "
+            "give a smaller --parallel"
         )
     each = len(cores) // parallel
-    blocks = [tuple(cores[number * each : (number + 1) * each]) for number in range(parallel)]
-    groups = [
-        tuple(gpus[number * processes : (number + 1) * processes]) or None
+    return [
+        Share(
+            gpus=tuple(gpus[number * processes : (number + 1) * processes]) or None,
+            cores=tuple(cores[number * each : (number + 1) * each]),
+        )
         for number in range(parallel)
     ]
-    return [Share(group, block) for group, block in zip(groups, blocks, strict=True)]

@@ -1,10 +1,13 @@
-"""Which configuration is the sweet spot, and how sure: arithmetic on confirmed runs. Pure.
+"""Decide which configuration is the sweet spot, and how sure that is, from confirmed runs. Pure.
 
-Every contestant, the user's own configuration among them, was trained anew on the same new seeds. Effects are
-differences of mean logarithms (of differences, for a quality), with one variance pooled over all contestants. A
-challenger beats the user's own if it is better by Student's t at 5 %, Bonferroni's over all and over two looks: where
-it is too close to call, the nearest one and the user's own are trained once more as often. Equals have no winner.
-The sweet region is whatever lies within one standard error of the best (Breiman's rule), 3 % at least.
+Every candidate, the user's own configuration included, was trained on the same new seeds. Effects
+are differences of mean logarithms (for `quality`, of means), with one variance pooled over all
+candidates. A challenger beats the reference if it is better by Student's t at 5 %, with
+Bonferroni's correction for the number of challengers and for two looks. If the first look decides
+nothing, the nearest challenger and the reference are trained on as many seeds again.
+
+The sweet region is everything within one standard error of the best (Breiman's rule), or within
+3 %. The cheapest configuration of the region wins.
 """
 
 from __future__ import annotations
@@ -19,17 +22,18 @@ from rankzero.confidence import pooled_deviation, student_t
 from rankzero.experiment import Goal
 from rankzero.tuning.objective import Name
 
-LOOKS = 2  # how often a verdict may be asked for
-FLOOR = 0.03  # a gain below this is not worth another configuration, however sure it is
+LOOKS = 2
+"""How often a search may ask for a verdict."""
+_FLOOR = 0.03  # a smaller gain is not worth another configuration, however sure it is
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfirmationRun:
-    """One confirmation: a configuration trained on a new seed."""
+    """A configuration trained on one new seed."""
 
     seed: int
     value: float | None
-    """As the objective has it, to be minimised; None: the quality was not reached."""
+    """The objective's, to be minimised. None: the quality was not reached."""
     quality: float | None
     samples_per_second: float | None = None
     memory_bytes: float | None = None
@@ -38,7 +42,7 @@ class ConfirmationRun:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A configuration and its confirmations."""
+    """A configuration and its confirmation runs."""
 
     trial: int
     settings: Mapping[str, Any]
@@ -47,131 +51,124 @@ class Candidate:
 
     @property
     def reached(self) -> bool:
-        """Tell whether the quality was reached on every seed."""
-        return bool(self.runs) and all(run.value is not None for run in self.runs)
+        """Return whether every run reached the quality."""
+        return bool(self.runs) and len(self.values) == len(self.runs)
 
     @property
     def values(self) -> list[float]:
+        """Return the values of the runs that reached the quality."""
         return [run.value for run in self.runs if run.value is not None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a search found."""
+    """The result of a search."""
 
     objective: Name
     reference: Candidate
     winner: Candidate
-    """What is handed out: the reference itself where nothing beats it."""
+    """The reference itself if nothing beats it."""
     beaten: bool
-    """Whether the winner beats the reference beyond the noise."""
+    """Whether the winner beats the reference by more than the noise."""
     region: tuple[int, ...]
-    """The trials that are as good as the best, as far as can be told."""
+    """The trials that are as good as the best, as far as the runs can show."""
     gain: float | None
-    """Of the winner (of the best challenger, where none wins) over the reference: a ratio of times or speeds, or a
-    difference of quality."""
+    """Of the winner (without one: of the nearest challenger) over the reference. A ratio of times
+    or speeds, or a difference of qualities."""
     gain_low: float | None
     gain_high: float | None
     noise: float
-    """The floor below which a gain is taken for noise, as `gain` counts: 0.03 is 3 %."""
+    """A smaller gain counts as noise, in the same unit: 0.03 is 3 %."""
     nearest: int | None = None
-    """The challenger that `gain` is of."""
+    """The challenger that `gain` belongs to."""
 
 
 def decide(
     objective: Name, goal: Goal, reference: Candidate, challengers: Sequence[Candidate]
 ) -> Verdict:
-    """Choose among confirmed contestants. A challenger that missed the quality on any seed is out."""
+    """Choose among confirmed candidates. A challenger that missed the quality once is out."""
     able = [one for one in challengers if one.reached]
     scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
-    noise = scale.floor(reference, min(able, key=scale.mean, default=reference))
+    unknown = Verdict(
+        objective=objective,
+        reference=reference,
+        winner=reference,
+        beaten=False,
+        region=(reference.trial,),
+        gain=None,
+        gain_low=None,
+        gain_high=None,
+        noise=scale.floor(reference, min(able, key=scale.mean, default=reference)),
+    )
     if not able:
-        return Verdict(
-            objective, reference, reference, False, (reference.trial,), None, None, None, noise
-        )
+        return unknown
     best = min([*able, *([reference] if reference.reached else [])], key=scale.mean)
     region = [one for one in able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)]
     if not reference.reached:
-        return Verdict(
-            objective,
-            reference,
-            min(region, key=_modesty),
-            True,
-            _trials(region),
-            None,
-            None,
-            None,
-            noise,
-        )
-    better = [
-        one
-        for one in region
-        if scale.mean(reference) - scale.mean(one) > scale.floor(reference, one)
-    ]
-    chosen = min(better, key=_modesty) if better else reference
-    nearest = chosen if better else min(able, key=scale.mean)
-    effect, width = (
-        scale.mean(reference) - scale.mean(nearest),
-        scale.width(reference, nearest, 0.975),
-    )
-    gain, low, high = (
-        _gain(objective, found) for found in (effect, effect - width, effect + width)
-    )
-    members = region if better else [*region, reference]
-    floor = _gain(objective, scale.floor(reference, nearest)) - _unit(objective)
-    return Verdict(
-        objective,
-        reference,
-        chosen,
-        bool(better),
-        _trials(members),
-        gain,
-        low,
-        high,
-        floor,
-        nearest.trial,
+        winner = min(region, key=_cost)
+        return dataclasses.replace(unknown, winner=winner, beaten=True, region=_trials(region))
+    own = scale.mean(reference)
+    better = [one for one in region if own - scale.mean(one) > scale.floor(reference, one)]
+    winner = min(better, key=_cost) if better else reference
+    nearest = winner if better else min(able, key=scale.mean)
+    effect, width = own - scale.mean(nearest), scale.width(reference, nearest, 0.975)
+    no_gain = 0.0 if objective == "quality" else 1.0
+    return dataclasses.replace(
+        unknown,
+        winner=winner,
+        beaten=bool(better),
+        region=_trials(region if better else [*region, reference]),
+        gain=_gain(objective, effect),
+        gain_low=_gain(objective, effect - width),
+        gain_high=_gain(objective, effect + width),
+        noise=_gain(objective, scale.floor(reference, nearest)) - no_gain,
+        nearest=nearest.trial,
     )
 
 
 def finalists(verdict: Verdict) -> tuple[int, ...]:
-    """Return the trials that more seeds would tell apart: the reference and the nearest. None where it is clear.
+    """Return the trials that more seeds may separate: the reference and the nearest, or none.
 
-    Clear is also what would not be worth it if it were sure.
+    None if the verdict is clear, or if the gain would not be worth it even if it were sure.
     """
-    gain, worth = (
-        verdict.gain,
-        _gain(verdict.objective, FLOOR if verdict.objective != "quality" else 0.0),
-    )
-    if verdict.beaten or verdict.nearest is None or gain is None or gain <= worth:
+    if verdict.beaten or verdict.nearest is None or verdict.gain is None:
         return ()
-    return verdict.reference.trial, verdict.nearest
+    worth = _gain(verdict.objective, 0.0 if verdict.objective == "quality" else _FLOOR)
+    return (verdict.reference.trial, verdict.nearest) if verdict.gain > worth else ()
+
+
+def median(values: Sequence[float | None]) -> float:
+    """Return the median of the known values, or 0 without any."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else 0.0
 
 
 class _Scale:
-    """Means and uncertainties of contestants, on the scale where effects add up."""
+    """Means and uncertainties of candidates, on the scale on which effects add up."""
 
-    def __init__(self, objective: Name, contestants: Sequence[Candidate], sure: float) -> None:
+    def __init__(self, objective: Name, candidates: Sequence[Candidate], sure: float) -> None:
         self._scores = {
-            one.trial: [_score(objective, value) for value in one.values] for one in contestants
+            one.trial: [_score(objective, value) for value in one.values] for one in candidates
         }
         self._deviation, self._freedom = pooled_deviation(list(self._scores.values()))
-        self._worth, self._sure = (FLOOR if objective != "quality" else 0.0), sure
+        self._worth, self._sure = (0.0 if objective == "quality" else _FLOOR), sure
 
     def mean(self, one: Candidate) -> float:
         return statistics.fmean(self._scores[one.trial]) if self._scores[one.trial] else math.inf
 
     def floor(self, one: Candidate, other: Candidate) -> float:
-        """Return the difference from which on one is better than the other for sure, and it matters."""
+        """Return the difference above which one is surely better, and enough to matter."""
         return max(self._worth, self.width(one, other, self._sure))
 
     def near(self, one: Candidate, other: Candidate) -> float:
-        """Return the difference up to which both are as good, as far as can be told: one standard error."""
+        """Return the difference up to which both count as equal: one standard error."""
         return max(self._worth, self._error(one, other))
 
     def width(self, one: Candidate, other: Candidate, probability: float) -> float:
         """Return the quantile of the difference of two means."""
+        # With one run each, nothing is known of the noise.
         if not self._freedom:
-            return math.inf  # one run each: nothing is known of the noise
+            return math.inf
         return student_t(self._freedom, probability) * self._error(one, other)
 
     def _error(self, one: Candidate, other: Candidate) -> float:
@@ -179,23 +176,17 @@ class _Scale:
         return self._deviation * math.sqrt(sum(1 / count for count in runs))
 
 
-def _modesty(contestant: Candidate) -> tuple[float, float, int]:
-    """Order by least memory, then least energy, then the smallest batch."""
+def _cost(candidate: Candidate) -> tuple[float, float, int]:
+    """Return the order among equals: least memory, then least energy, then the smallest batch."""
     return (
-        median([run.memory_bytes for run in contestant.runs]),
-        median([run.joules for run in contestant.runs]),
-        contestant.batch_size,
+        median([run.memory_bytes for run in candidate.runs]),
+        median([run.joules for run in candidate.runs]),
+        candidate.batch_size,
     )
 
 
-def median(values: Sequence[float | None]) -> float:
-    """Return the median of what is known; 0 where nothing is."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else 0.0
-
-
 def _score(objective: Name, value: float) -> float:
-    """Return the value on a scale where effects add up: logarithms of times and speeds."""
+    """Return the value on a scale on which effects add up: logarithms of times and speeds."""
     match objective:
         case "time-to-target":
             return math.log(max(value, 1e-9))
@@ -209,9 +200,5 @@ def _gain(objective: Name, effect: float) -> float:
     return effect if objective == "quality" else math.exp(effect)
 
 
-def _unit(objective: Name) -> float:
-    return 0.0 if objective == "quality" else 1.0
-
-
-def _trials(contestants: Sequence[Candidate]) -> tuple[int, ...]:
-    return tuple(sorted(one.trial for one in contestants))
+def _trials(candidates: Sequence[Candidate]) -> tuple[int, ...]:
+    return tuple(sorted(one.trial for one in candidates))

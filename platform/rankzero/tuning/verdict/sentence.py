@@ -1,4 +1,4 @@
-"""A verdict in words. Pure."""
+"""A verdict as sentences, every number in it measured. Pure."""
 
 from __future__ import annotations
 
@@ -18,66 +18,67 @@ def sentence(
     search_seconds: float,
     closest: tuple[int, float] | None = None,
 ) -> str:
-    """Return the verdict in words, every number in it measured. `closest`: the trial of the best quality, and that."""
+    """Return the verdict as sentences.
+
+    `closest`: the trial with the best quality, and that quality.
+    """
     reference, winner = verdict.reference, verdict.winner
+    took = f"The search took {_duration(search_seconds)}"
     if closest is not None and not winner.reached and verdict.objective != "quality":
         trial, quality = closest
         return (
             f"No configuration reached {_quality(goal, target)}: trial {trial} came closest with "
-            f"{_quality(goal, quality)}. The search took {_duration(search_seconds)}. "
-            "Train longer, or lower the target."
+            f"{_quality(goal, quality)}. {took}. Train longer, or lower the target."
         )
-    seeds = len(winner.runs)
-    confirmed = (
-        f"Confirmed on {seeds} new seeds."
-        if seeds > 1
-        else "No other came close enough to be worth confirming."
-    )
-    took = f"The search took {_duration(search_seconds)}"
+    confirmed = "No other came close enough to be worth confirming."
+    if len(winner.runs) > 1:
+        confirmed = f"Confirmed on {len(winner.runs)} new seeds."
+    own = _performance(verdict.objective, reference, goal, target)
     if not verdict.beaten:
         noise = f" beyond the noise of {verdict.noise:.0%}" if math.isfinite(verdict.noise) else ""
         return (
-            f"Nothing beats your own configuration{noise}: keep it. "
-            f"It {_does(verdict.objective, reference, goal, target)}. {confirmed} {took}."
+            f"Nothing beats your own configuration{noise}: keep it. It {own}. {confirmed} {took}."
         )
-    speed = _ratio(winner, reference)
-    gain = "" if speed is None else f"; {speed:.2g}x the samples/s"
-    first = f"Your configuration {_does(verdict.objective, reference, goal, target)}. "
-    does = _does(verdict.objective, winner, goal, target)
+    found = _performance(verdict.objective, winner, goal, target)
     if verdict.objective == "time-to-target" and reference.reached:
-        does = does.replace(_quality(goal, target), "it")
-    second = f"The sweet spot {does}: {described(winner)}{gain}. {confirmed} "
-    return first + second + took + _pays(verdict, search_seconds) + "."
+        found = found.replace(_quality(goal, target), "it")
+        saved = statistics.median(reference.values) - statistics.median(winner.values)
+        if saved > 0:
+            took += f" and pays for itself after {math.ceil(search_seconds / saved):,} runs"
+    fast, slow = (
+        median([run.samples_per_second for run in one.runs]) for one in (winner, reference)
+    )
+    speed_up = f"; {fast / slow:.2g}x the samples/s" if fast and slow else ""
+    return (
+        f"Your configuration {own}. The sweet spot {found}: {settings_text(winner)}{speed_up}. "
+        f"{confirmed} {took}."
+    )
 
 
-def described(contestant: Candidate) -> str:
-    """Return what is special about a configuration: ``batch 512, bf16, lr 0.006``."""
+def settings_text(candidate: Candidate) -> str:
+    """Return the searched settings of a configuration: ``batch 512, bf16, lr 0.006``."""
     names = {"train.batch_size": "batch", "train.precision": "", "lr": "lr"}
-    ordered = sorted(
-        contestant.settings,
-        key=lambda key: (key not in names, list(names).index(key) if key in names else 0),
-    )
-    return ", ".join(
-        f"{names.get(key, key)} {_short(contestant.settings[key])}".strip() for key in ordered
-    )
+    settings = candidate.settings
+    own = [key for key in settings if key not in names]
+    keys = [*(key for key in names if key in settings), *own]
+    return ", ".join(f"{names.get(key, key)} {_short(settings[key])}".strip() for key in keys)
 
 
-def _does(objective: Name, contestant: Candidate, goal: Goal, target: float | None) -> str:
-    values = contestant.values
-    match objective:
+def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | None) -> str:
+    values, runs = candidate.values, candidate.runs
+    match name:
         case "time-to-target":
-            if not contestant.reached:
-                return f"does not reliably reach {_quality(goal, target)} ({len(values)} of {len(contestant.runs)} seeds)"
-            spread = (
-                f" ({_seconds(min(values))}-{_seconds(max(values))})" if len(values) > 1 else ""
-            )
-            return f"reaches {_quality(goal, target)} in {_seconds(statistics.median(values))} s{spread}"
+            wanted = _quality(goal, target)
+            if not candidate.reached:
+                return f"does not reliably reach {wanted} ({len(values)} of {len(runs)} seeds)"
+            spread = f" ({_seconds(min(values))}-{_seconds(max(values))})"
+            spread = spread if len(values) > 1 else ""
+            return f"reaches {wanted} in {_seconds(statistics.median(values))} s{spread}"
         case "throughput":
-            return (
-                f"trains {statistics.median([-value for value in values] or [0.0]):,.0f} samples/s"
-            )
+            speeds = [-value for value in values] or [0.0]
+            return f"trains {statistics.median(speeds):,.0f} samples/s"
         case "quality":
-            found = [run.quality for run in contestant.runs if run.quality is not None]
+            found = [run.quality for run in runs if run.quality is not None]
             return f"reaches {_quality(goal, statistics.median(found) if found else None)}"
 
 
@@ -86,22 +87,6 @@ def _quality(goal: Goal, value: float | None) -> str:
         return f"no {goal.metric}"
     share = "accuracy" in goal.metric and 0 <= value <= 1
     return f"{value:.1%} {goal.metric}" if share else f"{goal.metric} {value:.4g}"
-
-
-def _ratio(one: Candidate, other: Candidate) -> float | None:
-    speeds = [median([run.samples_per_second for run in each.runs]) for each in (one, other)]
-    return speeds[0] / speeds[1] if all(speeds) else None
-
-
-def _pays(verdict: Verdict, search_seconds: float) -> str:
-    if verdict.objective != "time-to-target" or not verdict.reference.reached:
-        return ""
-    saved = statistics.median(verdict.reference.values) - statistics.median(verdict.winner.values)
-    return (
-        f" and pays for itself after {math.ceil(search_seconds / saved):,} runs"
-        if saved > 0
-        else ""
-    )
 
 
 def _seconds(value: float) -> str:

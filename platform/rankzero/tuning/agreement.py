@@ -1,0 +1,68 @@
+"""The space that all processes of a study draw from: the leader stores it, the others check."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rankzero.errors import RunFailed, UserError
+from rankzero.tuning.options import SearchOptions
+from rankzero.tuning.probe import grid
+from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.space import Space, narrowed
+from rankzero.tuning.study import Study
+
+SPACE = "space"
+"""A fact of a study: the ranges that are drawn from."""
+_POLL_SECONDS = 0.5
+
+
+def agree_on_space(
+    study: Study, space: Space, measured: Sequence[ProbeResult], options: SearchOptions
+) -> Space:
+    """Return the space that all processes draw from. The first leader stores it, for good.
+
+    The probe map rules out batches that do not fit or are no faster, and slow precisions.
+    """
+    if SPACE not in study.facts:
+        if measured:
+            sizes = [one.batch_size for one in grid.fastest(measured)]
+            space = narrowed(space, sizes, grid.worth_searching(measured, space.precisions))
+        fact = {
+            "batch_sizes": space.batch_sizes,
+            "precisions": space.precisions,
+            "signature": _signature(space, options),
+        }
+        study.note(SPACE, fact)
+    fact = study.facts[SPACE]
+    space = narrowed(space, fact["batch_sizes"], fact["precisions"])
+    study.draw_from(space.parameters())
+    return space
+
+
+def check_space(study: Study, space: Space, options: SearchOptions) -> Space:
+    """Return the space that the leader stored. Raises UserError if this process has another."""
+    fact = study.facts[SPACE]
+    found = narrowed(space, fact["batch_sizes"], fact["precisions"])
+    if (own := _signature(found, options)) != fact["signature"]:
+        raise UserError(
+            f"study {study.name} searches {fact['signature']}, this command {own}: all processes "
+            "that share a study need the same experiment, settings, --nproc and --objective, and "
+            "the same kind of device"
+        )
+    study.draw_from(found.parameters())
+    return found
+
+
+def await_facts(study: Study, names: Sequence[str]) -> None:
+    """Wait until the leader has stored these facts. Raises RunFailed if it dies before."""
+    while not all(name in study.facts for name in names):
+        if not study.members.has_leader:
+            raise RunFailed("the process that led this study has died: the same command takes over")
+        time.sleep(_POLL_SECONDS)
+
+
+def _signature(space: Space, options: SearchOptions) -> str:
+    """Return the parts of a search that must be equal in all processes. Studies store it."""
+    wanted = options.objective, options.tolerance, options.trial_minutes
+    return repr((wanted, space.reference.goal, sorted(space.parameters().items())))

@@ -1,0 +1,192 @@
+"""A search's figures, drawn by Optuna: interactive ones for the page, and PNGs.
+
+The study's own parameters are an index and a factor (see space.py). People read batch sizes and
+learning rates. So Optuna draws copies of the study, in memory, that have these instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.study import StudyDirection
+from optuna.trial import TrialState, create_trial
+
+from rankzero.experiment import Goal
+from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION
+from rankzero.tuning.trial import Trial
+
+_BATCH, _LR, _LR_FACTOR = "batch size", "learning rate", "learning rate / scaled"
+_FACTS = {_BATCH: "batch_size", "precision": "precision", _LR: "lr"}
+_ON_LOG_SCALE = (_BATCH, _LR, _LR_FACTOR)
+_VALUE = "value (less is better)"
+_BLUE, _GREEN = "#1f77b4", "#2ca02c"
+_COLOURS = {"Best Trial": "#d62728"}  # of the Pareto front
+_INCHES = {"history": (10.0, 5.0), "importance": (8.0, 3.5), "parallel": (11.0, 5.0)}
+_DOTS_PER_INCH = 120
+
+
+def interactive(trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> list[Any]:
+    """Return plotly figures: speed and quality, history, importance, configurations.
+
+    `region`: the trials of the sweet region. They get a star.
+    """
+    figures = []
+    with _quiet():
+        for name, title, draw in _drawn_by(optuna.visualization, trials, goal):
+            figure = draw()
+            figure.update_layout(title=title)
+            if name == "pareto":
+                # Optuna shades the points by trial number: the first ones are all but white.
+                for trace in figure.data:
+                    group = trace.marker.colorbar.title.text
+                    colour = _COLOURS.get(group, _BLUE)
+                    marker = {"color": colour, "size": 9, "showscale": False}
+                    trace.update(name=group, showlegend=True, marker=marker)
+                x, y = _speeds_and_qualities(trials, region)
+                star = {"symbol": "star", "color": _GREEN, "size": 16}
+                figure.add_scatter(x=x, y=y, mode="markers", name="sweet region", marker=star)
+            figures.append(figure)
+    return figures
+
+
+def write_pngs(folder: Path, trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> None:
+    """Write the same figures as PNGs: ``pareto.png``, ``history.png`` and so on."""
+    import matplotlib
+    from matplotlib import pyplot
+    from matplotlib.ticker import LogFormatter
+    from optuna.visualization import matplotlib as library
+
+    pyplot.switch_backend("agg")  # another one may look for a screen
+    with _quiet():
+        for name, title, draw in _drawn_by(library, trials, goal):
+            # Optuna sets a style for the whole process. And a name such as a$b$ is no formula.
+            with matplotlib.rc_context({"text.parse_math": False}):
+                axes = draw()
+                axes.set_title("")
+                axes.set_title(title, loc="left")
+                if name == "pareto":
+                    x, y = _speeds_and_qualities(trials, region)
+                    axes.scatter(x, y, marker="*", s=260, color=_GREEN, label="sweet region")
+                    axes.legend()
+                for one in axes.figure.axes:
+                    if one.get_yscale() == "log":  # its numbers are formulas by default
+                        one.yaxis.set_major_formatter(LogFormatter())
+                        one.yaxis.set_minor_formatter(LogFormatter())
+                axes.figure.set_size_inches(_INCHES.get(name, (7.0, 5.0)))
+                path = folder / f"{name}.png"
+                path.unlink(missing_ok=True)  # a planted link would be followed
+                axes.figure.savefig(path, dpi=_DOTS_PER_INCH, bbox_inches="tight")
+                pyplot.close(axes.figure)
+
+
+def _drawn_by(
+    library: Any, trials: Sequence[Trial], goal: Goal
+) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """Yield name, title and drawing function of the figures that have something to show.
+
+    `library`: Optuna has the same functions for plotly and for matplotlib.
+    """
+    study, front = _copies(trials, goal)
+    searched = sorted({name for trial in study.trials for name in trial.params})
+    yield (
+        "pareto",
+        "Throughput and quality",
+        lambda: library.plot_pareto_front(front, target_names=["samples/s", goal.metric]),
+    )
+    yield (
+        "history",
+        "Objective by trial",
+        lambda: library.plot_optimization_history(study, target_name=_VALUE),
+    )
+    # The learning rate depends on the batch size and its factor does not: so the factor's share.
+    params = [name for name in searched if name != _LR]
+    with contextlib.suppress(Exception):  # too few trials, or all alike
+        if optuna.importance.get_param_importances(study, params=params):
+            yield (
+                "importance",
+                "Importance of what was searched",
+                lambda: library.plot_param_importances(study, params=params),
+            )
+    shown = [name for name in searched if name != _LR_FACTOR]
+    if any(trial.state is TrialState.COMPLETE for trial in study.trials):
+        yield (
+            "parallel",
+            "Configurations",
+            lambda: library.plot_parallel_coordinate(study, shown, target_name=_VALUE),
+        )
+
+
+def _copies(trials: Sequence[Trial], goal: Goal) -> tuple[optuna.Study, optuna.Study]:
+    """Return copies of the study: by its objective, and by samples/s and the goal's metric."""
+    mode = StudyDirection.MAXIMIZE if goal.mode == "max" else StudyDirection.MINIMIZE
+    by_objective = optuna.create_study(direction="minimize")
+    by_both = optuna.create_study(directions=[StudyDirection.MAXIMIZE, mode])
+    rows = [_configuration(trial) for trial in trials]
+    distributions = {name: _distribution(name, rows) for row in rows for name in row}
+    for trial, row in zip(trials, rows, strict=True):
+        ranges = {name: distributions[name] for name in row}
+        given: dict[str, Any] = {"params": row, "distributions": ranges}
+        # A trial without values is added all the same: figures show the trials' numbers.
+        failed = create_trial(state=TrialState.FAIL, **given)
+        complete = trial.state == "COMPLETE" and trial.value is not None
+        pair = _speed_and_quality(trial)
+        by_objective.add_trial(
+            create_trial(value=trial.value, constraints=dict(trial.constraints), **given)
+            if complete
+            else failed
+        )
+        by_both.add_trial(create_trial(values=pair, **given) if complete and pair else failed)
+    return by_objective, by_both
+
+
+def _speed_and_quality(trial: Trial) -> tuple[float, float] | None:
+    speed, quality = trial.facts.get("samples_per_second"), trial.facts.get("best")
+    return None if speed is None or quality is None else (float(speed), float(quality))
+
+
+def _speeds_and_qualities(
+    trials: Sequence[Trial], numbers: Sequence[int]
+) -> tuple[list[float], list[float]]:
+    found = [_speed_and_quality(trial) for trial in trials if trial.number in numbers]
+    known = [pair for pair in found if pair]
+    return [speed for speed, _ in known], [quality for _, quality in known]
+
+
+def _configuration(trial: Trial) -> dict[str, Any]:
+    found = {name: trial.facts[fact] for name, fact in _FACTS.items() if fact in trial.facts}
+    for name, value in trial.parameters.items():
+        if name not in (BATCH_INDEX, PRECISION):
+            found[_LR_FACTOR if name == FACTOR else name] = value
+    return found
+
+
+def _distribution(name: str, rows: Sequence[Mapping[str, Any]]) -> BaseDistribution:
+    """Return a distribution that contains the values of all trials."""
+    values = [row[name] for row in rows if name in row]
+    kinds = {type(value) for value in values}
+    if not kinds <= {int, float}:
+        return CategoricalDistribution(sorted(set(values), key=repr))
+    log = name in _ON_LOG_SCALE and min(values) > 0
+    if kinds == {int}:
+        return IntDistribution(min(values), max(values), log=log)
+    return FloatDistribution(min(values), max(values), log=log)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    optuna.logging.set_verbosity(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the functions for matplotlib are marked experimental
+        yield

@@ -1,0 +1,110 @@
+"""The figures of a search, and the page that needs no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rankzero.experiment import Goal
+from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.reports import html_page, optuna_figures, probe_figures
+from rankzero.tuning.trial import State, Trial
+
+GOAL = Goal("val/accuracy", "max")
+
+
+def trial(
+    number: int, speed: float, quality: float, state: State = "COMPLETE", value: float | None = 1.0
+) -> Trial:
+    facts: dict[str, Any] = {
+        "samples_per_second": speed,
+        "best": quality,
+        "batch_size": 32,
+        "precision": "fp32",
+        "lr": 0.1,
+    }
+    return Trial(
+        number,
+        state,
+        {"batch_index": number, "width": 8 * number, "kind": "a"},
+        value,
+        {"quality": 0.0},
+        facts,
+    )
+
+
+TRIALS = [
+    trial(0, 100, 0.9),
+    trial(1, 200, 0.8),
+    trial(2, 150, 0.7),
+    trial(3, 300, 0.99, "PRUNED", None),
+    Trial(4, "FAIL", {}, None, {}, {}),
+]
+MAP = [
+    ProbeResult(16, 16, "fp32", "ok", 100.0),
+    ProbeResult(32, 32, "fp32", "ok", 180.0),
+    ProbeResult(16, 16, "bf16", "ok", 90.0),
+    ProbeResult(32, 32, "bf16", "out of memory"),
+]
+
+
+def test_the_pareto_front_has_the_finished_trials_that_none_beats_in_both() -> None:
+    pareto = optuna_figures.interactive(TRIALS, GOAL, [1])[0]
+    best = next(trace for trace in pareto.data if trace.name == "Best Trial")
+    assert sorted(zip(best.x, best.y, strict=True)) == [(100.0, 0.9), (200.0, 0.8)]
+    sweet = next(trace for trace in pareto.data if trace.name == "sweet region")
+    assert (sweet.x, sweet.y) == ((200.0,), (0.8,))
+
+
+def test_the_page_opens_offline_and_shows_what_people_read() -> None:
+    figures = [*optuna_figures.interactive(TRIALS, GOAL, [1]), probe_figures.heat_map(MAP)]
+    page = html_page.page(figures, "A <search>")
+    assert "A &lt;search&gt;" in page and "<search>" not in page
+    assert 'src="http' not in page and "batch size" in page and "batch_index" not in page
+    for title in (
+        "Throughput and quality",
+        "Objective by trial",
+        "Probe map",
+        "Importance",
+        "Configurations",
+    ):
+        assert title in page
+
+
+def test_a_search_without_results_is_drawn(tmp_path: Path) -> None:
+    figures = optuna_figures.interactive([TRIALS[-1]], GOAL, [])
+    assert "Throughput" in html_page.page(figures, "none")
+    optuna_figures.write_pngs(tmp_path, [TRIALS[-1]], GOAL, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["history.png", "pareto.png"]
+
+
+def test_all_pngs_are_written(tmp_path: Path) -> None:
+    optuna_figures.write_pngs(tmp_path, TRIALS, GOAL, [1])
+    probe_figures.write_png(tmp_path, MAP)
+    found = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert sorted(found) == [
+        "history.png",
+        "importance.png",
+        "parallel.png",
+        "pareto.png",
+        "probe_map.png",
+    ]
+    assert all(content.startswith(b"\x89PNG") for content in found.values())
+
+
+def test_names_with_dollar_signs_are_no_formulas(tmp_path: Path) -> None:
+    odd = [
+        Trial(one.number, one.state, {"a$b{c$": f"$x{one.number}{{"}, one.value, {}, one.facts)
+        for one in TRIALS
+    ]
+    optuna_figures.write_pngs(tmp_path, odd, Goal("val/a$b{c$", "max"), [1])
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    for name in ("pareto.png", "probe_map.png"):
+        (tmp_path / name).symlink_to(tmp_path / "precious")
+    optuna_figures.write_pngs(tmp_path, TRIALS, GOAL, [1])
+    probe_figures.write_png(tmp_path, MAP)
+    assert (tmp_path / "precious").read_text() == "kept"

@@ -1,0 +1,59 @@
+"""The space that the processes of a study agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from rankzero import Choice, Experiment, Goal, Train
+from rankzero.errors import RunFailed, UserError
+from rankzero.tuning.agreement import SPACE, agree_on_space, await_facts, check_space
+from rankzero.tuning.options import SearchOptions
+from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.space import make_space
+from rankzero.tuning.study import Study, open_study
+
+
+class Mine(Experiment):
+    train: Train = Train(batch_size=32)
+    goal: Goal = Goal("val/accuracy", "max", target=0.9)
+
+
+SPACE_OF_MINE = make_space(Mine(), 1, 0.5, samples=1000)
+MAP = [ProbeResult(size, size, "fp32", "ok", float(size)) for size in (32, 64)]
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Study:
+    return open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
+
+
+def test_a_helper_draws_from_the_space_that_the_leader_narrowed(study: Study) -> None:
+    assert agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions()).batch_sizes == (32, 64)
+    assert check_space(study, SPACE_OF_MINE, SearchOptions()).batch_sizes == (32, 64)
+    later = agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
+    assert later.batch_sizes == (32, 64), "the first leader's space stays"
+
+
+@pytest.mark.parametrize(
+    "options", [SearchOptions(objective="throughput"), SearchOptions(tolerance=0.5)]
+)
+def test_a_helper_with_another_objective_is_refused(study: Study, options: SearchOptions) -> None:
+    agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
+    with pytest.raises(UserError, match="need the same experiment"):
+        check_space(study, SPACE_OF_MINE, options)
+
+
+def test_a_helper_with_another_space_is_refused(study: Study) -> None:
+    agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
+    other = dataclasses.replace(SPACE_OF_MINE, extras={"width": Choice(8, 16)})
+    with pytest.raises(UserError, match="need the same experiment"):
+        check_space(study, other, SearchOptions())
+
+
+def test_a_leader_that_dies_before_the_reference_fails_the_helper(study: Study) -> None:
+    study.note("leader", "elsewhere/1/2 3 4")
+    with pytest.raises(RunFailed, match="the same command takes over"):
+        await_facts(study, (SPACE,))
