@@ -8,8 +8,9 @@ import pytest
 from integrations.examples import needs
 
 from rankzero.events import Evaluated
-from rankzero.mlflow_store.client import MlflowRuns, RunRecord
+from rankzero.mlflow_store.client import RunRecord
 from support.commands import Command, events, losses, new_store, rankzero
+from support.stores import list_runs
 
 __all__ = ["new_store", "rankzero"]  # fixtures
 
@@ -30,10 +31,7 @@ def ran(rankzero: Command, *words: object) -> str:
 
 
 def in_mlflow(rankzero: Command) -> dict[str, RunRecord]:
-    return {
-        run.name: run
-        for run in MlflowRuns(f"sqlite:///{rankzero.folder}/mlruns/mlflow.db").list_runs()
-    }
+    return {run.name: run for run in list_runs(f"sqlite:///{rankzero.folder}/mlruns/mlflow.db")}
 
 
 def test_it_trains_as_the_experiment_that_says_the_same(rankzero: Command) -> None:

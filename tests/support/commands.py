@@ -139,7 +139,7 @@ def free_port() -> int:
 def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database without a run: making one takes seconds, a copy does not."""
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowRuns(f"sqlite:///{path}").list_runs()
+    MlflowRuns(f"sqlite:///{path}")
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all of it into the one file
     return path

@@ -14,11 +14,15 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from rankzero.mlflow_store.uris import prepare_store
 from rankzero.tracking.retry import Backoff
+
+if TYPE_CHECKING:
+    from rankzero.mlflow_store.client import RunRecord
 
 QUICK = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
@@ -87,6 +91,17 @@ class Server:
             self._process = None
 
 
+def list_runs(tracking_uri: str) -> list[RunRecord]:
+    """Return all runs of a store, the newest first."""
+    from rankzero.mlflow_store.client import MlflowRuns
+    from rankzero.mlflow_store.client.records import record_of
+
+    client = MlflowRuns(tracking_uri)._client
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    newest_first = ["attributes.start_time DESC"]
+    return [record_of(run) for run in client.search_runs(experiments, order_by=newest_first)]
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-off without its waits."""
@@ -95,12 +110,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables, to be copied, which takes no time, and never written to: all others begin so."""
+    """A database with MLflow's tables, for copies: making the tables takes seconds."""
     from rankzero.mlflow_store.client import MlflowRuns
 
     path = tmp_path_factory.mktemp("template") / "mlflow.db"
     prepare_store(f"sqlite:///{path}")
-    MlflowRuns(f"sqlite:///{path}").list_runs()
+    MlflowRuns(f"sqlite:///{path}")
     return path
 
 

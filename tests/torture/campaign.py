@@ -152,7 +152,7 @@ def prepared(crowd: int = CROWD) -> Iterator[Field]:
     """Make what all scenarios share: an empty store, a server, the undisturbed losses."""
     folder = Path(tempfile.mkdtemp(prefix="rankzero-torture-"))
     store = folder / "empty.db"
-    MlflowRuns(f"sqlite:///{store}").list_runs()
+    MlflowRuns(f"sqlite:///{store}")
     with contextlib.closing(sqlite3.connect(store)) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all of it into the one file
     with Server(folder / "server", store) as server:

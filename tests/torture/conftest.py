@@ -16,7 +16,7 @@ from torture.ground import Ground
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database without a run: a copy is quicker than a new one."""
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowRuns(f"sqlite:///{path}").list_runs()
+    MlflowRuns(f"sqlite:///{path}")
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return path

@@ -18,6 +18,7 @@ from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status, sync
 from rankzero.training.checkpoints import restore
 from support.commands import losses as journaled
+from support.stores import list_runs
 from torture import curves
 from torture.curves import Curves
 from torture.ground import LEAVE_SECONDS, ORPHAN_SECONDS, Broken, Ground, wait_for
@@ -206,7 +207,7 @@ def _saved(run: RunFolder) -> dict[int, bool]:
 def no_run_is_running(ground: Ground) -> None:
     """Nothing waits for delivery after `sync`, and MLflow has no run that seems to go on."""
     ground.run("sync")
-    left = [run.name for run in MlflowRuns(ground.store).list_runs() if run.status == "RUNNING"]
+    left = [run.name for run in list_runs(ground.store) if run.status == "RUNNING"]
     if left:
         raise Broken(f"wrong status: still RUNNING in MLflow: {', '.join(left)}")
 

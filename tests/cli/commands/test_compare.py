@@ -7,14 +7,15 @@ import json
 
 import pytest
 
-from rankzero.mlflow_store.client import MlflowRuns, RunRecord
+from rankzero.mlflow_store.client import RunRecord
 from support.commands import TINY, Command
+from support.stores import list_runs
 
 LAYERED = TINY.with_name("layered.py")
 
 
 def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
-    found = MlflowRuns(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").list_runs()
+    found = list_runs(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}")
     return {run.name: run for run in found}
 
 

@@ -14,16 +14,17 @@ import yaml
 
 from rankzero.catalog.lookup import last_end
 from rankzero.events import RunEnded, StepsLogged
-from rankzero.mlflow_store.client import MlflowRuns, RunRecord
+from rankzero.mlflow_store.client import RunRecord
 from rankzero.run_store.folder import RunFolder
 from rankzero.tuning.study import default_storage, find_study
 from support.commands import TINY, Command, events, processes_of
+from support.stores import list_runs
 
 MOODY = TINY.with_name("moody.py")
 
 
 def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
-    found = MlflowRuns(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}").list_runs()
+    found = list_runs(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}")
     return {run.name: run for run in found}
 
 

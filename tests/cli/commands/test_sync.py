@@ -10,11 +10,11 @@ import pytest
 
 from rankzero.cli.commands import sync as command
 from rankzero.errors import FAILED
-from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from rankzero.tracking.deliverer import Deliverer
 from support.runs import append, ended, make_folder, started, steps
+from support.stores import list_runs
 
 
 def test_a_folder_that_goes_does_not_end_the_delivery_of_others(
@@ -44,5 +44,5 @@ def test_a_folder_that_goes_does_not_end_the_delivery_of_others(
     told = capsys.readouterr().out
     assert f"{going.path.name}: {going.path} was moved or deleted while it was delivered" in told
     assert told.count(": complete, ") == 2
-    status = {run.name: run.status for run in MlflowRuns(uri).list_runs()}
+    status = {run.name: run.status for run in list_runs(uri)}
     assert {status[folder.path.name] for folder in (made[0], made[2])} == {"KILLED"}

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright
 
-from rankzero.mlflow_store.client import MlflowRuns, RunRecord
+from rankzero.mlflow_store.client import RunRecord
 from rankzero.mlflow_store.saved_view import BUSY_GPUS, WHOLE_SPEED
 from support.commands import SECONDS, TINY, Command, command_in, free_port
+from support.stores import list_runs
 from support.stubbed_nvml import card, compile_stub
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
@@ -54,7 +55,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterator
         _fill(rankzero, compile_stub(tmp_path_factory.mktemp("nvml")))
         server = rankzero.start("ui", "--port", free_port())
         links = _printed(server)
-        found = MlflowRuns(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}").list_runs()
+        found = list_runs(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}")
         yield Shown(
             links["MLflow UI"], links["runs"], links["newest run"], {run.name: run for run in found}
         )

@@ -27,6 +27,7 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from support.commands import TINY, Command
 from support.runs import T0, append, ended, evaluated, make_folder, saved, started, steps
+from support.stores import list_runs
 
 
 def aged(folder: RunFolder, seconds: float) -> None:
@@ -244,7 +245,7 @@ class TestStale:
             and "never began" in end.reason
             and folder.path.name in capsys.readouterr().out
         )
-        (run,) = MlflowRuns(folder.identity.tracking_uri).list_runs()
+        (run,) = list_runs(folder.identity.tracking_uri)
         assert run.status == "FAILED"
 
     def test_a_run_whose_launcher_waits_for_another_machine_is_left_alone(

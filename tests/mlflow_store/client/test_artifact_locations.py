@@ -183,7 +183,7 @@ def test_wherever_an_experiment_has_its_artifacts_a_run_has_its_own(
 ) -> None:
     """As somebody made it by MLflow: with a place of its own, as a path or a URI, or in the current folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", "./theirs")  # else an earlier test's
+    monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", "./theirs")
     root = tmp_path / "an experiment's, größer"
     quoted = urllib.parse.quote(str(root)) if where.startswith("file") else str(root)
     MlflowRuns(sqlite)._client.create_experiment(

@@ -1,4 +1,4 @@
-"""The same contract on sqlite and through MLflow's server: runs, points, checkpoints with their bytes."""
+"""Runs, points and checkpoints: the same contract on SQLite and through MLflow's server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from rankzero.events import CheckpointSaved, RunStarted
 from rankzero.faults import refusal
-from rankzero.mlflow_store.client import MlflowRuns, OpenRun, models
+from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
 from rankzero.run_store.folder import Identity, RunFolder
@@ -73,7 +73,7 @@ def test_opening_again_finds_the_same_run(
     assert tracker.experiment_name(run.experiment_id) == "tests"
 
 
-def test_a_known_run_id_is_followed(
+def test_a_given_run_id_is_opened(
     tracker: MlflowRuns, run: OpenRun, tmp_path: Path, uri: str
 ) -> None:
     other = make_folder(tmp_path / "other machine", uri, mlflow_run_id=run.run_id)
@@ -100,7 +100,7 @@ def test_sending_a_batch_again_changes_nothing(tracker: MlflowRuns, run: OpenRun
     assert len(tracker.history(run.run_id, "train/nan")) == 1
 
 
-def test_params_are_for_ever_and_changes_become_tags(tracker: MlflowRuns, run: OpenRun) -> None:
+def test_a_changed_param_becomes_a_tag(tracker: MlflowRuns, run: OpenRun) -> None:
     tracker.start_attempt(run.run_id, started(**{f"p{i}": str(i) for i in range(250)}))
     tracker.close_run(run.run_id, ended("KILLED"))
     assert tracker.find_run(run.run_id).status == "KILLED"
@@ -133,25 +133,27 @@ def test_hostile_params_and_tags_are_made_legal(tracker: MlflowRuns, run: OpenRu
     assert len(record.tags["a_b___"]) == 8000
 
 
-def test_the_end(tracker: MlflowRuns, run: OpenRun) -> None:
+def test_the_end_sets_status_and_results(tracker: MlflowRuns, run: OpenRun) -> None:
     tracker.set_tags(run.run_id, {"rankzero.best": "0.75", "rankzero.goal": "val/accuracy"})
     tracker.log_metrics(
         run.run_id, [MetricPoint("whole_run/samples_per_second", 123.0, int(T0) * 1000, 0)]
     )
     tracker.close_run(run.run_id, ended("FINISHED"))
-    record = next(record for record in tracker.list_runs("tests") if record.run_id == run.run_id)
+    record = tracker.find_run(run.run_id)
     assert (record.status, record.best, record.goal) == ("FINISHED", 0.75, "val/accuracy")
     assert record.samples_per_second == 123.0
 
 
-def test_the_page_is_read_as_it_was_written(tracker: MlflowRuns, run: OpenRun) -> None:
+def test_the_description_is_read_as_it_was_written(tracker: MlflowRuns, run: OpenRun) -> None:
     assert tracker.description(run.run_id) == ""
     page = "# A run\n\n- lines, ünïcode and trailing space \n\n"
     tracker.set_tags(run.run_id, {"mlflow.note.content": page})
     assert tracker.description(run.run_id) == page
 
 
-def test_artifacts(tracker: MlflowRuns, run: OpenRun, tmp_path: Path) -> None:
+def test_artifacts_are_uploaded_and_downloaded(
+    tracker: MlflowRuns, run: OpenRun, tmp_path: Path
+) -> None:
     (tmp_path / "config.yaml").write_text("lr: 1")
     tracker.log_artifact(run.run_id, tmp_path / "config.yaml")
     tracker.log_artifact(run.run_id, tmp_path / "config.yaml", "sub/folder")
@@ -170,7 +172,7 @@ def test_artifacts(tracker: MlflowRuns, run: OpenRun, tmp_path: Path) -> None:
         tracker.download_artifact(run.run_id, "nothing.txt", tmp_path / "back")
 
 
-def test_a_checkpoint_goes_there_and_back(
+def test_a_checkpoint_is_uploaded_and_downloaded(
     tracker: MlflowRuns, run: OpenRun, folder: RunFolder, tmp_path: Path
 ) -> None:
     event = saved(folder, 50)
@@ -199,23 +201,22 @@ def test_saving_again_uploads_nothing_and_links_once(
     assert len(tracker._client.get_run(run.run_id).outputs.model_outputs) == 1
 
 
-def test_an_upload_that_was_cut_short_is_replaced(
-    tracker: MlflowRuns, run: OpenRun, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_upload_is_replaced(
+    tracker: MlflowRuns, run: OpenRun, folder: RunFolder
 ) -> None:
     event = saved(folder, 50)
 
-    def die(*arguments: object) -> None:
+    def die(model_id: str) -> Any:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(models, "log_points", die)
-        tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
+    with pytest.raises(KeyboardInterrupt):
+        tracker.models.save_checkpoint(run, event, folder.path / event.path, die)
     assert [one.status for one in tracker.models.list_checkpoints(run)] == ["PENDING"]
     tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
     assert [one.status for one in tracker.models.list_checkpoints(run)] == ["READY"]
 
 
-def test_a_step_saved_anew_replaces_the_old_checkpoint(
+def test_a_step_saved_again_replaces_the_old_checkpoint(
     tracker: MlflowRuns, run: OpenRun, folder: RunFolder
 ) -> None:
     event = saved(folder, 50)
@@ -259,7 +260,7 @@ def test_deleting_a_checkpoint_deletes_its_bytes(
     assert [one.step for one in tracker.models.list_checkpoints(run)] == [20]
 
 
-def test_a_folder_that_goes_during_its_upload_leaves_nothing(
+def test_a_folder_deleted_during_its_upload_leaves_nothing(
     tracker: MlflowRuns, run: OpenRun, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event = saved(folder, 50)
@@ -277,7 +278,7 @@ def test_a_folder_that_goes_during_its_upload_leaves_nothing(
     assert tracker.models.list_checkpoints(run) == []
 
 
-def test_a_checkpoint_beside_the_store_takes_no_second_copy_of_its_bytes(
+def test_a_checkpoint_on_the_disk_of_the_store_is_linked_not_copied(
     sqlite: str, tmp_path: Path
 ) -> None:
     tracker, folder = MlflowRuns(sqlite), make_folder(tmp_path, sqlite)
@@ -288,7 +289,7 @@ def test_a_checkpoint_beside_the_store_takes_no_second_copy_of_its_bytes(
     assert (folder.path / event.path / "state.pt").stat().st_nlink == 2
 
 
-def test_a_deleted_run_says_so(tracker: MlflowRuns, run: OpenRun) -> None:
+def test_a_deleted_run_raises_run_gone(tracker: MlflowRuns, run: OpenRun) -> None:
     tracker.require_run(run.run_id)
     tracker._client.delete_run(run.run_id)
     with pytest.raises(RunGone):
@@ -298,21 +299,19 @@ def test_a_deleted_run_says_so(tracker: MlflowRuns, run: OpenRun) -> None:
     assert refusal(raised.value)  # type: ignore[arg-type]
 
 
-def test_what_is_illegal_is_refused_and_a_dead_server_is_not_a_refusal(
-    tracker: MlflowRuns, run: OpenRun
-) -> None:
+def test_an_illegal_name_is_a_refusal(tracker: MlflowRuns, run: OpenRun) -> None:
     with pytest.raises(Exception, match=r"(?i)invalid") as raised:
         tracker.log_metrics(run.run_id, [MetricPoint("a(b)", 1.0, 0, 0)])
     assert refusal(raised.value)  # type: ignore[arg-type]
 
 
-def test_a_dead_server_is_no_refusal() -> None:
+def test_a_dead_server_is_not_a_refusal() -> None:
     with pytest.raises(Exception, match="failed with exception") as raised:
-        MlflowRuns("http://127.0.0.1:9").list_runs()
+        MlflowRuns("http://127.0.0.1:9").find_run("anything")
     assert refusal(raised.value) is None  # type: ignore[arg-type]
 
 
-def test_a_deleted_experiment_says_what_to_do(
+def test_the_error_for_a_deleted_experiment_names_the_command(
     tracker: MlflowRuns, tmp_path: Path, uri: str
 ) -> None:
     identity = make_folder(tmp_path, uri).identity
@@ -323,11 +322,9 @@ def test_a_deleted_experiment_says_what_to_do(
         tracker.open_run(other, T0)
 
 
-def test_unknown_names_say_so(tracker: MlflowRuns) -> None:
+def test_an_unknown_run_is_an_error(tracker: MlflowRuns) -> None:
     with pytest.raises(TrackingError, match="no run is called"):
         tracker.find_run("it's nobody")
-    with pytest.raises(TrackingError, match="no experiment is called"):
-        tracker.list_runs("nothing")
 
 
 def test_nothing_is_left_in_the_current_directory(
@@ -343,7 +340,7 @@ def test_nothing_is_left_in_the_current_directory(
     assert list((tmp_path / "artifacts").rglob("run.json"))
 
 
-def test_postgres_takes_a_batch_again_too(postgres: str, tmp_path: Path) -> None:
+def test_postgres_accepts_a_batch_again(postgres: str, tmp_path: Path) -> None:
     tracker, folder = (
         MlflowRuns(postgres),
         make_folder(tmp_path, postgres, artifact_root=str(tmp_path / "artifacts")),
@@ -368,24 +365,24 @@ def test_postgres_takes_a_batch_again_too(postgres: str, tmp_path: Path) -> None
 FIRST = """
 import sys
 from pathlib import Path
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 print("ready", flush=True)
 sys.stdin.readline()
-Tracker(sys.argv[1]).list_runs()
+MlflowRuns(sys.argv[1])
 """
 
 DYING = """
 import os
 import sys
 from sqlalchemy import Engine, event
-from rankzero.mlflow_store.client import Tracker
+from rankzero.mlflow_store.client import MlflowRuns
 
 @event.listens_for(Engine, "after_cursor_execute")
 def die(connection, cursor, statement, *_):
     if "CREATE TABLE registered_models" in statement:
         os._exit(9)
 
-Tracker(sys.argv[1]).list_runs()
+MlflowRuns(sys.argv[1])
 """
 
 
@@ -404,7 +401,7 @@ def begin(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
-def test_processes_that_are_the_first_at_once_share_one_store(tmp_path: Path) -> None:
+def test_processes_that_create_a_store_at_once_share_it(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     processes = [beginner(uri) for _ in range(2)]
     for process in processes:
@@ -416,11 +413,11 @@ def test_processes_that_are_the_first_at_once_share_one_store(tmp_path: Path) ->
         assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_a_process_that_dies_while_it_makes_the_tables_leaves_a_store_for_the_next(
+def test_a_process_that_dies_while_creating_tables_leaves_a_usable_store(
     tmp_path: Path,
 ) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     died = subprocess.run([sys.executable, "-c", DYING, uri], check=False, timeout=60)
     assert died.returncode == 9
-    assert MlflowRuns(uri).list_runs() == []
+    assert MlflowRuns(uri)._client.search_experiments()
     assert not list(tmp_path.glob(".setup-*"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankzero.catalog.lookup import folders
-from rankzero.mlflow_store.client import MlflowRuns
+from support.stores import list_runs
 from torture import curves, promises
 from torture.ground import DEADLINE_SECONDS, Broken, Command, Ground, wait_for
 from torture.promises import Curves
@@ -70,7 +70,7 @@ def _all_are_whole(ground: Ground, wanted: int) -> None:
         promises.nothing_is_lost(run, reference, steps=STEPS)
         promises.status_is(run, "FINISHED")
         promises.checkpoints_are_intact(run)
-    found = MlflowRuns(ground.store).list_runs()
+    found = list_runs(ground.store)
     if len({one.run_id for one in found}) != wanted or len({one.name for one in found}) != wanted:
         raise Broken(f"lost: {wanted} runs were begun, MLflow has {len(found)}")
 

@@ -9,10 +9,10 @@ import time
 from collections import Counter
 
 from rankzero.catalog.lookup import folders, last_end
-from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.tuning import next_trial
 from rankzero.tuning.study import Study, default_storage, find_study
 from rankzero.tuning.trial import Trial
+from support.stores import list_runs
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
 from torture.promises import Curves
@@ -143,7 +143,7 @@ def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
 
 def _each_has_a_run(ground: Ground, counted: list[Trial]) -> None:
     """No trial counts twice: neither its run nor its configuration, and MLflow has it as the study does."""
-    status = {run.name: run.status for run in MlflowRuns(ground.store).list_runs()}
+    status = {run.name: run.status for run in list_runs(ground.store)}
     for name, times in Counter(str(trial.facts.get("run")) for trial in counted).items():
         if times != 1 or name not in status:
             raise Broken(
@@ -163,6 +163,6 @@ def _all_have_ended(ground: Ground) -> None:
     endless = [run.path.name for run in folders(ground.runs_folder) if last_end(run) is None]
     if endless:
         raise Broken(f"wrong status: no end in the journals of {', '.join(endless)}")
-    finished = next(run.status for run in MlflowRuns(ground.store).list_runs() if run.name == "s")
+    finished = next(run.status for run in list_runs(ground.store) if run.name == "s")
     if finished != "FINISHED":
         raise Broken(f"wrong status: the study's run is {finished}")

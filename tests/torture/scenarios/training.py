@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import delivery_state
 from rankzero.run_store.folder import RunFolder
+from support.stores import list_runs
 from torture import promises
 from torture.ground import Broken, Command, Ground, wait_for
 from torture.promises import Curves
@@ -145,7 +145,7 @@ def unbegun(ground: Ground) -> bool:
     run = ground.the_run()
     if run is not None and run.events.exists():
         return False
-    names = [record.name for record in MlflowRuns(ground.store).list_runs()]
+    names = [record.name for record in list_runs(ground.store)]
     if names:
         raise Broken(f"lost: MLflow has {names}, and there is no journal")
     return True

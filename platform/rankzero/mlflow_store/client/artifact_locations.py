@@ -1,7 +1,7 @@
-"""Where the files of runs and logged models lie, as MLflow answers; on this machine, only where MLflow puts such files.
+"""Where the files of runs and logged models lie; on this machine, only where MLflow puts such files.
 
-A server, or a database that came with somebody's run, can answer with any folder: nobody's files are to be written
-over, or deleted with a checkpoint, for an answer.
+MLflow answers with any folder that its database names, and the database may be somebody else's.
+No file of a user may be overwritten, or deleted with a checkpoint, because of an answer.
 """
 
 from __future__ import annotations
@@ -14,128 +14,133 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
-from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-from mlflow.utils import file_utils, uri
 
 from rankzero.faults import NeverAccepted
-from rankzero.mlflow_store.client.records import known
+from rankzero.mlflow_store.client import mlflow_compat
+from rankzero.mlflow_store.client.connection import MIN_FILE_SECONDS, patience
+from rankzero.mlflow_store.client.records import require_id
 
-RUN_ID, MODEL_ID = re.compile(r"[0-9a-f]{32}"), re.compile(r"m-[0-9a-f]{32}")
-MODELS, ARTIFACTS = "models", "artifacts"
-ASKED_AGAIN = (
-    "runs",
-    "models",
-)  # schemes for which MLflow asks the server where that is, and takes any answer
-ELSEWHERE = "; nothing is written or deleted there: put right what MLflow has for it, or use another tracking store"
-
-_file_utils: Any = file_utils
-_uri: Any = uri
+_RUN_ID, _MODEL_ID = re.compile(r"[0-9a-f]{32}"), re.compile(r"m-[0-9a-f]{32}")
+_MODELS, _ARTIFACTS = "models", "artifacts"
+_RESOLVED_BY_SERVER = ("runs", "models")
+"""Schemes for which MLflow asks the server for the place, and takes any answer."""
+_REFUSED = (
+    "; nothing is written or deleted there: correct the location in MLflow, "
+    "or use another tracking store"
+)
 
 
 class ArtifactLocation:
-    """The files of one run or logged model; `folder`: where they are on this machine, None for a place elsewhere."""
+    """The files of one run or logged model.
 
-    def __init__(self, repository: Any, folder: Path | None) -> None:
-        self.repository, self.folder = repository, folder
+    `folder`: where they are on this machine, or None if they are elsewhere.
+    """
+
+    def __init__(self, repository: Any, folder: Path | None, min_seconds: int) -> None:
+        self._repository, self.folder, self._min_seconds = repository, folder, min_seconds
 
     def upload_file(self, path: Path, below: str | None = None) -> None:
-        """Upload a file, into the folder `below` there. Raises Impossible where that leads through a link."""
+        """Upload a file into the folder `below`. Raises NeverAccepted if a link leads elsewhere."""
         self.refuse_links([f"{below or '.'}/{path.name}"])
-        self.repository.log_artifact(str(path), below)
+        with patience(path, self._min_seconds):
+            self._repository.log_artifact(str(path), below)
 
     def upload_folder(self, path: Path, below: str | None = None) -> None:
-        """Upload what is in a folder. Raises Impossible where that leads through a link."""
+        """Upload a folder's content. Raises NeverAccepted if a link leads elsewhere."""
         self.refuse_links(f"{below or '.'}/{name}" for name in names(path))
-        self.repository.log_artifacts(str(path), below)
+        with patience(path, self._min_seconds):
+            self._repository.log_artifacts(str(path), below)
 
     def delete(self) -> None:
         """Delete all of the files."""
         if self.folder is None:
-            self.repository.delete_artifacts()
-        elif (
-            self.folder.exists()
-        ):  # by ourselves: MLflow unquotes the path twice, and deletes another folder then
+            with patience():
+                self._repository.delete_artifacts()
+        elif self.folder.exists():
+            # Not by MLflow, which unquotes the path twice and then deletes another folder.
             shutil.rmtree(self.folder)
 
     def refuse_links(self, written: Iterable[str]) -> None:
-        """Raise Impossible where a link lies between the folder and something that is to be written below it."""
+        """Raise NeverAccepted if a link leads one of the paths `written` out of the folder."""
         if self.folder is None:
             return
         base = self.folder.resolve()
         for name in written:
             if (base / name).resolve() != base / name:
                 raise NeverAccepted(
-                    f"{self.folder / name} leads out of MLflow's artifacts, by a link; take it away"
+                    f"{self.folder / name} leads out of MLflow's artifacts by a link: remove it"
                 )
 
 
 class ArtifactLocations:
-    """The places of one tracking store's runs and models."""
+    """The artifact locations of one tracking store's runs and models."""
 
-    def __init__(self, client: MlflowClient, tracking_uri: str) -> None:
-        self._client, self._uri = client, tracking_uri
+    def __init__(
+        self, client: MlflowClient, tracking_uri: str, min_seconds: int = MIN_FILE_SECONDS
+    ) -> None:
+        self._client, self._uri, self._min_seconds = client, tracking_uri, min_seconds
         self._runs: dict[str, ArtifactLocation] = {}
 
     def of_run(self, run_id: str) -> ArtifactLocation:
-        """Return where a run's artifacts lie, asked for once. Raises Impossible where a run's artifacts cannot be."""
+        """Return the location of a run's artifacts. Raises NeverAccepted if none can be there."""
         if run_id not in self._runs:
             info = self._client.get_run(run_id).info
-            known(info.run_id, "run")
-            below = (run_id,) if RUN_ID.fullmatch(run_id) else None
-            self._runs[run_id] = self._place(info.artifact_uri, info.experiment_id, below)
+            require_id(info.run_id, "run")
+            below = (run_id,) if _RUN_ID.fullmatch(run_id) else None
+            self._runs[run_id] = self._checked(info.artifact_uri, info.experiment_id, below)
         return self._runs[run_id]
 
     def of_model(self, model: LoggedModel) -> ArtifactLocation:
-        """Return where a logged model's files lie. Raises Impossible where a model's files cannot be."""
-        model_id = known(model.model_id, "logged model")
-        below = (MODELS, model_id) if MODEL_ID.fullmatch(model_id) else None
-        return self._place(model.artifact_location, model.experiment_id, below)
+        """Return the location of a logged model. Raises NeverAccepted if none can be there."""
+        model_id = require_id(model.model_id, "logged model")
+        below = (_MODELS, model_id) if _MODEL_ID.fullmatch(model_id) else None
+        return self._checked(model.artifact_location, model.experiment_id, below)
 
-    def repository(self, location: str) -> Any:
-        """Return what MLflow reads and writes a location with."""
-        location = _uri.add_databricks_profile_info_to_artifact_uri(location, self._uri)
-        return get_artifact_repository(location, tracking_uri=self._uri)
+    def download(self, location: str, destination: Path) -> None:
+        """Download all files of a location into the folder `destination`."""
+        with patience():
+            repository = mlflow_compat.artifact_repository(location, self._uri)
+            repository.download_artifacts("", str(destination))
 
-    def _place(
+    def _checked(
         self, location: str | None, experiment_id: str, below: tuple[str, ...] | None
     ) -> ArtifactLocation:
         location = location or ""
-        folder = _on_this_machine(location)
+        folder = _local_folder(location)
         if folder is not None:
-            base = _on_this_machine(
-                self._client.get_experiment(experiment_id).artifact_location or ""
-            )
+            experiment = self._client.get_experiment(experiment_id)
+            base = _local_folder(experiment.artifact_location or "")
             _require_usual(folder, base, below)
-        return ArtifactLocation(self.repository(location), folder)
+        repository = mlflow_compat.artifact_repository(location, self._uri)
+        return ArtifactLocation(repository, folder, self._min_seconds)
 
 
 def names(folder: Path) -> set[str]:
-    """Return what lies below a folder, relative to it."""
+    """Return the paths of all files and folders below a folder, relative to it."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def _on_this_machine(location: str) -> Path | None:
-    """Return the folder that MLflow takes the location for; None where it is elsewhere."""
-    scheme = _uri.get_uri_scheme(location)
-    if scheme in ASKED_AGAIN or "\x00" in location:
+def _local_folder(location: str) -> Path | None:
+    scheme = mlflow_compat.scheme_of(location)
+    if scheme in _RESOLVED_BY_SERVER or "\x00" in location:
         raise NeverAccepted(
-            f"MLflow answers that files lie at {location!r}, which is no place for them{ELSEWHERE}"
+            f"MLflow answers that files lie at {location!r}, which is no place for them{_REFUSED}"
         )
-    return (
-        Path(_file_utils.local_file_uri_to_path(location)).absolute()
-        if scheme in ("", "file")
-        else None
-    )
+    return mlflow_compat.local_path(location) if scheme in ("", "file") else None
 
 
 def _require_usual(folder: Path, base: Path | None, below: tuple[str, ...] | None) -> None:
-    """Raise Impossible unless the folder is MLflow's for this run or model, links followed, in the experiment's."""
+    """Raise NeverAccepted unless the folder is where MLflow puts the files of this run or model.
+
+    That is ``<below>/artifacts`` in the experiment's folder `base`, also after links.
+    """
     if base is not None and below is not None:
-        real, tail = folder.resolve(), (*below, ARTIFACTS)
+        real, tail = folder.resolve(), (*below, _ARTIFACTS)
         usual = folder.parts[-len(tail) :] == real.parts[-len(tail) :] == tail
         if usual and real.is_relative_to(base.resolve()) and not folder.is_symlink():
             return
     raise NeverAccepted(
-        f"MLflow answers that files lie in {str(folder)!r} on this machine{ELSEWHERE}; it is not "
-        f".../{'/'.join((*(below or ('<id>',)), ARTIFACTS))} in the folder of the experiment, {str(base)!r}"
+        f"MLflow answers that files lie in {str(folder)!r} on this machine{_REFUSED}; it is not "
+        f".../{'/'.join((*(below or ('<id>',)), _ARTIFACTS))} in the folder of the experiment, "
+        f"{str(base)!r}"
     )

@@ -1,4 +1,4 @@
-"""Data sets as MLflow's inputs of a run."""
+"""Data sets as inputs of a run in MLflow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 from rankzero.events import DataDescribed
 from rankzero.mlflow_store import limits
 
-NAME_LENGTH, DIGEST_LENGTH, TAG_LENGTH = 500, 36, 500
+_NAME_LENGTH, _DIGEST_LENGTH, _TAG_LENGTH = 500, 36, 500
 
 
 def dataset_input(event: DataDescribed) -> DatasetInput:
@@ -23,8 +23,8 @@ def dataset_input(event: DataDescribed) -> DatasetInput:
         {"name": name, "type": kind, "required": True} for name, kind in event.columns.items()
     ]
     dataset = Dataset(
-        name=limits.head(event.name, NAME_LENGTH),
-        digest=limits.head(event.digest, DIGEST_LENGTH),
+        name=limits.head(event.name, _NAME_LENGTH),
+        digest=limits.head(event.digest, _DIGEST_LENGTH),
         source_type=event.source_type,
         source=json.dumps(source),
         schema=json.dumps({"mlflow_colspec": columns}) if columns else None,
@@ -32,5 +32,5 @@ def dataset_input(event: DataDescribed) -> DatasetInput:
     )
     tags = {"mlflow.data.context": event.context, "rankzero.digest_of": event.how}
     return DatasetInput(
-        dataset, [InputTag(key, limits.head(value, TAG_LENGTH)) for key, value in tags.items()]
+        dataset, [InputTag(key, limits.head(value, _TAG_LENGTH)) for key, value in tags.items()]
     )

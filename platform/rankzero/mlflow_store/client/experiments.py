@@ -1,4 +1,4 @@
-"""Experiments: found or made, whoever is faster; where their artifacts go."""
+"""Experiments: find or create them, choose the folder of their artifacts."""
 
 from __future__ import annotations
 
@@ -10,43 +10,30 @@ from collections.abc import Callable
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from rankzero.mlflow_store.client.records import known
+from rankzero.mlflow_store.client.records import require_id
 from rankzero.mlflow_store.uris import TrackingError, artifact_root
-from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
 
-LONGEST_FOLDER = 200
+_LONGEST_FOLDER = 200
 
 
 def find_or_create(client: MlflowClient, tracking_uri: str, identity: Identity) -> str:
-    """Return the id of the run's experiment, made if it is not there, by us or by whoever is faster.
+    """Return the id of the run's experiment, which another process may create at the same time.
 
-    Raises TrackingError for one that somebody deleted.
+    Raises TrackingError if somebody deleted it.
     """
     for _ in range(2):
         experiment = client.get_experiment_by_name(identity.experiment)
         if experiment is not None:
             if experiment.lifecycle_stage == "deleted":
                 raise TrackingError(
-                    f"the MLflow experiment {identity.experiment!r} was deleted; use another name, "
+                    f"the MLflow experiment {identity.experiment!r} was deleted: use another name, "
                     f"or: mlflow experiments restore -x {experiment.experiment_id}"
                 )
-            return known(experiment.experiment_id, "experiment")
+            return require_id(experiment.experiment_id, "experiment")
         with contextlib.suppress(MlflowException):
             return _create(client, tracking_uri, identity)
     return _create(client, tracking_uri, identity)
-
-
-def ids(client: MlflowClient, tracking_uri: str, name: str | None) -> list[str]:
-    """Return the id of the experiment, or of all where no name is given. Raises TrackingError where it is unknown."""
-    if name is None:
-        return [experiment.experiment_id for experiment in client.search_experiments()]
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        raise TrackingError(
-            f"no experiment is called {name!r} in {url_without_secrets(tracking_uri)}"
-        )
-    return [experiment.experiment_id]
 
 
 def set_tag(
@@ -56,30 +43,33 @@ def set_tag(
     value: str,
     may_replace: Callable[[str | None], bool],
 ) -> str | None:
-    """Set an experiment's tag where what it has `may_replace`; return the experiment's id, None without one."""
+    """Set an experiment's tag if its present value `may_replace`.
+
+    Returns the experiment's id, or None if there is no such experiment.
+    """
     found = client.get_experiment_by_name(experiment)
     if found is None or found.lifecycle_stage == "deleted":
         return None
-    known = found.tags.get(tag)
-    if known != value and may_replace(known):
+    present = found.tags.get(tag)
+    if present != value and may_replace(present):
         client.set_experiment_tag(found.experiment_id, tag, value)
     return str(found.experiment_id)
 
 
 def folder_for(experiment: str) -> str:
-    """Return the name of one folder for any experiment's name: never ``..``, nor longer than a file system takes."""
-    plain = re.sub(
-        r"[^A-Za-z0-9_.\-]", "_", experiment
-    )  # nothing quoted: MLflow takes it for a URI and would unquote it
-    if plain == experiment and not plain.startswith(".") and len(plain) <= LONGEST_FOLDER:
+    """Return a folder's name for an experiment's name: never ``..``, never too long."""
+    # Nothing is quoted, because MLflow takes the path for a URI and unquotes it.
+    plain = re.sub(r"[^A-Za-z0-9_.\-]", "_", experiment)
+    if plain == experiment and not plain.startswith(".") and len(plain) <= _LONGEST_FOLDER:
         return plain
-    return f"{plain.lstrip('.')[: LONGEST_FOLDER - 9]}-{hashlib.sha256(experiment.encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(experiment.encode()).hexdigest()[:8]
+    return f"{plain.lstrip('.')[: _LONGEST_FOLDER - 9]}-{digest}"
 
 
 def _create(client: MlflowClient, tracking_uri: str, identity: Identity) -> str:
-    kind = {
-        "mlflow.experimentKind": "custom_model_development"
-    }  # else the UI takes it for one of language agents
+    # Without the tag, MLflow's page takes the experiment for one of language agents.
+    kind = {"mlflow.experimentKind": "custom_model_development"}
     base = identity.artifact_root or artifact_root(tracking_uri)
     location = None if base is None else f"{base.rstrip('/')}/{folder_for(identity.experiment)}"
-    return known(client.create_experiment(identity.experiment, location, tags=kind), "experiment")
+    experiment_id = client.create_experiment(identity.experiment, location, tags=kind)
+    return require_id(experiment_id, "experiment")

@@ -1,4 +1,4 @@
-"""A PyTorch module in MLflow's layout. Imports torch when called."""
+"""A PyTorch module in MLflow's layout. Imports torch when it is called."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ def save_pytorch(
     kind: str,
     code_paths: Sequence[Path],
 ) -> None:
-    """Write the module in MLflow's layout, its signature taken from arrays; the first dimension is any batch size.
+    """Write the module in MLflow's layout, with a signature taken from the arrays.
 
-    `kind` is pt2 or pickle. `mlflow.pytorch.log_model` would also download every metric's history, and try out
-    the requirements in a new process.
+    The first dimension of the arrays is any batch size. `kind` is pt2 or pickle.
     """
-    import mlflow.pytorch  # imports torch
+    # mlflow.pytorch.log_model would also download the history of each metric, and try out the
+    # requirements in a new process.
+    import mlflow.pytorch
     from mlflow.models import ModelSignature
     from mlflow.types import Schema
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about torch's own internals
+        # The warnings are about torch's own internals.
+        warnings.simplefilter("ignore")
         mlflow.pytorch.save_model(
             model,
             str(folder),

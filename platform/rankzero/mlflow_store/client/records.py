@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from mlflow.entities import LoggedModel, Run
 
@@ -21,7 +21,7 @@ class OpenRun(NamedTuple):
 
 
 class RemoteCheckpoint(NamedTuple):
-    """A checkpoint as MLflow knows it; `status` is READY once it is whole."""
+    """A checkpoint as MLflow knows it; `status` is READY once all of it is uploaded."""
 
     step: int
     model_id: str
@@ -31,7 +31,7 @@ class RemoteCheckpoint(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-    """A run as the command line lists it."""
+    """A run as MLflow has it."""
 
     name: str
     run_id: str
@@ -46,23 +46,17 @@ class RunRecord(NamedTuple):
     tags: Mapping[str, str]
 
 
-def opened(run: Run) -> OpenRun:
-    """Return a run to write to. Raises TrackingError for an answer that is none of MLflow's."""
-    metrics: Iterable[Any] = (
-        run.data._metric_objs
-    )  # the public dictionary has the values without their steps
-    run_id, experiment_id = (
-        known(run.info.run_id, "run"),
-        known(run.info.experiment_id, "experiment"),
-    )
-    return OpenRun(run_id, experiment_id, {metric.key: metric.step for metric in metrics})
+def open_run_of(run: Run) -> OpenRun:
+    """Return a run to write to. Raises TrackingError if MLflow did not answer."""
+    # Run.data.metrics has the values without their steps.
+    marks = {metric.key: metric.step for metric in run.to_proto().data.metrics}
+    run_id = require_id(run.info.run_id, "run")
+    return OpenRun(run_id, require_id(run.info.experiment_id, "experiment"), marks)
 
 
-def known(identifier: str, what: str) -> str:
-    """Return the id that an answer gives. Raises TrackingError where there is none: something else than MLflow answers.
-
-    MLflow's client takes ``{}``, or "200 OK", for a run or an experiment whose fields are empty.
-    """
+def require_id(identifier: str, what: str) -> str:
+    """Return the id that an answer gives. Raises TrackingError without one."""
+    # For MLflow's client, the answer "{}" is a run or an experiment whose fields are empty.
     if not identifier:
         raise TrackingError(
             f"the server answered without the {what}'s id: is it MLflow's, at the right address?"
@@ -70,7 +64,7 @@ def known(identifier: str, what: str) -> str:
     return str(identifier)
 
 
-def record(run: Run) -> RunRecord:
+def record_of(run: Run) -> RunRecord:
     """Return a run to look at."""
     tags, metrics = run.data.tags, run.data.metrics
     goal = tags.get("rankzero.goal")
@@ -90,7 +84,7 @@ def record(run: Run) -> RunRecord:
     )
 
 
-def checkpoint(model: LoggedModel) -> RemoteCheckpoint:
-    """Return a logged model that is a checkpoint."""
+def checkpoint_of(model: LoggedModel) -> RemoteCheckpoint:
+    """Return a logged model of kind checkpoint as one."""
     step, best = int(model.tags["rankzero.step"]), model.tags.get("rankzero.best") == "true"
     return RemoteCheckpoint(step, model.model_id, str(model.status), best, model.tags)

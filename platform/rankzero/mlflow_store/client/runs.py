@@ -16,30 +16,43 @@ from rankzero.events import DataDescribed, RunEnded, RunStarted
 from rankzero.mlflow_store import limits
 from rankzero.mlflow_store.client import experiments
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
-from rankzero.mlflow_store.client.connection import chunks, connect, log_points, patience
+from rankzero.mlflow_store.client.connection import (
+    MIN_FILE_SECONDS,
+    chunks,
+    connect,
+    log_points,
+    patience,
+)
 from rankzero.mlflow_store.client.datasets import dataset_input
 from rankzero.mlflow_store.client.images import write_images
 from rankzero.mlflow_store.client.models import MlflowModels
-from rankzero.mlflow_store.client.records import OpenRun, RunRecord, known, opened, record
+from rankzero.mlflow_store.client.records import (
+    OpenRun,
+    RunRecord,
+    open_run_of,
+    record_of,
+    require_id,
+)
 from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
 
-LOGGED_IMAGES = "mlflow.loggedImages"
-
 
 class MlflowRuns:
-    """The runs of one tracking store; `models`: its checkpoints and models. Not for use by several threads at once."""
+    """The runs of one tracking store; not for several threads at once.
 
-    def __init__(self, tracking_uri: str) -> None:
+    `models`: its checkpoints and models. `min_file_seconds`: the least timeout of an upload.
+    """
+
+    def __init__(self, tracking_uri: str, min_file_seconds: int = MIN_FILE_SECONDS) -> None:
         self._uri = tracking_uri
         self._client = connect(tracking_uri)
-        self._places = ArtifactLocations(self._client, tracking_uri)
-        self.models = MlflowModels(self._client, tracking_uri, self._places)
+        self._locations = ArtifactLocations(self._client, tracking_uri, min_file_seconds)
+        self.models = MlflowModels(self._client, tracking_uri, self._locations)
 
     def open_run(self, identity: Identity, start_seconds: float) -> OpenRun:
-        """Return the identity's run, made if it is not there; the same run however often it is called."""
+        """Return the identity's run, created if need be; each call returns the same run."""
         found = self.find_open_run(identity)
         if found is not None:
             return found
@@ -49,25 +62,22 @@ class MlflowRuns:
             run_name=identity.name,
             tags=_birth_tags(identity),
         )
-        return opened(run)
+        return open_run_of(run)
 
     def find_open_run(self, identity: Identity) -> OpenRun | None:
-        """Return the identity's run; None where nobody has made it yet."""
+        """Return the identity's run, or None if no process has created it yet."""
         if identity.mlflow_run_id is not None:
-            return opened(self._client.get_run(identity.mlflow_run_id))
+            return open_run_of(self._client.get_run(identity.mlflow_run_id))
         experiment = self._client.get_experiment_by_name(identity.experiment)
         if experiment is None:
             return None
         runs = self._client.search_runs(
             [experiment.experiment_id], f"tags.`rankzero.uuid` = '{identity.uuid}'", max_results=1
         )
-        return opened(runs[0]) if runs else None
+        return open_run_of(runs[0]) if runs else None
 
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
-        """Set the run to RUNNING and log its params and tags.
-
-        A param is for ever: where a later attempt's differs, the first stays and the new one becomes a tag.
-        """
+        """Set the run to RUNNING and log its params and tags."""
         run = self._run(run_id)
         tags = {**event.environment, "rankzero.attempt": str(event.attempt)}
         if "goal.metric" in event.params:
@@ -75,10 +85,11 @@ class MlflowRuns:
         new, names = {}, limits.names(event.params)
         for key, value in event.params.items():
             name, value = names[key], limits.head(value, limits.PARAM_LENGTH)
-            known = run.data.params.get(name)
-            if known is None:
+            present = run.data.params.get(name)
+            if present is None:
                 new[name] = value
-            elif known != value:
+            elif present != value:
+                # MLflow never changes a param. A later attempt's value becomes a tag.
                 tags[f"rankzero.param.{key}"] = value
         for chunk in chunks([Param(*pair) for pair in new.items()], limits.ITEMS_PER_BATCH):
             self._client.log_batch(run_id, params=chunk, synchronous=True)
@@ -87,15 +98,15 @@ class MlflowRuns:
             self._client.update_run(run_id, status="RUNNING")
 
     def log_data(self, run_id: str, event: DataDescribed) -> None:
-        """Log a data set as the run's input, where MLflow shows and filters data sets. Again: nothing happens."""
+        """Log a data set as the run's input. A second call changes nothing."""
         self._client.log_inputs(run_id, [dataset_input(event)])
 
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint]) -> None:
-        """Send the points, at most a thousand at a time. Sending one again changes nothing."""
+        """Send the points. Sending one again changes nothing."""
         log_points(self._client, run_id, points)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set the tags, made legal."""
+        """Set the tags, with names and values that MLflow accepts."""
         legal_tags = [
             RunTag(limits.name(key), limits.head(value, limits.TAG_LENGTH))
             for key, value in tags.items()
@@ -104,20 +115,20 @@ class MlflowRuns:
             self._client.log_batch(run_id, tags=chunk, synchronous=True)
 
     def description(self, run_id: str) -> str:
-        """Return what the run's page says now: users may write there, too."""
+        """Return the run's description as it is in MLflow; users may edit it, too."""
         return str(self._run(run_id).data.tags.get(DESCRIPTION, ""))
 
     def close_run(self, run_id: str, event: RunEnded) -> None:
-        """Set the run's status and when it ended. Raises TrackingError where it has another status after that."""
+        """Set the run's status and end time. Raises TrackingError if it has another status then."""
         self._client.set_terminated(run_id, event.status, end_time=scalars.milliseconds(event.time))
         status = self._run(run_id).info.status
         if status != event.status:
             raise TrackingError(
-                f"MLflow says that the run is {status}, after it was told that it is {event.status}"
+                f"the run's status in MLflow is {status} after it was set to {event.status}"
             )
 
     def require_run(self, run_id: str) -> None:
-        """Raise RunGone when the run was deleted, and whatever MLflow raises when it cannot be asked."""
+        """Raise RunGone if the run was deleted, and whatever MLflow raises if it cannot answer."""
         try:
             stage = self._run(run_id).info.lifecycle_stage
         except MlflowException as error:
@@ -129,43 +140,33 @@ class MlflowRuns:
 
     def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
         """Upload a file into the run's artifacts, into `folder` there."""
-        with patience(path):
-            self._places.of_run(run_id).upload_file(path, folder)
+        self._locations.of_run(run_id).upload_file(path, folder)
 
     def log_artifacts(self, run_id: str, path: Path, folder: str | None = None) -> None:
-        """Upload what is in the folder `path`."""
-        with patience(path):
-            self._places.of_run(run_id).upload_folder(path, folder)
+        """Upload the content of the folder `path`."""
+        self._locations.of_run(run_id).upload_folder(path, folder)
 
     def log_pictures(
         self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int
     ) -> None:
-        """Upload PNGs by key, so that MLflow's page shows each key's pictures by step; again: the same files.
+        """Upload PNGs by key, so that MLflow's page shows each key's images by step.
 
-        The newest of each also goes to ``pictures/<key>.png``. Raises Impossible for what cannot be made smaller.
+        A second call writes the same files. The newest of each key is also
+        ``pictures/<key>.png``. Raises NeverAccepted if an image cannot be read.
         """
         with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
             write_images(pictures, Path(folder), run_id, step, milliseconds)
-            with patience(Path(folder)):
-                self._places.of_run(run_id).upload_folder(Path(folder))
-        self.set_tags(run_id, {LOGGED_IMAGES: "True"})
-
-    def list_runs(self, experiment: str | None = None, limit: int = 50) -> list[RunRecord]:
-        """Return the newest runs first, of one experiment or of all."""
-        runs = self._client.search_runs(
-            experiments.ids(self._client, self._uri, experiment),
-            max_results=limit,
-            order_by=["attributes.start_time DESC"],
-        )
-        return [record(run) for run in runs]
+            self._locations.of_run(run_id).upload_folder(Path(folder))
+        self.set_tags(run_id, {"mlflow.loggedImages": "True"})
 
     def find_run(self, name_or_id: str) -> RunRecord:
-        """Return the run of this id, or else the newest of this name. Raises TrackingError when there is none."""
-        with contextlib.suppress(MlflowException):  # no legal id, or nobody's
-            return record(self._run(name_or_id))
+        """Return the run of this id, else the newest of this name. Raises TrackingError."""
+        # MLflow refuses what is not a run's id.
+        with contextlib.suppress(MlflowException):
+            return record_of(self._run(name_or_id))
         name = name_or_id.replace("'", "")
         runs = self._client.search_runs(
-            experiments.ids(self._client, self._uri, None),
+            [experiment.experiment_id for experiment in self._client.search_experiments()],
             f"attributes.run_name = '{name}'",
             max_results=1,
             order_by=["attributes.start_time DESC"],
@@ -174,7 +175,7 @@ class MlflowRuns:
             raise TrackingError(
                 f"no run is called {name_or_id!r} in {url_without_secrets(self._uri)}"
             )
-        return record(runs[0])
+        return record_of(runs[0])
 
     def experiment_name(self, experiment_id: str) -> str:
         """Return the name of an experiment."""
@@ -183,20 +184,27 @@ class MlflowRuns:
     def save_view(
         self, experiment: str, tag: str, value: str, may_replace: Callable[[str | None], bool]
     ) -> str | None:
-        """Set an experiment's tag where what it has `may_replace`; return the experiment's id, None without one."""
+        """Set an experiment's tag if its present value `may_replace`.
+
+        Returns the experiment's id, or None if there is no such experiment.
+        """
         return experiments.set_tag(self._client, experiment, tag, value, may_replace)
 
     def download_artifact(self, run_id: str, name: str, folder: Path) -> Path:
-        """Download one of the run's artifacts into the folder and return its path. Raises TrackingError without it."""
+        """Download one of the run's artifacts into the folder and return its path.
+
+        Raises TrackingError if the run has no such artifact, or if bytes are missing.
+        """
         listed = self._client.list_artifacts(run_id, str(Path(name).parent).strip("."))
         size = next((found.file_size for found in listed if found.path == name), -1)
         if size == -1:
             raise TrackingError(f"the MLflow run {run_id} has no artifact {name!r}")
         with patience():
             path = Path(self._client.download_artifacts(run_id, name, str(folder)))
-        if size is not None and path.stat().st_size != size:  # MLflow sees no difference
+        # MLflow does not compare them.
+        if size is not None and path.stat().st_size != size:
             raise TrackingError(
-                f"of {name!r}, {path.stat().st_size} of {size} bytes came from MLflow; try again"
+                f"{path.stat().st_size} of {size} bytes of {name!r} came from MLflow: try again"
             )
         return path
 
@@ -210,9 +218,8 @@ class MlflowRuns:
         return sorted(points, key=lambda point: (point.step, point.milliseconds))
 
     def _run(self, run_id: str) -> Run:
-        """Return the run. Raises TrackingError for an answer that is none of MLflow's."""
         run = self._client.get_run(run_id)
-        known(run.info.run_id, "run")
+        require_id(run.info.run_id, "run")
         return run
 
 
@@ -223,8 +230,7 @@ def _birth_tags(identity: Identity) -> dict[str, str]:
         "mlflow.source.type": "LOCAL",
         "mlflow.parentRunId": identity.parent_run_id,
     }
-    with contextlib.suppress(
-        OSError, KeyError, ImportError
-    ):  # a user id without a name, as containers have
+    # A container may run under a user id that has no name.
+    with contextlib.suppress(OSError, KeyError, ImportError):
         tags["mlflow.user"] = getpass.getuser()
     return {key: limits.head(value, limits.TAG_LENGTH) for key, value in tags.items() if value}

@@ -1,4 +1,4 @@
-"""Answers of a real server that end too early are errors, not answers that say nothing."""
+"""MLflow's internals: those that are used exist, and each patch is still needed and works."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient, environment_variables
+from mlflow.exceptions import MlflowException
+from mlflow.store.artifact import host_policy, http_artifact_repo
 from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
+from mlflow.tracking._tracking_service import utils
+from mlflow.utils import rest_utils
 
 from rankzero.faults import refusal
-from rankzero.mlflow_store.client import MlflowRuns, OpenRun
-from rankzero.mlflow_store.client import connection as client_module
+from rankzero.mlflow_store.client import MlflowRuns, OpenRun, mlflow_compat
 from rankzero.mlflow_store.uris import TrackingError
 from support.runs import T0, make_folder
 from support.stores import Server
@@ -29,7 +33,10 @@ CUTS = {
 
 
 class Cutter:
-    """Passes requests on to a server, and of answers to those with `only` in them what comes up to and with `until`."""
+    """Passes requests on to a server, and cuts its answers.
+
+    An answer ends with the first `until` in it, if the request contains `only`.
+    """
 
     def __init__(self, server: str) -> None:
         host, _, port = server.removeprefix("http://").rpartition(":")
@@ -86,7 +93,7 @@ def run(server: Server, tmp_path: Path) -> OpenRun:
 
 
 @pytest.mark.parametrize("until", CUTS.values(), ids=CUTS)
-def test_a_cut_answer_is_no_answer(
+def test_a_cut_answer_is_an_error(
     until: bytes, cutter: Cutter, run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -108,7 +115,7 @@ def test_a_cut_answer_is_no_answer(
 
 
 @pytest.mark.parametrize("until", [b"\r\nconte", b"\r\n\r\n", b"lr"])
-def test_a_download_that_ends_too_early_is_told(
+def test_a_download_that_ends_too_early_is_an_error(
     until: bytes, cutter: Cutter, run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -125,7 +132,9 @@ def test_a_download_that_ends_too_early_is_told(
     )
 
 
-def test_a_download_of_fewer_bytes_is_told(run: OpenRun, server: Server, tmp_path: Path) -> None:
+def test_a_download_of_fewer_bytes_is_an_error(
+    run: OpenRun, server: Server, tmp_path: Path
+) -> None:
     tracker = MlflowRuns(server.uri)
     (tmp_path / "config.yaml").write_text("lr: 0.1")
     tracker.log_artifact(run.run_id, tmp_path / "config.yaml")
@@ -140,7 +149,7 @@ def test_a_download_of_fewer_bytes_is_told(run: OpenRun, server: Server, tmp_pat
 @pytest.mark.parametrize(
     "answer", [b"{}", b'{"error": "no such page"}', b"200 OK", b"", b"null", b"<html>log in</html>"]
 )
-def test_something_else_than_mlflow_is_told_from_it(answer: bytes, tmp_path: Path) -> None:
+def test_a_server_that_is_not_mlflow_is_an_error(answer: bytes, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_always, args=(listener, answer), daemon=True).start()
         uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -162,23 +171,27 @@ def test_something_else_than_mlflow_is_told_from_it(answer: bytes, tmp_path: Pat
     ("answer", "taken"),
     [(b"", True), (b"{}", True), (b"<html>log in</html>", False), (b"null", False)],
 )
-def test_a_page_is_no_receipt_of_an_upload(
-    answer: bytes, taken: bool, server: Server, tmp_path: Path
+def test_an_upload_is_answered_by_nothing_or_by_json(
+    answer: bytes, taken: bool, tmp_path: Path
 ) -> None:
-    MlflowRuns(server.uri)
-    (tmp_path / "a.txt").write_text("hello")
+    mlflow_compat.refuse_false_answers()
+    with (
+        contextlib.nullcontext()
+        if taken
+        else pytest.raises(Exception, match=r"upload is none of MLflow.s")
+    ):
+        upload_to_a_server_that_answers(answer, tmp_path)
+
+
+def upload_to_a_server_that_answers(answer: bytes, folder: Path) -> None:
+    (folder / "a.txt").write_text("hello")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_always, args=(listener, answer), daemon=True).start()
         port = listener.getsockname()[1]
         repository = HttpArtifactRepository(
             f"http://127.0.0.1:{port}/api/2.0/mlflow-artifacts/artifacts/1"
         )
-        with (
-            contextlib.nullcontext()
-            if taken
-            else pytest.raises(Exception, match=r"upload is none of MLflow.s")
-        ):
-            repository.log_artifact(str(tmp_path / "a.txt"))
+        repository.log_artifact(str(folder / "a.txt"))
 
 
 def _always(listener: socket.socket, answer: bytes) -> None:
@@ -191,16 +204,84 @@ def _always(listener: socket.socket, answer: bytes) -> None:
                 client.sendall(whole + answer)
 
 
-def test_mlflow_alone_takes_it_for_an_empty_answer(
+@pytest.mark.parametrize("name", mlflow_compat.ENVIRONMENT)
+def test_each_environment_variable_is_one_of_mlflows(name: str) -> None:
+    assert getattr(environment_variables, name).name == name
+
+
+def test_mlflow_still_takes_an_empty_answer_for_one_with_empty_fields(
     cutter: Cutter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once this fails, `rankzero.mlflow_store.client.response_checks` can go."""
-    monkeypatch.setattr(client_module, "refuse_false_answers", lambda: None)
-    from mlflow.utils import rest_utils
-
-    from rankzero.mlflow_store.client import response_checks
-
-    tracker = MlflowRuns(cutter.uri)
-    monkeypatch.setattr(rest_utils, "verify_rest_response", response_checks._verify)
+    """Once this fails, `refuse_false_answers` need not replace `verify_rest_response`."""
+    monkeypatch.setattr(rest_utils, "verify_rest_response", mlflow_compat._verify_rest_response)
+    client = MlflowClient(tracking_uri=cutter.uri)
     cutter.until = CUTS["within a later header"]
-    assert tracker.list_runs() == []
+    assert client.search_experiments() == []
+
+
+def test_mlflow_still_takes_any_page_for_a_receipt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once this fails, `refuse_false_answers` need not replace `augmented_raise_for_status`."""
+    monkeypatch.setattr(
+        http_artifact_repo, "augmented_raise_for_status", mlflow_compat._raise_for_status
+    )
+    upload_to_a_server_that_answers(b"<html>log in</html>", tmp_path)
+
+
+@pytest.mark.parametrize("root", [None, "ours"])
+def test_mlflow_still_reads_the_artifact_root_of_a_server(
+    root: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once this fails, `default_artifacts_below` has no effect, or is needed no more."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(mlflow_compat._ARTIFACT_ROOT, raising=False)
+    assert mlflow_compat._ARTIFACT_ROOT == utils._SERVER_ARTIFACT_ROOT_ENV_VAR
+    with mlflow_compat.default_artifacts_below(root and str(tmp_path / root)):
+        [default] = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").search_experiments()
+    assert Path(default.artifact_location) == tmp_path / (root or "mlruns") / "0"
+    assert not host_policy.is_tracking_server_process()
+
+
+def test_mlflows_registry_still_has_a_client_of_its_own(
+    sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once this fails, `global_tracking_uri` can go."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/another.db")
+    store, folder = MlflowRuns(sqlite), make_folder(tmp_path, sqlite)
+    run = store.open_run(folder.identity, T0)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "MLmodel").touch()
+    model_id = store.models.log_model(run, tmp_path / "model", "model", 1, {})
+    store._client.create_registered_model("theirs")
+    with pytest.raises(MlflowException, match="not found"):
+        store._client.create_model_version(
+            "theirs", f"models:/{model_id}", run.run_id, model_id=model_id
+        )
+    assert store.models.register(run, model_id, "ours") == 1
+    assert store.models.register(run, model_id, "ours") == 1, "no second version"
+
+
+def test_a_registration_leaves_nothing_in_the_current_directory(
+    sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, folder, here = MlflowRuns(sqlite), make_folder(tmp_path, sqlite), tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    run = store.open_run(folder.identity, T0)
+    model_id = store.models.log_model(run, folder.path, "model", 1, {})
+    store.models.register(run, model_id, "ours")
+    assert not list(here.iterdir())
+
+
+def test_a_local_location_is_read_as_mlflow_reads_it(tmp_path: Path) -> None:
+    folder = tmp_path / "größer, a%20b"
+    folder.mkdir()
+    for location in (str(folder), folder.as_uri(), f"file:{folder}"):
+        (folder / "x").write_text(location)
+        repository = mlflow_compat.artifact_repository(location, "sqlite:///x.db")
+        if mlflow_compat.local_path(location) == folder:
+            assert [found.path for found in repository.list_artifacts()] == ["x"]
+    assert mlflow_compat.scheme_of("s3://bucket/a") == "s3"
+    assert mlflow_compat.scheme_of(str(folder)) == ""

@@ -1,0 +1,158 @@
+"""What RankZero changes in MLflow, and what it uses of MLflow's internals. All of it is here.
+
+Seen in MLflow 3.17.2. ``tests/mlflow_store/client/test_mlflow_compat.py`` fails if a private name
+goes, and if a patch is needed no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT: Mapping[str, str] = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    # MLflow's own timeouts and retries take 4 minutes a call and would hold up the courier.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+"""Documented variables, which MLflow reads when it is imported or at each call. A user's win."""
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+with warnings.catch_warnings():
+    # Deprecations among MLflow's dependencies are nothing that a user can mend.
+    warnings.simplefilter("ignore")
+    from mlflow import set_tracking_uri
+    from mlflow.exceptions import MlflowException
+    from mlflow.store.artifact import http_artifact_repo
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+    from mlflow.utils import file_utils, rest_utils, uri
+
+_EMPTY = ("", "200 OK")
+_ARTIFACT_ROOT = "_MLFLOW_SERVER_ARTIFACT_ROOT"
+_verify_rest_response: Any = rest_utils.verify_rest_response
+_raise_for_status: Any = http_artifact_repo.augmented_raise_for_status  # type: ignore[attr-defined]
+_file_utils: Any = file_utils
+_uri: Any = uri
+
+
+def quieten() -> None:
+    """Silence the logs of MLflow and of its migrations: each error is raised as well."""
+    logging.getLogger("mlflow").setLevel(logging.CRITICAL)
+    logging.getLogger("alembic").setLevel(logging.ERROR)
+
+
+def refuse_false_answers() -> None:
+    """Have MLflow's client raise MlflowException for an answer that is not MLflow's.
+
+    The client takes an answer without a body for one with empty fields. Such an answer comes from
+    a server that was killed, or from a proxy that dropped the connection within the headers. The
+    run would seem to be missing, and a second one would be made. For an upload the client takes
+    any page for a receipt, also one to log in.
+
+    A second call changes nothing. There is no upstream issue: MLflow wants it so for a server that
+    answers traces without a body.
+    """
+    rest_utils.verify_rest_response = _verified
+    http_artifact_repo.augmented_raise_for_status = _received  # type: ignore[attr-defined]
+
+
+def _verified(response: Any, endpoint: str, *arguments: Any, **options: Any) -> Any:
+    if response.status_code == 200 and response.text.strip() in _EMPTY:
+        raise MlflowException(
+            f"the answer to {endpoint} is empty: it was cut off, or it is none of MLflow's"
+        )
+    return _verify_rest_response(response, endpoint, *arguments, **options)
+
+
+def _received(response: Any) -> None:
+    _raise_for_status(response)
+    asked = (*response.history, response)[0].request.method
+    if asked != "GET" and (response.request.method != asked or not _may_be_receipt(response)):
+        raise MlflowException(
+            f"the answer to an upload is none of MLflow's: {response.text[:100]!r}"
+        )
+
+
+def _may_be_receipt(response: Any) -> bool:
+    # Object stores answer an upload with nothing, MLflow's server answers with JSON.
+    with contextlib.suppress(ValueError):
+        return response.text.strip() in _EMPTY or isinstance(json.loads(response.text), dict)
+    return False
+
+
+@contextlib.contextmanager
+def request_timeout(seconds: int) -> Iterator[None]:
+    """Give each request in the block at least so many seconds; not for several threads at once.
+
+    MLflow has no argument for it. An upload of 100 MB needs more than a metric does:
+    https://github.com/mlflow/mlflow/issues/8539.
+    """
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    before = os.environ.get(name)
+    os.environ[name] = str(max(seconds, int(before or 0)))
+    try:
+        yield
+    finally:
+        os.environ[name] = before or ENVIRONMENT[name]
+
+
+@contextlib.contextmanager
+def default_artifacts_below(root: str | None) -> Iterator[None]:
+    """Have MLflow keep the artifacts of its default experiment below `root`.
+
+    The experiment comes with a database's tables. Without a server, MLflow puts its artifacts into
+    ``mlruns`` in the current directory: https://github.com/mlflow/mlflow/issues/13244. The variable
+    is one that MLflow's server sets. It does not outlast the block, because MLflow takes a process
+    that has it for a server.
+    """
+    if root is None or _ARTIFACT_ROOT in os.environ:
+        yield
+        return
+    os.environ[_ARTIFACT_ROOT] = root
+    try:
+        yield
+    finally:
+        del os.environ[_ARTIFACT_ROOT]
+
+
+@contextlib.contextmanager
+def global_tracking_uri(tracking_uri: str) -> Iterator[None]:
+    """Make the store this process's own in the block; not for several threads at once.
+
+    MLflow's model registry looks a logged model up by a client of its own, whatever the tracking
+    URI of the client that asks: https://github.com/mlflow/mlflow/issues/23367.
+    """
+    set_tracking_uri(tracking_uri)
+    try:
+        yield
+    finally:
+        set_tracking_uri(None)  # type: ignore[arg-type]
+
+
+def scheme_of(location: str) -> str:
+    """Return the scheme that MLflow reads in an artifact location, empty for a path."""
+    return str(_uri.get_uri_scheme(location))
+
+
+def local_path(location: str) -> Path:
+    """Return the folder that MLflow reads in a location of this machine.
+
+    A check of where files lie is worth nothing if it reads a location in another way than MLflow.
+    """
+    return Path(_file_utils.local_file_uri_to_path(location)).absolute()
+
+
+def artifact_repository(location: str, tracking_uri: str) -> Any:
+    """Return the object by which MLflow's client reads and writes an artifact location."""
+    location = _uri.add_databricks_profile_info_to_artifact_uri(location, tracking_uri)
+    return get_artifact_repository(location, tracking_uri=tracking_uri)
