@@ -89,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint after comparing all checksums. Raises BrokenCheckpoint."""
+    """Return a checkpoint's manifest after comparing all checksums. Raises BrokenCheckpoint."""
     manifest = read_manifest(folder)
     if not isinstance(manifest.files, dict) or STATE not in manifest.files:
         raise BrokenCheckpoint(f"{folder} has a manifest that does not name {STATE}")

@@ -1,4 +1,4 @@
-"""The end of a training logs its best model, and does not wait for ever for who does not take it."""
+"""The end of a training logs its best model, and does not wait for ever for a hanging server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from support.returning import DEAF, deaf
 from support.runs import append, ended, make_folder, started
 
 TINY = FIXTURES / "tiny.py"
-LONG = 200.0  # seconds: nobody waits so long in these tests
+LONG = 200.0
+"""Seconds. No test waits so long."""
 
 
 class Silent:
@@ -75,40 +76,36 @@ def folder(tmp_path: Path, silent: Silent) -> RunFolder:
     return made
 
 
-def test_a_server_that_hangs_is_waited_for_no_longer_than_is_left(
+def test_hanging_server_is_not_waited_for_beyond_the_limit(
     folder: RunFolder, silent: Silent
 ) -> None:
-    told: list[str] = []
+    notices: list[str] = []
 
     def clock() -> float:
         # The time is over once the server hangs, however long the imports took.
         return time.monotonic() + LONG * silent.asked.is_set()
 
-    best_model.in_new_process(folder, told.append, seconds=LONG, clock=clock)
-    assert silent.asked.is_set(), told
-    assert told == [
-        f"the best model was not logged to MLflow: it took too long; rankzero sync {folder.path.name} does it"
-    ]
+    best_model.in_new_process(folder, notices.append, seconds=LONG, clock=clock)
+    assert silent.asked.is_set(), notices
+    remedy = f"rankzero sync {folder.path.name} does it"
+    assert notices == [f"the best model was not logged to MLflow: it took too long; {remedy}"]
     assert not multiprocessing.active_children(), "its process lives on"
     assert folder.late_model.exists(), "sync is to know"
 
 
-def test_who_is_told_to_stop_does_not_wait_for_the_best_model(
-    folder: RunFolder, silent: Silent
-) -> None:
-    told: list[str] = []
-    best_model.in_new_process(folder, told.append, silent.asked.is_set, LONG)
-    assert [f"stopping; rankzero sync {folder.path.name} does it" in line for line in told] == [
-        True
-    ]
+def test_stop_request_ends_the_wait_for_the_best_model(folder: RunFolder, silent: Silent) -> None:
+    notices: list[str] = []
+    best_model.in_new_process(folder, notices.append, silent.asked.is_set, LONG)
+    (notice,) = notices
+    assert f"stopping; rankzero sync {folder.path.name} does it" in notice
 
 
-def test_code_that_does_not_hear_sigterm_is_ended_all_the_same(
+def test_process_that_ignores_sigterm_is_killed(
     folder: RunFolder,
 ) -> None:
-    told: list[str] = []
-    heard = folder.path / DEAF
+    notices: list[str] = []
+    ignores_sigterm = folder.path / DEAF
     began = time.monotonic()
-    best_model.in_new_process(folder, told.append, heard.exists, entry=deaf)
+    best_model.in_new_process(folder, notices.append, ignores_sigterm.exists, entry=deaf)
     assert time.monotonic() - began < LONG and not multiprocessing.active_children()
-    assert "was not logged" in told[0]
+    assert "was not logged" in notices[0]

@@ -77,7 +77,7 @@ def test_several_inputs_and_other_types(log: Callable[..., Any]) -> None:
     assert (kind, loaded(torch.randint(0, 7, (9, 5))).shape) == ("pt2", (9, 5, 3))
 
 
-def test_what_a_cut_upload_has_left_is_no_best_model(sqlite: str, tmp_path: Path) -> None:
+def test_incomplete_upload_is_not_the_best_model(sqlite: str, tmp_path: Path) -> None:
     tracker, folder = MlflowRuns(sqlite), make_folder(tmp_path, sqlite)
     run = tracker.open_run(folder.identity, T0)
     tags = {"rankzero.model": "best", "rankzero.step": "9"}

@@ -1,4 +1,4 @@
-"""Every strategy, two ranks: the losses of one process, checkpoints that any other can go on from, clear refusals."""
+"""Every strategy on two ranks: losses, checkpoints, refusals."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from rankzero.run_store import checkpoint_files
 from rankzero.training.checkpoints import restore
 from rankzero.training.distributed.device import gpu_uuids
 from rankzero.training.distributed.world import World
-from rankzero.training.strategies import build, parameter_names, processes, shards
+from rankzero.training.strategies import build, processes, shards
 from rankzero.training.strategies.base import MicroBatchStep
 from rankzero.training.strategies.pipeline import SCHEDULES, Pipeline
 from rankzero.training.strategies.replicated import AutocastDataParallel
-from rankzero.training.strategies.stages import balanced, cut
 from support import two_ranks
 from support.two_ranks import Case, attempted
 
 DIVIDED = ("zero1", "fsdp", "tp", "pp")
 STRATEGIES = ("ddp", *DIVIDED)
 LEFT = (("ddp", 4, 1), ("zero1", 8, 0), ("fsdp", 4, 1), ("tp", 4, 0), ("pp", 4, 0))
-"""Whose evaluation is left, at which step, and which rank alone is told to stop."""
+"""Strategy, the step whose evaluation is interrupted, and the only rank that gets the signal."""
 CASES = [
     *(Case(name, {"train__strategy": name}) for name in STRATEGIES),
     *(Case(f"{name}-again", {"train__strategy": name}, stop_at=3) for name in DIVIDED),
@@ -74,9 +73,9 @@ CASES = [
             f"{name}-left",
             {"train__strategy": name, "draws": True, "dropout": 0.3},
             stop_at=stop_at,
-            told=told,
+            told=signalled,
         )
-        for name, stop_at, told in LEFT
+        for name, stop_at, signalled in LEFT
     ),
     Case("fsdp-accumulated", {"train__strategy": "fsdp", "train__micro_batch": 2}),
     Case("pp-accumulated", {"train__strategy": "pp", "train__micro_batch": 2}),
@@ -174,23 +173,21 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole(
     assert one["losses"] != alone()["losses"]
 
 
-def test_gradients_that_each_rank_has_a_summand_of_are_clipped_by_their_sum(
-    folder: Path, alone: Any
-) -> None:
-    """Those of the norms between the parts of a sequence, under SequenceParallel."""
+def test_partial_gradients_are_clipped_by_their_sum(folder: Path, alone: Any) -> None:
+    """Under SequenceParallel, each rank has a summand of a norm's gradient."""
     two = seen(folder, "tp-sequence")
     assert "error" not in two
     assert two["losses"] == pytest.approx(alone(train__clip=0.05)["losses"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "pp"])
-def test_models_that_are_no_sequence(folder: Path, alone: Any, name: str) -> None:
+def test_models_that_are_not_sequential(folder: Path, alone: Any, name: str) -> None:
     two = seen(folder, f"{name}-blocks")
     assert "error" not in two
     assert two["losses"] == pytest.approx(alone(blocks=True)["losses"], rel=1e-4)
 
 
-def test_a_rank_that_is_slow_is_named(folder: Path) -> None:
+def test_slow_rank_is_named(folder: Path) -> None:
     found = seen(folder, "ddp-slow")["straggler"]
     assert found["straggler_rank"] == 1 and found["straggler_forward_ratio"] > 2
 
@@ -218,12 +215,12 @@ def test_compiled_units_are_sharded_one_by_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["fsdp-accumulated", "pp-accumulated", "pp-gpipe", "ddp-static"])
-def test_variants_change_nothing(folder: Path, alone: Any, name: str) -> None:
+def test_variants_have_the_losses_of_one_process(folder: Path, alone: Any, name: str) -> None:
     assert seen(folder, name)["losses"] == pytest.approx(alone()["losses"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["fsdp-tied", "pp-tied-in-a-stage"])
-def test_a_shared_weight_stays_one(folder: Path, alone: Any, name: str) -> None:
+def test_shared_weight_stays_one(folder: Path, alone: Any, name: str) -> None:
     two = seen(folder, name)
     assert "error" not in two and two["losses"] == pytest.approx(
         alone(tied=True)["losses"], rel=1e-4
@@ -235,7 +232,7 @@ def test_a_shared_weight_stays_one(folder: Path, alone: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp-compressed", "fsdp-bf16", "pp-bf16"])
-def test_half_the_bits_change_little(folder: Path, alone: Any, name: str) -> None:
+def test_bf16_changes_losses_little(folder: Path, alone: Any, name: str) -> None:
     found = seen(folder, name)["losses"]
     assert (
         found == pytest.approx(alone()["losses"], rel=0.05)
@@ -244,7 +241,7 @@ def test_half_the_bits_change_little(folder: Path, alone: Any, name: str) -> Non
 
 
 def test_ranks_agree_on_the_steps_that_overflow(folder: Path, alone: Any) -> None:
-    """A loss scale that is too large costs steps, the same under each strategy, and then training goes on as ever."""
+    """Too large a loss scale skips the same steps under each strategy."""
     ddp, zero1, fsdp = (
         list(seen(folder, f"{name}-fp16")["losses"].values()) for name in ("ddp", "zero1", "fsdp")
     )
@@ -260,7 +257,7 @@ def test_ranks_agree_on_the_steps_that_overflow(folder: Path, alone: Any) -> Non
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tp", "pp"])
-def test_evaluation_computes_as_training_does_in_its_own_mode(folder: Path, name: str) -> None:
+def test_evaluation_uses_the_training_precision_in_eval_mode(folder: Path, name: str) -> None:
     for case, bits in ((name, 32), (f"{name}-bf16", 16)):
         evaluated = seen(folder, case)["evaluated"].values()
         assert [(found["val/bits"], found["val/training"]) for found in evaluated] == [
@@ -270,7 +267,7 @@ def test_evaluation_computes_as_training_does_in_its_own_mode(folder: Path, name
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-def test_stopped_and_gone_on_is_as_if_never_stopped(folder: Path, name: str) -> None:
+def test_resumed_training_is_bit_identical(folder: Path, name: str) -> None:
     again = seen(folder, f"{name}-again")
     assert again["losses"] == seen(folder, name)["losses"], "not bit for bit"
     assert again["begun"] == [0, again["ends"][0][1]] and again["begun"][1] >= 3, (
@@ -280,11 +277,11 @@ def test_stopped_and_gone_on_is_as_if_never_stopped(folder: Path, name: str) -> 
     assert again["evaluated"] == seen(folder, name)["evaluated"]
 
 
-@pytest.mark.parametrize(("name", "step", "told"), LEFT)
-def test_an_evaluation_that_a_stop_left_is_made_anew(
-    folder: Path, name: str, step: int, told: int
+@pytest.mark.parametrize(("name", "step", "signalled"), LEFT)
+def test_interrupted_evaluation_is_repeated_after_resume(
+    folder: Path, name: str, step: int, signalled: int
 ) -> None:
-    """Every rank leaves it, whichever was told; what was drawn at random is drawn again. Also after the last step."""
+    """All ranks leave the evaluation, and repeat it with the same random numbers."""
     straight, left = seen(folder, f"{name}-drawn"), seen(folder, f"{name}-left")
     first, end = left["ends"]
     assert first == ["stopped by SIGTERM", step, True]
@@ -300,15 +297,15 @@ def test_an_evaluation_that_a_stop_left_is_made_anew(
 
 
 @pytest.mark.parametrize("name", ["tp", "ddp", "pp"])
-def test_ranks_that_share_their_samples_drop_out_the_same(folder: Path, name: str) -> None:
-    """Else the weights that all have whole would come apart, which evaluation compares."""
+def test_ranks_with_the_same_samples_use_the_same_dropout(folder: Path, name: str) -> None:
+    """Otherwise, weights that all ranks have whole would differ, which evaluation checks."""
     again = seen(folder, f"tp-dropout-after-{name}")
     assert "error" not in again and list(again["losses"]) == [str(step) for step in range(1, 9)]
     assert (again["losses"] == seen(folder, "tp-dropout")["losses"]) == (name == "tp")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_run_goes_on_with_the_options_it_is_given(
+def test_resumed_run_uses_changed_optimizer_options(
     folder: Path, tmp_path: Path, name: str
 ) -> None:
     case = Case("alone", {"weight_decay": 3.0}, stop_at=4, before={"weight_decay": 0.0})
@@ -321,9 +318,7 @@ def test_a_run_goes_on_with_the_options_it_is_given(
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_checkpoint_is_whole_and_a_plain_model_takes_it(
-    folder: Path, alone: Any, name: str
-) -> None:
+def test_checkpoint_is_complete_and_fits_a_plain_model(folder: Path, alone: Any, name: str) -> None:
     path, problems = checkpoint_files.newest_intact(folder / name / "checkpoints")
     assert path is not None and not problems
     state = restore.load(path)
@@ -337,10 +332,10 @@ def test_a_checkpoint_is_whole_and_a_plain_model_takes_it(
 
 @pytest.mark.parametrize("under", ["ddp", "fsdp", "tp"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_one_process_goes_on_from_what_two_left(
+def test_one_process_resumes_a_checkpoint_of_two(
     folder: Path, tmp_path: Path, alone: Any, name: str, under: str
 ) -> None:
-    """Under another strategy, too: a checkpoint does not say how it was made."""
+    """Also under another strategy."""
     shutil_copy(folder / name / "checkpoints", tmp_path / "checkpoints")
     on = alone(train__steps=10, train__strategy=under)
     assert "error" not in on and list(on["losses"]) == ["9", "10"]
@@ -379,13 +374,13 @@ def shutil_copy(source: Path, target: Path) -> None:
         ("ddp-diverged", "the parameters of rank 1 are not rank 0's after step 4"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_change(folder: Path, name: str, says: str) -> None:
+def test_impossible_settings_are_refused_with_a_remedy(folder: Path, name: str, says: str) -> None:
     error = seen(folder, name)["error"]
     assert error.startswith("UserError: ") and says in error
 
 
 @pytest.mark.parametrize("odd", ["metric", "loss"])
-def test_a_pipelines_last_rank_says_what_measure_did_wrong(odd: str) -> None:
+def test_last_pipeline_rank_reports_bad_measure_values(odd: str) -> None:
     last = Pipeline.__new__(Pipeline)
     last._metric_names, last._measured, last._batch = [], [], (torch.ones(4, 8), torch.ones(4))
     last._how = MicroBatchStep(
@@ -396,8 +391,8 @@ def test_a_pipelines_last_rank_says_what_measure_did_wrong(odd: str) -> None:
         last._loss(torch.ones(2, 2), torch.arange(2))
 
 
-def test_a_pipelines_checkpoint_is_gathered_on_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the stages talk through: through NCCL, all of a model would be on one GPU."""
+def test_pipeline_checkpoint_is_gathered_on_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would gather the whole model on one GPU."""
     gathered = []
 
     def gather(mine: Any, found: list[Any], group: Any) -> None:
@@ -417,9 +412,7 @@ def test_a_pipelines_checkpoint_is_gathered_on_the_hosts(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tp", "pp"])
-def test_a_model_that_is_divided_is_moved_in_parts(
-    monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
+def test_divided_model_is_moved_in_parts(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
     model, divided = two_ranks.layered().model(), []
 
     def divide(part: nn.Module, *_: Any, **__: Any) -> Any:
@@ -447,7 +440,7 @@ def test_a_model_that_is_divided_is_moved_in_parts(
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("ddp", 1), ("dp", 3)])
-def test_the_gpus_of_a_run_are_those_that_it_uses(
+def test_gpus_of_a_run_are_those_that_it_uses(
     monkeypatch: pytest.MonkeyPatch, strategy: str, expected: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -458,38 +451,10 @@ def test_the_gpus_of_a_run_are_those_that_it_uses(
     assert gpu_uuids(Ranks(), strategy) == [f"GPU-{index}" for index in range(expected)]
 
 
-def test_a_sequence_is_cut_where_the_weights_are() -> None:
-    assert balanced([10, 0, 10, 0, 10, 10], 2) == [0, 4]
-    assert balanced([1, 1, 1], 3) == [0, 1, 2]
-    assert balanced([100, 1, 0, 1], 3) == [0, 1, 3]
-    with pytest.raises(UserError, match="2 items with weights, too few for 3"):
-        balanced([1, 0, 1], 3)
-    with pytest.raises(UserError, match="has no weights"):
-        cut(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), ["1"], 2)
-
-
-def test_names_and_numbers_of_an_optimizers_parameters() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    decayed, plain = [model[0].weight, model[1].weight], [model[0].bias, model[1].bias]
-    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": plain, "weight_decay": 0.0}])
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    names = parameter_names.order(model, optimizer)
-    assert names == ["0.weight", "1.weight", "0.bias", "1.bias"]
-    named = parameter_names.by_name(optimizer.state_dict(), names)
-    assert named["param_groups"][1]["params"] == ["0.bias", "1.bias"] and set(
-        named["state"]
-    ) == set(names)
-    assert parameter_names.by_number(named, names) == optimizer.state_dict()
-    parts = [
-        parameter_names.part_of(named, names[::2]),
-        parameter_names.part_of(named, names[1::2]),
-    ]
-    assert parameter_names.joined(parts)["state"].keys() == named["state"].keys()
-
-
-def test_replicas_compute_in_the_callers_number_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DataParallel computes in threads of its own, whose format would be PyTorch's default."""
+def test_data_parallel_threads_use_the_callers_autocast_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DataParallel computes in other threads, which would use PyTorch's default dtype."""
     model = nn.Linear(2, 2)
 
     def in_a_thread(self: Any, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
@@ -508,10 +473,10 @@ def test_replicas_compute_in_the_callers_number_format(monkeypatch: pytest.Monke
     assert divided.module is model
 
 
-def test_who_needs_how_many_processes() -> None:
+def test_default_number_of_processes() -> None:
     assert [processes(name, 8) for name in ("ddp", "fsdp", "single", "dp")] == [8, 8, 1, 1]
     assert processes("ddp", 0) == processes("single", 0) == 1
 
 
-def test_who_sees_which_samples() -> None:
+def test_number_of_shards() -> None:
     assert [shards(name, 8) for name in ("ddp", "zero1", "fsdp", "tp", "pp")] == [8, 8, 8, 1, 1]

@@ -1,4 +1,4 @@
-"""Copy a training state to host memory, in buffers that are reused from checkpoint to checkpoint."""
+"""Copies a training state to host memory, in buffers that all checkpoints share."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class Pipeline:
             return schedule()
 
     def _loss(self, output: Tensor, rows: Tensor) -> Tensor:
-        """Measure a micro-batch, these rows of the batch. The schedule calls it on the last rank."""
+        """Measure these rows of the batch. The schedule calls it on the last rank."""
         assert self._how is not None
         batch = rows_of(self._batch, rows)
         values = self._how.measure(StageOutput(output, self.model.training), batch)

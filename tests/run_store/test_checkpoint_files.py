@@ -1,0 +1,262 @@
+"""Checkpoint folders: atomic, checksummed, choosing the newest, the best and the superseded."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankzero.experiment import Goal
+from rankzero.run_store import checkpoint_files
+from rankzero.run_store.checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    BrokenCheckpoint,
+    Manifest,
+)
+from rankzero.training.checkpoints import restore
+from rankzero.training.checkpoints.writer import Checkpoints
+from support.checkpoints import GOAL, damage_checkpoint, save_steps, steps_in
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(allow_infinity=False)), min_size=1, max_size=12),
+    st.integers(0, 4),
+    st.sampled_from(["min", "max"]),
+)
+def test_retention_keeps_the_last_and_the_best(
+    values: list[float | None], keep: int, mode: Any
+) -> None:
+    goal = Goal("val/loss", mode)
+    manifests = {
+        Path(str(step)): Manifest(step, {} if value is None else {"val/loss": value}, False, {})
+        for step, value in enumerate(values)
+    }
+    # The last one written is that of step 0, as in a loop that starts again.
+    doomed = checkpoint_files.superseded(manifests, keep, goal, Path("0"))
+    kept = [path for path in manifests if path not in doomed]
+    numbers = [value for value in values if value is not None and value == value]
+    best = sorted(numbers, reverse=mode == "max")[:keep]
+    kept_values = [manifests[path].metrics.get("val/loss") for path in kept]
+    assert {Path("0"), Path(str(len(values) - 1))} <= set(kept)
+    assert all(value in kept_values for value in best)
+    assert len(kept) <= keep + 2
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "no state", "no manifest", "torn manifest"])
+def test_damaged_checkpoint_is_skipped(tmp_path: Path, damage: str) -> None:
+    save_steps(tmp_path, {1: 0.1, 2: 0.2})
+    newest = tmp_path / "checkpoints/step_00000002"
+    damage_checkpoint(newest, damage)
+    path, problems = checkpoint_files.newest_intact(tmp_path / "checkpoints")
+    assert path == tmp_path / "checkpoints/step_00000001"
+    assert len(problems) == (0 if damage == "no manifest" else 1)
+    if damage != "no manifest":
+        with pytest.raises(BrokenCheckpoint):
+            restore.load(newest)
+
+
+def sealed(fields: dict[str, Any]) -> str:
+    """Return the text of a manifest with these fields and a valid seal."""
+    return Manifest(**{name: value for name, value in fields.items() if name != "seal"}).to_json()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": 90},
+        {"metrics": {"val/loss": 0.0}},
+        {"best": True},
+        {"world_size": 64},
+        {"torch": "9"},
+        {"seal": None},
+    ],
+)
+def test_altered_manifest_is_skipped_and_causes_no_deletion(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    save_steps(tmp_path, {1: 0.3, 2: 0.2}, keep=1)
+    first = tmp_path / "checkpoints/step_00000001"
+    save_steps(tmp_path, {3: 0.1}, keep=3)
+    altered = tmp_path / "checkpoints/step_00000003"
+    fields = json.loads((altered / MANIFEST).read_text())
+    (altered / MANIFEST).write_text(json.dumps({**fields, **change}))
+    with pytest.raises(BrokenCheckpoint, match="altered manifest"):
+        restore.load(altered)
+    path, problems = checkpoint_files.newest_intact(tmp_path / "checkpoints")
+    assert path == tmp_path / "checkpoints/step_00000002" and len(problems) == 1
+    save_steps(tmp_path, {4: 0.5}, keep=1)
+    assert steps_in(tmp_path) == [2, 3, 4] and not first.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {STATE: 5}},
+        {"step": "2"},
+        {"step": -1},
+        {"step": True},
+        {"metrics": {"val/loss": "low"}},
+        {"metrics": []},
+        {"world_size": 0},
+        {"world_size": 2.0},
+        {"best": 1},
+    ],
+)
+def test_manifest_with_values_of_wrong_types_is_broken(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    save_steps(tmp_path, {1: 0.1, 2: 0.2})
+    newest = tmp_path / "checkpoints/step_00000002"
+    fields = json.loads((newest / MANIFEST).read_text())
+    (newest / MANIFEST).write_text(sealed({**fields, **change}))
+    assert (
+        checkpoint_files.newest_intact(tmp_path / "checkpoints")[0]
+        == tmp_path / "checkpoints/step_00000001"
+    )
+    assert checkpoint_files.best(tmp_path / "checkpoints", GOAL) is not None
+
+
+def test_manifest_of_format_1_without_seal_is_read(tmp_path: Path) -> None:
+    save_steps(tmp_path, {1: 0.1})
+    folder = tmp_path / "checkpoints/step_00000001"
+    fields = json.loads((folder / MANIFEST).read_text())
+    del fields["seal"]
+    (folder / MANIFEST).write_text(json.dumps({**fields, "format": 1}))
+    assert checkpoint_files.verify(folder).step == 1
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "sub/x", "..", ""])
+def test_manifest_may_name_only_files_of_its_folder(tmp_path: Path, name: str) -> None:
+    save_steps(tmp_path, {1: 0.1, 2: 0.2})
+    (tmp_path / "x").write_text("x")
+    newest = tmp_path / "checkpoints/step_00000002"
+    fields = json.loads((newest / MANIFEST).read_text())
+    fields["files"][name] = {"sha256": "0", "bytes": 1}
+    (newest / MANIFEST).write_text(sealed(fields))
+    with pytest.raises(BrokenCheckpoint, match="no file of its own"):
+        restore.load(newest)
+    assert (
+        checkpoint_files.newest_intact(tmp_path / "checkpoints")[0]
+        == tmp_path / "checkpoints/step_00000001"
+    )
+
+
+def test_manifest_without_files_and_linked_state_are_broken(tmp_path: Path) -> None:
+    save_steps(tmp_path, {1: 0.1, 2: 0.2})
+    first, second = (tmp_path / f"checkpoints/step_0000000{step}" for step in (1, 2))
+    fields = json.loads((first / MANIFEST).read_text())
+    for named in ({}, [], None):
+        (first / MANIFEST).write_text(sealed({**fields, "files": named}))
+        with pytest.raises(BrokenCheckpoint, match="does not name"):
+            restore.load(first)
+    (second / STATE).rename(tmp_path / "elsewhere")
+    (second / STATE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BrokenCheckpoint, match="no file of its own"):
+        restore.load(second)
+
+
+@pytest.mark.parametrize("more", [{}, {"shards": 8}])
+def test_checkpoint_of_a_newer_format_is_reported_and_skipped(
+    tmp_path: Path, more: dict[str, int]
+) -> None:
+    save_steps(tmp_path, {1: 0.1, 2: 0.2})
+    newest = tmp_path / "checkpoints/step_00000002"
+    fields = json.loads((newest / MANIFEST).read_text())
+    newer = {**fields, **more, "format": FORMAT + 1}
+    (newest / MANIFEST).write_text(json.dumps(newer))
+    with pytest.raises(
+        BrokenCheckpoint, match=r"newer version of rankzero \(format 3, .*: update rankzero"
+    ):
+        restore.load(newest)
+    path, (problem,) = checkpoint_files.newest_intact(tmp_path / "checkpoints")
+    assert path == tmp_path / "checkpoints/step_00000001" and "newer version" in problem
+    save_steps(tmp_path, {3: 0.3, 4: 0.05})
+    assert newest.exists(), "what cannot be read is not deleted"
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    leftover = tmp_path / "checkpoints/.tmp-step_00000009"
+    leftover.mkdir(parents=True)
+    (leftover / "state.pt").write_bytes(b"half")
+    save_steps(tmp_path, {1: None})
+    assert steps_in(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("looked_at", [True, False])
+@pytest.mark.parametrize("killed_at", [1, 2, 3])
+def test_checkpoint_survives_a_kill_while_its_step_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int, looked_at: bool
+) -> None:
+    """A resumed run may save the step of its only checkpoint again, with metrics."""
+    save_steps(tmp_path, {7: None})
+    renames: list[Path] = []
+    plain = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        renames.append(path)
+        if len(renames) == killed_at:
+            raise SystemExit("killed")
+        return plain(path, target)
+
+    with monkeypatch.context() as until_killed, pytest.raises(SystemExit):
+        until_killed.setattr(Path, "rename", rename)
+        save_steps(tmp_path, {7: 0.5})
+    if not looked_at:  # a user's own loop only saves
+        Checkpoints(tmp_path, 1, GOAL).close()
+    path, problems = checkpoint_files.newest_intact(tmp_path / "checkpoints")
+    assert path == checkpoint_files.folder_of(tmp_path / "checkpoints", 7) and not problems
+    assert restore.load(path)["weights"].tolist() == [7.0] * 3
+    save_steps(tmp_path, {7: 0.5})
+    assert steps_in(tmp_path) == [7]
+
+
+def test_failed_replacement_keeps_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, {7: None})
+    plain = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name.startswith(checkpoint_files.TEMPORARY + "step"):
+            raise OSError("no more")
+        return plain(path, target)
+
+    problems: list[str] = []
+    monkeypatch.setattr(Path, "rename", rename)
+    again = Checkpoints(tmp_path, 1, GOAL, notice=problems.append)
+    again.save({"weights": torch.zeros(3)}, 7, {"val/loss": 0.5}, False)
+    assert again.close() == [] and "no more" in problems[0]
+    assert (
+        restore.load(checkpoint_files.folder_of(tmp_path / "checkpoints", 7))["weights"].tolist()
+        == [7.0] * 3
+    )
+
+
+def test_planted_link_is_not_restored(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "checkpoints"
+    save_steps(elsewhere, {7: None})
+    folder.mkdir()
+    (folder / f"{checkpoint_files.REPLACED}step_00000007").symlink_to(
+        elsewhere / "checkpoints" / "step_00000007"
+    )
+    assert checkpoint_files.newest_intact(folder) == (None, [])
+
+
+@given(st.integers(0, 10**6))
+def test_any_flipped_bit_of_a_manifest_is_detected(where: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save_steps(Path(folder), {1: 0.1, 2: 0.2})
+        path = Path(folder) / "checkpoints/step_00000002" / MANIFEST
+        content = bytearray(path.read_bytes())
+        content[where // 8 % len(content)] ^= 1 << where % 8
+        path.write_bytes(content)
+        newest, problems = checkpoint_files.newest_intact(Path(folder) / "checkpoints")
+        assert newest is not None and newest.name == "step_00000001" and len(problems) == 1

@@ -1,0 +1,187 @@
+"""The way of pictures to MLflow: once, again after a crash, never foreign files."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rankzero.events import PicturesTaken
+from rankzero.reporting import image_grids
+from rankzero.run_store import picture_files
+from rankzero.run_store.folder import RunFolder
+from support.fake_tracker import FakeTracker, delivered
+from support.pictures import arrays, taken
+from support.runs import T0, append, ended, make_folder, saved, started
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return make_folder(tmp_path)
+
+
+def test_pictures_are_uploaded_and_their_arrays_removed(folder: RunFolder) -> None:
+    tracker = FakeTracker()
+    append(folder, started(), taken(folder, 5, arrays()), taken(folder, 9, arrays()), ended())
+    deliverer = delivered(folder, tracker)
+    keys = ["confusion_matrix", "hardest_mistakes", "training_batch"]
+    assert sorted(tracker.pictures) == [
+        (key, step, int((T0 + step) * 1000)) for key in keys for step in (5, 9)
+    ]
+    assert not list(folder.pictures.iterdir()) and not deliverer.progress.rejected
+    assert tracker.status == "FINISHED"
+
+
+def test_replay_after_a_crash_uploads_the_same_pictures(folder: RunFolder) -> None:
+    tracker = FakeTracker()
+    append(folder, started(), taken(folder, 5, arrays()), ended())
+    delivered(folder, tracker)
+    before = dict(tracker.pictures)
+    (folder.path / "delivery.json").unlink()
+    assert not delivered(folder, tracker).progress.rejected
+    assert tracker.pictures == before
+
+
+def test_unreachable_store_gets_the_pictures_later(folder: RunFolder) -> None:
+    tracker, fails = FakeTracker(), iter([True, True, False])
+
+    def fail(name: str, argument: object) -> None:
+        if name == "log_pictures" and next(fails):
+            raise ConnectionError("away")
+
+    tracker.fail = fail
+    append(folder, started(), taken(folder, 5, arrays()), ended())
+    delivered(folder, tracker)
+    assert len(tracker.pictures) == 3 and not list(folder.pictures.iterdir())
+
+
+def pickled() -> bytes:
+    content = io.BytesIO()
+    np.savez(content, mistakes=np.array([print], dtype=object))
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no archive",
+        pickled(),
+        arrays(mistakes_true=np.zeros(2)),
+        arrays(own_names=np.array(["x"], "U")),
+    ],
+)
+def test_damaged_or_foreign_arrays_are_rejected(
+    folder: RunFolder, content: dict[str, Any] | bytes
+) -> None:
+    tracker = FakeTracker()
+    append(folder, started(), taken(folder, 5, content), ended())
+    progress = delivered(folder, tracker).progress
+    assert progress.rejected == 1 and "pictures of step 5" in progress.reasons[0]
+    assert not tracker.pictures and tracker.status == "FINISHED"
+
+
+@pytest.mark.parametrize(
+    "path", ["../victim.npz", "/etc/hostname", "pictures/link.npz", "pictures", "run.json"]
+)
+def test_nothing_outside_of_the_folder_is_read_or_deleted(folder: RunFolder, path: str) -> None:
+    victim = folder.path.parent / "victim.npz"
+    picture_files.write(victim, arrays())
+    folder.pictures.mkdir()
+    (folder.pictures / "link.npz").symlink_to(victim)
+    append(folder, started(), PicturesTaken(T0, 5, path), ended())
+    tracker = FakeTracker()
+    progress = delivered(folder, tracker).progress
+    assert progress.rejected == 1 and "leads out" in progress.reasons[0]
+    assert not tracker.pictures and victim.exists() and (folder.path / "run.json").exists()
+
+
+WANTS = [
+    OSError(errno.ENOSPC, "no space"),
+    MemoryError(),
+    OSError(errno.EMFILE, "files"),
+    OSError(errno.ESTALE, "gone"),
+]
+
+
+@pytest.mark.parametrize("want", WANTS, ids=repr)
+@pytest.mark.parametrize("place", ["draw", "read", "load"])
+def test_lack_of_disk_or_memory_is_retried(
+    folder: RunFolder, want: Exception, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner: Any = {"draw": image_grids, "read": zipfile, "load": np}[place]
+    name = {"draw": "draw", "read": "ZipFile", "load": "load"}[place]
+    real, fails = getattr(owner, name), iter([True, True])
+
+    def lacking(*given: Any, **named: Any) -> Any:
+        if next(fails, False):
+            raise want
+        return real(*given, **named)
+
+    event = taken(folder, 5, arrays())
+    monkeypatch.setattr(owner, name, lacking)
+    append(folder, started(), event, ended())
+    tracker = FakeTracker()
+    progress = delivered(folder, tracker).progress
+    assert len(tracker.pictures) == 3 and not progress.rejected and progress.failures == 2
+
+
+def test_picture_that_needs_too_much_memory_is_rejected_in_the_end(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*given: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(image_grids, "draw", lacking)
+    append(folder, started(), taken(folder, 5, arrays()), saved(folder, 6), ended())
+    tracker = FakeTracker()
+    progress = delivered(folder, tracker).progress
+    assert progress.rejected == 1 and "not enough memory" in progress.reasons[0]
+    assert list(tracker.checkpoints) == [6] and list(folder.pictures.iterdir()), (
+        "what it is drawn from stays"
+    )
+
+
+@pytest.mark.parametrize("number", [errno.ENAMETOOLONG, errno.EISDIR, errno.EINVAL])
+def test_picture_that_no_file_system_accepts_is_rejected(folder: RunFolder, number: int) -> None:
+    tracker = FakeTracker()
+
+    def fail(name: str, argument: object) -> None:
+        if name == "log_pictures":
+            raise OSError(number, os.strerror(number))
+
+    tracker.fail = fail
+    append(folder, started(), taken(folder, 5, arrays()), saved(folder, 6), ended())
+    progress = delivered(folder, tracker).progress
+    assert progress.rejected == 1 and os.strerror(number) in progress.reasons[0]
+    assert list(tracker.checkpoints) == [6]
+
+
+def test_paths_that_are_not_files_are_rejected(folder: RunFolder) -> None:
+    (folder.pictures / "folder").mkdir(parents=True)
+    os.mkfifo(folder.pictures / "fifo")
+    paths = [
+        "pictures/folder",
+        "pictures/fifo",
+        "pictures/a\0b",
+        "pictures/\ud800",
+        "pictures/" + "x" * 300,
+    ]
+    append(
+        folder,
+        started(),
+        *(PicturesTaken(T0 + n, n, path) for n, path in enumerate(paths)),
+        ended(),
+    )
+    tracker = FakeTracker()
+    progress = delivered(folder, tracker).progress
+    assert progress.rejected == 4, progress.reasons
+    assert (folder.pictures / "folder").is_dir() and tracker.status == "FINISHED"

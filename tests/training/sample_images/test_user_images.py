@@ -1,0 +1,97 @@
+"""Images of an experiment's `pictures`, and the class names of a data set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from rankzero.training.sample_images.user_images import (
+    MAX_CLASSES,
+    MAX_NAME_BYTES,
+    MAX_PIXELS,
+    as_bytes,
+    class_names,
+    images_of,
+)
+
+X, Y, OUT = torch.rand(4, 3, 5, 5), torch.tensor([0, 1, 0, 1]), torch.rand(4, 2)
+
+
+def test_class_names_of_a_subset_are_those_of_its_data_set() -> None:
+    inner = TensorDataset(X, Y)
+    assert class_names(Subset(inner, [0])) == []
+    inner.classes = ("cat", "dog")  # type: ignore[attr-defined]
+    assert class_names(Subset(Subset(inner, [0, 1]), [0])) == ["cat", "dog"]
+    looped = Subset(inner, [0])
+    looped.dataset = looped
+    assert class_names(looped) == []
+
+
+class Lazy(TensorDataset):
+    """Computes its classes from all of its labels."""
+
+    asked = 0
+
+    @property
+    def classes(self) -> list[str]:
+        Lazy.asked += 1
+        return ["a"]
+
+
+def test_class_names_are_not_read_from_properties() -> None:
+    Lazy.asked = 0
+    assert class_names(Subset(Lazy(X, Y), [0])) == [] and Lazy.asked == 0
+    inner = TensorDataset(X, Y)
+    inner.classes = [("tench", "Tinca tinca"), ("goldfish",), "shark"]  # type: ignore[attr-defined]
+    assert class_names(inner) == ["tench", "goldfish", "shark"]
+    inner.classes = ["x"] * (MAX_CLASSES + 1)  # type: ignore[attr-defined]
+    assert class_names(inner) == []
+
+
+def test_names_of_own_pictures_are_short_and_unique() -> None:
+    keys = ["é" * 100, "é" * 101, "é" * 30, 1, "1", "a\ud800"]
+    found = list(images_of(dict.fromkeys(keys, X[0])))
+    assert found == ["é" * 30, "é" * 28 + " (2)", "é" * 28 + " (3)", "1", "1 (2)", "a?"]
+    assert all(len(name.encode()) <= MAX_NAME_BYTES for name in found)
+
+
+def images() -> dict[str, tuple[Any, tuple[int, ...]]]:
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(figsize=(2, 1))
+    figure.subplots()
+    return {
+        "tensor": (torch.rand(3, 5, 7), (5, 7, 3)),
+        "bytes": (torch.zeros(5, 7, dtype=torch.uint8), (5, 7, 1)),
+        "half": (torch.rand(1, 5, 7).bfloat16(), (5, 7, 1)),
+        "array": (np.random.default_rng(0).normal(size=(5, 7, 3)), (5, 7, 3)),
+        "mask": (np.ones((5, 7), bool), (5, 7, 1)),
+        "pil": (Image.new("L", (7, 5)), (5, 7, 3)),
+        "figure": (figure, (120, 240, 3)),
+        "huge": (torch.zeros(5000, 10), (1667, 4, 1)),
+    }
+
+
+@pytest.mark.parametrize("name", list(images()))
+def test_every_kind_of_image_becomes_bytes(name: str) -> None:
+    image, shape = images()[name]
+    found = as_bytes(image)
+    assert found.shape == shape and found.dtype == np.uint8
+
+
+def test_huge_image_is_thinned_before_it_is_copied() -> None:
+    found = as_bytes(np.broadcast_to(np.float32(0.5), (1_000_000, 1_000_000)))
+    assert max(found.shape) <= MAX_PIXELS and (found == 128).all()
+
+
+@pytest.mark.parametrize(
+    "odd", ["a path", None, torch.zeros(2, 2, 2, 2), np.zeros((5, 5, 2)), np.array([["a"]])]
+)
+def test_other_types_and_shapes_are_refused(odd: Any) -> None:
+    with pytest.raises(ValueError, match=r"is no tensor|shape|numbers"):
+        as_bytes(odd)
