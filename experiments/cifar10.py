@@ -51,7 +51,7 @@ class Cifar10(Experiment):
     def model(self) -> nn.Module:
         """Return torchvision's ResNet-18 with a stem for small images."""
         model = resnet18(num_classes=10)
-        # The original stem shrinks 224 x 224 images by four, which would leave 8 x 8 pixels of ours.
+        # The original stem is for 224 x 224 images: it would leave 8 x 8 pixels of these.
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
         # Tensor cores compute convolutions faster with the channels last.

@@ -55,8 +55,8 @@ def _download(dataset: Callable[..., Any], options: dict[str, Any]) -> Any:
         folder = FOLDER.absolute() / getattr(dataset, "base_folder", f"{name}/raw")
         why = str(error).strip().splitlines()[-1].removeprefix("<urlopen error ").rstrip(">")
         raise UserError(
-            f"{name} is not in {folder} and cannot be downloaded ({why}): put torchvision's files there, "
-            "or use data=fake for speed work"
+            f"{name} is not in {folder} and cannot be downloaded ({why}): "
+            "put torchvision's files there, or use data=fake for speed work"
         ) from error
     finally:
         socket.setdefaulttimeout(before)

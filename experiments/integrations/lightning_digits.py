@@ -1,7 +1,7 @@
 """Digits with Lightning, tracked.
 
-python experiments/integrations/lightning_digits.py [epochs]            with Lightning's own Trainer
-rankzero train experiments/integrations/lightning_digits.py --nproc 2   with RankZero's loop; also search, compare
+With Lightning's own Trainer:  python experiments/integrations/lightning_digits.py [epochs]
+With RankZero's loop:          rankzero train experiments/integrations/lightning_digits.py
 """
 
 import sys

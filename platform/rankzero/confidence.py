@@ -14,8 +14,8 @@ ANGLE_BITS = 50
 def student_t(freedom: int, probability: float = 0.975) -> float:
     """Return Student's t quantile for a probability above a half, to six digits.
 
-    `freedom`: at least 1. Solves the closed form of its distribution (Abramowitz & Stegun 26.7.3 and 26.7.4) for the
-    angle whose tangent is t over the root of `freedom`.
+    `freedom`: at least 1. Solves the closed form of its distribution (Abramowitz & Stegun 26.7.3
+    and 26.7.4) for the angle whose tangent is t over the root of `freedom`.
     """
     low, high = 0.0, math.pi / 2
     for _ in range(ANGLE_BITS):

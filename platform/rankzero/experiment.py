@@ -127,8 +127,9 @@ class Train:
         hang_minutes: float | None = 10.0
         """End the run if a rank makes no progress for so long, and name the rank; none: wait.
 
-        The limit is six times as long for the first step. It is also six times as long, and at least
-        half an hour, before the first step (data, model, restoring) and after the last (checkpoint).
+        The limit is six times as long for the first step. It is also six times as long, and at
+        least half an hour, before the first step (data, model, restoring) and after the last
+        (checkpoint).
         """
         stop_at_target: bool = False
         """Finish at the first evaluation that reaches `goal.target`."""
@@ -276,7 +277,8 @@ class Experiment:
     def measure(self, model: Any, batch: Any) -> Mapping[str, Any]:
         """Return {"loss": mean over the batch, other metrics: likewise}, for training and validation alike.
 
-        `model` may be wrapped (DDP, compiled); call it. Values are 0-d tensors; do not call `.item()`.
+        `model` may be wrapped (DDP, compiled); call it. Values are 0-d tensors; do not call
+        `.item()`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define measure(self, model, batch) -> {{'loss': …}}"
@@ -285,11 +287,13 @@ class Experiment:
     def pictures(self, model: Any, batch: Any) -> Mapping[str, Any]:
         """Return images to show in MLflow, by name; none unless overridden.
 
-        An image is a tensor [c, h, w] or [h, w] (floats from 0 to 1, or bytes), an array, a PIL image or a matplotlib
-        figure. Called with the first validation batch at evaluations whose pictures are due, on every rank, since the
-        model's forward may need them all; rank 0's images are shown. The model is in evaluation mode, without
-        gradients; random numbers drawn here change nothing. An exception is told and the training goes on; but where
-        the forward is a collective (``train.strategy=fsdp`` or ``tp``), one on a single rank leaves the others waiting.
+        An image is a tensor [c, h, w] or [h, w] (floats from 0 to 1, or bytes), an array, a PIL
+        image or a matplotlib figure. Called with the first validation batch at evaluations whose
+        pictures are due, on every rank, since the model's forward may need them all; rank 0's
+        images are shown. The model is in evaluation mode, without gradients; random numbers drawn
+        here change nothing. An exception is told and the training goes on; but where the forward is
+        a collective (``train.strategy=fsdp`` or ``tp``), one on a single rank leaves the others
+        waiting.
         """
         return {}
 
@@ -308,7 +312,8 @@ class Experiment:
     def parallelize(self) -> Mapping[str, Any]:
         """Return how layers are divided under ``train.strategy=tp``, by module name.
 
-        As `torch.distributed.tensor.parallel.parallelize_module` takes it: ``{"mlp.up": ColwiseParallel(), …}``.
+        As `torch.distributed.tensor.parallel.parallelize_module` takes it: ``{"mlp.up":
+        ColwiseParallel(), …}``.
         """
         return {}
 

@@ -48,7 +48,8 @@ def refusal(error: Exception) -> str | None:
 def is_want(error: Exception) -> bool:
     """Tell whether the machine lacks something (space, memory, files, a disk that answers), and the data have no fault.
 
-    An OSError without a number is none of the system's: libraries raise it for data that they do not take.
+    An OSError without a number is none of the system's: libraries raise it for data that they do
+    not take.
     """
     if isinstance(error, OSError):
         return error.errno is not None and error.errno not in _NEVER

@@ -18,7 +18,8 @@ _LARGEST_INTEGER = 2**63 - 1
 def number(value: object) -> float | None:
     """Return the value as MLflow's charts take it; None for what is no number.
 
-    An infinity becomes NaN: MLflow would store ±1.8e308, and one such point flattens the whole curve.
+    An infinity becomes NaN: MLflow would store ±1.8e308, and one such point flattens the whole
+    curve.
     """
     try:
         real = float(value)  # type: ignore[arg-type]

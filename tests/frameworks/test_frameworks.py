@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from integrations.examples import EXAMPLES, SECONDS, checkpoints, needs, run, steps_of, tracked
+
+from frameworks.examples import EXAMPLES, SECONDS, checkpoints, needs, run, steps_of, tracked
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 

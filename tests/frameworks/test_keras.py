@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from integrations.examples import (
+
+from frameworks.examples import (
     EXAMPLES,
     SECONDS,
     all_tracked,

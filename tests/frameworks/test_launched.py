@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from integrations.examples import (
+
+from frameworks.examples import (
     EXAMPLES,
     SECONDS,
     checkpoints,
@@ -39,7 +40,8 @@ def test_deepspeed_zero1_on_two_processes_is_one_run(tmp_path: Path) -> None:
     needs("deepspeed")
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip(
-            "without GPUs, DeepSpeed compiles its collectives: it needs a C++ compiler (Debian's g++)"
+            "without GPUs, DeepSpeed compiles its collectives: it needs a C++ compiler (Debian's "
+            "g++)"
         )
     (port,) = free_ports(1)
     code, output = end(

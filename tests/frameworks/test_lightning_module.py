@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from integrations.examples import needs
 
+from frameworks.examples import needs
 from rankzero.events import Evaluated
 from rankzero.mlflow_store.client import RunRecord
 from support.commands import Command, events, losses, new_store, rankzero
@@ -38,7 +38,8 @@ def test_it_trains_as_the_experiment_that_says_the_same(rankzero: Command) -> No
     ran(rankzero, "train", MODULE, "--nproc", 2)
     ran(rankzero, "train", PLAIN, "--nproc", 2)
     module, plain = rankzero.runs
-    # Not to the last bit: PyTorch's schedulers get each learning rate from the one before, and ours from the step.
+    # Not to the last bit: PyTorch's schedulers get each learning rate from the one before, and ours
+    # from the step.
     assert len(losses(plain)) == 27 and losses(module) == pytest.approx(losses(plain), rel=1e-6)
     evaluations = [
         [event.metrics for event in events(run) if isinstance(event, Evaluated)]
@@ -104,7 +105,7 @@ def test_it_is_compared_and_searched(rankzero: Command) -> None:
         ("automatic_optimization = False", "the module optimizes by hand"),
         (
             "def training_step(self, batch, batch_idx): self.trainer.strategy",
-            "the module asks for trainer.strategy",
+            "the module reads trainer.strategy",
         ),
         ("def training_step(self, batch, batch_idx): pass", "training_step must return the loss"),
         ("def __init__(self, width: int = 3): pass", "Other.__init__ has no learning rate"),
@@ -135,5 +136,5 @@ def test_a_file_needs_data_beside_the_module(rankzero: Command) -> None:
     code, output = rankzero("train", file)
     assert (
         code in (1, 2)
-        and "Lit has no data: put a LightningDataModule or a function data() beside it" in output
+        and "Lit has no data: add a LightningDataModule or a function data() to its file" in output
     )

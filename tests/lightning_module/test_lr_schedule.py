@@ -12,7 +12,11 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
 from rankzero.errors import UserError
-from rankzero.lightning_module.lr_schedule import ReplayedScheduler, configured, undone
+from rankzero.lightning_module.lr_schedule import (
+    ReplayedScheduler,
+    optimizer_and_scheduler,
+    reset_lrs,
+)
 
 STEPS = 30
 
@@ -59,7 +63,7 @@ def test_the_factors_are_what_the_scheduler_does_to_the_rates(name: str) -> None
             wanted.append(real.param_groups[0]["lr"])
     optimizer = made()
     factors = ReplayedScheduler(optimizer, SCHEDULERS[name](optimizer))
-    initial = undone(optimizer).param_groups[0]["lr"]
+    initial = reset_lrs(optimizer).param_groups[0]["lr"]
     backwards = [initial * factors.after(count) for count in range(STEPS, -1, -1)]
     assert backwards[::-1] == pytest.approx(wanted, abs=1e-12)
 
@@ -68,7 +72,7 @@ def test_playing_a_scheduler_leaves_the_optimizer_alone() -> None:
     optimizer = made(AdamW, weight_decay=0.3)
     before = dict(optimizer.param_groups[0])
     ReplayedScheduler(optimizer, SCHEDULERS["cosine"](optimizer)).after(20)
-    assert undone(optimizer).param_groups[0] == before
+    assert reset_lrs(optimizer).param_groups[0] == before
 
 
 def test_a_scheduler_that_changes_more_than_one_rate_is_refused() -> None:
@@ -87,17 +91,17 @@ def test_a_scheduler_that_changes_more_than_one_rate_is_refused() -> None:
 def test_every_form_that_lightning_allows_is_understood() -> None:
     optimizer = made()
     scheduler = lr_scheduler.StepLR(optimizer, 3)
-    assert configured(optimizer) == (optimizer, None, "step", 1)
-    assert configured([optimizer]) == (optimizer, None, "step", 1)
-    assert configured(([optimizer], [scheduler])) == (optimizer, scheduler, "epoch", 1)
+    assert optimizer_and_scheduler(optimizer) == (optimizer, None, "step", 1)
+    assert optimizer_and_scheduler([optimizer]) == (optimizer, None, "step", 1)
+    assert optimizer_and_scheduler(([optimizer], [scheduler])) == (optimizer, scheduler, "epoch", 1)
     each = {"scheduler": scheduler, "interval": "step", "frequency": 2}
-    assert configured({"optimizer": optimizer, "lr_scheduler": each}) == (
+    assert optimizer_and_scheduler({"optimizer": optimizer, "lr_scheduler": each}) == (
         optimizer,
         scheduler,
         "step",
         2,
     )
-    assert configured({"optimizer": optimizer, "lr_scheduler": scheduler}) == (
+    assert optimizer_and_scheduler({"optimizer": optimizer, "lr_scheduler": scheduler}) == (
         optimizer,
         scheduler,
         "epoch",
@@ -111,9 +115,9 @@ def test_every_form_that_lightning_allows_is_understood() -> None:
         (None, "returned 0 optimizers"),
         ([made(), made()], "returned 2 optimizers"),
         ([{"optimizer": made()}, {"optimizer": made()}], "returned 2 optimizers"),
-        (([made()], [lr_scheduler.ReduceLROnPlateau(made())]), "waits for a metric"),
+        (([made()], [lr_scheduler.ReduceLROnPlateau(made())]), "needs a metric"),
     ],
 )
 def test_what_the_loop_does_not_do_is_refused(found: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        configured(found)
+        optimizer_and_scheduler(found)

@@ -12,7 +12,8 @@ import yaml
 def load(text: str) -> Any:
     """Return the plain values that the text says. Raises ValueError for whatever is wrong with it.
 
-    Aliases are refused: a dozen lines of them are a value larger than any memory, or one without an end.
+    Aliases are refused: a dozen lines of them are a value larger than any memory, or one without an
+    end.
     """
     try:
         return _Loader(text).get_single_data()

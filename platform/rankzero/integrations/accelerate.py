@@ -17,7 +17,10 @@ except ImportError as error:
 
 
 class RankZeroTracker(GeneralTracker):
-    """Sends the metrics of `Accelerator.log` to MLflow. `options`: those of `rankzero.track` (goal, name…)."""
+    """Sends the metrics of `Accelerator.log` to MLflow.
+
+    `options`: those of `rankzero.track` (goal, name…).
+    """
 
     name = "rankzero"
     requires_logging_directory = False

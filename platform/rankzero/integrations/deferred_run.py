@@ -13,9 +13,9 @@ from rankzero.integrations.tracked_run import TrackedRun, track
 class DeferredRun:
     """A `TrackedRun` that collects its params until it starts. Safe on every rank.
 
-    `options`: those of `rankzero.track`. If nobody ends the run, the end of the process does: as FINISHED, or as
-    FAILED with the exception that nobody caught. `unless_ended`: the error to assume instead of FINISHED, for a
-    framework that always reports its end.
+    `options`: those of `rankzero.track`. If nobody ends the run, the end of the process does: as
+    FINISHED, or as FAILED with the exception that nobody caught. `unless_ended`: the error to
+    assume instead of FINISHED, for a framework that always reports its end.
     """
 
     def __init__(

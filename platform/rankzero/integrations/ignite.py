@@ -16,7 +16,10 @@ except ImportError as error:
 
 
 class RankZeroHandler:
-    """Sends a trainer's outputs and an evaluator's metrics to MLflow. `options`: those of `rankzero.track`."""
+    """Sends a trainer's outputs and an evaluator's metrics to MLflow.
+
+    `options`: those of `rankzero.track` (goal, name…).
+    """
 
     def __init__(
         self, experiment: str = "ignite", params: Mapping[str, Any] | None = None, **options: Any

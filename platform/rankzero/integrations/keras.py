@@ -1,7 +1,8 @@
 """A callback for Keras: ``model.fit(callbacks=[RankZeroCallback("my-experiment")])``.
 
-Nothing here imports PyTorch before the first checkpoint. That import costs about three seconds and 500 MB, once, on
-rank 0 alone. ``checkpoints=False`` avoids it, for those who keep Keras' own checkpoints.
+Nothing here imports PyTorch before the first checkpoint. That import costs about three seconds and
+500 MB, once, on rank 0 alone. ``checkpoints=False`` avoids it, for those who keep Keras' own
+checkpoints.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ except ImportError as error:
 
 
 class RankZeroCallback(keras.callbacks.Callback):
-    """Sends the metrics of `fit` to MLflow, one run for each `fit`. `options`: those of `rankzero.track` (name, goal…).
+    """Sends the metrics of `fit` to MLflow, one run for each `fit`.
 
-    ``train/loss`` is the value that Keras shows: the mean since the epoch began, at every batch. ``val/loss`` and the
-    learning rate come at the end of an epoch, with a checkpoint that `restore` reads. `params` adds params that Keras
-    does not give its callbacks, such as the batch size. If `fit` does not report its end, the run FAILED.
+    ``train/loss`` is the value that Keras shows: the mean since the epoch began, at every batch.
+    ``val/loss`` and the learning rate come at the end of an epoch, with a checkpoint that `restore`
+    reads. `params` adds params that Keras does not give its callbacks, such as the batch size. If
+    `fit` does not report its end, the run FAILED.
+
+    `options`: those of `rankzero.track` (name, goal…).
     """
 
     # Otherwise Keras would wait for every batch's loss, even if its backend does not need that.
@@ -57,7 +61,7 @@ class RankZeroCallback(keras.callbacks.Callback):
         self._run.begin()
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Continue the numbers of the batches. With an `initial_epoch` they start where that epoch would."""
+        """Continue the numbers of the batches, also from an `initial_epoch`."""
         length = self._length()
         self._before = epoch * length if length else self._before + self._seen
         self._seen = 0
@@ -104,9 +108,10 @@ class RankZeroCallback(keras.callbacks.Callback):
 
 
 def restore(model: keras.Model, checkpoint: str | Path) -> None:
-    """Load a checkpoint (``…/checkpoints/step_…``) into a built and compiled model and its optimizer.
+    """Load a checkpoint (``…/checkpoints/step_…``) into a built, compiled model and its optimizer.
 
-    Raises BrokenCheckpoint if the folder is damaged, ValueError if the checkpoint does not fit the model.
+    Raises BrokenCheckpoint if the folder is damaged, ValueError if the checkpoint does not fit the
+    model.
     """
     from rankzero.training.checkpoints.restore import load
 
@@ -118,7 +123,8 @@ def restore(model: keras.Model, checkpoint: str | Path) -> None:
         saved, own = [[tuple(one.shape) for one in found] for found in (values, variables)]
         if saved != own:
             raise ValueError(
-                f"the {group} of {checkpoint} does not fit this model: its shapes are {saved}, the model's {own}"
+                f"the {group} of {checkpoint} does not fit this model: its shapes are {saved}, the "
+                f"model's {own}"
             )
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value.numpy())
@@ -147,7 +153,8 @@ def _weights(model: keras.Model) -> dict[str, dict[str, Any]]:
 def _tensors(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     import torch
 
-    # PyTorch cannot read NumPy's added types, such as bfloat16 (kind V). float32 holds them exactly.
+    # PyTorch cannot read NumPy's added types, such as bfloat16 (kind V). float32 holds them
+    # exactly.
     return {
         group: {
             name: torch.as_tensor(array.astype("float32") if array.dtype.kind == "V" else array)

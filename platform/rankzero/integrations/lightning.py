@@ -1,7 +1,11 @@
-"""A `Logger` and a `Callback` for Lightning: ``Trainer(logger=logger, callbacks=[RankZeroCallback(logger)])``.
+"""A `Logger` and a `Callback` for Lightning.
 
-The logger gets what the module logs, every `log_every_n_steps`. The callback adds what a logger cannot see: the loss
-of every step without a host sync, validation metrics with the goal, checkpoints, and how the training ended.
+    logger = RankZeroLogger("my-experiment")
+    Trainer(logger=logger, callbacks=[RankZeroCallback(logger)])
+
+The logger gets what the module logs, every `log_every_n_steps`. The callback adds what a logger
+cannot see: the loss of every step without a host sync, validation metrics with the goal,
+checkpoints, and how the training ended.
 """
 
 from __future__ import annotations
@@ -21,12 +25,16 @@ except ImportError as error:
         "rankzero.integrations.lightning needs Lightning: pip install rankzero[lightning]"
     ) from error
 
-# Rank 0 has the whole model only under these strategies. Elsewhere it could not write a checkpoint alone.
+# Rank 0 has the whole model only under these strategies. Elsewhere it could not write a checkpoint
+# alone.
 REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class RankZeroLogger(Logger):
-    """Sends the metrics of a `LightningModule` to MLflow. `options`: those of `rankzero.track` (name, goal…)."""
+    """Sends the metrics of a `LightningModule` to MLflow.
+
+    `options`: those of `rankzero.track` (goal, name…).
+    """
 
     def __init__(self, experiment: str = "lightning", **options: Any) -> None:
         super().__init__()
@@ -67,7 +75,7 @@ class RankZeroLogger(Logger):
 
 
 class RankZeroCallback(Callback):
-    """Adds to a `RankZeroLogger` every step's loss, the goal, checkpoints and the exception that ended a training."""
+    """Adds to a `RankZeroLogger` the loss of every step, the goal, checkpoints and the end."""
 
     def __init__(self, logger: RankZeroLogger, *, checkpoints: bool = True) -> None:
         self._run, self._checkpoints = logger.deferred_run, checkpoints

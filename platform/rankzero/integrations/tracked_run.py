@@ -1,8 +1,9 @@
 """`rankzero.track`: the same tracking for a training loop of your own, or another framework's.
 
-    with rankzero.track("my-experiment", config) as run:      # safe on every rank: only rank 0 writes
-        run.log({"loss": loss}, step=i)                       # tensors are fine: no host sync per step
-        run.checkpoint(state_dict, step=i, metrics={"val/loss": v})
+    with rankzero.track("my-experiment", config) as run:      # safe on every rank: only rank 0
+    writes
+        run.log({"loss": loss}, step=i)                       # tensors are fine: no host sync per
+        step run.checkpoint(state_dict, step=i, metrics={"val/loss": v})
 
 Imports no torch until `checkpoint` is called.
 """
@@ -50,19 +51,20 @@ def track(
     folder: str | Path | None = None,
     offline: bool | None = None,
 ) -> TrackedRun:
-    """Return a run to enter with ``with``. Call it on every rank: rank 0 writes, the others do nothing.
+    """Return a run to enter with ``with``. Call it on every rank; only rank 0 writes.
 
     `config`: a mapping (nested or not) or a dataclass; it becomes the run's params.
     `name`: the run's name; an existing run is continued.
     `keep`: the best checkpoints that are kept, in addition to the last.
     `folder`: the folder of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns).
-    `offline`: only record the run; ``rankzero sync NAME`` delivers it to MLflow later (default: $RANKZERO_OFFLINE).
+    `offline`: only record the run; ``rankzero sync NAME`` delivers it to MLflow later (default:
+    $RANKZERO_OFFLINE).
 
-    The process group of torch.distributed determines the rank if it is initialised, otherwise the launcher's
-    environment variables do. So under ``torch.multiprocessing.spawn``, initialise the group first. Other launchers
-    must set RANK and WORLD_SIZE.
-    Raises TrackingError if the store cannot be used, and UserError if another process writes that run. Inside the
-    block, tracking never raises.
+    The process group of torch.distributed determines the rank if it is initialised, otherwise the
+    launcher's environment variables do. So under ``torch.multiprocessing.spawn``, initialise the
+    group first. Other launchers must set RANK and WORLD_SIZE. Raises TrackingError if the store
+    cannot be used, and UserError if another process writes that run. Inside the block, tracking
+    never raises.
     """
     mine = _detected_ranks()
     if not mine.first:
@@ -143,10 +145,10 @@ class TrackedRun:
         self._log.close()
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log 0-d tensors or numbers at `step`. Tensors are copied on their device, without a host sync.
+        """Log 0-d tensors or numbers at `step`, without a host sync: tensors stay on their device.
 
-        Any other value is logged as NaN, with one warning. A step that is not an integer is replaced by the
-        previous step.
+        Any other value is logged as NaN, with one warning. A step that is not an integer is
+        replaced by the previous step.
         """
         values = {str(name): snapshot(value) for name, value in metrics.items()}
         self._rows.append((snapshot(step), time.time(), values))
@@ -155,16 +157,20 @@ class TrackedRun:
             self._flush()
 
     def evaluated(self, metrics: Mapping[str, Any], step: int) -> bool:
-        """Log validation metrics. Return whether the goal's is the best so far (False on other ranks than 0)."""
+        """Log validation metrics. Return whether the goal's is the best so far.
+
+        Always False on other ranks than 0.
+        """
         self._flush()
         return self._log_evaluation(_as_floats(metrics), self._as_step(step))
 
     def checkpoint(
         self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any] | None = None
     ) -> None:
-        """Keep `state_dict` (tensors and plain values) as the checkpoint of `step`. Return once it is copied.
+        """Keep `state_dict` (tensors and plain values) as a checkpoint. Return once it is copied.
 
-        `metrics` are validation metrics. The goal's metric among them decides which checkpoints are kept.
+        `metrics` are validation metrics. The goal's metric among them decides which checkpoints are
+        kept.
         """
         self._flush()
         measured, at = _as_floats(metrics or {}), self._as_step(step)
@@ -188,7 +194,7 @@ class TrackedRun:
             self._log_all(self._checkpoints.close())
 
     def _guarded(self, consequence: str, action: Callable[[], None]) -> None:
-        """Run the action. If it fails, for instance because the GPU has failed, log the consequence."""
+        """Run the action. If it fails, as with a failed GPU, log the consequence."""
         try:
             action()
         except Exception as error:  # tracking must not end a training
@@ -222,7 +228,7 @@ class TrackedRun:
         self._log.flush()
 
     def _as_step(self, step: Any) -> int:
-        """Return the step as an int. Anything else counts as the previous step, with one warning."""
+        """Return the step as an int, or the previous step with one warning."""
         found = as_int(step)
         if found is not None:
             self._step = found
@@ -244,7 +250,8 @@ class TrackedRun:
         for name in sorted(odd.keys() - self._warned):
             self._warned.add(name)
             self._log.notice(
-                f"{name} is not a number but {odd[name]!r}: it is logged as NaN; log its mean, for instance"
+                f"{name} is not a number but {odd[name]!r}: it is logged as NaN; log its mean, for "
+                "instance"
             )
 
 

@@ -1,4 +1,7 @@
-"""A callback for Transformers: ``Trainer(callbacks=[RankZeroCallback("my-experiment")])``, `report_to="none"`."""
+"""A callback for Transformers.
+
+Trainer(…, TrainingArguments(report_to="none"), callbacks=[RankZeroCallback("my-experiment")])
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ except ImportError as error:
 
 
 class RankZeroCallback(TrainerCallback):
-    """Sends the metrics of a `Trainer` to MLflow. `options`: those of `rankzero.track` (name, goal…)."""
+    """Sends the metrics of a `Trainer` to MLflow.
+
+    `options`: those of `rankzero.track` (goal, name…).
+    """
 
     def __init__(self, experiment: str = "transformers", **options: Any) -> None:
         self._run = DeferredRun(experiment, **options)

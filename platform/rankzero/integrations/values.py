@@ -11,7 +11,7 @@ SHARDED = "a DTensor, which all ranks must read together: log its full_tensor()"
 
 
 def snapshot(value: Any) -> Any:
-    """Return a copy of a tensor or array with one value, a number as it is, and for anything else a text.
+    """Return a copy of a single value, a number as it is, and a text for anything else.
 
     The loop may overwrite what it logged. The copy stays on its device, so nothing waits.
     """
@@ -51,7 +51,8 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
             column = sys.modules["torch"].stack([t.reshape(()).double() for t in tensors]).tolist()
         except Exception as error:  # One odd tensor, or a failed device.
             notice(
-                f"values logged on {device} that cannot be read are NaN: {type(error).__name__}: {error}"
+                f"values logged on {device} that cannot be read are NaN: {type(error).__name__}: "
+                f"{error}"
             )
             column = [to_float(tensor) for tensor in tensors]
         for index, value in zip(indices, column, strict=True):
@@ -60,7 +61,7 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
 
 
 def as_int(value: Any) -> int | None:
-    """Return the integer that a NumPy, PyTorch or Python number is; None for anything else, or past 64 bits."""
+    """Return the value as an integer, or None if it is not one or has more than 64 bits."""
     read = to_float(value)
     # MLflow stores steps in 64 bits.
     if not read.is_integer() or abs(read) >= 2**63:

@@ -1,6 +1,6 @@
-"""Classes of other frameworks, taken as experiments: for a file that has no `Experiment`, but a `LightningModule`.
+"""A `LightningModule` as an experiment, for a file that defines no `Experiment`.
 
-Nothing here imports a framework before the user's file has.
+Nothing here imports Lightning unless the user's file has done so.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ from typing import Any
 
 from rankzero.experiment import Experiment
 
-LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
-"""Lightning's two names for itself."""
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")  # Lightning has two package names.
 
 
 def experiments_in(module: ModuleType) -> dict[str, type[Experiment]]:
-    """Return the module's own Lightning modules, each as an experiment, by class name.
+    """Return each `LightningModule` that a file defines as an experiment, by class name.
 
-    Raises UserError for one that asks for what RankZero's loop does not do.
+    Raises UserError for a module that needs what RankZero's loop does not do.
     """
-    modules = _own(module, "LightningModule")
+    modules = _defined_in(module, "LightningModule")
     if not modules:
         return {}
     from rankzero.lightning_module.experiment import adopt
 
-    data_modules = list(_own(module, "LightningDataModule").values())
+    data_modules = list(_defined_in(module, "LightningDataModule").values())
     return {name: adopt(found, data_modules, vars(module)) for name, found in modules.items()}
 
 
-def _own(module: ModuleType, base: str) -> dict[str, type[Any]]:
-    """Return the classes that `module` defines and that derive from Lightning's `base`; of several, the leaves."""
+def _defined_in(module: ModuleType, base: str) -> dict[str, type[Any]]:
+    """Return the classes of a file that derive from Lightning's `base`, without base classes."""
     found = {
         value.__name__: value
         for value in vars(module).values()
@@ -44,6 +43,6 @@ def _own(module: ModuleType, base: str) -> dict[str, type[Any]]:
 
 def _derives(cls: type, base: str) -> bool:
     return any(
-        parent.__name__ == base and parent.__module__.startswith(LIGHTNING)
+        parent.__name__ == base and parent.__module__.startswith(_LIGHTNING)
         for parent in cls.__mro__[1:]
     )

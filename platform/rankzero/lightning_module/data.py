@@ -1,4 +1,4 @@
-"""The data sets of a `LightningDataModule`, or of a module's own loaders."""
+"""The data sets of a `LightningDataModule`, of a module's loaders, or of a function ``data()``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from torch.utils.data import (
 
 from rankzero.errors import UserError
 
-LIGHTNINGS_OWN = ("lightning.", "pytorch_lightning.")
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedData:
-    """What a run needs of its loaders: RankZero makes its own, for its data order."""
+    """What a run takes from Lightning's loaders. RankZero makes its own, for its data order."""
 
     train: Any
     val: Any
@@ -35,11 +35,11 @@ class LoadedData:
 
 
 def from_hooks(source: Any) -> LoadedData:
-    """Prepare and set up a data module, or a module with loaders of its own, and return its data sets.
+    """Prepare and set up a data module, or a module with its own loaders, and return its data sets.
 
-    `prepare_data` runs on one process of a machine at a time. Raises UserError for loaders whose order or whose
-    number RankZero's loop would not keep.
+    Raises UserError for loaders whose order or number RankZero's loop would not keep.
     """
+    # Two processes that prepare at once would download into the same files.
     with _one_at_a_time(type(source).__qualname__):
         source.prepare_data()
     source.setup("fit")
@@ -48,7 +48,7 @@ def from_hooks(source: Any) -> LoadedData:
 
 
 def from_pair(pair: Any) -> LoadedData:
-    """Return what a plain ``data()`` beside the module gave."""
+    """Return the data sets of the result of a plain function ``data()``."""
     try:
         train, val = pair
     except (TypeError, ValueError) as error:
@@ -59,8 +59,8 @@ def from_pair(pair: Any) -> LoadedData:
 
 
 def has_loaders(cls: type[Any]) -> bool:
-    """Tell whether a class brings a `train_dataloader` of its own."""
-    return not cls.train_dataloader.__module__.startswith(LIGHTNINGS_OWN)
+    """Return whether a class defines its own `train_dataloader`."""
+    return not cls.train_dataloader.__module__.startswith(_LIGHTNING)
 
 
 def _loader(source: Any, name: str) -> DataLoader[Any]:
@@ -71,19 +71,20 @@ def _loader(source: Any, name: str) -> DataLoader[Any]:
         raise UserError(f"{where} must return one torch DataLoader, got {type(found).__name__}")
     if isinstance(found.dataset, IterableDataset):
         raise UserError(
-            f"{where}: an IterableDataset has no order that can be resumed; use a map-style data set"
+            f"{where}: an IterableDataset has no order that can be resumed; use a map-style data "
+            "set"
         )
     if type(found.sampler) not in (RandomSampler, SequentialSampler):
         raise UserError(
-            f"{where} has a {type(found.sampler).__name__}: RankZero draws each epoch's order itself; put what the "
-            "sampler does into the data set"
+            f"{where} has a {type(found.sampler).__name__}: RankZero draws the order of each epoch "
+            "itself; let the data set do what the sampler does"
         )
     return found
 
 
 @contextlib.contextmanager
 def _one_at_a_time(name: str) -> Iterator[None]:
-    """Keep the machine's other processes of the same user out of the block."""
+    """Let one process of this user and machine at a time into the block."""
     key = hashlib.sha256(f"{os.getuid()} {Path.cwd()} {name}".encode()).hexdigest()[:16]
     with (Path(tempfile.gettempdir()) / f"rankzero-{key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

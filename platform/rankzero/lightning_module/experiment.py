@@ -1,6 +1,7 @@
 """A `LightningModule` as an experiment: its arguments are the fields, its steps are `measure`.
 
-RankZero's loop trains it, so what Lightning's `Trainer` alone does is refused by name rather than left out unsaid.
+RankZero's loop trains it. A module that needs what only Lightning's `Trainer` does is refused, with
+the name of it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from rankzero.lightning_module.init_arguments import (
     fields_of,
     learning_rate,
 )
-from rankzero.lightning_module.lr_schedule import ReplayedScheduler, configured, undone
+from rankzero.lightning_module.lr_schedule import (
+    ReplayedScheduler,
+    optimizer_and_scheduler,
+    reset_lrs,
+)
 from rankzero.lightning_module.steps import LightningSteps
 from rankzero.lightning_module.trainer_stub import TrainerStub
 
-HARMLESS = {"on_fit_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint", "on_gpu"}
-HOOKS = {
+_HARMLESS = {"on_fit_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint", "on_gpu"}
+# A `Trainer` calls these and RankZero's loop does not, and everything that begins with on_.
+_HOOKS = {
     "backward",
     "configure_gradient_clipping",
     "configure_model",
@@ -38,26 +44,34 @@ HOOKS = {
     "optimizer_zero_grad",
     "transfer_batch_to_device",
 }
-"""What a `Trainer` calls and RankZero's loop does not, besides everything that begins with ``on_``."""
-OTHER_STAGES = ("on_test_", "on_predict_")
-SETTINGS = {"train": Train, "goal": Goal, "search": Mapping}
-FRAMEWORK = ("lightning", "pytorch_lightning", "torch")
+_OTHER_STAGES = ("on_test_", "on_predict_")
+_FRAMEWORK = ("lightning", "pytorch_lightning", "torch")
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """What a file has of Lightning."""
+class _Source:
+    """The classes and functions of a user's file that an experiment is made of."""
 
     module: type[Any]
     data_module: type[Any] | None
     data: Callable[[], Any] | None
-    """The function beside the module, if there is one."""
+    """The function ``data()``, if there is one."""
+
+
+@dataclasses.dataclass
+class _Fit:
+    """What this process has made for its training. The experiment itself is frozen."""
+
+    trainer: TrainerStub
+    scheduler: ReplayedScheduler | None = None
+    steps_per_change: int = 1
+    """Optimizer steps between two steps of the scheduler."""
 
 
 class LightningExperiment(Experiment):
-    """The experiment that a `LightningModule` is; `adopt` derives a class of it for each."""
+    """The base of the experiments that `adopt` makes, one class for each `LightningModule`."""
 
-    source: ClassVar[Source]
+    source: ClassVar[_Source]
 
     def data(self) -> tuple[Any, Any]:
         return self._loaded.train, self._loaded.val
@@ -65,70 +79,91 @@ class LightningExperiment(Experiment):
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
         collate: Callable[[list[Any]], Any] = self._loaded.collate
-        return collate  # the user's own function, which loading processes can be sent
+        return collate  # The user's own function, which can be sent to loader processes.
 
     def model(self) -> LightningSteps:
-        trainer = TrainerStub(self.train, len(self._loaded.train), self._data_module)
-        return LightningSteps(self._made(self.source.module), trainer)
+        trainer = self._fit.trainer
+        return LightningSteps(self._instance(self.source.module), trainer)
 
     def measure(self, model: nn.Module, batch: Any) -> Any:
         return model(batch)
 
     def optimizer(self, model: Any) -> Any:
-        optimizer, scheduler, interval, frequency = configured(model.module.configure_optimizers())
-        steps = frequency * (model.trainer.num_training_batches if interval == "epoch" else 1)
-        factors = None if scheduler is None else ReplayedScheduler(optimizer, scheduler)
-        if factors is not None and (self.train.schedule != "constant" or self.train.warmup_steps):
-            raise UserError(
-                "configure_optimizers has a scheduler: leave train.schedule=constant and no warm-up, or it"
-            )
-        vars(self)["_playing"] = model.trainer, factors, steps
-        return undone(optimizer)
+        optimizer, scheduler, interval, frequency = optimizer_and_scheduler(
+            model.module.configure_optimizers()
+        )
+        if scheduler is not None:
+            if self.train.schedule != "constant" or self.train.warmup_steps:
+                raise UserError(
+                    "configure_optimizers has a scheduler: remove it, or set "
+                    "train.schedule=constant and train.warmup_steps=0"
+                )
+            self._fit.scheduler = ReplayedScheduler(optimizer, scheduler)
+            epoch = self._fit.trainer.num_training_batches
+            self._fit.steps_per_change = frequency * (epoch if interval == "epoch" else 1)
+        return reset_lrs(optimizer)
 
     def schedule(self, step: int, total_steps: int) -> float:
-        trainer, factors, steps_each = vars(self)["_playing"]
-        trainer.global_step = step  # the loop asks before each step: so the module knows it, too
-        return (
-            super().schedule(step, total_steps)
-            if factors is None
-            else factors.after(step // steps_each)
-        )
+        # The loop asks before each step. The module has no other way to learn the step.
+        fit = self._fit
+        fit.trainer.global_step = step
+        if fit.scheduler is None:
+            return super().schedule(step, total_steps)
+        return fit.scheduler.after(step // fit.steps_per_change)
+
+    @functools.cached_property
+    def _fit(self) -> _Fit:
+        return _Fit(TrainerStub(self.train, len(self._loaded.train), self._data_module))
 
     @functools.cached_property
     def _data_module(self) -> Any:
-        return None if self.source.data_module is None else self._made(self.source.data_module)
+        return None if self.source.data_module is None else self._instance(self.source.data_module)
 
     @functools.cached_property
     def _loaded(self) -> loaders.LoadedData:
         if self.source.data is not None:
             return loaders.from_pair(self.source.data())
-        return loaders.from_hooks(self._data_module or self._made(self.source.module))
+        return loaders.from_hooks(self._data_module or self._instance(self.source.module))
 
-    def _made(self, cls: type[Any]) -> Any:
-        """Return an object of the user's class, its arguments taken from the fields."""
-        values = {name.rstrip("_"): value for name, value in vars(self).items()}
+    def _instance(self, cls: type[Any]) -> Any:
+        """Return an object of the user's class, with the experiment's fields as its arguments."""
+        values = {
+            field.name.rstrip("_"): getattr(self, field.name) for field in dataclasses.fields(self)
+        }
         rates = dict.fromkeys(LEARNING_RATES, self.lr)
         return cls(**arguments_for(cls, {**values, **rates, BATCH_SIZE: self.train.batch_size}))
 
 
 def adopt(
-    module: type[Any], data_modules: Sequence[type[Any]], beside: Mapping[str, Any]
+    module: type[Any], data_modules: Sequence[type[Any]], names: Mapping[str, Any]
 ) -> type[Experiment]:
-    """Return the experiment that a `LightningModule` is, with what its file has `beside` it.
+    """Return a `LightningModule` as an experiment.
 
-    That is ``data()``, and ``train = Train(…)``, ``goal = Goal(…)``, ``search = {…}`` for the defaults. Raises
-    UserError where it is none.
+    `names`: those of its file: ``data()``, and ``train = Train(…)``, ``goal = Goal(…)``, ``search =
+    {…}`` for the defaults. Raises UserError if the module has no data, or needs what RankZero's
+    loop does not do.
     """
-    data = beside.get("data")
-    data_module = None if data is not None else _only(data_modules, module)
+    data = names.get("data")
+    data_module = None
+    if data is None and len(data_modules) > 1:
+        raise UserError(
+            f"{module.__name__} has several data modules: "
+            f"{', '.join(cls.__name__ for cls in data_modules)}; leave one in the file, or write a "
+            "function data()"
+        )
+    if data is None and data_modules:
+        data_module = data_modules[0]
     if data is None and data_module is None and not loaders.has_loaders(module):
         raise UserError(
-            f"{module.__name__} has no data: put a LightningDataModule or a function data() beside it"
+            f"{module.__name__} has no data: add a LightningDataModule or a function data() to its "
+            "file"
         )
     classes = [module, *([data_module] if data_module else [])]
     for cls in classes:
         _refuse_hooks(cls)
     fields = fields_of(classes)
+    batch_sizes = [size for size in map(batch_size_of, classes) if size is not None]
+    kinds = {"train": Train, "goal": Goal, "search": Mapping}
     namespace = {
         "__module__": module.__module__,
         "__qualname__": module.__qualname__,
@@ -140,49 +175,30 @@ def adopt(
             **{name: kind for name, (kind, _) in fields.items()},
         },
         **{name: default for name, (_, default) in fields.items()},
-        "train": _train_of(classes),
-        **{
-            name: beside[name]
-            for name, kind in SETTINGS.items()
-            if isinstance(beside.get(name), kind)
-        },
+        "train": Train(batch_size=batch_sizes[0]) if batch_sizes else Train(),
+        **{name: names[name] for name, kind in kinds.items() if isinstance(names.get(name), kind)},
         "lr": learning_rate(module),
-        "source": Source(module, data_module, data),
+        "source": _Source(module, data_module, data),
     }
     return type(module.__name__, (LightningExperiment,), namespace)
 
 
-def _train_of(classes: Sequence[type[Any]]) -> Train:
-    """Return the training's defaults, with the batch size that the user's classes have by default."""
-    sizes = [size for size in map(batch_size_of, classes) if size is not None]
-    return Train(batch_size=sizes[0]) if sizes else Train()
-
-
-def _only(data_modules: Sequence[type[Any]], module: type[Any]) -> type[Any] | None:
-    if len(data_modules) > 1:
-        names = ", ".join(cls.__name__ for cls in data_modules)
-        raise UserError(
-            f"several data modules beside {module.__name__}: {names}; leave one, or write data()"
-        )
-    return data_modules[0] if data_modules else None
-
-
 def _refuse_hooks(cls: type[Any]) -> None:
-    """Raise UserError where a class relies on what RankZero's loop does not call."""
+    """Raise UserError if a class defines hooks that RankZero's loop does not call."""
     own = {
         name
         for parent in cls.__mro__
-        if not parent.__module__.startswith(FRAMEWORK)
+        if not parent.__module__.startswith(_FRAMEWORK)
         for name in vars(parent)
     }
-    missed = sorted(
+    ignored = sorted(
         name
         for name in own
-        if name in HOOKS
-        or (name.startswith("on_") and name not in HARMLESS and not name.startswith(OTHER_STAGES))
+        if name in _HOOKS
+        or (name.startswith("on_") and name not in _HARMLESS and not name.startswith(_OTHER_STAGES))
     )
-    if missed:
+    if ignored:
         raise UserError(
-            f"{cls.__name__} defines {', '.join(missed)}, which RankZero's loop does not call: do without, or "
-            "train with Lightning's own Trainer and rankzero.integrations.lightning"
+            f"{cls.__name__} defines {', '.join(ignored)}, which RankZero's loop does not call: "
+            "remove it, or train with Lightning's own Trainer and rankzero.integrations.lightning"
         )

@@ -1,4 +1,4 @@
-"""What a class's `__init__` takes, as an experiment's fields. Pure."""
+"""The arguments of a class's `__init__` as fields of an experiment. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rankzero.errors import UserError
 
 LEARNING_RATES = ("lr", "learning_rate")
 BATCH_SIZE = "batch_size"
-NO_FIELDS = {"train", "goal", "search", *LEARNING_RATES}
-METHODS = {
+_NO_FIELDS = {"train", "goal", "search", *LEARNING_RATES}
+_METHODS = {
     "data",
     "model",
     "measure",
@@ -25,8 +25,8 @@ METHODS = {
 }
 
 
-def defaults_of(cls: type[Any]) -> dict[str, Any]:
-    """Return {name: default} of what `cls` takes. Raises UserError for an argument without a default."""
+def _defaults_of(cls: type[Any]) -> dict[str, Any]:
+    """Return {argument: default}. Raises UserError for an argument without a default."""
     found = {
         name: parameter.default
         for name, parameter in _parameters(cls).items()
@@ -35,61 +35,63 @@ def defaults_of(cls: type[Any]) -> dict[str, Any]:
     missing = [name for name, default in found.items() if default is inspect.Parameter.empty]
     if missing:
         raise UserError(
-            f"{cls.__name__}.__init__: give {', '.join(missing)} a default value, to make it a setting"
+            f"{cls.__name__}.__init__: give {', '.join(missing)} a default value, so that it can "
+            "be a setting"
         )
     return found
 
 
 def batch_size_of(cls: type[Any]) -> int | None:
-    """Return the default of the `batch_size` that `cls` takes; None where there is none."""
+    """Return the default of the argument `batch_size`, or None if there is none."""
     parameter = _parameters(cls).get(BATCH_SIZE)
     return parameter.default if parameter is not None and type(parameter.default) is int else None
 
 
 def fields_of(classes: Iterable[type[Any]]) -> dict[str, tuple[Any, Any]]:
-    """Return {name: (type, default)} of the arguments that can be settings, over all `classes`.
+    """Return {name: (type, default)} of the arguments of all `classes` that can be settings.
 
-    An argument whose type text cannot say keeps its default and is no setting. The learning rate is not among
-    them: every experiment has it, as `lr`.
+    An argument whose type cannot be written as text keeps its default and is not a setting. The
+    learning rate is not included: every experiment has it, as `lr`.
     """
     fields: dict[str, tuple[Any, Any]] = {}
     for cls in classes:
         hints = _hints(cls)
-        for name, default in defaults_of(cls).items():
+        for name, default in _defaults_of(cls).items():
             kind = hints.get(name, type(default))
-            if name not in NO_FIELDS and is_setting(kind):
+            if name not in _NO_FIELDS and is_setting(kind):
                 fields.setdefault(_field_name(name), (kind, default))
     return fields
 
 
 def learning_rate(cls: type[Any]) -> float:
-    """Return the default of the learning rate that `cls` takes. Raises UserError where it takes none."""
-    defaults = defaults_of(cls)
+    """Return the default of the learning rate. Raises UserError if the class takes none."""
+    defaults = _defaults_of(cls)
     found = [
         defaults[name] for name in LEARNING_RATES if isinstance(defaults.get(name), (int, float))
     ]
     if not found:
         raise UserError(
-            f"{cls.__name__}.__init__ has no learning rate: let it take `lr`, and use that in configure_optimizers"
+            f"{cls.__name__}.__init__ has no learning rate: give it an argument `lr`, and use that "
+            "in configure_optimizers"
         )
     return float(found[0])
 
 
 def arguments_for(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `values` that `cls` takes, by argument name."""
+    """Return the values that `cls` takes as arguments, by name."""
     return {name: values[name] for name in _parameters(cls) if name in values}
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(cls.__init__)
-    except NameError:  # a type that is imported for type checkers only: the default's type will do
+    except NameError:  # A type that is imported for type checkers only. The default's type must do.
         return {}
 
 
 def _field_name(name: str) -> str:
-    """Return a name that does not hide one of an experiment's methods; its key is the same."""
-    return f"{name}_" if name in METHODS else name
+    """Return a name that does not hide a method of the experiment. Its key is the same."""
+    return f"{name}_" if name in _METHODS else name
 
 
 def _parameters(cls: type[Any]) -> dict[str, inspect.Parameter]:

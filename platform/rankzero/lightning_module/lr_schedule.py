@@ -1,4 +1,4 @@
-"""What `configure_optimizers` returns: one optimizer, and a learning-rate scheduler as a function of the step."""
+"""The result of `configure_optimizers`: an optimizer, and a scheduler as a function of the step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from rankzero.errors import UserError
 
-CYCLED = ("momentum", "betas")
-"""What some schedulers change besides the learning rate."""
+_CYCLED = ("momentum", "betas")  # Some schedulers change these, too.
 
 
-def configured(found: Any) -> tuple[Optimizer, Any, str, int]:
-    """Return (optimizer, scheduler or None, interval, frequency) of `configure_optimizers`' result.
+def optimizer_and_scheduler(found: Any) -> tuple[Optimizer, Any, str, int]:
+    """Return (optimizer, scheduler or None, interval, frequency).
 
-    Raises UserError for what RankZero's loop does not do: several optimizers, none, or a scheduler that waits for a
-    metric.
+    `found`: the result of `configure_optimizers`.
+
+    Raises UserError for what RankZero's loop does not do: several optimizers, none, or a scheduler
+    that needs a metric.
     """
     optimizers, schedulers = _pair(found)
     if len(optimizers) != 1 or len(schedulers) > 1:
         raise UserError(
-            f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers: RankZero's "
-            "loop takes one optimizer and at most one scheduler"
+            f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} "
+            "schedulers: RankZero's loop takes one optimizer and at most one scheduler"
         )
     if not schedulers:
         return optimizers[0], None, "step", 1
@@ -34,7 +35,7 @@ def configured(found: Any) -> tuple[Optimizer, Any, str, int]:
     scheduler = settings["scheduler"]
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UserError(
-            "ReduceLROnPlateau waits for a metric: use a scheduler that depends on the step alone"
+            "ReduceLROnPlateau needs a metric: use a scheduler that depends on the step alone"
         )
     return (
         optimizers[0],
@@ -45,33 +46,34 @@ def configured(found: Any) -> tuple[Optimizer, Any, str, int]:
 
 
 class ReplayedScheduler:
-    """What a scheduler multiplies the initial learning rates by after so many of its steps.
+    """A scheduler's factor on the initial learning rates, as a function of its steps.
 
-    The scheduler is played on a stand-in for its optimizer, as far as was asked for. Raises UserError for one that
-    changes anything else, or groups differently.
+    RankZero's loop asks for the factor of any step, also after a resume, but a scheduler only moves
+    forward. So the scheduler runs on a copy of its optimizer's groups, as far as needed, and the
+    factors are kept. Raises UserError for a scheduler that changes anything else, or that treats
+    groups differently.
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
         self._rates = [group["initial_lr"] for group in optimizer.param_groups]
         self._shadow, self._scheduler = _shadow(optimizer), scheduler
-        self._beside = self._others()
+        self._others_at_start = self._others()
         self._factors: list[float] = []
         _rebind(scheduler, optimizer, self._shadow)
-        self._note()
+        self._record_factor()
         self.after(1)
 
     def after(self, count: int) -> float:
         """Return the factor after `count` of the scheduler's steps."""
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # that optimizer.step() was not called before: it never is
+            # PyTorch warns that optimizer.step() was not called before. On the copy, it never is.
+            warnings.simplefilter("ignore")
             while len(self._factors) <= count:
                 self._scheduler.step()
-                self._note()
+                self._record_factor()
         return self._factors[count]
 
-    def _note(self) -> None:
+    def _record_factor(self) -> None:
         groups = self._shadow.param_groups
         factors = [
             float(group["lr"]) / rate if rate else 1.0
@@ -79,21 +81,22 @@ class ReplayedScheduler:
         ]
         if max(factors) - min(factors) > 1e-6 * max(map(abs, factors)):
             raise UserError(
-                "the scheduler treats parameter groups differently, which RankZero's loop does not do"
+                "the scheduler treats parameter groups differently, which RankZero's loop does not "
+                "do: use one factor for all"
             )
-        if self._others() != self._beside:
+        if self._others() != self._others_at_start:
             raise UserError(
-                f"{type(self._scheduler).__name__} cycles the momentum, too, which RankZero's loop does not do: give "
-                "it cycle_momentum=False"
+                f"{type(self._scheduler).__name__} also cycles the momentum, which RankZero's loop "
+                "does not do: pass cycle_momentum=False"
             )
         self._factors.append(factors[0])
 
     def _others(self) -> list[Any]:
-        return [[group.get(name) for name in CYCLED] for group in self._shadow.param_groups]
+        return [[group.get(name) for name in _CYCLED] for group in self._shadow.param_groups]
 
 
-def undone(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer with its initial learning rates, which making a scheduler changed."""
+def reset_lrs(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer with the learning rates from before the scheduler was made."""
     for group in optimizer.param_groups:
         group["lr"] = group.pop("initial_lr", group["lr"])
     return optimizer
@@ -112,7 +115,7 @@ def _pair(found: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _shadow(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of nothing, with the same groups' settings."""
+    """Return an optimizer of dummy parameters, with the settings of the same groups."""
     groups = [
         {
             **{name: value for name, value in group.items() if name != "params"},
@@ -124,7 +127,8 @@ def _shadow(optimizer: Optimizer) -> Optimizer:
 
 
 def _rebind(scheduler: Any, old: Optimizer, new: Optimizer) -> None:
-    """Let a scheduler, and those it is made of, change `new` instead of `old`."""
+    """Let a scheduler, and the schedulers it contains, change `new` instead of `old`."""
+    # SequentialLR and ChainedScheduler have no public name for their parts.
     if getattr(scheduler, "optimizer", None) is old:
         scheduler.optimizer = new
     for part in getattr(scheduler, "_schedulers", ()):

@@ -1,4 +1,4 @@
-"""A `LightningModule` inside the loop: one forward is one training or validation step, and gives the step's metrics."""
+"""A `LightningModule` in the loop: a forward is a step and returns the step's metrics."""
 
 from __future__ import annotations
 
@@ -12,39 +12,42 @@ from torch import Tensor, nn
 from rankzero.errors import UserError
 from rankzero.lightning_module.trainer_stub import TrainerStub
 
-PREFIXES = {
+# What Lightning users put before a metric's name, in training (True) and validation. The journal
+# has groups instead.
+_PREFIXES = {
     True: ("train_", "train/"),
     False: ("val_", "val/", "valid_", "valid/", "validation_", "validation/"),
 }
-"""What Lightning users put before a metric's name, by whether it is the training's; the journal has groups for it."""
 
 
 class LightningSteps(nn.Module):
-    """Wraps a module so that a wrapper (DDP, FSDP, a compiler) sees its steps as its forward."""
+    """Wraps a module so that DDP, FSDP or a compiler sees its steps as its forward."""
 
     def __init__(self, module: Any, trainer: TrainerStub) -> None:
         if not module.automatic_optimization:
             raise UserError(
-                "the module optimizes by hand (automatic_optimization=False), which RankZero's loop does not"
+                "the module optimizes by hand (automatic_optimization=False), which RankZero's "
+                "loop does not support: train with Lightning's own Trainer and "
+                "rankzero.integrations.lightning"
             )
         super().__init__()
         self.module = module
         self.trainer = trainer
         self._logged: dict[str, Any] = {}
         module.trainer = trainer
-        for part in module.modules():  # a module inside a module logs, too
+        for part in module.modules():  # A module inside the module logs, too.
             if hasattr(part, "training_step"):
                 part.log = self._keep
         self._steps = {True: _caller(module.training_step), False: _caller(module.validation_step)}
 
     @property
     def served(self) -> nn.Module:
-        """The user's own module: what is logged as the best model."""
+        """The user's own module, which is logged as the best model."""
         module: nn.Module = self.module
         return module
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
-        """Return {"loss": …, and what the step logs}, named without ``train_`` and ``val_``."""
+        """Return the step's loss and what it logs, by names without ``train_`` and ``val_``."""
         self._logged.clear()
         trainer = self.trainer
         trainer.training = self.training
@@ -53,22 +56,21 @@ class LightningSteps(nn.Module):
         return metrics_of(result, self._logged, training=self.training)
 
     def _keep(self, name: str, value: Any, *_: Any, **__: Any) -> None:
-        """Stand for `LightningModule.log`: every metric is reported, averaged over samples and ranks."""
+        """Replace `LightningModule.log`. RankZero averages every metric over samples and ranks."""
         self._logged[name] = value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LightningSteps:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         first = next(self.module.parameters(), None)
         if first is not None:
-            self.module.to(
-                first.device
-            )  # Lightning's `self.device` learns of a move from `to` alone
+            # Only `to` updates Lightning's `self.device`.
+            self.module.to(first.device)
         return self
 
 
 def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dict[str, Tensor]:
-    """Return a step's metrics, loss first: what it returned and what it logged. Raises UserError without a loss."""
-    named = {_without_prefix(name, PREFIXES[training]): value for name, value in logged.items()}
+    """Return what a step returned and logged, loss first. Raises UserError without a loss."""
+    named = {_without_prefix(name, _PREFIXES[training]): value for name, value in logged.items()}
     loss = _returned_loss(result)
     if loss is None and not training:
         loss = _value("loss", named["loss"], None) if "loss" in named else None
@@ -93,20 +95,19 @@ def _returned_loss(result: Any) -> Tensor | None:
 
 
 def _value(name: str, value: Any, device: torch.device | None) -> Tensor:
-    """Return a logged value as a 0-d tensor. Raises UserError where it is none."""
-    batch_value = getattr(
-        value, "_forward_cache", None
-    )  # a torchmetrics object: this batch's value
+    """Return a logged value as a 0-d tensor. Raises UserError for a metric that was not called."""
+    # torchmetrics has no public name for the value of the last batch.
+    batch_value = getattr(value, "_forward_cache", None)
     if isinstance(value, nn.Module) and batch_value is None:
         raise UserError(
-            f"log({name!r}): call the metric for each batch, self.log({name!r}, self.metric(output, target))"
+            f"log({name!r}): call the metric for each batch, self.log({name!r}, "
+            "self.metric(output, target))"
         )
     value = value if batch_value is None else batch_value
     if isinstance(value, Tensor):
         return value.detach().reshape(()) if value.numel() == 1 else value.detach()
-    return torch.full(
-        (), float(value), dtype=torch.float32, device=device
-    )  # a copy would wait for the device
+    # A copy from the host would wait for the device, `full` does not.
+    return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
 def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:
@@ -114,7 +115,7 @@ def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:
 
 
 def _caller(step: Callable[..., Any]) -> Callable[[Any, int], Any]:
-    """Return a step that takes batch and index, as Lightning lets it leave out the index."""
+    """Return a step that takes batch and index. Lightning allows a step without an index."""
     takes = inspect.signature(step).parameters
     several = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in takes.values())
     if "batch_idx" in takes or several or len(takes) > 1:

@@ -1,4 +1,4 @@
-"""What stands where a `LightningModule` expects its `Trainer`: the facts that RankZero's loop has."""
+"""A `LightningModule`'s `trainer`: the facts that RankZero's loop has."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rankzero.experiment import Train
 
 @dataclasses.dataclass
 class TrainerStub:
-    """Answers what modules commonly ask of their trainer. Anything else is a UserError that names it."""
+    """Has the attributes that modules commonly read. Any other raises a UserError."""
 
     train: Train
     samples: int
     """In the training set."""
     datamodule: Any = None
     global_step: int = 0
-    """Optimizer steps taken; the loop's, told by its asking for the schedule."""
+    """Optimizer steps taken. `LightningExperiment.schedule` sets it."""
     training: bool = True
 
     sanity_checking = False
@@ -36,7 +36,7 @@ class TrainerStub:
 
     @property
     def estimated_stepping_batches(self) -> int:
-        """Optimizer steps in all."""
+        """Optimizer steps in total."""
         return self.train.steps or (self.train.epochs or 0) * self.num_training_batches
 
     @property
@@ -71,6 +71,6 @@ class TrainerStub:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UserError(
-            f"the module asks for trainer.{name}, which RankZero's loop does not have: do without it, or train with "
-            "Lightning's own Trainer and rankzero.integrations.lightning"
+            f"the module reads trainer.{name}, which RankZero's loop does not have: do without it, "
+            "or train with Lightning's own Trainer and rankzero.integrations.lightning"
         )
