@@ -1,4 +1,4 @@
-"""What is compared, speed-ups, fairness, words: on figures made by hand."""
+"""Strategies to compare, speed-ups, warnings and tables, on numbers made by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_one_run_on_one_device_and_every_strategy_on_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategies", "devices", "says"),
+    ("strategies", "devices", "message"),
     [
         (["dpp"], [1], "no strategy is called 'dpp': choose of single, dp"),
         (["ddp"], [0], "numbers of devices of at least 1"),
@@ -62,9 +62,9 @@ def test_one_run_on_one_device_and_every_strategy_on_several() -> None:
     ],
 )
 def test_invalid_strategies_or_devices_raise(
-    strategies: list[str], devices: list[int], says: str
+    strategies: list[str], devices: list[int], message: str
 ) -> None:
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         strategy_runs(strategies, devices)
 
 
@@ -145,7 +145,7 @@ def test_the_text_of_a_profile() -> None:
         [OperatorCost("aten::mm", 2.0, 0.4, 3.0)],
         "cpu",
     )
-    says = "20% compute (6% forward, 12% backward, 2% optimizer), 60% communication"
-    assert tables.verdict(profile).startswith(f"A step takes 10 ms (6,400 samples/s): {says}")
+    message = "20% compute (6% forward, 12% backward, 2% optimizer), 60% communication"
+    assert tables.verdict(profile).startswith(f"A step takes 10 ms (6,400 samples/s): {message}")
     assert "What limits it is communication, so send less" in tables.verdict(profile)
     assert "| aten::mm | 2 | 40% | 3 |" in tables.costs_markdown(profile)

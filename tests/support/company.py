@@ -1,4 +1,4 @@
-"""Processes that share a study, and what they write down of it: importable by a process that knows no test."""
+"""Processes that share a study and keep a ledger. A process that knows no test can import it."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Ledger:
         """Return who began which trial, or confirmation, by their names."""
         return [(int(pid), rest) for pid, word, rest in self._lines() if word == "starts"]
 
-    def told(self) -> list[int]:
-        """Return the trials whose answer somebody gave."""
+    def results(self) -> list[int]:
+        """Return the trials that a process wrote the result of."""
         return [
             int(rest.split()[0])
             for _, word, rest in self._lines()
@@ -65,7 +65,7 @@ class Ledger:
 
 
 class Mortal(FakeLauncher):
-    """A launcher that writes down what it starts, and whose process is killed as the trial of this number runs."""
+    """A launcher with a ledger; its process is killed while the trial of this number runs."""
 
     def __init__(self, ledger: Ledger, dies_at: int | None) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""A launcher without processes: trials whose journal follows from a law, as the real one's does from training.
+"""A launcher without processes: formulas make the journals of its trials.
 
-Samples to the target grow with the batch size and with the distance of the learning rate from the best; samples/s grow
-with the batch size until the device is full. `failing` says which trials die, and how.
+The samples to the target grow with the batch size, and with the distance of the learning rate from
+the best. Samples/s grow with the batch size until the device is full. `fate` decides which trials
+fail, and how.
 """
 
 from __future__ import annotations

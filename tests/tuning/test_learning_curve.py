@@ -1,4 +1,4 @@
-"""Time to target, out of a journal."""
+"""The learning curve and the time to target, from a journal's events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who leads, and who lives: with real processes, and beats of other machines."""
+"""The leader and the live members: with real processes, and heartbeats of other machines."""
 
 from __future__ import annotations
 

@@ -46,15 +46,15 @@ def search(tmp_path: Path) -> Searcher:
             f"sqlite:///{tmp_path / 'studies.db'}", "s", sampler=sampler, pruner=pruner, seed=0
         )
         study.draw_from(space.parameters())
-        said: list[str] = []
+        lines: list[str] = []
         session = Session(
             study,
             space,
             [launcher] * parallel,
             SearchOptions(**{"trials": 12, **options}),
-            said.append,
+            lines.append,
         )
-        return session.run(guesses(space)), study, launcher, said
+        return session.run(guesses(space)), study, launcher, lines
 
     run.folder = tmp_path  # type: ignore[attr-defined]
     return run
@@ -74,14 +74,14 @@ def of(study: Study, state: str) -> list[Trial]:
 
 
 def test_the_reference_comes_first_and_something_better_is_found(search: Searcher) -> None:
-    found, study, launcher, said = search()
+    found, study, launcher, lines = search()
     assert launcher.started[0].train.batch_size == 32 and launcher.started[0].lr == pytest.approx(
         0.03
     )
     assert study.trials()[0].parameters == {BATCH_INDEX: 5, FACTOR: 1.0}  # 1, 2, 4, 8, 16, 32
     assert found.verdict.beaten and found.verdict.gain is not None and found.verdict.gain > 1.5
     assert found.verdict.winner.trial != 0 and len(found.verdict.winner.runs) == 3
-    assert len(study.trials()) == 12 and len(said) >= 12
+    assert len(study.trials()) == 12 and len(lines) >= 12
     assert all(running.closed for running in launcher.running)
 
 

@@ -1,4 +1,7 @@
-"""A study that several processes share, some of which die: nothing counts twice or is lost. The database is real."""
+"""A study that several processes share, and some of them die: no trial counts twice or is lost.
+
+The database is real.
+"""
 
 from __future__ import annotations
 
@@ -151,13 +154,13 @@ def test_eight_processes_finish_a_study_although_one_is_killed(tmp_path: Path, v
     starts = ledger.starts()
     names = [name for _, name in starts if "confirm" not in name]
     assert _most(names) == 1 and {f"s-{number:03d}" for number in counted(study)} <= set(names)
-    assert _most(ledger.told()) == 1 and set(counted(study)) <= set(ledger.told())
+    assert _most(ledger.results()) == 1 and set(counted(study)) <= set(ledger.results())
     last = [name for pid, name in starts if pid == killed][-1]
     assert "confirm" in last or int(last[2:]) in study.abandoned
 
 
 def _work_together(folder: Path, victim: int) -> int:
-    """Let eight processes share a study until its trials are done; return which one was killed at its second trial."""
+    """Let eight processes finish a study; return the number of the one that was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.company"])
     begin = context.Barrier(WORKERS)

@@ -1,4 +1,4 @@
-"""The search space: what is drawn becomes a configuration, and the reference is always among them."""
+"""The search space: drawn parameters become a configuration; the reference is always in it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_narrowed_space_keeps_the_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranges", "says"),
+    ("ranges", "message"),
     [
         ({"width": Choice()}, "no options"),
         ({"width": Integer(5, 4)}, "above the upper bound 4: swap"),
@@ -108,8 +108,8 @@ def test_a_narrowed_space_keeps_the_reference() -> None:
         ({"width": (1, 2)}, "expected Choice, Uniform"),
     ],
 )
-def test_an_invalid_range_raises(ranges: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_an_invalid_range_raises(ranges: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make_space(searching(**ranges), 1, 1.0)
 
 

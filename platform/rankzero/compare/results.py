@@ -72,6 +72,7 @@ def strategy_runs(strategies: Sequence[str], devices: Sequence[int]) -> list[Str
     if not strategies or not devices or min(devices) < 1:
         raise UserError("compare needs at least one strategy, and numbers of devices of at least 1")
     first = "single" if "single" in strategies else strategies[0]
+    # On one device all strategies but the first would be the same training.
     found = [StrategyRun(first, 1)] if 1 in devices else []
     for count in sorted(set(devices) - {1}):
         found += [
@@ -103,6 +104,7 @@ def warnings(results: Sequence[StrategyResult], on_cpu: bool, threads_fixed: boo
         found.append(
             f"{_names(slow)}: waiting for data, so this compares the loading: raise train.workers"
         )
+    # PyTorch takes all cores for one process and shares them among several.
     if on_cpu and not threads_fixed and len({one.run.processes for one in results}) > 1:
         found.append(
             "one process computes on all cores: set OMP_NUM_THREADS=1 to compare one core with "

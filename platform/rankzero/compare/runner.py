@@ -54,6 +54,7 @@ def compare(
 ) -> tuple[list[StrategyRow], list[str], RunFolder]:
     """Train the same work under each strategy; return the rows, fairness warnings, and the run."""
     with context.open_run(argv) as study:
+        # One after the other: side by side they would slow each other down.
         measured = [_measure(context, study, run) for run in plan]
         rows = results.rows(measured)
         threads_fixed = "OMP_NUM_THREADS" in os.environ
@@ -122,6 +123,7 @@ def _measure(context: CompareContext, study: StudyRun, run: StrategyRun) -> Stra
     experiment = config.override(context.reference, {"train.strategy": run.strategy})
     name, topology = f"{context.identity.name}-{run.name}", Topology(run.processes)
     launcher = TrainLauncher(context.host, study.folder, topology, study.environment)
+    # Trained in full first. The profiler slows its steps, so their speed is not the result.
     trained = run_alone(launcher, experiment, name)
     if trained.state != "COMPLETE":
         context.notify(f"{run.name:10} not run: {trained.reason}")
@@ -140,6 +142,7 @@ def _measure(context: CompareContext, study: StudyRun, run: StrategyRun) -> Stra
 def _result(
     run: StrategyRun, trained: TrialResult, folder: RunFolder, batch_size: int
 ) -> StrategyResult:
+    # A run that ends before its first report has no summary of its speed.
     curve = trained.curve
     summary = curve.ended.metrics if curve.ended else {}
     samples, joules = curve.step * batch_size, curve.joules

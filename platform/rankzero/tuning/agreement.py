@@ -63,6 +63,7 @@ def await_facts(study: Study, names: Sequence[str]) -> None:
 
 
 def _signature(space: Space, options: SearchOptions) -> str:
-    """Return the parts of a search that must be equal in all processes. Studies store it."""
+    """Return the parts of a search that must be equal in all processes."""
+    # Studies store this text, so its form must stay.
     wanted = options.objective, options.tolerance, options.trial_minutes
     return repr((wanted, space.reference.goal, sorted(space.parameters().items())))

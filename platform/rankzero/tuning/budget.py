@@ -51,6 +51,7 @@ class Budget:
         taken += len(next_trial.running(trials))
         if self._options.trials is not None and taken >= self._options.trials:
             return False
+        # The time of the confirmation is kept free.
         return self._fits(self._confirmation_seconds(trials))
 
     def is_spent_before(self, number: int) -> bool:
@@ -89,6 +90,7 @@ class Budget:
         if reference is None or self._options.minutes is None:
             return 0.0
         found = [reference, *next_trial.challengers(trials, self._space, self._options.challengers)]
+        # Challengers that are still to be found will be about as fast as the fastest known trial.
         missing = 1 + self._options.challengers - len(found)
         return self._seconds_of([*found, *[min(found, key=_train_seconds)] * missing])
 

@@ -39,9 +39,11 @@ class LearningCurve:
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted():
+                # A trial may begin again with a smaller micro-batch.
                 self.ended = None
             case StepsLogged(steps=steps, metrics=metrics):
                 if STEP_SECONDS in metrics:
+                    # The reported seconds are means over the steps since the last report.
                     self.seconds += metrics[STEP_SECONDS][-1] * (steps[-1] - self.step)
                     self.step = steps[-1]
             case Evaluated(step=step, metrics=metrics) if self.goal.metric in metrics:

@@ -51,6 +51,7 @@ class Members:
         The leader trains the reference, confirms and decides. The others help with trials.
         """
         if not self.has_leader:
+            # First the heartbeat: another machine may look at this moment.
             self._store.note(BEAT + own_name(), time.time())
             self._store.note(LEADER, own_name())
             # Of two processes that do this at the same time, the later one leads.
@@ -100,11 +101,13 @@ class Members:
 
 def own_name() -> str:
     """Return this process's name: its machine, its number, and the time of its start."""
+    # The start separates two processes that had the same number one after the other.
     return f"{machine_name()} {os.getpid()} {claims.process_start(os.getpid())}"
 
 
 def machine_name() -> str:
     """Return a name for the scope of process numbers: host name, boot and container."""
+    # Process numbers start again with each boot, and each container has its own.
     boot, container = "", ""
     with contextlib.suppress(OSError):
         boot = _BOOT_ID.read_text()[:8]

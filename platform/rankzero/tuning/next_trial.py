@@ -21,6 +21,7 @@ Parameters = Mapping[str, Any]
 
 def guesses(space: Space) -> list[dict[str, Any]]:
     """Return the first trials after the reference: two and four times its batch size."""
+    # They come before the sampler has a model, and a small batch is the most common mistake.
     own = space.reference_parameters()
     if BATCH_INDEX not in own:
         return []
@@ -57,6 +58,7 @@ def upcoming(
             best = trial.rank
             # The reference is the first, and its neighbours are among the guesses.
             plan += space.neighbours(trial.parameters) if trial is not known[0] else []
+    # Abandoned trials are not among these, so their parameters come again.
     tried = [trial.parameters for trial in (*known, *running(trials))]
     return next((parameters for parameters in plan if parameters not in tried), None)
 

@@ -117,9 +117,11 @@ def _lead(
             measured = probe_map.measure(request, hosts[0], notify)
             run.write_probe_map(measured)
         space = agree_on_space(study, setup.space, measured, setup.options)
+        # The folder may hold an earlier attempt's identity, which stays.
         own = run.folder.identity
         uri = url_without_secrets(own.tracking_uri)
         study.note(PARENT, {"uuid": own.uuid, "tracking_uri": uri})
+        # Stored once: a resumed search must not get other guesses from another probe map.
         if FIRST not in study.facts:
             guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
             study.note(FIRST, guesses)
@@ -232,6 +234,7 @@ def _report(
     sweet_spot = space.experiment(winner.parameters)
     run.write_trials(trials)
     run.write_sweet_spot(sweet_spot, verdict, setup.use)
+    # For `rankzero report`, which reads the study alone.
     study.note("objective", result.verdict.objective)
     study.note("sentence", verdict)
     study.note("sweet_spot", config.to_yaml(sweet_spot))

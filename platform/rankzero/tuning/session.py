@@ -84,6 +84,7 @@ class Session:
                 raise RunFailed(problem)
             self._confirm(objective)
         finally:
+            # Also after Ctrl-C: the time that was spent counts when the search resumes.
             self._budget.keep()
         return SearchResult(self._verdict(objective), objective.target, self._budget.seconds)
 
@@ -158,6 +159,7 @@ class Session:
             if twin is None:
                 self._repeats = 0
                 return self._trial_job(objective, number, parameters)
+            # A twin that still runs has no result to copy. Then this trial counts for nothing.
             self._repeats += 1
             known = twin.state in ("COMPLETE", "PRUNED")
             facts = {**(twin.facts if known else {}), next_trial.REPEAT: twin.number}
@@ -191,6 +193,7 @@ class Session:
         ended: Callable[[TrialResult | None], None],
         **rules: Any,
     ) -> TrialJob:
+        # Without a reference there is no common time to compare at, and nothing to beat.
         reference = self._reference()
         return TrialJob(
             override(experiment, {**objective.settings(), **TRIAL_SETTINGS}),
@@ -248,6 +251,7 @@ class Session:
             first_seed = space.reference.train.seed
             missing = confirm.missing_runs(candidates, first_seed, rounds, self._confirmations())
             self._pool.run_all(self._confirmation_job(objective, *run) for run in missing)
+            # The second look trains only the two that it may separate.
             left = finalists(self._verdict(objective))
             candidates = [trial for trial in candidates if trial.number in left]
             if not self._budget.allows_another_round(candidates):
@@ -255,6 +259,7 @@ class Session:
 
     def _confirmation_job(self, objective: Objective, trial: Trial, seed: int) -> TrialJob:
         def ended(result: TrialResult | None) -> None:
+            # Nothing is stored of an interrupted run, so a later start trains it again.
             if result is None:
                 return
             run = confirm.as_run(result, objective, seed)

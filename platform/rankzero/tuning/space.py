@@ -188,6 +188,7 @@ def _check_range(reference: Experiment, key: str, range_: Range) -> None:
                 f"search[{key!r}]: expected Choice, Uniform, LogUniform or Integer, "
                 f"got {type(range_).__name__}"
             )
+    # Overriding checks the key, the type, and the setting's own limits.
     for value in values:
         override(reference, {key: value})
 
@@ -202,12 +203,14 @@ def _batch_sizes(
         powers = range(-_MOST_DOUBLINGS, _MOST_DOUBLINGS + 1)
         sizes = {int(own * 2.0**power) for power in powers if (own * 2.0**power).is_integer()}
         sizes = {size for size in sizes if low <= size <= high}
+    # Ranks share a batch equally. The user's own size always stays, as the reference.
     fitting = {size for size in sizes if 0 < size <= samples / 2 and size % world_size == 0}
     return tuple(sorted({own, *fitting}))
 
 
 def _lr_factors(own: float, chosen: Range | None) -> LogUniform:
     """Return the factors that keep the reference's batch size in the experiment's own lr range."""
+    # The reference's own factor, 1, is always inside.
     match chosen:
         case Uniform(low, high) | LogUniform(low, high) if low > 0 and own > 0:
             return LogUniform(min(1.0, low / own), max(1.0, high / own))

@@ -100,6 +100,7 @@ class Study:
         except UpdateFinishedTrialError:
             # Other processes took this one for dead, and try the same configuration again.
             return True
+        # By all trials that the database has, those of other processes included.
         return bool(trial.should_prune())
 
     def tell(
@@ -139,6 +140,7 @@ class Study:
         found = []
         for trial in self._study.get_trials(deepcopy=False):
             state: Any = trial.state.name
+            # A pruned trial's value is its last report, which no objective has.
             value = trial.value if trial.state is TrialState.COMPLETE else None
             constraints, attributes = dict(trial.constraints), dict(trial.user_attrs)
             parameters = with_new_names(trial.params)
@@ -296,6 +298,7 @@ def _open_storage(url: str) -> optuna.storages.RDBStorage:
 @contextlib.contextmanager
 def _readable_errors(storage: str) -> Iterator[None]:
     """Turn the errors of a locked, foreign or unreachable database into one UserError."""
+    # Optuna logs each trial, and the search prints it already.
     optuna.logging.set_verbosity(logging.ERROR)
     try:
         with warnings.catch_warnings():

@@ -83,10 +83,10 @@ def test_a_profile_reports_the_parts_of_a_step(rankzero: Command) -> None:
 
 
 def test_each_mistake_gets_one_message(rankzero: Command) -> None:
-    for words, says in (
+    for words, message in (
         (("compare", "--strategies", "ddq"), "no strategy is called 'ddq'"),
         (("compare", "--nproc", "two"), "--nproc takes whole numbers"),
         (("profile", "--nproc", 0), "--nproc must be at least 1"),
     ):
         code, output = rankzero(words[0], LAYERED, *words[1:])
-        assert code in (1, 2) and says in output and "Traceback" not in output, output
+        assert code in (1, 2) and message in output and "Traceback" not in output, output

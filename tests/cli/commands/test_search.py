@@ -120,11 +120,14 @@ def test_every_way_a_trial_can_end(rankzero: Command) -> None:
     }
     assert "broken on purpose" in reasons["crash"] and "out of memory" in reasons["memory"]
     assert "no sign of life for 8 s" in reasons["hang"] and "not finite" in reasons["nan"]
-    told = {
+    reasons_in_mlflow = {
         trial.parameters["mood"]: runs[trial.facts["run"]].tags["rankzero.reason"]
         for trial in study.trials()
     }
-    assert "no sign of life" in told["hang"] and "broken on purpose" in told["crash"]
+    assert (
+        "no sign of life" in reasons_in_mlflow["hang"]
+        and "broken on purpose" in reasons_in_mlflow["crash"]
+    )
     assert "RUNNING" not in {run.status for run in runs.values()}
     assert "No configuration reached" in output
     assert gone(rankzero.folder)
@@ -267,7 +270,7 @@ def at_once(folders: list[Path]) -> int:
 
 
 def test_each_mistake_gets_one_message(rankzero: Command, tmp_path: Path) -> None:
-    for words, says in (
+    for words, message in (
         (("widht=3",), "did you mean 'width'"),
         (("--seeds", 1), "--seeds must be at least 2"),
         (("--minutes", -1), "--minutes must be above 0"),
@@ -276,7 +279,7 @@ def test_each_mistake_gets_one_message(rankzero: Command, tmp_path: Path) -> Non
         (("fail=data",), "no such data"),
     ):
         code, output = rankzero("search", TINY, "--nproc", 1, "--no-probe", *words)
-        assert code in (1, 2) and says in output and "Traceback" not in output, output
+        assert code in (1, 2) and message in output and "Traceback" not in output, output
     assert rankzero("report", "nothing")[0] == 2
     foreign = tmp_path / "foreign.db"
     foreign.write_bytes(b"somebody's file, no database")

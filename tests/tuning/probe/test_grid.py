@@ -1,4 +1,4 @@
-"""Which cells are measured, on devices whose law is known."""
+"""The cells that are measured, on devices with a known speed and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def measure_all(
     limit: int | None = LIMIT,
     dies: int | None = None,
 ) -> list[ProbeResult]:
-    """Measure until the map is complete: X = B / (B + full), memory = base + per_sample * micro-batch."""
+    """Measure until the map is complete.
+
+    The speed is B / (B + full), the memory base + per_sample * micro-batch.
+    """
     found: list[ProbeResult] = []
     while (cell := grid.next_cell(found, SIZES, precisions, world_size)) is not None:
         assert cell not in [one.cell for one in found], "measured twice"
@@ -57,9 +60,7 @@ def test_predicted_memory_keeps_cells_from_running_out() -> None:
     found = measure_all(per_sample=50)
     assert {one.status for one in found} == {"ok"}
     assert max(one.micro_batch for one in found) * 50 + 1000 <= HEADROOM * LIMIT
-    assert [one.batch_size for one in found][-1] > 160, (
-        "accumulation goes on where a batch does not fit"
-    )
+    assert [one.batch_size for one in found][-1] > 160, "a batch that does not fit is accumulated"
     assert all(one.batch_size % one.micro_batch == 0 for one in found)
 
 

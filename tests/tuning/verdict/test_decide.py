@@ -1,4 +1,4 @@
-"""The verdict, on tables made by hand and on draws whose truth is known."""
+"""The verdict, on tables made by hand and on random draws with a known truth."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_a_clear_winner() -> None:
     assert found.gain_low is not None and found.gain_high is not None
     assert 3.0 < found.gain_low < found.gain < found.gain_high < 4.0
     assert sentence(found, GOAL, 0.97, 360.0) == (
-        "Your configuration reaches 97.0% val/accuracy in 41 s (40-42). The sweet spot reaches it in "
-        "12 s (12-12): batch 512, bf16, lr 0.006; 3.1x the samples/s. Confirmed on 3 new seeds. The search took 6 min "
-        "and pays for itself after 13 runs."
+        "Your configuration reaches 97.0% val/accuracy in 41 s (40-42). The sweet spot reaches it "
+        "in 12 s (12-12): batch 512, bf16, lr 0.006; 3.1x the samples/s. Confirmed on 3 new "
+        "seeds. The search took 6 min and pays for itself after 13 runs."
     )
 
 
@@ -149,7 +149,7 @@ def test_a_close_verdict_asks_for_a_second_look_at_the_nearest() -> None:
 
 
 def test_a_second_look_finds_more_winners_and_few_wrong_ones() -> None:
-    """Both looks as a search has them: all on three seeds, then the two that are close on three more."""
+    """Take both looks of a search: all on three seeds, then the close two on three more."""
     draw = random.Random(3)
 
     def beaten(*bases: float) -> bool:

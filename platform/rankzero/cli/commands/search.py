@@ -145,6 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
         described, space = described_space(arguments, first)
         if arguments.parallel == 1:
             return _search(arguments, [first], described, space)
+        # The first host has the whole machine. Each trial needs a host on its own share.
         hosts.pop_all().close()
         gpus = visible_gpus(described.gpus, os.environ)
         found = shares(arguments.parallel, described.processes, gpus, usable_cores())
@@ -194,6 +195,7 @@ def study_identity(
     """Return the identity of the study's run. The same command gets the same: it resumes."""
     path, cls = experiment_file.split(arguments.experiment)
     base = arguments.study
+    # The name depends on all that must stay equal, so that the same command finds its study.
     if not base:
         how = sorted(
             (key, value) for key, value in vars(arguments).items() if key in _PART_OF_THE_NAME

@@ -88,6 +88,7 @@ def next_cell(
 def _next_of_precision(
     found: Sequence[ProbeResult], batch_sizes: Sequence[int], precision: str, world_size: int
 ) -> Cell | None:
+    # A cell that crashed would be followed by larger ones that crash as well.
     if found and found[-1].status == "failed":
         return None
     good = sorted((one for one in found if one.status == "ok"), key=lambda one: one.batch_size)
@@ -95,6 +96,7 @@ def _next_of_precision(
         before, after = good[-2:]
         ratio = after.samples_per_second / before.samples_per_second
         noise = math.hypot(before.relative_half_width, after.relative_half_width)
+        # Continue if the larger batch may be faster, as far as the intervals show.
         if ratio * (1 + noise) <= 1 + _GAIN:
             return None
     largest = max((one.batch_size for one in found), default=0)

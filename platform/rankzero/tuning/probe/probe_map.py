@@ -76,6 +76,7 @@ def request_for(
 def measure(request: ProbeRequest, host: Host, notify: Callable[[str], None]) -> list[ProbeResult]:
     """Measure the cells that are not known yet; return the whole map. Raises RunFailed."""
     request.results.parent.mkdir(parents=True, exist_ok=True)
+    # Each pass ends with the map, or with a cell that ended the processes.
     for _ in range(_MOST_RESTARTS):
         known = read(request.results)
         sizes, precisions = request.batch_sizes, request.precisions
@@ -84,6 +85,7 @@ def measure(request: ProbeRequest, host: Host, notify: Callable[[str], None]) ->
         _measure_once(dataclasses.replace(request, known=tuple(known)), host, notify)
     found = [one for one in read(request.results) if one.precision in request.precisions]
     if not any(one.status == "ok" for one in found):
+        # All cells fail for the same reason then, such as an error in the user's code.
         first = failures.first(request.failures)
         reason = first.reason if first else f"see {request.results}"
         raise RunFailed(f"no batch size could be measured: {reason}")
@@ -103,6 +105,7 @@ def _measure_once(request: ProbeRequest, host: Host, notify: Callable[[str], Non
         for one in found[shown:]:
             notify(_line(one))
         shown = len(found)
+    # A cell that was begun and has no result has killed its processes.
     lines = _lines(request.results)
     if not lines or "begun" not in lines[-1]:
         return

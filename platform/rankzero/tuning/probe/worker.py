@@ -75,6 +75,7 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
     measured = list(request.known)
     # Loaded once: that may take longer than a cell.
     data = worker.load_data_sets(experiment)
+    # Every rank computes the same next cell from the same measurements.
     while cell := grid.next_cell(measured, request.batch_sizes, request.precisions, world.size):
         if world.ranks.first:
             _append(request, {"begun": dataclasses.asdict(cell)})
@@ -152,13 +153,9 @@ def _measure(
     batches = job.train_loader.train_batches(job.batch_order, job.strategy.shard.rank, 0, _ENDLESS)
     state.model.train()
     steady, steps, waits = _steady_windows(job, state, batches, relative, most_seconds)
-    seconds = local = steady.mean / steps
-    # The same steps without communication, on the model itself: its weights drift apart.
-    strategy = job.strategy.without_communication() if world.is_distributed else None
-    if strategy is not None:
-        alone = dataclasses.replace(job, strategy=strategy)
-        times = [_window(alone, state, batches, steps)[0] for _ in range(_LOCAL_WINDOWS)]
-        local = min(times) / steps
+    seconds = steady.mean / steps
+    local = _local_seconds(job, state, batches, steps) if world.is_distributed else None
+    # An allocator that freed its cache was slow because the memory was full.
     retried = torch.tensor([_alloc_retries(world) - retries], device=world.device)
     thrashed = int(world.sum(retried))
     reserved = torch.tensor([torch.cuda.max_memory_reserved() if on_gpu else 0])
@@ -169,12 +166,12 @@ def _measure(
     return ProbeResult(
         **dataclasses.asdict(cell),
         status="out of memory" if thrashed else "ok",
-        reason="the allocator had to free its cache to go on" if thrashed else "",
+        reason="the allocator had to free its cache to continue" if thrashed else "",
         samples_per_second=cell.batch_size / seconds,
         relative_half_width=steady.relative_half_width,
         step_seconds=seconds,
         data_wait_fraction=waits / seconds,
-        communication_fraction=max(0.0, 1 - local / seconds),
+        communication_fraction=0.0 if local is None else max(0.0, 1 - local / seconds),
         memory_bytes=memory or None,
         memory_limit_bytes=_memory_limit(world),
         seconds=time.perf_counter() - began,
@@ -196,6 +193,19 @@ def _steady_windows(
         steady.add(seconds)
         waits = [*waits, waited] if steady.windows else [waited]
     return steady, steps, sum(waits) / len(waits) / steps
+
+
+def _local_seconds(
+    job: TrainingContext, state: State, batches: Iterator[Any], steps: int
+) -> float | None:
+    """Return a step's seconds without communication, or None if the strategy has no such step."""
+    strategy = job.strategy.without_communication()
+    if strategy is None:
+        return None
+    # Without communication the ranks' weights drift apart. Nobody uses them after this.
+    alone = dataclasses.replace(job, strategy=strategy)
+    # The fastest window: a disturbance can only make a step slower.
+    return min(_window(alone, state, batches, steps)[0] for _ in range(_LOCAL_WINDOWS)) / steps
 
 
 def _window(

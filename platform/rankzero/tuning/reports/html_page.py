@@ -13,6 +13,7 @@ def page(figures: Sequence[Any], title: str) -> str:
     """Return an HTML page with plotly figures, and with plotly itself inside."""
     import plotly.io
 
+    # Plotly's script comes with the first figure only: it is 4 MB.
     parts = [
         plotly.io.to_html(figure, full_html=False, include_plotlyjs=number == 0)
         for number, figure in enumerate(figures)

@@ -78,6 +78,7 @@ class StudyRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # KILLED, and not FAILED: the user stopped it, and nothing is wrong.
         if isinstance(error, KeyboardInterrupt):
             self._status, self._reason = "KILLED", "stopped by Ctrl-C; the same command resumes it"
         elif error is not None:
@@ -97,6 +98,7 @@ class StudyRun:
             f"search/{name}": [float(value)] for name, value in known.items() if value is not None
         }
         self._log(StepsLogged([trial.number], [time.time()], metrics))
+        # The journal is buffered, and the next trial may end minutes later.
         self._log.flush()
 
     def finish(self, reason: str, summary: Mapping[str, float]) -> None:

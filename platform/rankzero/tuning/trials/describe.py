@@ -2,7 +2,7 @@
 
 The search imports no PyTorch, so it holds no GPU memory and survives whatever the file does. A
 child, forked from the server that trials are forked from, loads the file and sends plain values
-back. The search makes a class with the same settings of these; see docs/decisions/0020. If the
+back. The search makes a class with the same settings of these; see docs/decisions/0024. If the
 file's own checks refuse a value, the trial's process reports that.
 """
 
@@ -53,6 +53,7 @@ def describe(
         target=_child, args=(writer, reference, dict(settings), processes, parallel)
     )
     child.start()
+    # So that a child that dies closes the pipe.
     writer.close()
     try:
         answer = reader.recv()
@@ -112,6 +113,7 @@ def _child(
 ) -> None:
     from rankzero.launch import failures, signals
 
+    # The server that this process is a fork of holds signals back.
     signals.unblock()
     try:
         pipe.send(_described(reference, settings, processes, parallel))
@@ -149,6 +151,7 @@ def _described(
         name=type(experiment).__name__,
         settings=tuple(config.leaves(experiment)),
         search=dict(type(experiment).search),
+        # By the optimizer's name: its class may be any library's.
         lr_exponent=SGD_EXPONENT if "sgd" in optimizer.lower() else ADAPTIVE_EXPONENT,
         processes=processes,
         samples=len(experiment.data()[0]),

@@ -1,6 +1,6 @@
 """Start trials, several at a time, and follow each one's journal to its end.
 
-    ask -> configuration -> launch -> follow the journal -> report / prune -> tell
+    ask -> configuration -> launch -> follow the journal -> report, prune -> result
 
 One process does this, without threads. A trial ends in Optuna and in MLflow as:
 
@@ -85,6 +85,7 @@ class TrialPool:
                 self._start(next_job)
                 if not self._busy:
                     return
+                # A copy: a trial that ends leaves the list.
                 for follower in tuple(self._busy):
                     if (result := follower.poll()) is not None:
                         self._release(follower)
@@ -116,6 +117,7 @@ class TrialPool:
 
     def _release(self, follower: _Follower) -> None:
         self._busy.remove(follower)
+        # At the front: the next trial goes to a host that is warm.
         self._free.insert(0, follower.launcher)
 
 
@@ -146,6 +148,7 @@ class _Follower:
     def poll(self) -> TrialResult | None:
         """Read new events, stop the trial if that is due; return its result once it has ended."""
         if self.run.has_ended:
+            # Closing waits for the end of the journal. Only then are all events there.
             self.run.close()
             self._read()
             return self._result()
@@ -174,6 +177,7 @@ class _Follower:
         if self._stop_reason:
             return
         job, curve = self.job, self._curve
+        # Rungs are training time. Steps of different batch sizes are no common measure.
         rung = int(curve.seconds / job.rung_seconds) if job.rung_seconds > 0 else 0
         if job.objective.cannot_beat(curve, job.best):
             self._stop_reason = f"cannot beat the best, {job.best:.3g} s, any more"
@@ -194,7 +198,8 @@ class _Follower:
         if ended.status == "KILLED" and self._stop_reason:
             gaps = {QUALITY: objective.gap(curve), MEMORY: 0.0}
             return TrialResult("PRUNED", curve, reason, gaps, None)
-        # Both say something about the configuration, so the sampler shall learn of them.
+        # Both are the configuration's fault, so the sampler shall learn of them. A crash may be
+        # the machine's, so it has no constraints.
         infeasible = {FailureKind.OUT_OF_MEMORY: 1.0, FailureKind.NOT_FINITE: 0.0}
         if (kind := self.run.failure) in infeasible:
             constraints = {QUALITY: 1.0, MEMORY: infeasible[kind]}
@@ -223,6 +228,7 @@ def facts(result: TrialResult, experiment: Experiment, label: str) -> dict[str, 
         "samples_per_second": curve.samples_per_second,
         "memory_megabytes": curve.memory_megabytes,
         "joules": curve.joules,
+        # Rounded: the study's database keeps it as JSON.
         "curve": [[point.step, round(point.seconds, 4), point.value] for point in curve.points],
     }
     return {name: fact for name, fact in known.items() if fact is not None}

@@ -64,6 +64,7 @@ class Host:
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Return whether the trial has ended, after at most `seconds`. True once for each trial."""
+        # A host that died ends the trial, too: its ranks end with it.
         if not self._pipe.poll(seconds):
             return not self._process.is_alive()
         with contextlib.suppress(EOFError):
@@ -86,12 +87,14 @@ class Host:
             self._process.join()
 
     def _start(self) -> None:
+        # Not a fork: the search may have threads, and the host must import PyTorch by itself.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_main, args=(theirs, tuple(self._libraries), self._share), name="rankzero-host"
         )
         self._process.start()
+        # Else the pipe would stay open when the host dies, and `recv` would wait without end.
         theirs.close()
 
 
@@ -163,6 +166,7 @@ def _follow_the_search() -> None:
     """Stop the trial when the search dies: nobody reads its journal, and it holds the GPUs."""
     if (parent := multiprocessing.parent_process()) is not None:
         wait([parent.sentinel])
+    # First a stop at the end of a step, then the end of all ranks.
     for number in (signal.SIGTERM, signal.SIGQUIT):
         os.kill(os.getpid(), number)
         time.sleep(_ORPHAN_SECONDS)

@@ -71,6 +71,7 @@ class Launcher(Protocol):
 @unblocks_itself
 def train(request: JobRequest) -> str:
     """Train as `rankzero train` does; the entry point of every rank of a trial."""
+    # Imported here, in the rank. The search sends this function by its name only.
     from rankzero.training import worker
 
     return worker.main(request)
@@ -106,6 +107,7 @@ class TrainLauncher:
         )
         folder = make_folder(runs, identity)
         write_config(folder, experiment)
+        # The study's courier delivers the runs that are listed here.
         self._study.add_child(name)
         request = request_for(folder, experiment, self._environment)
         self._host.run(train, self._topology, request, folder.path / "logs")
@@ -126,6 +128,7 @@ class LaunchedTrial:
         for path in (self._folder.system(0), self._folder.events):
             events, self._offsets[path] = read(path, self._offsets.get(path, 0))
             found += events
+        # Asked only when the journal is read to its end, so that no event is lost.
         if not found and not self.has_ended:
             self.has_ended = self._host.has_ended(_TICK_SECONDS)
         return found
@@ -136,6 +139,7 @@ class LaunchedTrial:
         return None if first is None else first.kind
 
     def prune(self, reason: str) -> None:
+        # Written first: the ranks read the reason when they get the signal.
         self._folder.pruned.write_text(reason, encoding="utf-8")
         self._host.signal(signal.SIGUSR2)
 

@@ -46,6 +46,7 @@ def shares(parallel: int, processes: int, gpus: Sequence[str], cores: Sequence[i
             f"--parallel {parallel} needs as many processor cores, and there are {len(cores)}: "
             "give a smaller --parallel"
         )
+    # Cores are divided also with GPUs: data loading of one trial must not slow another one.
     each = len(cores) // parallel
     return [
         Share(

@@ -88,6 +88,7 @@ def verdict_of(
 
 def _candidate(space: Space, trial: Trial, runs: Sequence[ConfirmationRun]) -> Candidate:
     """Return a trial with its confirmations, and the settings that were searched."""
+    # The learning rate is shown even if it was not searched: it scales with the batch size.
     settings = flatten(space.experiment(trial.parameters))
     parameter_of = {"train.batch_size": BATCH_INDEX, "train.precision": PRECISION, "lr": FACTOR}
     searched = space.parameters()

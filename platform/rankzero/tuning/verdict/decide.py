@@ -104,6 +104,7 @@ def decide(
         return unknown
     best = min([*able, *([reference] if reference.reached else [])], key=scale.mean)
     region = [one for one in able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)]
+    # Any challenger that reaches the quality beats a reference that does not.
     if not reference.reached:
         winner = min(region, key=_cost)
         return dataclasses.replace(unknown, winner=winner, beaten=True, region=_trials(region))
@@ -150,6 +151,7 @@ class _Scale:
         self._scores = {
             one.trial: [_score(objective, value) for value in one.values] for one in candidates
         }
+        # Pooled, because three runs of one candidate hardly show the noise.
         self._deviation, self._freedom = pooled_deviation(list(self._scores.values()))
         self._worth, self._sure = (0.0 if objective == "quality" else _FLOOR), sure
 
