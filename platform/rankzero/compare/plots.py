@@ -25,6 +25,7 @@ def write_scaling(folder: Path, rows: Sequence[StrategyRow]) -> None:
             run = row.result.run
             points.setdefault(run.strategy, []).append((run.devices, row.speed_up))
     devices = sorted({count for found in points.values() for count, _ in found} or {1})
+    # The diagonal: n devices are n times as fast.
     axes.plot([1, devices[-1]], [1, devices[-1]], ":", color="grey", label="ideal")
     for name, found in points.items():
         axes.plot([x for x, _ in found], [y for _, y in found], "o-", label=name)

@@ -74,6 +74,7 @@ def strategy_runs(strategies: Sequence[str], devices: Sequence[int]) -> list[Str
     first = "single" if "single" in strategies else strategies[0]
     # On one device all strategies but the first would be the same training.
     found = [StrategyRun(first, 1)] if 1 in devices else []
+    # `single` has no meaning on several devices.
     for count in sorted(set(devices) - {1}):
         found += [
             StrategyRun(name, count) for name in dict.fromkeys(strategies) if name != "single"
@@ -85,6 +86,7 @@ def strategy_runs(strategies: Sequence[str], devices: Sequence[int]) -> list[Str
 
 def rows(results: Sequence[StrategyResult]) -> list[StrategyRow]:
     """Return the speed-up of each measurement over the first one."""
+    # A strategy that failed cannot be the base.
     base = next((one for one in results if not one.reason), None)
     found = []
     for one in results:

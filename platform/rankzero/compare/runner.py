@@ -106,8 +106,10 @@ def _profiled(
         trace,
     )
     context.host.run(profiler.main, Topology(processes), request, folder / "logs")
+    # `has_ended` waits, so this is no busy loop.
     while not context.host.has_ended(_POLL_SECONDS):
         pass
+    # Rank 0 writes this file last, so without it the profile failed.
     if not (folder / "profile.json").exists():
         first = failures.first(failure_folder)
         unknown = f"its processes ended and wrote no reason: see {folder / 'logs'}"
@@ -125,6 +127,7 @@ def _measure(context: CompareContext, study: StudyRun, run: StrategyRun) -> Stra
     launcher = TrainLauncher(context.host, study.folder, topology, study.environment)
     # Trained in full first. The profiler slows its steps, so their speed is not the result.
     trained = run_alone(launcher, experiment, name)
+    # A strategy that cannot train here, such as dp without GPUs, is a row of the table.
     if trained.state != "COMPLETE":
         context.notify(f"{run.name:10} not run: {trained.reason}")
         return StrategyResult(run, reason=trained.reason)
@@ -145,6 +148,7 @@ def _result(
     # A run that ends before its first report has no summary of its speed.
     curve = trained.curve
     summary = curve.ended.metrics if curve.ended else {}
+    # The batch size is the same under every strategy: it is over all ranks.
     samples, joules = curve.step * batch_size, curve.joules
     speed = samples / max(curve.seconds, 1e-9)
     return StrategyResult(

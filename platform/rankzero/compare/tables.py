@@ -54,6 +54,7 @@ def cells(row: StrategyRow) -> list[str]:
 def table(rows: Sequence[StrategyRow]) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the table, without columns that are empty."""
     lines = [cells(row) for row in rows]
+    # A machine without GPUs measures neither their memory nor their energy.
     filled = [number for number in range(len(COLUMNS)) if any(line[number] for line in lines)]
     body = [[line[number] for number in filled] for line in lines]
     return [COLUMNS[number] for number in filled], body
@@ -79,6 +80,7 @@ def sentence(rows: Sequence[StrategyRow]) -> str:
         return "Nothing could be measured."
     best = max(known, key=lambda row: row.speed_up or 0.0)
     one, speed_up, efficiency = best.result, best.speed_up or 0.0, best.efficiency or 0.0
+    # The first row is the base of the speed-ups, so a comparison with itself is left out.
     if best is known[0]:
         return f"Nothing is faster than {_where(one)}: {one.samples_per_second:,.0f} samples/s."
     gain = f"{speed_up:.2f}x {_where(known[0].result)} ({efficiency:.0%} of ideal)"

@@ -98,7 +98,8 @@ class Space:
         steps: list[tuple[str, Any]] = []
         if FACTOR in parameters and FACTOR in self.parameters():
             tried = [parameters[FACTOR] * 2.0, parameters[FACTOR] / 2.0]
-            steps += [(FACTOR, one) for one in tried if self._has_factor(one)]
+            low, high = self.factors.low, self.factors.high
+            steps += [(FACTOR, one) for one in tried if low <= one <= high]
         if BATCH_INDEX in parameters:
             near = [parameters[BATCH_INDEX] + 1, parameters[BATCH_INDEX] - 1]
             steps += [(BATCH_INDEX, one) for one in near if 0 <= one < len(self.batch_sizes)]
@@ -118,9 +119,6 @@ class Space:
         """Return the learning rate of the scaling rule for a batch size."""
         ratio = batch_size / self.reference.train.batch_size
         return self.reference.lr * math.pow(ratio, self.lr_exponent)
-
-    def _has_factor(self, factor: float) -> bool:
-        return self.factors.low <= factor <= self.factors.high
 
 
 def make_space(

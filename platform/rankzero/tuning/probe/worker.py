@@ -105,6 +105,13 @@ def _measure_or_fail(
     """Measure a cell; return it as out of memory if a single rank ran out. Collective."""
     import torch
 
+    settings = {
+        "train.batch_size": cell.batch_size,
+        "train.micro_batch": cell.micro_batch,
+        "train.steps": _ENDLESS,
+        "train.precision": cell.precision,
+    }
+    experiment = config.override(experiment, settings)
     began = time.perf_counter()
     try:
         return _measure(experiment, data, world, cell, request.relative, most_seconds)
@@ -139,17 +146,11 @@ def _measure(
 
     began = time.perf_counter()
     on_gpu = world.device.type == "cuda"
-    settings = {
-        "train.batch_size": cell.batch_size,
-        "train.micro_batch": cell.micro_batch,
-        "train.steps": _ENDLESS,
-        "train.precision": cell.precision,
-    }
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     retries = _alloc_retries(world)
-    job, state = worker.build(config.override(experiment, settings), world, data)
+    job, state = worker.build(experiment, world, data)
     batches = job.train_loader.train_batches(job.batch_order, job.strategy.shard.rank, 0, _ENDLESS)
     state.model.train()
     steady, steps, waits = _steady_windows(job, state, batches, relative, most_seconds)

@@ -152,11 +152,12 @@ class _Follower:
             self.run.close()
             self._read()
             return self._result()
+        limit = self.job.silence_seconds
         if self._read():
             self._prune_if_due()
-        elif self._is_silent() and not self._is_killed:
+        elif time.monotonic() - self._last_event > limit and not self._is_killed:
             self._is_killed = True
-            self._stop_reason = f"no sign of life for {self.job.silence_seconds:.0f} s"
+            self._stop_reason = f"no sign of life for {limit:.0f} s"
             self.run.kill(self._stop_reason)
         return None
 
@@ -168,9 +169,6 @@ class _Follower:
         if not all(isinstance(event, SystemSampled) for event in events):
             self._last_event = time.monotonic()
         return bool(events)
-
-    def _is_silent(self) -> bool:
-        return time.monotonic() - self._last_event > self.job.silence_seconds
 
     def _prune_if_due(self) -> None:
         """Prune the trial if it cannot win, or if others were better at the same training time."""

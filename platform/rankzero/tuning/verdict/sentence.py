@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
 from rankzero.experiment import Goal
 from rankzero.tuning.objective import Name
@@ -23,7 +22,8 @@ def sentence(
     `closest`: the trial with the best quality, and that quality.
     """
     reference, winner = verdict.reference, verdict.winner
-    took = f"The search took {_duration(search_seconds)}"
+    minutes, short = search_seconds / 60, search_seconds < 90
+    took = f"The search took {f'{search_seconds:.0f} s' if short else f'{minutes:.0f} min'}"
     if closest is not None and not winner.reached and verdict.objective != "quality":
         trial, quality = closest
         return (
@@ -61,7 +61,11 @@ def settings_text(candidate: Candidate) -> str:
     settings = candidate.settings
     own = [key for key in settings if key not in names]
     keys = [*(key for key in names if key in settings), *own]
-    return ", ".join(f"{names.get(key, key)} {_short(settings[key])}".strip() for key in keys)
+    values = {
+        key: f"{value:.2g}" if isinstance(value, float) else str(value)
+        for key, value in settings.items()
+    }
+    return ", ".join(f"{names.get(key, key)} {values[key]}".strip() for key in keys)
 
 
 def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | None) -> str:
@@ -91,11 +95,3 @@ def _quality(goal: Goal, value: float | None) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.2g}" if isinstance(value, float) else str(value)
