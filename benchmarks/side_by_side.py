@@ -32,7 +32,7 @@ from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status
 from rankzero.training import worker
 from rankzero.training.distributed.world import World
-from rankzero.training.stop import Stop
+from rankzero.training.stop import StopRequest
 
 # By the number of candidates. The symmetry cancels a drift of the machine's speed.
 ORDERS = {2: (0, 1, 1, 0), 3: (0, 1, 2, 1, 0)}
@@ -82,7 +82,7 @@ def tracked(
         told(runs.parent / TRAINING, who) if world.ranks.first else contextlib.nullcontext(),
         contextlib.ExitStack() as watched,
     ):
-        worker.attempt(request, world, Stop(), watched)
+        worker.attempt(request, world, StopRequest(), watched)
     return ([], 0.0) if not world.ranks.first else found(runs, steps)
 
 

@@ -46,7 +46,11 @@ def here(
         (["train", TINY, "train.epochs=0"], 2, "train.epochs: must be at least 1"),
         (["train", TINY, "train.precision=fp8"], 2, "expected fp32 | tf32 | bf16 | fp16"),
         (["train", TINY, "lr"], 2, "not of the form key=value"),
-        (["train", TINY, "--nproc", 3], 2, "cannot be cut evenly for 3 processes: use 30 or 33"),
+        (
+            ["train", TINY, "--nproc", 3],
+            2,
+            "cannot be divided evenly among 3 processes: use 30 or 33",
+        ),
         (["train", TINY, "--nproc", 0], 2, "at least 1"),
         (["train", TINY, "--nnodes", 2], 2, "--rdzv-endpoint"),
         (["train", TINY, "--run-name", "../up"], 2, "a run's name may have"),

@@ -42,8 +42,8 @@ def test_ranks_with_different_data_end_at_once_with_one_message(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_hangs_before_the_first_step_is_named(rankzero: Command, rank: int) -> None:
-    rankzero.environ["UNSETTLED"] = f"hang {rank}"
-    words = ("--nproc", 2, "train.limits.hang_minutes=0.01", "around_seconds=3", "--offline")
+    rankzero.environ |= {"UNSETTLED": f"hang {rank}", "RANKZERO_SETUP_SECONDS": "3"}
+    words = ("--nproc", 2, "train.limits.hang_minutes=0.01", "--offline")
     code, output = rankzero("train", UNSETTLED, *words)
     assert code == 1, output
     hung(rankzero, rank, r"in set-up \(.*unsettled.py, line \d+, in data\)", "unsettled.py")
@@ -51,14 +51,13 @@ def test_rank_that_hangs_before_the_first_step_is_named(rankzero: Command, rank:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_disk_that_hangs_after_the_last_step_is_reported(rankzero: Command, processes: int) -> None:
-    rankzero.environ["UNSETTLED"] = "disk 0"
+    rankzero.environ |= {"UNSETTLED": "disk 0", "RANKZERO_SETUP_SECONDS": "3"}
     code, output = rankzero(
         "train",
         UNSETTLED,
         "--nproc",
         processes,
         "train.limits.hang_minutes=0.01",
-        "around_seconds=3",
         "train.steps=5",
         "--offline",
         cold=True,  # the reported stack must begin in the rank, not in the tests' server

@@ -272,7 +272,7 @@ def test_stop_during_a_long_evaluation_leaves_a_checkpoint_in_time(
     (ended,) = [event for event in events(stopped) if isinstance(event, RunEnded)]
     assert (ended.status, ended.reason) == (
         "KILLED",
-        "stopped by SIGTERM at step 20, amid its evaluation",
+        "stopped by SIGTERM at step 20, during its evaluation",
     )
     assert not evaluations(stopped)
 

@@ -21,20 +21,20 @@ from rankzero.training.distributed.world import World
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.loop import fit
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.stop import SIGTERM, Stop
+from rankzero.training.stop import StopCode, StopRequest
 from rankzero.training.worker import build
 from support.paths import FIXTURES
 
 
 @dataclasses.dataclass
 class Trained:
-    """What a training in this process left."""
+    """What a training in this process left behind."""
 
     job: TrainingContext
     state: State
     events: list[Event]
-    tally: RunTotals
-    reason: str | None
+    totals: RunTotals
+    stopped: StopCode
 
     def series(self, name: str) -> dict[int, float]:
         """Return a metric's values by step."""
@@ -57,7 +57,7 @@ Trainer = Callable[..., Trained]
 
 
 def tiny(**changes: Any) -> Experiment:
-    """Return the tiny experiment; ``train__steps=3`` stands for ``train.steps=3``."""
+    """Return the tiny experiment. ``train__steps=3`` means ``train.steps=3``."""
     return config.override(
         experiment_file.load(str(FIXTURES / "tiny.py"))(),
         {key.replace("__", "."): value for key, value in changes.items()},
@@ -66,18 +66,19 @@ def tiny(**changes: Any) -> Experiment:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Trainer:
-    """Train an experiment in `folder`, from its newest checkpoint where there is one."""
+    """Train an experiment in `folder`, from its newest checkpoint if there is one."""
 
     def run(
         experiment: Experiment,
         folder: Path = tmp_path,
         stop_at: int | None = None,
-        code: int = SIGTERM,
+        code: StopCode = StopCode.SIGTERM,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> Trained:
-        job, state = build(experiment, World(Ranks(), torch.device("cpu")))
+        job, state = build(experiment, World(Ranks(), torch.device("cpu"), clock))
         restore.newest(folder / "checkpoints", job, state, pytest.fail)
         events: list[Event] = []
-        tally, stop = RunTotals(), Stop()
+        totals, stop = RunTotals(), StopRequest()
 
         def notice(text: str) -> None:
             events.append(Noticed(time.time(), text))
@@ -93,13 +94,13 @@ def train(tmp_path: Path) -> Trainer:
                 and isinstance(event, StepsLogged)
                 and event.steps[-1] >= stop_at
             ):
-                stop(code)
+                stop.request(code)
 
         try:
-            reason = fit(job, state, emit, stop, checkpoints, tally)
+            stopped = fit(job, state, emit, stop, checkpoints, totals)
         finally:
             events.extend(checkpoints.close())
-        return Trained(job, state, events, tally, reason)
+        return Trained(job, state, events, totals, stopped)
 
     return run
 

@@ -1,4 +1,4 @@
-"""What each of two ranks does in the tests of strategies: train, stop, go on, all in one process group."""
+"""What each of two ranks does in the tests of strategies: train, stop and resume."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,14 +16,13 @@ from rankzero import ranks as launcher
 from rankzero.events import Evaluated, Event, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.launch.request import JobRequest
-from rankzero.training import stop as stopping
 from rankzero.training import worker
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.distributed.world import World, join
 from rankzero.training.loop import fit
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.stop import Stop
+from rankzero.training.stop import StopCode, StopRequest
 from rankzero.training.worker import build
 from support.paths import FIXTURES
 
@@ -35,25 +33,25 @@ LAYERED = FIXTURES / "layered.py"
 class Case:
     """An experiment to train, in a folder of its own.
 
-    `stop_at`: a step after which to stop and begin again; `before`: what is otherwise until then.
+    `stop_at`: a step after which to stop and resume. `before`: settings that differ until then.
     """
 
     name: str
     changes: dict[str, Any]
     stop_at: int | None = None
     before: dict[str, Any] = dataclasses.field(default_factory=dict)
-    told: int | None = None
-    """The only rank that is told to stop; and a short evaluation is not waited for then. None: all."""
+    stopped_rank: int | None = None
+    """The only rank that gets the request to stop, which interrupts even a short evaluation."""
 
 
 def layered(**changes: Any) -> Experiment:
-    """Return the layered experiment; ``train__steps=3`` stands for ``train.steps=3``."""
+    """Return the layered experiment. ``train__steps=3`` means ``train.steps=3``."""
     found = {key.replace("__", "."): value for key, value in changes.items()}
     return config.override(experiment_file.load(str(LAYERED))(), found)
 
 
 def main(request: tuple[str, list[Case]]) -> str:
-    """Train every case; rank 0 leaves what it saw in ``<folder>/<case>/seen.json``."""
+    """Train every case. Rank 0 writes what it saw into ``<folder>/<case>/seen.json``."""
     folder, cases = Path(request[0]), request[1]
     ranks = launcher.detect()
     with join(ranks, torch.device("cpu")) as world:
@@ -65,10 +63,10 @@ def main(request: tuple[str, list[Case]]) -> str:
 
 
 def waits(request: JobRequest) -> str:
-    """Train; leave word for how many seconds the collectives of each of this rank's process groups wait."""
+    """Train. Write the timeouts, in seconds, of this rank's process groups."""
     ranks = launcher.detect()
     with contextlib.ExitStack() as watched, join(ranks, torch.device("cpu")) as world:
-        status = worker.attempt(request, world, Stop(), watched).status
+        status = worker.attempt(request, world, StopRequest(), watched).status
         seconds = [
             group._get_backend(world.device).options._timeout.total_seconds()
             for group in dist.distributed_c10d._world.pg_map
@@ -78,16 +76,13 @@ def waits(request: JobRequest) -> str:
 
 
 def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
-    """Return what training the case showed: losses and evaluations by step, or why it could not be."""
+    """Return the losses and evaluations by step, or the error."""
     folder.mkdir(exist_ok=True)
     seen: dict[str, Any] = {"losses": {}, "trained": [], "evaluated": {}, "begun": [], "ends": []}
     try:
         if case.stop_at is not None:
             stopped = layered(**case.changes | case.before)
-            with mock.patch.object(
-                stopping, "LEAST_SECONDS", stopping.LEAST_SECONDS if case.told is None else 0.0
-            ):
-                train(world, stopped, folder, seen, case.stop_at, case.told)
+            train(world, stopped, folder, seen, case.stop_at, case.stopped_rank)
         train(world, layered(**case.changes), folder, seen, None)
     except Exception as error:
         seen["error"] = f"{type(error).__name__}: {error}"
@@ -100,9 +95,9 @@ def train(
     folder: Path,
     seen: dict[str, Any],
     stop_at: int | None,
-    told: int | None = None,
+    stopped_rank: int | None = None,
 ) -> None:
-    """Train from the newest checkpoint there is; keep what happens in `seen`."""
+    """Train from the newest checkpoint if there is one. Add what happens to `seen`."""
     job, state = build(experiment, world)
     restore.newest(folder / "checkpoints", job, state, print)
     seen["begun"].append(state.step)
@@ -111,7 +106,7 @@ def train(
         if world.ranks.first
         else None
     )
-    stop = Stop()
+    stop = StopRequest(min_evaluation_seconds=1.0 if stopped_rank is None else 0.0)
 
     def emit(event: Event) -> None:
         if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
@@ -122,21 +117,22 @@ def train(
             if (
                 stop_at is not None
                 and event.steps[-1] >= stop_at
-                and told in (None, world.ranks.rank)
+                and stopped_rank in (None, world.ranks.rank)
             ):
-                stop(1)
+                stop.request(StopCode.SIGTERM)
         if isinstance(event, Evaluated):
             seen["evaluated"][str(event.step)] = dict(event.metrics)
 
     try:
-        tally = RunTotals()
-        reason = fit(job, state, emit, stop, checkpoints, tally)
-        seen["ends"].append([reason, state.step, state.evaluation_pending])
-        seen["straggler"] = tally.rank_times.straggler()
+        totals = RunTotals()
+        stopped = fit(job, state, emit, stop, checkpoints, totals)
+        seen["ends"].append([stopped.reason or None, state.step, state.evaluation_pending])
+        seen["straggler"] = totals.rank_times.straggler()
         if job.precision.scaler is not None:
             scale = torch.tensor([job.precision.scaler.get_scale()])
             seen["scales"] = world.gather(scale).flatten().tolist()
     finally:
         if checkpoints is not None:
             checkpoints.close()
-    world.all(True)  # nobody reads the folder before it is written
+    # No rank may read the folder before rank 0 has written it.
+    world.all(True)

@@ -1,4 +1,4 @@
-"""THE loop: its numbers, its order, its end."""
+"""The loop: its arithmetic, the order of its actions, and how it ends."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from rankzero.run_store import checkpoint_files
 from rankzero.training.checkpoints import restore
 from rankzero.training.distributed.world import World
 from rankzero.training.periodic import state_dict
+from rankzero.training.stop import StopCode
 from support.training import Trainer, tiny, weights
 from torture.damage import malicious
 
 
-def test_accumulating_four_times_eight_is_a_batch_of_thirty_two(
-    train: Trainer, tmp_path: Path
-) -> None:
+def test_four_micro_batches_of_8_train_like_a_batch_of_32(train: Trainer, tmp_path: Path) -> None:
     whole = train(tiny(train__steps=10), tmp_path / "whole")
     parts = train(tiny(train__steps=10, train__micro_batch=8), tmp_path / "parts")
     assert parts.job.batch_order.accumulation == 4
@@ -43,14 +42,14 @@ def test_accumulating_four_times_eight_is_a_batch_of_thirty_two(
         {"train__schedule": "one_cycle"},
     ],
 )
-def test_ten_and_ten_more_is_twenty_bit_for_bit(
+def test_a_resumed_training_is_bit_for_bit_the_uninterrupted_one(
     train: Trainer, tmp_path: Path, settings: dict[str, object]
 ) -> None:
     experiment = tiny(train__steps=20, train__log_every=1, train__eval_every=5, **settings)
     straight = train(experiment, tmp_path / "straight")
     first = train(experiment, tmp_path / "parts", stop_at=9)
     second = train(experiment, tmp_path / "parts")
-    assert first.state.step == 10 and first.reason == "stopped by SIGTERM"
+    assert first.state.step == 10 and first.stopped == StopCode.SIGTERM
     assert second.state.step == 20
     assert list(second.series("train/loss")) == list(range(11, 21)), (
         "what the first had trained was trained again"
@@ -66,7 +65,7 @@ def test_ten_and_ten_more_is_twenty_bit_for_bit(
         assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
 
 
-def test_every_step_is_logged_once_whatever_the_windows(train: Trainer) -> None:
+def test_every_step_is_logged_once(train: Trainer) -> None:
     trained = train(tiny(train__steps=17, train__log_every=5, train__eval_every=7))
     assert list(trained.series("train/loss")) == list(range(1, 18))
     assert sorted(trained.series("lr")) == [5, 7, 12, 14, 17]
@@ -88,7 +87,7 @@ def test_evaluation_is_the_mean_over_every_sample(train: Trainer) -> None:
     )
 
 
-def test_a_due_action_fires_once_and_evaluation_comes_before_the_checkpoint(train: Trainer) -> None:
+def test_evaluation_comes_before_the_checkpoint_and_each_happens_once(train: Trainer) -> None:
     trained = train(
         tiny(
             train__steps=10,
@@ -113,15 +112,13 @@ def test_checkpoints_between_evaluations_carry_no_metrics(train: Trainer) -> Non
     ]
 
 
-def test_a_stop_is_obeyed_at_the_next_report_and_leaves_a_checkpoint(
-    train: Trainer, tmp_path: Path
-) -> None:
+def test_a_stop_ends_at_the_next_report_with_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
     trained = train(tiny(train__steps=50, train__log_every=3), stop_at=3)
     path, _ = checkpoint_files.newest_intact(tmp_path / "checkpoints")
     assert path is not None and checkpoint_files.read_manifest(path).step == trained.state.step == 6
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(
+def test_a_checkpoint_that_cannot_be_written_is_reported_during_the_training(
     train: Trainer, tmp_path: Path
 ) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
@@ -139,17 +136,18 @@ def test_a_checkpoint_that_cannot_be_written_is_told_while_the_training_goes_on(
     assert told[0] < logged[-1]
 
 
-def test_a_stop_waits_a_second_and_not_for_log_every(train: Trainer, tmp_path: Path) -> None:
+def test_a_stop_takes_about_a_second_whatever_log_every_is(train: Trainer, tmp_path: Path) -> None:
     slow = tiny(train__steps=50, train__log_every=40, train__eval_every=50, step_seconds=0.3)
     stopped = train(slow, stop_at=2)
-    # Asked for while one window is told, it is heard at the end of the next: three steps are about a second's.
-    assert stopped.reason == "stopped by SIGTERM" and stopped.state.step <= 2 + 2 * 3
+    # The request comes while one window is reported, and counts at the end of the next. Three steps
+    # take about a second.
+    assert stopped.stopped == StopCode.SIGTERM and stopped.state.step <= 2 + 2 * 3
     path, _ = checkpoint_files.newest_intact(tmp_path / "checkpoints")
     assert path is not None and checkpoint_files.read_manifest(path).step == stopped.state.step
     assert sorted(stopped.series("lr")) == [stopped.state.step]
 
 
-def test_steps_that_take_long_are_told_as_they_are_done_and_their_speed_every_log_every(
+def test_slow_steps_are_logged_at_once_and_their_speed_every_log_every_steps(
     train: Trainer, tmp_path: Path
 ) -> None:
     slow = train(
@@ -166,7 +164,7 @@ def test_steps_that_take_long_are_told_as_they_are_done_and_their_speed_every_lo
     assert slow.series("train/loss") == fast.series("train/loss")
     assert sorted(slow.series("lr")) == sorted(fast.series("lr")) == [5, 10, 12]
     assert all(0.3 < seconds < 3 for seconds in slow.series("throughput/step_seconds").values())
-    assert slow.tally.steps == 12
+    assert slow.totals.steps == 12
 
 
 def test_the_learning_rate_is_warmed_up(train: Trainer) -> None:
@@ -189,7 +187,7 @@ def test_clipping_bounds_the_step(train: Trainer, tmp_path: Path) -> None:
     assert 0 < moved <= 1.01e-3
 
 
-def test_a_loss_that_is_no_number_ends_the_run(train: Trainer) -> None:
+def test_a_nan_loss_ends_the_run(train: Trainer) -> None:
     with pytest.raises(NotFinite, match="lower lr"):
         train(tiny(fail="nan"))
 
@@ -203,14 +201,14 @@ def test_a_loss_that_is_no_number_ends_the_run(train: Trainer) -> None:
         ("model", ZeroDivisionError, "no such model"),
     ],
 )
-def test_the_users_mistakes_come_through(
+def test_errors_in_the_experiment_are_raised_unchanged(
     train: Trainer, fail: str, error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
         train(tiny(fail=fail))
 
 
-def test_a_goal_that_is_not_measured_is_told(train: Trainer) -> None:
+def test_a_goal_that_is_not_measured_is_refused(train: Trainer) -> None:
     with pytest.raises(UserError, match=r"set goal\.metric"):
         train(tiny(goal__metric="val/f1", train__steps=2))
 
@@ -227,7 +225,7 @@ def test_another_model_cannot_resume(train: Trainer) -> None:
         train(tiny(train__steps=9, width=8))
 
 
-def test_a_checkpoint_whose_checksums_hold_and_that_would_run_code_is_refused_by_name(
+def test_a_checkpoint_that_would_execute_code_is_refused_by_name(
     train: Trainer, tmp_path: Path
 ) -> None:
     train(tiny(train__steps=5))
@@ -242,7 +240,7 @@ def test_a_checkpoint_whose_checksums_hold_and_that_would_run_code_is_refused_by
 @pytest.mark.parametrize(
     ("dropped", "says"), [("randoms", "holds no randoms"), ("optimizer", "does not fit")]
 )
-def test_a_checkpoint_that_lacks_something_is_refused_in_words(
+def test_an_incomplete_checkpoint_is_refused_with_a_message(
     train: Trainer, dropped: str, says: str
 ) -> None:
     trained = train(tiny(train__steps=2))
@@ -252,33 +250,35 @@ def test_a_checkpoint_that_lacks_something_is_refused_in_words(
         restore.apply(whole, trained.job, trained.state)
 
 
-def test_going_on_needs_a_checkpoint(train: Trainer, tmp_path: Path) -> None:
+def test_a_required_checkpoint_must_exist(train: Trainer, tmp_path: Path) -> None:
     trained = train(tiny(train__steps=1, train__checkpoints__save_every=0))
     with pytest.raises(UserError, match="no intact checkpoint where rank 0 runs"):
         restore.newest(tmp_path / "none", trained.job, trained.state, pytest.fail, required=True)
 
 
-def test_the_clock_is_read_once_the_device_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("rankzero.training.distributed.world.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.append(clock.pop() + 3.0))
-    assert World(Ranks(), torch.device("cuda", 0)).now() == 3.0
-    assert World(Ranks(), torch.device("cpu")).now() == 3.0, "nothing to wait for"
+def test_the_clock_is_read_after_the_device_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0.0]
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: seconds.append(seconds.pop() + 3.0)
+    )
+    assert World(Ranks(), torch.device("cuda", 0), lambda: seconds[0]).now() == 3.0
+    assert World(Ranks(), torch.device("cpu"), lambda: seconds[0]).now() == 3.0, "it waited"
 
 
-def test_a_windows_seconds_are_those_of_the_device(
-    train: Trainer, monkeypatch: pytest.MonkeyPatch
+def test_a_windows_seconds_include_the_devices_work(
+    train: Trainer,
 ) -> None:
-    clock = itertools.count(0.0, 0.006)
-    monkeypatch.setattr(World, "now", lambda world: next(clock))
-    trained = train(tiny(train__steps=6, train__log_every=2, train__eval_every=6))
+    ticks = itertools.count(0.0, 0.006)
+    trained = train(
+        tiny(train__steps=6, train__log_every=2, train__eval_every=6), clock=lambda: next(ticks)
+    )
     assert list(trained.series("throughput/step_seconds").values()) == pytest.approx(
         [0.006, 0.003, 0.003]
     ), "two windows, then one"
 
 
 class Counting(torch.optim.SGD):
-    """Keeps what it learns among its options, as some optimizers do."""
+    """Stores what it learns among its options, as some optimizers do."""
 
     def __init__(self, *words: Any, **options: Any) -> None:
         super().__init__(*words, **options)
@@ -289,7 +289,7 @@ class Counting(torch.optim.SGD):
         self.param_groups[0]["taken"] += 1
 
 
-def test_a_changed_option_of_the_optimizer_is_used_and_what_it_learnt_is_kept(
+def test_a_changed_optimizer_option_is_used_and_learned_options_are_kept(
     train: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = tiny(train__steps=5)

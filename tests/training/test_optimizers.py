@@ -1,4 +1,4 @@
-"""Optimizers: fused where that changes nothing else."""
+"""Optimizers: fused if that changes nothing else, and step counts on the right device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def linear() -> nn.Linear:
     return nn.Linear(2, 2)
 
 
-def test_pytorchs_own_optimizers_are_fused_where_the_choice_is_open() -> None:
+def test_pytorchs_optimizers_are_fused_unless_the_user_chose() -> None:
     model = linear()
     made = fused(optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), model, "fp32")
     assert made.param_groups[0]["fused"] is True and made.param_groups[0]["weight_decay"] == 0.5
@@ -24,14 +24,14 @@ def test_pytorchs_own_optimizers_are_fused_where_the_choice_is_open() -> None:
     assert fused(chosen, model, "fp32") is chosen
 
 
-def test_sparse_gradients_are_left_to_an_optimizer_that_takes_them() -> None:
+def test_an_optimizer_of_sparse_gradients_is_not_fused() -> None:
     model = nn.Sequential(nn.Embedding(8, 2, sparse=True), nn.Linear(2, 1))
     optimizer = fused(optim.SGD(model.parameters(), lr=0.1), model, "fp32")
     model(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
 
 
-def test_what_hangs_on_an_optimizer_stays() -> None:
+def test_an_optimizer_with_hooks_is_not_replaced() -> None:
     model, called = linear(), []
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: called.append("hook"))
@@ -45,7 +45,7 @@ def test_what_hangs_on_an_optimizer_stays() -> None:
 
 @pytest.fixture
 def uninitialised() -> Iterator[None]:
-    """Memory that PyTorch has not written holds NaN, as PyTorch has it in its deterministic mode."""
+    """Fill uninitialised memory with NaN, as PyTorch does in its deterministic mode."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty_like(torch.ones(3)).isnan().all()
@@ -55,7 +55,7 @@ def uninitialised() -> Iterator[None]:
 
 
 def after_an_overflow(optimizer: optim.Optimizer, model: nn.Linear) -> Tensor:
-    """Return the weights after a first step that overflows, which the scaler skips, and a good one."""
+    """Return the weights after a step that overflows, which the scaler skips, and a good one."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for value in (float("inf"), 1.0):
         scaler.scale(model(torch.full((1, 2), value)).sum()).backward()
@@ -66,22 +66,19 @@ def after_an_overflow(optimizer: optim.Optimizer, model: nn.Linear) -> Tensor:
 
 
 @pytest.mark.usefixtures("uninitialised")
-def test_sgd_whose_first_step_overflows_has_no_momentum_out_of_nowhere() -> None:
+def test_sgd_has_no_uninitialised_momentum_after_an_overflow() -> None:
     chosen, made = linear(), linear()
     made.load_state_dict(chosen.state_dict())
     settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    assert (
-        after_an_overflow(optim.SGD(chosen.parameters(), **settings, fused=True), chosen)
-        .isnan()
-        .any()
-    )  # PyTorch's
+    unsafe = optim.SGD(chosen.parameters(), **settings, fused=True)
+    assert after_an_overflow(unsafe, chosen).isnan().any(), "PyTorch has repaired the kernel"
     before = made.weight.detach().clone()
     weight = after_an_overflow(fused(optim.SGD(made.parameters(), **settings), made, "fp16"), made)
     assert torch.allclose(weight, before - 0.1)
 
 
-def test_counts_of_steps_are_where_the_kernels_look() -> None:
-    """On the parameter's device where they are fused; the device "meta" stands for a GPU."""
+def test_step_counts_are_on_the_device_that_the_kernels_read() -> None:
+    """Fused kernels read them on the parameter's device. "meta" stands for a GPU."""
     for kind, is_fused, place in ((optim.AdamW, True, "meta"), (optim.AdamW, False, "cpu")):
         parameter = nn.Parameter(torch.ones(2, device="meta"))
         optimizer = kind([parameter])
@@ -92,10 +89,8 @@ def test_counts_of_steps_are_where_the_kernels_look() -> None:
     plain = optim.SGD([parameter], lr=0.1)
     place_steps(plain)
     assert not plain.state[parameter]
-    outer, inner = (
-        optim.AdamW([parameter]),
-        optim.AdamW([parameter]),
-    )  # as ZeRO has them, whose inner options lag behind
+    # ZeroRedundancyOptimizer wraps another optimizer, whose options are older than its own.
+    outer, inner = optim.AdamW([parameter]), optim.AdamW([parameter])
     outer.optim = inner  # type: ignore[attr-defined]
     outer.param_groups[0]["fused"], outer.state[parameter] = True, None
     inner.state[parameter] = {"step": torch.tensor(3.0)}

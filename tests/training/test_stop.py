@@ -1,4 +1,4 @@
-"""How often ranks talk, and how soon a long evaluation is left."""
+"""How often ranks exchange requests to stop, and how soon one interrupts an evaluation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ from rankzero.training.distributed.world import World
 from rankzero.training.stop import (
     LONGEST_WINDOW,
     MOST_BATCHES,
-    PATIENT,
-    PRUNED,
-    REASONS,
-    SIGTERM,
-    TIME_LIMIT,
     EvaluationInterrupted,
-    Stop,
+    StopCode,
     StopPoll,
+    StopRequest,
     most_urgent,
-    next_length,
+    next_interval,
 )
 from support.paths import FIXTURES
 from support.training import Trainer
@@ -35,15 +31,15 @@ from support.training import Trainer
 def test_windows_grow_to_a_second_and_stay_bounded() -> None:
     lengths = [1]
     for _ in range(12):
-        lengths.append(next_length(lengths[-1], 0.01))
+        lengths.append(next_interval(lengths[-1], 0.01))
     assert lengths[:8] == [1, 2, 4, 8, 16, 32, 64, 100] and lengths[-1] == 100
-    assert next_length(4096, 1e-6) == LONGEST_WINDOW
-    assert next_length(50, 30.0) == 1
-    assert next_length(50, 0.001, 7) == 7 and next_length(50, 0.5, 7) == 2
+    assert next_interval(4096, 1e-6) == LONGEST_WINDOW
+    assert next_interval(50, 30.0) == 1
+    assert next_interval(50, 0.001, 7) == 7 and next_interval(50, 0.5, 7) == 2
 
 
 class Clock:
-    """A world of one whose time is the test's."""
+    """A world of one rank with the test's clock."""
 
     def __init__(self) -> None:
         self.seconds, self.asked = 0.0, 0
@@ -57,86 +53,90 @@ class Clock:
 
 
 def evaluated(
-    clock: Clock, interruption: StopPoll, stop: Stop, batches: int, each: float, told: float
+    clock: Clock, poll: StopPoll, stop: StopRequest, batches: int, each: float, signalled_at: float
 ) -> bool:
-    """Evaluate so many batches of `each` seconds; SIGTERM comes at `told`. Return whether it came to the end."""
+    """Evaluate batches of `each` seconds, with SIGTERM at `signalled_at`. Return whether it finished."""
     try:
         for _ in range(batches):
-            interruption.check()
+            poll.check()
             clock.seconds += each
-            if clock.seconds >= told:
-                stop(SIGTERM)
-    except EvaluationInterrupted as left:
-        assert left.code == SIGTERM
+            if clock.seconds >= signalled_at:
+                stop.request(StopCode.SIGTERM)
+    except EvaluationInterrupted as interrupted:
+        assert interrupted.code == StopCode.SIGTERM
         return False
     return True
 
 
-@given(each=some.floats(1e-2, 100.0), told=some.floats(0.0, 1000.0))
-def test_a_stop_leaves_an_evaluation_within_two_seconds_or_a_batch(
-    each: float, told: float
+@given(each=some.floats(1e-2, 100.0), signalled_at=some.floats(0.0, 1000.0))
+def test_a_stop_interrupts_an_evaluation_within_two_seconds_or_a_batch(
+    each: float, signalled_at: float
 ) -> None:
-    clock, stop = Clock(), Stop()
-    batches = int((told + 4.0) / each) + 4
-    assert not evaluated(clock, StopPoll(cast(World, clock), stop), stop, batches, each, told)
-    assert clock.seconds <= max(told, 1.0) + 1.0 + 2 * each
+    clock, stop = Clock(), StopRequest()
+    batches = int((signalled_at + 4.0) / each) + 4
+    assert not evaluated(
+        clock, StopPoll(cast(World, clock), stop), stop, batches, each, signalled_at
+    )
+    assert clock.seconds <= max(signalled_at, 1.0) + 1.0 + 2 * each
 
 
 @given(fast=some.floats(1e-4, 0.1), slow=some.floats(0.1, 20.0), first=some.integers(0, 2000))
-def test_batches_that_get_slower_put_a_stop_off_by_no_more_than_some(
+def test_batches_that_get_slower_delay_a_stop_by_a_bounded_number(
     fast: float, slow: float, first: int
 ) -> None:
-    clock, stop = Clock(), Stop()
-    interruption = StopPoll(cast(World, clock), stop)
-    assert evaluated(clock, interruption, stop, first, fast, told=1e9)
+    clock, stop = Clock(), StopRequest()
+    poll = StopPoll(cast(World, clock), stop)
+    assert evaluated(clock, poll, stop, first, fast, signalled_at=1e9)
     began = clock.seconds
-    assert not evaluated(clock, interruption, stop, 100, slow, told=began)
+    assert not evaluated(clock, poll, stop, 100, slow, signalled_at=began)
     assert clock.seconds - began <= max(1.0, MOST_BATCHES * slow) + 1.0 + 2 * slow
 
 
 @given(each=some.floats(1e-6, 1.0), batches=some.integers(1, 5000))
-def test_ranks_talk_about_once_a_second_or_every_so_many_batches(each: float, batches: int) -> None:
-    clock, stop = Clock(), Stop()
-    interruption = StopPoll(cast(World, clock), stop)
-    assert evaluated(clock, interruption, stop, batches, each, told=1e9)
+def test_ranks_poll_about_once_a_second_or_every_32_batches(each: float, batches: int) -> None:
+    clock, stop = Clock(), StopRequest()
+    poll = StopPoll(cast(World, clock), stop)
+    assert evaluated(clock, poll, stop, batches, each, signalled_at=1e9)
     assert clock.asked <= MOST_BATCHES.bit_length() + 2 * clock.seconds + batches / MOST_BATCHES
 
 
-def test_a_short_evaluation_is_never_left() -> None:
-    clock, stop = Clock(), Stop()
+def test_a_short_evaluation_is_never_interrupted() -> None:
+    clock, stop = Clock(), StopRequest()
     talks = []
     for _ in range(5):
         assert evaluated(
-            clock, StopPoll(cast(World, clock), stop), stop, batches=8, each=0.1, told=0.0
+            clock, StopPoll(cast(World, clock), stop), stop, batches=8, each=0.1, signalled_at=0.0
         )
         talks.append(clock.asked)
         clock.asked = 0
     assert talks == [3] * 5
 
 
-def test_a_time_limit_asks_for_a_stop_and_who_is_in_a_hurry_counts_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_urgent_request_replaces_the_time_limits() -> None:
     now = 100.0
-    monkeypatch.setattr("rankzero.training.stop.time.monotonic", lambda: now)
-    stop = Stop()
-    stop.limit(2.0)
-    assert stop.code == 0
+    stop = StopRequest(clock=lambda: now)
+    stop.limit_minutes(2.0)
+    assert stop.code == StopCode.NONE
     now += 121
-    assert stop.code == TIME_LIMIT and stop.urgent == 0
-    stop(SIGTERM)
-    assert stop.code == stop.urgent == SIGTERM
-    stop(PRUNED)
-    assert stop.code == SIGTERM
+    assert stop.code == StopCode.TIME_LIMIT and stop.urgent_code == StopCode.NONE
+    stop.request(StopCode.SIGTERM)
+    assert stop.code == stop.urgent_code == StopCode.SIGTERM
+    stop.request(StopCode.PRUNED)
+    assert stop.code == StopCode.SIGTERM
 
 
-def test_of_several_ranks_wishes_the_one_in_a_hurry_counts() -> None:
-    assert most_urgent([0, 0]) == 0 and most_urgent([0, TIME_LIMIT]) == TIME_LIMIT
-    assert most_urgent([TIME_LIMIT, SIGTERM, PRUNED, 0]) == SIGTERM
+def test_the_most_urgent_ranks_request_counts() -> None:
+    time_limit, sigterm, pruned = StopCode.TIME_LIMIT, StopCode.SIGTERM, StopCode.PRUNED
+    assert most_urgent([0, 0]) == StopCode.NONE and most_urgent([0, time_limit]) == time_limit
+    assert most_urgent([time_limit, sigterm, pruned, 0]) == sigterm
+
+
+def test_every_stop_code_but_none_has_a_reason() -> None:
+    assert [bool(code.reason) for code in StopCode] == [False, *[True] * 6]
 
 
 def slow_to_evaluate(**changes: Any) -> Experiment:
-    """Return an experiment of 13 validation batches, one a quarter of a second."""
+    """Return an experiment with 13 validation batches of a quarter of a second each."""
     found = {
         "train__batch_size": 4,
         "train__steps": 10,
@@ -147,14 +147,14 @@ def slow_to_evaluate(**changes: Any) -> Experiment:
     return config.override(experiment_file.load(str(FIXTURES / "clocked.py"))(), settings)
 
 
-def test_a_stop_amid_an_evaluation_leaves_a_checkpoint_that_owes_it(
+def test_an_interrupted_evaluation_is_repeated_after_a_resume(
     train: Trainer, tmp_path: Path
 ) -> None:
     experiment = slow_to_evaluate()
     straight = train(slow_to_evaluate(evaluation_seconds=0.0), tmp_path / "straight")
     stopped = train(experiment, tmp_path / "stopped", stop_at=5)
     assert (
-        stopped.reason == "stopped by SIGTERM"
+        stopped.stopped == StopCode.SIGTERM
         and stopped.state.step == 5
         and stopped.state.evaluation_pending
     )
@@ -172,19 +172,19 @@ def test_a_stop_amid_an_evaluation_leaves_a_checkpoint_that_owes_it(
     )
 
 
-@pytest.mark.parametrize("code", PATIENT)
-def test_who_is_in_no_hurry_waits_for_an_evaluation(
-    train: Trainer, tmp_path: Path, code: int
+@pytest.mark.parametrize("code", [StopCode.TIME_LIMIT, StopCode.PRUNED])
+def test_a_patient_request_waits_for_an_evaluation(
+    train: Trainer, tmp_path: Path, code: StopCode
 ) -> None:
     limited = train(slow_to_evaluate(), tmp_path, stop_at=5, code=code)
-    assert limited.reason == REASONS[code] and not limited.state.evaluation_pending
+    assert limited.stopped == code and not limited.state.evaluation_pending
     assert list(evaluations(limited.events)) == [5]
 
 
-def test_an_evaluation_that_is_made_anew_sees_what_the_step_before_left(
+def test_a_repeated_evaluation_sees_the_schedule_of_the_step_before(
     train: Trainer, tmp_path: Path
 ) -> None:
-    """A LightningModule, for one, learns from `schedule` which step it is."""
+    """A LightningModule learns the current step from `schedule`."""
     seen: list[int] = []
 
     class Counting(type(slow_to_evaluate())):  # type: ignore[misc]
@@ -207,10 +207,10 @@ def test_an_evaluation_that_is_made_anew_sees_what_the_step_before_left(
     ]
 
 
-def test_a_step_after_an_evaluation_that_was_made_anew_is_compiled_as_if_it_came_first(
+def test_a_step_after_a_repeated_evaluation_is_compiled_for_one_batch_size(
     train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs for any size of a batch compute other bits than those for one size."""
+    """A graph for any batch size computes other bits than one for a single size."""
     compiled: list[bool] = []
     plain = torch.nn.Module.compile
 

@@ -2,72 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from rankzero.errors import UserError
-from rankzero.events import Emit
+from rankzero.events import PicturesTaken
 from rankzero.training import rng
 from rankzero.training.data.order import most_batches
-from rankzero.training.job import State, TrainingContext, arithmetic
+from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.window import EvaluationMeans
 from rankzero.training.sample_images.user_images import close_figures, images_of
-from rankzero.training.stop import EvaluationInterrupted, Stop, StopPoll
+from rankzero.training.stop import EvaluationInterrupted, StopPoll, StopRequest
 
 
-def evaluation(job: TrainingContext, state: State, stop: Stop) -> tuple[dict[str, float], bool]:
-    """Evaluate, compare the replicas, and tell whether the goal metric is the best so far. Raises Left."""
-    unlike = job.world.ranks_that_differ(job.strategy.checksum())
-    if unlike:
+def evaluate_goal(
+    job: TrainingContext, state: State, stop: StopRequest
+) -> tuple[dict[str, float], bool]:
+    """Evaluate, and update `state.best`. Return the metrics, and whether they are the best so far.
+
+    Collective. The goal's metric decides. Raises EvaluationInterrupted, and UserError if the
+    replicas differ or the goal's metric is missing.
+    """
+    differing = job.world.ranks_that_differ(job.strategy.checksum())
+    if differing:
         raise UserError(
-            f"the parameters of rank {', '.join(map(str, unlike))} are not rank 0's after step {state.step}: something "
-            "changes the model on one rank only, such as a write to a parameter outside the optimizer"
+            f"the parameters of rank {', '.join(map(str, differing))} differ from rank 0's after "
+            f"step {state.step}: something changes the model on one rank only, such as a write to a "
+            "parameter outside the optimizer"
         )
     metrics, goal = evaluate(job, state, stop), job.experiment.goal
     if goal.metric not in metrics:
         raise UserError(
             f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric"
         )
-    better = goal.better(metrics[goal.metric], state.best)
-    if better:
+    is_best = goal.better(metrics[goal.metric], state.best)
+    if is_best:
         state.best = metrics[goal.metric]
-    return metrics, better
+    return metrics, is_best
 
 
-def evaluate(job: TrainingContext, state: State, stop: Stop) -> dict[str, float]:
-    """Return ``val/<metric>`` means over every validation sample of all ranks. A collective.
+def evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str, float]:
+    """Return ``val/<metric>`` means over every validation sample of all ranks. Collective.
 
-    Raises Left where a stop has it left, with the random states of before: it can begin anew.
+    Raises EvaluationInterrupted. The random states are then those of before, so that a repeated
+    evaluation draws the same numbers.
     """
-    strategy, how, means = job.strategy, arithmetic(job), EvaluationMeans(job.world)
-    strategy.sync_buffers()  # running statistics differ by rank; rank 0's are the checkpoint's
-    before = rng.state(job.world.device)  # `measure` may draw
+    strategy, means = job.strategy, EvaluationMeans(job.world)
+    micro_step = job.micro_batch_step()
+    # Running statistics differ by rank. The checkpoint stores rank 0's, so evaluate those.
+    strategy.sync_buffers()
+    random_states = rng.state(job.world.device)
+    poll = StopPoll(job.world, stop)
     state.model.eval()
-    interruption = StopPoll(job.world, stop)
     try:
-        with torch.no_grad(), job.image_capture.watching(state.model) as see:
-            for batch, samples in validation_batches(job):
-                interruption.check()
-                values = None if batch is None else strategy.forward_metrics(how, batch)
+        with torch.no_grad(), job.image_capture.watching(state.model) as captured:
+            for batch, samples in _validation_batches(job):
+                poll.check()
+                values = None if batch is None else strategy.forward_metrics(micro_step, batch)
                 job.beat()
                 if values is not None:
                     means.add(values, samples)
-                    see(batch, samples)
+                    captured(batch, samples)
     except EvaluationInterrupted:
         job.image_capture.forget()
-        rng.restore(before, job.world.device)
+        rng.restore(random_states, job.world.device)
         raise
     finally:
         state.model.train()
     return {f"val/{name}": value for name, value in means.reduce().items()}
 
 
-def validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
-    """Yield this rank's validation batches and how many samples each counts for: as many on every rank.
+def _validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
+    """Yield this rank's validation batches and their sizes, equally many on every rank.
 
-    A rank that has run out gets None for 0 samples, or its last again for 0 where a forward is a collective.
+    A rank with fewer batches than another gets None for 0 samples. If a forward is a collective, it
+    gets its last batch again, for 0 samples.
     """
     shard, batch_size = job.strategy.shard, job.batch_order.micro_batch
     batch, count = None, 0
@@ -76,43 +87,33 @@ def validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
         yield batch, samples
     if job.strategy.lockstep and batch is None:
         raise UserError(
-            "the validation set has fewer samples than there are processes: give it more, or use ddp"
+            "the validation set has fewer samples than there are processes: "
+            "use more samples, or train.strategy=ddp"
         )
     for _ in range(count, most_batches(job.val_loader.samples, batch_size, shard.size)):
         yield (batch if job.strategy.lockstep else None), 0
 
 
-def show(
-    job: TrainingContext, state: State, *, better: bool, last: bool, seconds: float, emit: Emit
-) -> None:
-    """Take pictures of the evaluation that has just been, where they are due; `seconds` of training so far.
+def capture_images(job: TrainingContext, state: State) -> PicturesTaken | None:
+    """Write the images of the last evaluation. Return rank 0's event, or None without images.
 
-    A collective where the experiment has pictures of its own.
+    Collective if the experiment overrides `pictures`: the model's forward may be one.
     """
-    gallery = job.image_capture
-    if not gallery.due(better, last, seconds):
-        gallery.forget()
-        return
-    taken = gallery.take(state.step, _own_pictures(job, state))
-    if taken is not None:
-        emit(taken)
-
-
-def _own_pictures(job: TrainingContext, state: State) -> Mapping[str, Any]:
-    """Return the experiment's own images, on rank 0. Other ranks call it too: a forward may need them all."""
-    own, batch, device = job.image_capture.own, job.image_capture.first_batch, job.world.device
-    if own is None or batch is None:
-        return {}
-    before, returned = rng.state(device), None
+    capture, device = job.image_capture, job.world.device
+    if capture.own is None or capture.first_batch is None:
+        return capture.take(state.step, {})
+    random_states, returned = rng.state(device), None
+    images: dict[str, Any] = {}
     state.model.eval()
     try:
         with torch.no_grad(), job.precision.autocast:
-            returned = own(state.model, batch)
-        return images_of(returned) if job.world.ranks.first else {}
-    except Exception as error:  # what is only to be looked at ends no run
-        job.image_capture.complain(f"pictures() failed: {type(error).__name__}: {error}")
-        return {}
+            returned = capture.own(state.model, capture.first_batch)
+        if job.world.ranks.first:
+            images = images_of(returned)
+    except Exception as error:  # the user's code; an image must not end a run
+        capture.complain(f"pictures() failed: {type(error).__name__}: {error}")
     finally:
         close_figures(returned)
         state.model.train()
-        rng.restore(before, device)
+        rng.restore(random_states, device)
+    return capture.take(state.step, images)

@@ -1,4 +1,4 @@
-"""What one training is: what does not change while it goes on, and what does."""
+"""What one training is: its fixed parts, and the state that changes with each step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from rankzero.training.strategies.base import MicroBatchStep, Strategy
 
 @dataclasses.dataclass
 class State:
-    """What changes during a run, and what a checkpoint holds."""
+    """What changes during a run, and what a checkpoint stores."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     base_lrs: list[float]
+    """Each group's learning rate, which the schedule multiplies."""
     options: list[dict[str, Any]]
-    """The optimizer's, by group, as the experiment makes it."""
+    """Each group's other options, as the experiment creates them."""
     step: int = 0
     best: float | None = None
     evaluation_pending: bool = False
-    """Whether a stop had this step's evaluation left: it comes before the next step."""
+    """Whether a stop interrupted this step's evaluation. It must come before the next step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,19 +50,16 @@ class TrainingContext:
     val_loader: BatchLoader
     forward_timer: ForwardTimer
     beat: Callable[[], None] = lambda: None
-    """Says that this rank gets on; see `watchdog`."""
-    begin: Callable[[], None] = lambda: None
-    """Says that the next step is the first, which compiles and starts data loaders."""
+    """Reports progress to the watchdog."""
+    expect_slow_step: Callable[[], None] = lambda: None
+    """Announces to the watchdog a step that compiles the model and starts data loaders."""
     image_capture: ImageCapture = dataclasses.field(default_factory=ImageCapture)
-    """Takes pictures at evaluations."""
 
-
-def arithmetic(job: TrainingContext) -> MicroBatchStep:
-    """Return how a micro-batch is computed."""
-    precision = job.precision
-    return MicroBatchStep(
-        job.forward_timer.timed(job.experiment.measure),
-        precision.autocast,
-        precision.scaler,
-        job.batch_order.accumulation,
-    )
+    def micro_batch_step(self) -> MicroBatchStep:
+        """Return how a strategy computes the next micro-batch."""
+        return MicroBatchStep(
+            self.forward_timer.timed(self.experiment.measure),
+            self.precision.autocast,
+            self.precision.scaler,
+            self.batch_order.accumulation,
+        )

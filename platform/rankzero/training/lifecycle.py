@@ -1,4 +1,4 @@
-"""What an attempt tells of itself: that it began, and, however it is left, how it ended and whose fault that was."""
+"""Emit RunStarted and RunEnded exactly once per attempt, also if an exception ends it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rankzero.launch import failures
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.tracking.run_log import RunLog
 from rankzero.training.distributed import device
-from rankzero.training.distributed.world import World, is_lost_connection
+from rankzero.training.distributed.torch_compat import is_lost_connection
+from rankzero.training.distributed.world import World
 from rankzero.training.metrics.throughput import RunTotals
 
 
@@ -27,84 +28,76 @@ class AttemptOutcome:
 
 
 class RunLifecycle:
-    """Sees to it that a run's beginning and end are each told once."""
+    """Emits RunStarted once. Set `outcome` before the block of `tracked` ends."""
 
-    def __init__(
-        self, log: RunLog, params: Mapping[str, str], environment: Mapping[str, str]
-    ) -> None:
-        self._log, self._params, self._environment = log, params, environment
-        self._begun = False
-        self.outcome = AttemptOutcome("FAILED", "ended without saying why")
+    def __init__(self, log: RunLog, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        self.outcome = AttemptOutcome("FAILED", "ended without a reason")
+        self._log, self._params, self._tags = log, params, tags
+        self._is_started = False
 
-    def started(
+    def start(
         self, step: int = 0, total_steps: int | None = None, data: Sequence[DataDescribed] = ()
     ) -> None:
-        if not self._begun:
-            self._begun = True
-            tags = {
-                **self._environment,
-                **{f"rankzero.data.{one.context}": one.digest for one in data},
-            }
-            self._log(
-                RunStarted(time.time(), self._params, tags, self._log.attempt, step, total_steps)
+        """Emit RunStarted, with the digests of `data` as tags, and `data` itself."""
+        if self._is_started:
+            return
+        self._is_started = True
+        digests = {f"rankzero.data.{event.context}": event.digest for event in data}
+        self._log(
+            RunStarted(
+                time.time(),
+                self._params,
+                {**self._tags, **digests},
+                self._log.attempt,
+                step,
+                total_steps,
             )
-            for one in data:
-                self._log(one)
-
-    def ended(self, error: str | None, summary: Mapping[str, float]) -> None:
-        self.started()
-        self._log(RunEnded(time.time(), self.outcome.status, self.outcome.reason, error, summary))
+        )
+        for event in data:
+            self._log(event)
 
 
 @contextlib.contextmanager
-def told(
+def tracked(
     log: RunLog,
     experiment: Experiment,
     environment: Mapping[str, str],
     world: World,
-    tally: RunTotals,
+    totals: RunTotals,
 ) -> Iterator[RunLifecycle]:
-    """Tell the run's end however the block is left: return, exception, Ctrl-C, SystemExit."""
-    telling = RunLifecycle(
-        log, _params(experiment, world), {**environment, **device.describe(world)}
-    )
+    """Emit RunEnded and close `log`, however the block ends: also by Ctrl-C or SystemExit."""
+    params = {
+        **settings_without_secrets(config.rendered(experiment)),
+        "world_size": str(world.size),
+        "device": world.device.type,
+    }
+    lifecycle = RunLifecycle(log, params, {**environment, **device.describe(world)})
     error: str | None = None
     try:
-        yield telling
+        yield lifecycle
     except BaseException as raised:
-        cause = _root_cause(raised, world)
-        error = cause.error
-        telling.outcome = AttemptOutcome(
-            "KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED", cause.reason
-        )
+        failure = _root_cause(raised, world)
+        error = failure.error
+        status: Status = "KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED"
+        lifecycle.outcome = AttemptOutcome(status, failure.reason)
         raise
     finally:
-        telling.ended(
-            error, {**tally.summary(), "peak_memory_megabytes": device.peak_memory_megabytes(world)}
-        )
+        # A failure in data() or model() comes before the start.
+        lifecycle.start()
+        outcome = lifecycle.outcome
+        peak_memory = device.peak_memory_megabytes(world)
+        summary = {**totals.summary(), "peak_memory_megabytes": peak_memory}
+        log(RunEnded(time.time(), outcome.status, outcome.reason, error, summary))
         log.close()
 
 
 def _root_cause(error: BaseException, world: World) -> failures.Failure:
-    """Return what failed first: a rank whose peers are gone only sees a broken connection."""
-    mine = failures.describe(error, world.ranks.rank)
+    """Return the failure that came first: a rank only sees a lost connection if a peer failed."""
+    own = failures.describe(error, world.ranks.rank)
     if not world.is_distributed:
-        return mine
+        return own
     if not is_lost_connection(error):
-        world.report_failure(dataclasses.asdict(mine))
-        return mine
-    found = world.first_failure()
-    if found is None:
-        return dataclasses.replace(
-            mine, reason=f"{mine.reason} [another rank may have failed first]"
-        )
-    return failures.parse(found)
-
-
-def _params(experiment: Experiment, world: World) -> dict[str, str]:
-    settings = config.rendered(experiment)
-    return {
-        **settings_without_secrets(settings),
-        "world_size": str(world.size),
-        "device": world.device.type,
-    }
+        world.report_failure(own)
+        return own
+    unknown = f"{own.reason} [another rank may have failed first]"
+    return world.first_failure() or dataclasses.replace(own, reason=unknown)

@@ -1,4 +1,4 @@
-"""The optimizers PyTorch can run as one kernel, run so; their options, when a run goes on."""
+"""Optimizers: fused where PyTorch can, their learning rates, and their options after a resume."""
 
 from __future__ import annotations
 
@@ -8,122 +8,108 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils._pytree import tree_map
 
 from rankzero.experiment import Experiment
+from rankzero.training.data.batch import map_tensors
 
 
 def of(experiment: Experiment, model: nn.Module) -> Optimizer:
-    """Return the experiment's optimizer of `model`, fused where that changes nothing else."""
+    """Return the experiment's optimizer of `model`, fused if that changes nothing else."""
     return fused(experiment.optimizer(model), model, experiment.train.precision)
 
 
 def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
-    """Return `optimizer` of `model` in its fused form, where PyTorch has one and the user left the choice open.
+    """Return `optimizer` in its fused form, or unchanged if that could change more than the speed.
 
-    Only PyTorch's own classes with `fused=None`, as they are made: before their first step, without hooks. Not where
-    gradients are sparse: fused forms do not take them. Not SGD with momentum under fp16: where the first step
-    overflows, as a new loss scaler risks, the fused kernel leaves the momentum as memory was (seen with PyTorch 2.15).
+    The user must have left the choice open, with ``fused=None``.
     """
-    if (
-        precision == "fp16"
-        and isinstance(optimizer, SGD)
-        and any(group["momentum"] for group in optimizer.param_groups)
-    ):
+    if not type(optimizer).__module__.startswith("torch.optim") or optimizer.state:
         return optimizer
-    if (
-        not type(optimizer).__module__.startswith("torch.optim")
-        or optimizer.state
-        or _has_hooks(optimizer)
-    ):
-        return optimizer
-    if any(getattr(module, "sparse", False) is True for module in model.modules()):
-        return optimizer
-    if any(
+    groups, own = optimizer.param_groups, vars(optimizer)
+    # The rebuilt optimizer would lack the user's hooks and replaced methods.
+    has_hooks = "step" in own or any(own[name] for name in own if name.endswith("_hooks"))
+    is_chosen = any(
         group.get("fused", False) is not None or group.get("foreach") or group.get("differentiable")
-        for group in optimizer.param_groups
-    ):
+        for group in groups
+    )
+    # Fused kernels take no sparse gradients.
+    is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    # A new loss scaler's first step may overflow. Then the fused SGD kernel leaves the momentum as
+    # uninitialised memory (seen with PyTorch 2.15).
+    has_momentum = isinstance(optimizer, SGD) and any(group["momentum"] for group in groups)
+    if has_hooks or is_chosen or is_sparse or (has_momentum and precision == "fp16"):
         return optimizer
-    with contextlib.suppress(
-        RuntimeError, ValueError, TypeError
-    ):  # this device or number format has no fused form
-        return _rebuilt(optimizer)
+    constructor: Any = type(optimizer)
+    # Some devices and number formats have no fused form.
+    with contextlib.suppress(RuntimeError, ValueError, TypeError):
+        fused_groups = [{**group, "fused": True} for group in groups]
+        rebuilt: Optimizer = constructor(fused_groups, lr=optimizer.defaults["lr"], fused=True)
+        return rebuilt
     return optimizer
 
 
-def _has_hooks(optimizer: Optimizer) -> bool:
-    """Tell whether the user hung something on the optimizer, which another would not have."""
-    own = vars(optimizer)
-    return "step" in own or any(own[name] for name in own if name.endswith("_hooks"))
-
-
-def _rebuilt(optimizer: Optimizer) -> Optimizer:
-    constructor: Any = type(optimizer)
-    groups = [{**group, "fused": True} for group in optimizer.param_groups]
-    rebuilt: Optimizer = constructor(groups, lr=optimizer.defaults["lr"], fused=True)
-    return rebuilt
-
-
 def one_by_one(optimizer: Optimizer) -> Optimizer:
-    """Return `optimizer` so that it takes one parameter after the other: its kernels for many refuse a mixture."""
+    """Return `optimizer` set to update one parameter after the other.
+
+    Its kernels for many parameters refuse a mixture of DTensors and plain tensors.
+    """
     for group in optimizer.param_groups:
         group.update({name: False for name in ("foreach", "fused") if name in group})
     return optimizer
 
 
+def set_lr(optimizer: Optimizer, base_lrs: Sequence[float], factor: float) -> None:
+    """Set every group's learning rate to its base times `factor`."""
+    for group, base in zip(optimizer.param_groups, base_lrs, strict=True):
+        # A compiled or captured step reads the learning rate from a tensor, which must stay.
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(base * factor)
+        else:
+            group["lr"] = base * factor
+
+
 def options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return each group's options, without the learning rate, which the schedule has."""
+    """Return each group's options but the learning rate, which the schedule sets."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "lr")}
         for group in optimizer.param_groups
     ]
 
 
-def as_values(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return options as values that nothing changes any more."""
-    values: list[dict[str, Any]] = tree_map(
-        lambda value: value.tolist() if isinstance(value, Tensor) else value, found
-    )
+def as_values(options: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return options as plain values: a later step changes no tensor among them."""
+    values: list[dict[str, Any]] = map_tensors(options, Tensor.tolist)
     return values
 
 
 def change_options(
     optimizer: Optimizer, now: Sequence[Mapping[str, Any]], then: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Set the options that differ between `then` and `now`, both as the experiment makes them.
+    """Set the options that the user has changed since the checkpoint was saved.
 
-    The others keep what a checkpoint had: some optimizers keep what they learn among their options.
+    `now` and `then` are the options as the experiment creates them. The others keep the
+    checkpoint's values, because some optimizers store what they learn among their options.
     """
     for group, mine, before in zip(optimizer.param_groups, now, then, strict=True):
         (values,) = as_values([dict(mine)])
-        group.update(
-            {
-                name: mine[name]
-                for name in mine
-                if name not in before or values[name] != before[name]
-            }
-        )
+        changed = [name for name in mine if name not in before or values[name] != before[name]]
+        group.update({name: mine[name] for name in changed})
 
 
 def place_steps(optimizer: Optimizer) -> None:
-    """Put the counts of steps that a checkpoint had where the optimizer's kernels look for them.
+    """Move the step counts of a loaded checkpoint to where the optimizer's kernels read them.
 
-    On the parameter's device where they are fused or captured, else on the host: PyTorch leaves them where the file was
-    read, and a fused kernel refuses them there; one by one, each would be a wait for the device.
+    PyTorch leaves them on the CPU, where a fused kernel refuses them. Kernels that are not fused
+    read them on the CPU: on a GPU, each read would wait for the device.
     """
+    # ZeroRedundancyOptimizer holds the real optimizer as `optim`.
     inner = getattr(optimizer, "optim", None)
-    inner = (
-        inner if isinstance(inner, Optimizer) else optimizer
-    )  # ZeRO keeps the optimizer proper inside
+    inner = inner if isinstance(inner, Optimizer) else optimizer
     for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
-        if "fused" in group or "capturable" in group:
-            _place_steps_of(
-                inner, own["params"], bool(group.get("fused") or group.get("capturable"))
-            )
-
-
-def _place_steps_of(optimizer: Optimizer, parameters: Sequence[Tensor], on_device: bool) -> None:
-    for parameter in parameters:
-        state = optimizer.state.get(parameter) or {}
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].to(parameter.device if on_device else "cpu")
+        if "fused" not in group and "capturable" not in group:
+            continue
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for parameter in own["params"]:
+            state = inner.state.get(parameter) or {}
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].to(parameter.device if on_device else "cpu")

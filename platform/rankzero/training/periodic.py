@@ -1,128 +1,134 @@
-"""What happens between two windows of steps.
+"""Evaluations, checkpoints and early stops: what happens between two windows of steps.
 
-    evaluation due?  means over every sample, replicas compared              -> Evaluated
-    checkpoint due?  copy to host; a thread writes                           -> CheckpointSaved
-    stop asked for?  checkpoint, leave
-
-Evaluation comes before checkpoint: a checkpoint carries its step's validation metrics. A stop leaves a long evaluation
-between two batches; the checkpoint then owes it, and who goes on makes it anew before the next step.
+The evaluation comes before the checkpoint, which carries its metrics. A stop interrupts a long
+evaluation between two batches. The checkpoint then marks it as pending, and the next attempt
+repeats it before its first step.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rankzero.events import Emit, Evaluated
+import torch
+
+from rankzero.events import Evaluated, Event
 from rankzero.training import rng, strategies
 from rankzero.training.checkpoints.writer import Checkpoints
-from rankzero.training.evaluation import evaluation, show
+from rankzero.training.evaluation import capture_images, evaluate_goal
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.stop import REASONS, EvaluationInterrupted, Stop
+from rankzero.training.optimizers import set_lr
+from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest
 
 
 class PeriodicActions:
-    """The evaluations and checkpoints of one training. Every rank asks the same, at the same steps.
+    """The evaluations and checkpoints of one training, due at the same steps on every rank.
 
-    `checkpoints` is rank 0's; `emit` does nothing on other ranks.
+    Only rank 0 passes `checkpoints`. On other ranks `emit` does nothing.
     """
 
     def __init__(
         self,
         job: TrainingContext,
         state: State,
-        emit: Emit,
-        stop: Stop,
+        emit: Callable[[Event], None],
+        stop: StopRequest,
         checkpoints: Checkpoints | None,
-        tally: RunTotals,
+        totals: RunTotals,
     ) -> None:
         train = job.experiment.train
         self._job, self._state, self._emit, self._stop = job, state, emit, stop
-        self._checkpoints, self._tally = checkpoints, tally
+        self._checkpoints, self._totals = checkpoints, totals
         self._evaluate_every = train.eval_every or job.batch_order.steps_per_epoch
-        self._save_every = (
-            train.checkpoints.save_every
-            if train.checkpoints.save_every is not None
-            else self._evaluate_every
-        )
-        self.total = job.total_steps
-        """The training's last step."""
+        self._save_every = self._evaluate_every
+        if train.checkpoints.save_every is not None:
+            self._save_every = train.checkpoints.save_every
+        self.last_step = job.total_steps
 
     @property
-    def due(self) -> bool:
-        """Whether this step is to be evaluated or saved."""
+    def are_due(self) -> bool:
+        """Whether this step must be evaluated or saved."""
         return self._is_due(self._evaluate_every) or self._is_due(self._save_every)
 
     def _is_due(self, every: int) -> bool:
         step = self._state.step
-        return every > 0 and (step % every == 0 or step == self.total)
+        return every > 0 and (step % every == 0 or step == self.last_step)
 
-    def reach(self, stop_code: int = 0) -> str | None:
-        """Do what is due at this step; return why to leave the training after it, None to go on. A collective.
+    def run(self, stop_code: StopCode = StopCode.NONE) -> StopCode:
+        """Evaluate and save if due. Return why to leave the training, or NONE. Collective.
 
-        `stop_code`: what the ranks have agreed on, 0 for going on.
+        `stop_code`: what the ranks agreed on in their last report.
         """
-        state, better = self._state, False
+        state, is_best = self._state, False
         metrics: dict[str, float] = {}
-        save_due = (
-            self._is_due(self._save_every) or state.evaluation_pending
-        )  # the checkpoint there is owes it
-        if state.evaluation_pending or self._is_due(self._evaluate_every):
+        # The newest checkpoint marks the evaluation as pending, so a new one must replace it.
+        save_due = self._is_due(self._save_every) or state.evaluation_pending
+        if self._is_due(self._evaluate_every) or state.evaluation_pending:
             try:
-                metrics, better = self._evaluate()
-            except EvaluationInterrupted as left:
-                state.evaluation_pending, stop_code = True, left.code
-        if self._save_every and (save_due or stop_code or state.step == self.total):
-            save(self._job, state, self._checkpoints, self._emit, metrics, better)
+                metrics, is_best = self._evaluate()
+            except EvaluationInterrupted as interrupted:
+                state.evaluation_pending, stop_code = True, interrupted.code
+        if self._save_every and (save_due or stop_code or state.step == self.last_step):
+            self._save(metrics, is_best)
         for event in self._checkpoints.poll() if self._checkpoints else ():
             self._emit(event)
-        return (
-            REASONS[stop_code]
-            if stop_code and (state.evaluation_pending or state.step < self.total)
-            else None
-        )
+        # A stop at the last step ends nothing early, unless its evaluation is missing.
+        is_complete = state.step >= self.last_step and not state.evaluation_pending
+        return StopCode.NONE if is_complete else stop_code
+
+    def repeat_interrupted_evaluation(self) -> StopCode:
+        """Evaluate and save as the last attempt did not, before the first step. Collective.
+
+        Return why to leave the training, or NONE.
+        """
+        job, state = self._job, self._state
+        # An experiment may learn the current step from schedule(), as a LightningModule does.
+        factor = job.experiment.schedule(state.step - 1, job.total_steps)
+        set_lr(state.optimizer, state.base_lrs, factor)
+        stopped = self.run()
+        # The evaluation's batches came first here. torch.compile would then compile the step for
+        # any batch size, with other bits than in a training that was never interrupted.
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+        job.expect_slow_step()
+        return stopped
 
     def _evaluate(self) -> tuple[dict[str, float], bool]:
-        """Evaluate, tell, show; return the metrics, and whether they are the best. Raises Left."""
-        job, state, tally = self._job, self._state, self._tally
-        metrics, better = evaluation(job, state, self._stop)
-        state.evaluation_pending, tally.last_metrics = False, metrics
-        self._emit(Evaluated(time.time(), state.step, metrics, better))
+        """Return the metrics, and whether they are the best. Raises EvaluationInterrupted."""
+        job, state, totals = self._job, self._state, self._totals
+        metrics, is_best = evaluate_goal(job, state, self._stop)
+        state.evaluation_pending, totals.last_metrics = False, metrics
+        self._emit(Evaluated(time.time(), state.step, metrics, is_best))
         if job.experiment.train.limits.stop_at_target and job.experiment.goal.reached(state.best):
-            self.total = state.step  # every rank has the same best, so every rank finishes here
-        show(
-            job,
-            state,
-            better=better,
-            last=state.step == self.total,
-            seconds=tally.train_seconds,
-            emit=self._emit,
-        )
-        return metrics, better
+            # Every rank has the same best value, so every rank ends here.
+            self.last_step = state.step
+        is_last = state.step == self.last_step
+        if job.image_capture.due(is_best, is_last, totals.train_seconds):
+            event = capture_images(job, state)
+            if event is not None:
+                self._emit(event)
+        job.image_capture.forget()
+        return metrics, is_best
 
-
-def save(
-    job: TrainingContext,
-    state: State,
-    checkpoints: Checkpoints | None,
-    emit: Emit,
-    metrics: Mapping[str, float],
-    best: bool,
-) -> None:
-    """Have a checkpoint written. A collective: every rank hands over its random state, and its part of the model."""
-    whole = state_dict(job, state)
-    if checkpoints is not None:
-        for event in checkpoints.save(whole, state.step, metrics, best):
-            emit(event)
+    def _save(self, metrics: Mapping[str, float], is_best: bool) -> None:
+        # Collective: every rank contributes its random state and its part of the model.
+        content = state_dict(self._job, self._state)
+        if self._checkpoints is None:
+            return
+        for event in self._checkpoints.save(content, self._state.step, metrics, is_best):
+            self._emit(event)
+        # A GPU copies to the host by itself. The loop would wait for the copy next, so count it
+        # here.
         begun = time.perf_counter()
-        job.world.now()  # a GPU copies to the host by itself; the loop waits for that next
-        checkpoints.blocked_seconds += time.perf_counter() - begun
+        self._job.world.now()
+        self._checkpoints.blocked_seconds += time.perf_counter() - begun
 
 
 def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
-    """Return all that resuming needs, on rank 0. A collective."""
+    """Return on rank 0 all that a resume needs. Collective. `restore.apply` reads it."""
     scaler, randoms = job.precision.scaler, job.world.gather(rng.state(job.world.device))
     return {
         **job.strategy.state(),

@@ -1,4 +1,4 @@
-"""Number formats: fp32, tf32, bf16, fp16 with its loss scaler."""
+"""Number formats: fp32, tf32, bf16, and fp16 with its loss scaler."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """How one run computes: enter `autocast` around every forward; `scaler` is None but for fp16."""
+    """How one run computes: enter `autocast` around every forward. Only fp16 has a `scaler`."""
 
     name: str
     autocast: contextlib.AbstractContextManager[Any]
@@ -23,13 +23,14 @@ class Precision:
 def set_up(name: str, device: torch.device) -> Precision:
     """Return the precision `name` on `device`, and set this process's float32 arithmetic to match.
 
-    fp32 means IEEE float32 throughout: PyTorch's default lets convolutions use tf32 on recent
-    GPUs, which would make fp32 and tf32 runs alike and comparisons between them void.
+    fp32 means IEEE float32 throughout. PyTorch's default lets convolutions use tf32 on recent GPUs,
+    so fp32 and tf32 runs would compute the same, and a comparison between them would be void.
     """
-    # The older of PyTorch's two ways to say so: torch.compile and torch.export read these, and refuse a mix.
+    # PyTorch has an older and a newer setting. torch.compile and torch.export read this older one,
+    # and refuse a mixture.
     torch.set_float32_matmul_precision("highest" if name == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = name != "fp32"
-    if name not in AUTOCAST:
+    if name not in _AUTOCAST:
         return Precision(name, contextlib.nullcontext(), None)
     scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
-    return Precision(name, torch.autocast(device.type, dtype=AUTOCAST[name]), scaler)
+    return Precision(name, torch.autocast(device.type, dtype=_AUTOCAST[name]), scaler)

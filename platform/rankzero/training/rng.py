@@ -1,4 +1,4 @@
-"""Seeds and random states: a checkpoint keeps every rank's, as bytes of a fixed length."""
+"""Seeds and random states. A checkpoint stores every rank's states as bytes of a fixed length."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from rankzero.training.data.order import mix
 
-PYTHON = struct.Struct(
-    "<625I?d"
-)  # Mersenne Twister words and position; whether a gauss waits, and which
-NUMPY = struct.Struct("<624IIId")  # likewise
-CUDA_BYTES = 16  # Philox seed and offset
+# Both generators are Mersenne Twisters: 624 words, the position, and maybe a second Gaussian number
+# that the generator has drawn and not yet returned. Python counts the position among the words.
+_PYTHON = struct.Struct("<625I?d")
+_NUMPY = struct.Struct("<624IIId")
+_CUDA_BYTES = 16  # Philox: seed and offset
 
 
 def seed_all(*numbers: int) -> None:
-    """Seed PyTorch's generators, `random` and NumPy."""
+    """Seed PyTorch's generators, `random` and NumPy with a mixture of `numbers`."""
     seed = mix(*numbers)
     torch.manual_seed(seed)
     random.seed(seed)
@@ -28,50 +28,40 @@ def seed_all(*numbers: int) -> None:
 
 
 def be_deterministic() -> None:
-    """Refuse operations whose results vary from run to run."""
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # cuBLAS: one of the two reproducible settings
+    """Make PyTorch refuse operations whose results vary from run to run."""
+    # cuBLAS has two reproducible settings. The other one may be slower, this one takes 24 MiB.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def state(device: torch.device) -> Tensor:
-    """Return this process's random states as bytes: 1-d uint8, as long on every rank."""
-    cuda = (
-        torch.cuda.get_rng_state(device)
-        if device.type == "cuda"
-        else torch.zeros(CUDA_BYTES, dtype=torch.uint8)
-    )
-    return torch.cat([torch.get_rng_state(), cuda, _bytes(_python_state()), _bytes(_numpy_state())])
+    """Return this process's random states as bytes: 1-d uint8, equally long on every rank."""
+    cuda = torch.zeros(_CUDA_BYTES, dtype=torch.uint8)
+    if device.type == "cuda":
+        cuda = torch.cuda.get_rng_state(device)
+    _, words, gauss = random.getstate()
+    python = _PYTHON.pack(*words, gauss is not None, gauss or 0.0)
+    _, keys, position, has_gauss, second_gauss = np.random.get_state(legacy=True)
+    assert isinstance(keys, np.ndarray)
+    numpy = _NUMPY.pack(*keys.tolist(), position, has_gauss, second_gauss)
+    packed = torch.frombuffer(bytearray(python + numpy), dtype=torch.uint8)
+    return torch.cat([torch.get_rng_state(), cuda, packed])
 
 
 def restore(states: Tensor, device: torch.device) -> None:
     """Set this process's generators to what `state` returned."""
+    rest = _CUDA_BYTES + _PYTHON.size + _NUMPY.size
     cpu, cuda, python, numpy = states.cpu().split(
-        [len(states) - CUDA_BYTES - PYTHON.size - NUMPY.size, CUDA_BYTES, PYTHON.size, NUMPY.size]
+        [len(states) - rest, _CUDA_BYTES, _PYTHON.size, _NUMPY.size]
     )
     torch.set_rng_state(cpu.clone())
-    if (
-        device.type == "cuda" and cuda.any()
-    ):  # else they are a CPU's: the GPU's stays as it was seeded, by rank
+    # All zeros: the states come from a CPU. The GPU's generator keeps its seed, which differs by
+    # rank.
+    if device.type == "cuda" and cuda.any():
         torch.cuda.set_rng_state(cuda.clone(), device)
-    *words, waiting, gauss = PYTHON.unpack(bytes(python.tolist()))
-    random.setstate((3, tuple(words), gauss if waiting else None))
-    *keys, position, waiting, gauss = NUMPY.unpack(bytes(numpy.tolist()))
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, waiting, gauss))
-
-
-def _bytes(packed: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-
-def _python_state() -> bytes:
-    _, words, gauss = random.getstate()
-    return PYTHON.pack(*words, gauss is not None, gauss or 0.0)
-
-
-def _numpy_state() -> bytes:
-    _, keys, position, waiting, gauss = np.random.get_state(legacy=True)
-    assert isinstance(keys, np.ndarray)
-    return NUMPY.pack(*keys.tolist(), position, waiting, gauss)
+    *words, has_gauss, gauss = _PYTHON.unpack(bytes(python.tolist()))
+    random.setstate((3, tuple(words), gauss if has_gauss else None))
+    *keys, position, has_gauss, gauss = _NUMPY.unpack(bytes(numpy.tolist()))
+    keys_array = np.array(keys, dtype=np.uint32)
+    np.random.set_state(("MT19937", keys_array, position, has_gauss, gauss))

@@ -1,15 +1,20 @@
-"""The only way back into a run: ask it to stop, and why. Every rank reads the answer at the same step."""
+"""Requests to stop a training early, and how the ranks agree on one at the same step.
+
+A signal, the time limit or a dead launcher sets this rank's `StopRequest`. The ranks exchange their
+codes with each report of the loop. During an evaluation they do so through `StopPoll`.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import enum
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 import torch
@@ -17,146 +22,190 @@ import torch
 from rankzero.launch import signals
 from rankzero.training.distributed.world import World
 
-REASONS = {
-    1: "stopped by SIGTERM",
-    2: "stopped by Ctrl-C",
-    3: "reached train.limits.max_minutes",
-    4: "pruned",
-    5: "stopped by SIGUSR1",
-    6: "stopped because the launching process died",
-}
-SIGTERM, SIGINT, TIME_LIMIT, PRUNED, SIGUSR1, LAUNCHER_DIED = REASONS
-PATIENT = (TIME_LIMIT, PRUNED)
-"""Wishes of those who can wait for an evaluation: nobody is about to kill the run."""
-_CODES = {
-    signal.SIGTERM: SIGTERM,
-    signal.SIGINT: SIGINT,
-    signal.SIGHUP: SIGTERM,
-    signal.SIGUSR1: SIGUSR1,
-    signal.SIGUSR2: PRUNED,
-}
-ORPHAN_SECONDS = 120.0  # what a rank whose launcher died gets to stop with a checkpoint
+REPORT_SECONDS = 1.0
+# A bound in steps too: it limits what a SIGKILL can take, and the host's list of tensors.
+LONGEST_WINDOW = 1000
+# Batches may get slower, so an interval measured on fast ones must not grow without bound.
+MOST_BATCHES = 32
+# Seconds that a rank whose launcher died may take to stop with a checkpoint.
+ORPHAN_SECONDS = 120.0
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
-class Stop:
-    """This rank's wish to stop: a code of `REASONS`, 0 for none. The first wish counts, a patient one least."""
+class StopCode(enum.IntEnum):
+    """Why a training stops early. The ranks exchange the number, people read the reason."""
 
-    def __init__(self) -> None:
-        self._code = 0
-        self._deadline = float("inf")
-        self.training = False
-        """Whether there is a training that hears a wish, and something to save."""
-
-    def limit(self, minutes: float | None) -> None:
-        """Ask the run to stop once `minutes` have passed from now; None: never."""
-        self._deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-
-    def __call__(self, code: int) -> None:
-        """Ask the run to stop. Safe in a signal handler; repeating it changes nothing."""
-        if self._code == 0 or (self._code in PATIENT and code not in PATIENT):
-            self._code = code
+    NONE = 0
+    SIGTERM = 1
+    CTRL_C = 2
+    TIME_LIMIT = 3
+    PRUNED = 4
+    SIGUSR1 = 5
+    LAUNCHER_DIED = 6
 
     @property
-    def code(self) -> int:
-        if time.monotonic() > self._deadline:
-            self(TIME_LIMIT)
+    def reason(self) -> str:
+        return _REASONS[self]
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether a running evaluation may finish first: nobody is about to kill the run."""
+        return self in (StopCode.TIME_LIMIT, StopCode.PRUNED)
+
+
+_REASONS = {
+    StopCode.NONE: "",
+    StopCode.SIGTERM: "stopped by SIGTERM",
+    StopCode.CTRL_C: "stopped by Ctrl-C",
+    StopCode.TIME_LIMIT: "reached train.limits.max_minutes",
+    StopCode.PRUNED: "pruned",
+    StopCode.SIGUSR1: "stopped by SIGUSR1",
+    StopCode.LAUNCHER_DIED: "stopped because the launching process died",
+}
+_CODE_OF_SIGNAL = {
+    signal.SIGTERM: StopCode.SIGTERM,
+    signal.SIGINT: StopCode.CTRL_C,
+    signal.SIGHUP: StopCode.SIGTERM,
+    signal.SIGUSR1: StopCode.SIGUSR1,
+    signal.SIGUSR2: StopCode.PRUNED,
+}
+
+
+class StopRequest:
+    """This rank's request to stop. The first one counts, but an urgent one replaces a patient one.
+
+    `min_evaluation_seconds`: no request interrupts an evaluation that has taken less time.
+    """
+
+    def __init__(
+        self,
+        *,
+        min_evaluation_seconds: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.min_evaluation_seconds = min_evaluation_seconds
+        self.is_training = False
+        """Whether a training runs that can read the request and save a checkpoint."""
+        self._clock = clock
+        self._code = StopCode.NONE
+        self._deadline = float("inf")
+
+    def request(self, code: StopCode) -> None:
+        """Ask the training to stop. Safe in a signal handler. Repeating it changes nothing."""
+        if self._code == StopCode.NONE or (self._code.is_patient and not code.is_patient):
+            self._code = code
+
+    def limit_minutes(self, minutes: float | None) -> None:
+        """Request TIME_LIMIT once `minutes` have passed from now. None removes the limit."""
+        self._deadline = float("inf") if minutes is None else self._clock() + 60 * minutes
+
+    @property
+    def code(self) -> StopCode:
+        if self._clock() > self._deadline:
+            self.request(StopCode.TIME_LIMIT)
         return self._code
 
     @property
-    def urgent(self) -> int:
-        """The same, and 0 for a patient wish."""
-        return 0 if self.code in PATIENT else self.code
+    def urgent_code(self) -> StopCode:
+        """The code, or NONE if the request can wait for an evaluation."""
+        return StopCode.NONE if self.code.is_patient else self.code
 
 
-def most_urgent(codes: Iterable[int]) -> int:
-    """Return which of several ranks' wishes counts, 0 where there is none."""
-    return max(codes, key=lambda code: (code != 0, code not in PATIENT, code))
+def most_urgent(codes: Iterable[int]) -> StopCode:
+    """Return which of several ranks' codes counts."""
+    found = [StopCode(code) for code in codes]
+    return max(found, key=lambda code: (code != StopCode.NONE, not code.is_patient, code))
 
 
-def listen(stop: Stop) -> None:
-    """Let SIGTERM, SIGINT and a search's SIGUSR2 set `stop`, and SIGQUIT end this process at once. Main thread only.
+def next_interval(interval: int, seconds_each: float, most: int = LONGEST_WINDOW) -> int:
+    """Return how many steps or batches to do until the ranks talk again.
 
-    What came before, while signals were held, is heard now.
+    About a second's worth, and at most twice the last `interval`. Every rank computes the same
+    number if `seconds_each` is the same.
     """
-    for number in signals.handled_signals(_CODES):
-        signal.signal(number, lambda received, _frame: stop(_CODES[signal.Signals(received)]))
-    signal.signal(signal.SIGQUIT, _interrupt)
+    fitting = int(REPORT_SECONDS / max(seconds_each, 1e-9))
+    return max(1, min(2 * interval, fitting, most, LONGEST_WINDOW))
+
+
+class EvaluationInterrupted(Exception):
+    """A request to stop interrupted an evaluation between two batches."""
+
+    def __init__(self, code: StopCode) -> None:
+        super().__init__(code.reason)
+        self.code = code
+
+
+class StopPoll:
+    """Interrupts one evaluation, which begins now, once any rank has an urgent request to stop.
+
+    A forward may be a collective, so all ranks leave after the same number of batches.
+    """
+
+    def __init__(self, world: World, stop: StopRequest) -> None:
+        self._world, self._stop = world, stop
+        self._interval, self._batches = 1, 0
+        self._seconds, self._last_poll = 0.0, world.now()
+
+    def check(self) -> None:
+        """Raise EvaluationInterrupted on every rank if the evaluation must end now.
+
+        Every rank calls it before each batch. It is a collective and a wait for the device every
+        `MOST_BATCHES` batches, or about once a second if these take longer. Otherwise it costs
+        nothing.
+        """
+        if self._batches < self._interval:
+            self._batches += 1
+            return
+        now = self._world.now()
+        mine = torch.tensor([self._stop.urgent_code, now - self._last_poll], dtype=torch.float64)
+        codes, seconds = self._world.gather(mine).T.tolist()
+        # The slowest rank's time counts, so that every rank computes the same interval.
+        self._interval = next_interval(self._interval, max(seconds) / self._batches, MOST_BATCHES)
+        self._batches, self._last_poll = 1, now
+        self._seconds += max(seconds)
+        # A short evaluation ends soon, and its metrics are worth having.
+        if any(codes) and self._seconds >= self._stop.min_evaluation_seconds:
+            raise EvaluationInterrupted(most_urgent(map(int, codes)))
+
+
+def handle_signals(stop: StopRequest) -> None:
+    """Let stop signals set `stop`, and let SIGQUIT raise KeyboardInterrupt. Main thread only.
+
+    A signal that came earlier, while the launcher held signals back, arrives now.
+    """
+    for number in signals.handled_signals(_CODE_OF_SIGNAL):
+        signal.signal(
+            number,
+            lambda received, _frame: stop.request(_CODE_OF_SIGNAL[signal.Signals(received)]),
+        )
+    signal.signal(signal.SIGQUIT, _raise_interrupt)
     signals.unblock()
 
 
-def end_with_launcher(stop: Stop) -> None:
-    """See to it that this process does not outlive its launcher, nor the server it was forked from.
+def _raise_interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
-    The launcher's death is a wish to stop, with a checkpoint. Then, or two minutes later, the process ends, as it does
-    at once before and after the training: PyTorch's agent would have it wait for the launcher's answer. Nobody could
-    start ranks again whose server died, or know of them: they end with it.
+
+def end_with_launcher(stop: StopRequest) -> None:
+    """End this process soon after its launcher, and at once with the server it was forked from.
+
+    If the launcher dies, a training may stop with a checkpoint for `ORPHAN_SECONDS`. Then the
+    process kills itself. Before and after the training it does so at once, because torchrun's agent
+    would make it wait for an answer of the launcher that never comes.
     """
     launcher = multiprocessing.parent_process()
     if launcher is None:
         return
+    # Without the fork server nobody can restart ranks or knows of them. Linux ends them with it.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def follow() -> None:
         launcher.join()
-        stop(LAUNCHER_DIED)
+        stop.request(StopCode.LAUNCHER_DIED)
         deadline = time.monotonic() + ORPHAN_SECONDS
-        while stop.training and time.monotonic() < deadline:
+        while stop.is_training and time.monotonic() < deadline:
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=follow, name="launcher", daemon=True).start()
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-REPORT_SECONDS = 1.0
-LONGEST_WINDOW = 1000  # steps: bounds what a SIGKILL can take, and the host's list of tensors
-LEAST_SECONDS = 1.0  # of an evaluation that is left: a short one is soon over, and worth having
-MOST_BATCHES = 32  # from one agreement to the next: they may get slower on the way
-
-
-def next_length(length: int, step_seconds: float, most: int = LONGEST_WINDOW) -> int:
-    """Return the next window's steps: about a second's worth, at most twice the last. The same on every rank."""
-    fitting = int(REPORT_SECONDS / max(step_seconds, 1e-9))
-    return max(1, min(2 * length, fitting, most, LONGEST_WINDOW))
-
-
-class EvaluationInterrupted(Exception):
-    """An evaluation was left: `code` says what for."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(REASONS[code])
-        self.code = code
-
-
-class StopPoll:
-    """Whether an evaluation, which begins now, is left between two batches, because a rank was told to stop.
-
-    Ranks agree on it after as many batches: a forward may be a collective, which all must enter or none.
-    """
-
-    def __init__(self, world: World, stop: Stop) -> None:
-        self._world, self._stop = world, stop
-        self._length, self._batches = 1, 0
-        self._seconds, self._asked = 0.0, world.now()
-
-    def check(self) -> None:
-        """Raise Left on every rank, if the evaluation is to be left now. Every rank calls it before each batch.
-
-        A collective, and a wait for the device, every `MOST_BATCHES` batches, or about once a second where those take
-        longer; otherwise it costs nothing.
-        """
-        if self._batches < self._length:
-            self._batches += 1
-            return
-        now = self._world.now()
-        mine = torch.tensor([self._stop.urgent, now - self._asked], dtype=torch.float64)
-        codes, seconds = self._world.gather(mine).T.tolist()
-        self._length = next_length(self._length, max(seconds) / self._batches, MOST_BATCHES)
-        self._batches, self._seconds, self._asked = 1, self._seconds + max(seconds), now
-        if any(codes) and self._seconds >= LEAST_SECONDS:
-            raise EvaluationInterrupted(most_urgent(map(int, codes)))

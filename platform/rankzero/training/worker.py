@@ -1,11 +1,14 @@
-"""One training process: joins the others, builds what the experiment describes, trains, tells how it ended."""
+"""One training process: joins the other ranks, builds what the experiment describes, and trains."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,6 @@ import torch
 from rankzero import config, experiment_file
 from rankzero import ranks as launcher
 from rankzero.errors import UserError
-from rankzero.events import DataDescribed, Emit
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
@@ -28,111 +30,113 @@ from rankzero.training.data import digest
 from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import check_same_lengths, make_batch_order
 from rankzero.training.distributed import device
-from rankzero.training.distributed.watchdog import Watchdog
+from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog
 from rankzero.training.distributed.world import World, join
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.lifecycle import AttemptOutcome
-from rankzero.training.loop import fit, frozen_heap
+from rankzero.training.loop import fit
 from rankzero.training.metrics.straggler import EventTimer
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.optimizers import as_values, options
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.sample_images.user_images import class_names
-from rankzero.training.stop import PRUNED, REASONS, TIME_LIMIT, Stop, end_with_launcher, listen
+from rankzero.training.stop import StopCode, StopRequest, end_with_launcher, handle_signals
 
 INTERRUPTED = 128 + signal.SIGINT
 
 
 @unblocks_itself
 def main(request: JobRequest) -> str:
-    """Train; return the status of the attempt on this rank. The entry point of every worker."""
+    """Train. Return the status of the attempt on this rank. The entry point of every worker."""
     ranks = launcher.detect()
     failures.forget(Path(request.failures), ranks.rank)
-    stop = Stop()
+    stop = StopRequest()
     try:
-        listen(stop)
+        handle_signals(stop)
         end_with_launcher(stop)
         with contextlib.ExitStack() as watched, join(ranks, device.choose(ranks)) as world:
-            stop.training = True
+            stop.is_training = True
             return attempt(request, world, stop, watched).status
     except BaseException as error:
         failures.write(failures.describe(error, ranks.rank), Path(request.failures))
         if isinstance(error, SystemExit):
             raise
-        # The exception itself torchrun would write into logs/, secrets included; some versions take Ctrl-C for success.
+        # Do not let torchrun see the exception. It would write it into logs/ with all secrets, and
+        # some versions take a KeyboardInterrupt for a success.
         raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
     finally:
-        stop.training = False
+        stop.is_training = False
 
 
 def attempt(
-    request: JobRequest, world: World, stop: Stop, watched: contextlib.ExitStack
+    request: JobRequest, world: World, stop: StopRequest, watched: contextlib.ExitStack
 ) -> AttemptOutcome:
-    """Train once, tracked, among processes that have joined each other already. All ranks call it.
+    """Train once, tracked, in processes that have joined each other. Collective.
 
-    A hang is watched for from now until `watched` is left.
+    A watchdog runs until `watched` is closed: leaving the process group may hang too.
     """
-    settings = world.broadcast(
-        request.config.encode()
-    ).decode()  # rank 0's: another machine may have been told others
+    # Rank 0's settings and identity count: the command on another machine may have been given
+    # others.
+    settings = world.broadcast(request.config.encode()).decode()
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
     identity = Identity(
         **json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode()))
     )
     gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
     log = RunLog.open(Path(request.runs), identity, world.ranks, gpus, offline=request.offline)
-    tally = RunTotals()
-    minutes, rank = experiment.train.limits.hang_minutes, world.ranks.rank
     watchdog = Watchdog(
-        minutes,
-        rank,
-        lambda failed: failures.write(failed, log.folder.failures),
-        lambda failed: world.report_failure(dataclasses.asdict(failed)),
+        experiment.train.limits.hang_minutes,
+        world.ranks.rank,
+        [lambda failure: failures.write(failure, log.folder.failures), world.report_failure],
+        setup_seconds=float(os.environ.get("RANKZERO_SETUP_SECONDS") or SETUP_SECONDS),
+        local_processes=world.local_processes(),
     )
     watched.enter_context(watchdog.watching())
     world.extend_timeouts()
-    with lifecycle.told(log, experiment, request.environment, world, tally) as told:
+    totals = RunTotals()
+    with lifecycle.tracked(log, experiment, request.environment, world, totals) as run:
         job, state = build(experiment, world)
         device.forget_peak_memory(world)
         restore.newest(log.folder.checkpoints, job, state, log.notice, required=request.resumes)
-        told.started(state.step, job.total_steps, _data(job, request))
+        data = []
+        if world.ranks.first:
+            file = request.environment.get("rankzero.experiment_file", request.experiment_file)
+            data = [
+                digest.describe(job.train_loader.dataset, "training", file),
+                digest.describe(job.val_loader.dataset, "validation", file),
+            ]
+        run.start(state.step, job.total_steps, data)
         if OUT_OF_MEMORY in request.environment:
             log.notice(
-                f"out of memory: {request.environment[OUT_OF_MEMORY]}; the batch stays {job.batch_order.batch_size}"
+                f"out of memory: {request.environment[OUT_OF_MEMORY]}; "
+                f"the batch stays {job.batch_order.batch_size}"
             )
-        told.outcome = _train(job, state, log, stop, tally, watchdog)
-    return told.outcome
-
-
-def _data(job: TrainingContext, request: JobRequest) -> list[DataDescribed]:
-    """Return what the run's data are, on rank 0."""
-    if not job.world.ranks.first:
-        return []
-    file = request.environment.get("rankzero.experiment_file", request.experiment_file)
-    return [
-        digest.describe(job.train_loader.dataset, "training", file),
-        digest.describe(job.val_loader.dataset, "validation", file),
-    ]
+        run.outcome = _train(job, state, log, stop, totals, watchdog)
+    return run.outcome
 
 
 def build(
     experiment: Experiment, world: World, data: tuple[Any, Any] | None = None
 ) -> tuple[TrainingContext, State]:
-    """Make what the experiment describes, on this rank's device, replicated. All ranks call it.
+    """Build what the experiment describes, on this rank's device. Collective.
 
-    `data`: what the experiment's `data()` returned before, where that may be used again.
+    `data`: what `load_data_sets` returned before, to use it again.
     """
     train = experiment.train
     if train.deterministic:
         rng.be_deterministic()
     device.set_threads(world.ranks)
-    arithmetic = precision.set_up(train.precision, world.device)
+    number_format = precision.set_up(train.precision, world.device)
     rng.seed_all(train.seed)
     train_set, val_set = data or load_data_sets(experiment)
-    _agree_on_lengths(world, train_set, val_set)
-    plan = make_batch_order(train, len(train_set), strategies.shards(train.strategy, world.size))
-    model = experiment.model()  # on the host: a strategy moves what of it this rank needs
-    feeds = [
+    # Ranks with other data would train on other batches, or wait for each other without end.
+    lengths = world.gather(torch.tensor([len(train_set), len(val_set)]))
+    check_same_lengths("training", lengths[:, 0].tolist())
+    check_same_lengths("validation", lengths[:, 1].tolist())
+    order = make_batch_order(train, len(train_set), strategies.shards(train.strategy, world.size))
+    # The model stays on the CPU: a strategy moves the part of it that this rank needs.
+    model = experiment.model()
+    train_loader, val_loader = (
         BatchLoader(
             dataset,
             world.device,
@@ -142,142 +146,122 @@ def build(
             local_world_size=world.ranks.local_world_size,
         )
         for dataset in (train_set, val_set)
-    ]
-    strategy = strategies.build(
-        experiment, model, world, lambda: next(feeds[0].train_batches(plan, 0, 0, 1))
     )
+
+    def example_batch() -> Any:
+        # Only a pipeline calls this, because it traces the model. Other strategies must not pay for
+        # loading processes that start and end for one batch.
+        return next(train_loader.train_batches(order, 0, 0, 1))
+
+    strategy = strategies.build(experiment, model, world, example_batch)
+    # From here on, ranks with other samples draw other numbers, for dropout.
     rng.seed_all(train.seed, 1 + strategy.shard.rank)
-    total = train.steps or (train.epochs or 0) * plan.steps_per_epoch
     base_lrs = [float(group["lr"]) for group in strategy.optimizer.param_groups]
-    state = State(
-        strategy.model, strategy.optimizer, base_lrs, as_values(options(strategy.optimizer))
-    )
-    return TrainingContext(
+    initial_options = as_values(options(strategy.optimizer))
+    state = State(strategy.model, strategy.optimizer, base_lrs, initial_options)
+    job = TrainingContext(
         experiment,
         world,
-        plan,
-        total,
-        arithmetic,
+        order,
+        train.steps or (train.epochs or 0) * order.steps_per_epoch,
+        number_format,
         strategy,
-        feeds[0],
-        feeds[1],
+        train_loader,
+        val_loader,
         EventTimer(world.device),
-    ), state
+    )
+    return job, state
 
 
 def load_data_sets(experiment: Experiment) -> tuple[Any, Any]:
-    """Return the experiment's data sets. Raises UserError where they are none."""
+    """Return the experiment's training and validation set. Raises UserError if one is unusable."""
     data = experiment.data()
     try:
         train_set, val_set = data
-        sizes = len(train_set), len(val_set)
+        lengths = len(train_set), len(val_set)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"data() must return two map-style data sets (training, validation): {error}"
         ) from error
-    if not all(sizes):
+    if not all(lengths):
         raise UserError(
-            "data() returned an empty data set: the training set has {} samples, the validation set {}".format(
-                *sizes
-            )
+            f"data() returned an empty data set: the training set has {lengths[0]} samples, "
+            f"the validation set {lengths[1]}"
         )
     return train_set, val_set
-
-
-def _agree_on_lengths(world: World, train_set: Any, val_set: Any) -> None:
-    """Raise the same UserError on all ranks where any has other data: they would draw other batches, or wait for ever.
-
-    A collective, for start-up only.
-    """
-    lengths = world.gather(torch.tensor([len(train_set), len(val_set)])).tolist()
-    for what, column in zip(("training", "validation"), zip(*lengths, strict=True), strict=True):
-        check_same_lengths(what, column)
 
 
 def _train(
     job: TrainingContext,
     state: State,
     log: RunLog,
-    stop: Stop,
-    tally: RunTotals,
+    stop: StopRequest,
+    totals: RunTotals,
     watchdog: Watchdog,
 ) -> AttemptOutcome:
-    train = job.experiment.train
-    stop.limit(train.limits.max_minutes)
-    checkpoints = _checkpoints(job, log)
-    tally.best = state.best
+    experiment, world = job.experiment, job.world
+    train, goal = experiment.train, experiment.goal
+    stop.limit_minutes(train.limits.max_minutes)
+    checkpoints = None
+    if world.ranks.first:
+        checkpoints = Checkpoints(
+            log.folder.path, train.checkpoints.keep, goal, world.size, log.notice
+        )
+    job = dataclasses.replace(
+        job,
+        beat=watchdog.beat,
+        expect_slow_step=watchdog.expect_slow_step,
+        image_capture=_image_capture(job, log),
+    )
+    totals.best = state.best
     try:
-        with frozen_heap(), watchdog.training():
-            job = dataclasses.replace(
-                job, beat=watchdog.beat, begin=watchdog.begin, image_capture=_gallery(job, log)
-            )
-            reason = fit(job, state, log, stop, checkpoints, tally)
+        with _frozen_heap(), watchdog.training():
+            stopped = fit(job, state, log, stop, checkpoints, totals)
     finally:
         if checkpoints is not None:
-            _finish(checkpoints, log, tally)
-        tally.best = state.best
-    if reason is not None:
-        # Without checkpoints nothing can go on: there, the end of the time is the end of the run.
-        over = reason == REASONS[TIME_LIMIT] and train.checkpoints.save_every == 0
-        pruned = log.folder.pruned
-        why = (
-            pruned.read_text(encoding="utf-8")
-            if reason == REASONS[PRUNED] and pruned.exists()
-            else ""
-        )
-        amid = ", amid its evaluation" if state.evaluation_pending else ""
-        told = f"{reason} at step {state.step}{amid}" + (f": {why}" if why else "")
-        return AttemptOutcome("FINISHED" if over else "KILLED", told)
-    return AttemptOutcome("FINISHED", _success(job, state))
+            for event in checkpoints.close():
+                log(event)
+            totals.blocked_seconds = checkpoints.blocked_seconds
+        totals.best = state.best
+    if stopped:
+        reason = f"{stopped.reason} at step {state.step}"
+        if state.evaluation_pending:
+            reason += ", during its evaluation"
+        if stopped == StopCode.PRUNED and log.folder.pruned.exists():
+            reason += f": {log.folder.pruned.read_text(encoding='utf-8')}"
+        # Without checkpoints nothing can continue, so the time limit is the end of the run.
+        is_over = stopped == StopCode.TIME_LIMIT and train.checkpoints.save_every == 0
+        return AttemptOutcome("FINISHED" if is_over else "KILLED", reason)
+    if state.best is None:
+        return AttemptOutcome("FINISHED", f"trained {state.step} steps")
+    reason = f"best {goal.metric} {state.best:.4g}"
+    if goal.target is not None:
+        reason += " (target reached)" if goal.reached(state.best) else " (target missed)"
+    return AttemptOutcome("FINISHED", reason)
 
 
-def _checkpoints(job: TrainingContext, log: RunLog) -> Checkpoints | None:
-    """Return what keeps rank 0's checkpoints; None on other ranks."""
-    experiment, world = job.experiment, job.world
-    if not world.ranks.first:
-        return None
-    return Checkpoints(
-        log.folder.path, experiment.train.checkpoints.keep, experiment.goal, world.size, log.notice
-    )
+@contextlib.contextmanager
+def _frozen_heap() -> Iterator[None]:
+    # The garbage collector walks all objects of PyTorch at times, which takes tens of milliseconds.
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
-def _gallery(job: TrainingContext, log: RunLog) -> ImageCapture:
-    """Return what takes pictures; on other ranks than 0, what calls the experiment's own method."""
+def _image_capture(job: TrainingContext, log: RunLog) -> ImageCapture:
+    """Return what captures images. On other ranks than 0 it only calls the experiment's method."""
     experiment, world = job.experiment, job.world
     if not experiment.train.mlflow.log_pictures:
         return ImageCapture()
-    whole = (
-        experiment.train.strategy != "pp" or not world.is_distributed
-    )  # a stage is no model to call
-    own = (
-        experiment.pictures
-        if whole and type(experiment).pictures is not Experiment.pictures
-        else None
-    )
+    # A pipeline's stage is not a model that `pictures` could call.
+    has_whole_model = experiment.train.strategy != "pp" or not world.is_distributed
+    is_overridden = type(experiment).pictures is not Experiment.pictures
     return ImageCapture(
         log.folder.pictures if world.ranks.first else None,
         total=job.val_loader.samples,
         classes=class_names(job.val_loader.dataset) if world.ranks.first else (),
-        own=own,
+        own=experiment.pictures if has_whole_model and is_overridden else None,
         notice=log.notice,
     )
-
-
-def _finish(checkpoints: Checkpoints, emit: Emit, tally: RunTotals) -> None:
-    for event in checkpoints.close():
-        emit(event)
-    tally.blocked_seconds = checkpoints.blocked_seconds
-
-
-def _success(job: TrainingContext, state: State) -> str:
-    goal = job.experiment.goal
-    if state.best is None:
-        return f"trained {state.step} steps"
-    reached = (
-        ""
-        if goal.target is None
-        else " (target reached)"
-        if goal.reached(state.best)
-        else " (target missed)"
-    )
-    return f"best {goal.metric} {state.best:.4g}{reached}"

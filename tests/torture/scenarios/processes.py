@@ -8,7 +8,7 @@ import time
 import psutil
 
 from rankzero.catalog.lookup import last_end
-from rankzero.training.distributed.watchdog import OTHERS
+from rankzero.training.distributed.watchdog import WAITING_FACTOR
 from torture import promises
 from torture.ground import Broken, Ground, wait_for
 from torture.promises import Curves
@@ -119,7 +119,7 @@ def stopped_for_ever(ground: Ground, reference: Curves) -> None:
     ground.hurt(f"SIGSTOP of {role} for ever at {moment}")
     began = time.monotonic()
     ends(command, 1)
-    if time.monotonic() - began > HANG_SECONDS * OTHERS + AGENT_SECONDS:
+    if time.monotonic() - began > HANG_SECONDS * WAITING_FACTOR + AGENT_SECONDS:
         raise Broken(f"hang: a stopped rank held the run up for {time.monotonic() - began:.0f} s")
     promises.nobody_is_left(ground)
     promises.arrived_by_itself(the_run(ground))

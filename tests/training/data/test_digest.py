@@ -1,4 +1,4 @@
-"""Digests of data: the same for the same data, others for others; cheap, and without a random number."""
+"""Digests of data: equal for equal data, cheap, and computed without random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from rankzero.training.data.digest import INDICES, ROWS, describe, fingerprint, innermost, spaced
+from rankzero.training.data.digest import INDICES, ROWS, compute, describe, innermost, spaced
 
 
 def tensors(seed: int = 0, count: int = 100) -> TensorDataset:
@@ -108,16 +108,16 @@ def kinds() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(kinds()))
-def test_the_same_data_have_the_same_digest_whatever_the_random_state(name: str) -> None:
+def test_a_digest_depends_on_the_data_and_not_on_random_numbers(name: str) -> None:
     torch.manual_seed(1)
-    one = fingerprint(kinds()[name])
+    one = compute(kinds()[name])
     torch.manual_seed(2)
-    assert fingerprint(kinds()[name]) == one
+    assert compute(kinds()[name]) == one
     assert len(one[0]) == 16 and one[1]
 
 
-def test_other_data_have_another_digest() -> None:
-    found = {name: fingerprint(dataset)[0] for name, dataset in kinds().items()}
+def test_different_data_have_different_digests() -> None:
+    found = {name: compute(dataset)[0] for name, dataset in kinds().items()}
     assert len(set(found.values())) == len(found), found
 
 
@@ -128,16 +128,16 @@ def random_state() -> bytes:
 def test_no_random_number_is_drawn() -> None:
     before = random_state()
     for dataset in kinds().values():
-        fingerprint(dataset)
+        compute(dataset)
     assert random_state() == before
 
 
-def test_augmentation_does_not_change_a_digest_and_is_not_even_run() -> None:
-    assert fingerprint(Wrapped(tensors(), 0.1)) == fingerprint(Wrapped(tensors(), 5.0))
-    assert fingerprint(Wrapped(Computed(), 0.1)) == fingerprint(Wrapped(Computed(), 5.0))
+def test_augmentation_is_not_run_and_changes_no_digest() -> None:
+    assert compute(Wrapped(tensors(), 0.1)) == compute(Wrapped(tensors(), 5.0))
+    assert compute(Wrapped(Computed(), 0.1)) == compute(Wrapped(Computed(), 5.0))
 
 
-def test_no_sample_is_read_so_no_file_is_opened_that_loading_processes_would_inherit() -> None:
+def test_no_sample_is_read() -> None:
     computed = Computed()
     before = computed.generator.get_state()
     parts: list[Any] = [
@@ -148,11 +148,11 @@ def test_no_sample_is_read_so_no_file_is_opened_that_loading_processes_would_inh
     for dataset in (computed, *parts):
         describe(dataset, "training", "x.py")
     assert computed._file is None and torch.equal(computed.generator.get_state(), before)
-    assert fingerprint(computed)[1] == "its type, its length, noisy, slope"
+    assert compute(computed)[1] == "its type, its length, noisy, slope"
 
 
-def test_where_the_files_lie_does_not_matter() -> None:
-    assert fingerprint(Files(Path("/data/one"))) == fingerprint(Files(Path("/mnt/other")))
+def test_a_digest_does_not_depend_on_the_folder() -> None:
+    assert compute(Files(Path("/data/one"))) == compute(Files(Path("/mnt/other")))
 
 
 class Counted(list[int]):
@@ -178,11 +178,11 @@ class Holding(Dataset[Any]):
         return len(self.held)
 
 
-def test_of_long_lists_a_few_entries_are_read() -> None:
+def test_only_some_entries_of_long_lists_are_read() -> None:
     indices, labels = Counted([n % 100 for n in range(1_000_000)]), Counted(range(1_000_000))
-    fingerprint(Subset(tensors(), indices))
+    compute(Subset(tensors(), indices))
     assert indices.reads == INDICES
-    assert fingerprint(Holding(labels))[1].endswith("held") and labels.reads <= ROWS + 1
+    assert compute(Holding(labels))[1].endswith("held") and labels.reads <= ROWS + 1
 
 
 def volumes() -> dict[str, Any]:
@@ -197,26 +197,26 @@ def volumes() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(volumes()))
-def test_of_huge_rows_no_more_is_copied_than_counts(name: str) -> None:
-    assert fingerprint(Holding(volumes()[name]))[1] == "up to 64 rows of held"
+def test_only_some_values_of_huge_rows_are_copied(name: str) -> None:
+    assert compute(Holding(volumes()[name]))[1] == "up to 64 rows of held"
 
 
-def test_an_array_a_tensor_and_a_view_of_the_same_numbers_are_the_same_data(tmp_path: Path) -> None:
+def test_arrays_tensors_and_views_of_the_same_numbers_have_one_digest(tmp_path: Path) -> None:
     tensor = torch.rand(100, 3, 70, 50)
     turned = tensor.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
     alike = [tensor, turned, tensor.numpy(), turned.numpy()]
-    assert not turned.is_contiguous() and len({fingerprint(Holding(held)) for held in alike}) == 1
+    assert not turned.is_contiguous() and len({compute(Holding(held)) for held in alike}) == 1
     mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(100, 3, 70, 50))
-    assert fingerprint(Holding(mapped))[1] == "up to 64 rows of held"
+    assert compute(Holding(mapped))[1] == "up to 64 rows of held"
 
 
-def test_a_subset_is_the_same_whatever_holds_its_indices() -> None:
+def test_a_subset_has_one_digest_for_any_type_of_indices() -> None:
     rows = torch.randperm(10_000)
     alike = [rows, rows.numpy(), rows.tolist(), list(rows)]
-    assert len({fingerprint(Subset(tensors(), indices)) for indices in alike}) == 1  # type: ignore[arg-type]
+    assert len({compute(Subset(tensors(), indices)) for indices in alike}) == 1  # type: ignore[arg-type]
 
 
-def test_what_is_said_of_data() -> None:
+def test_a_description_names_the_data_and_their_source() -> None:
     said = describe(Subset(tensors(), range(10)), "training", "experiments/digits.py:Digits")
     assert (said.name, said.context, said.samples) == ("digits", "training", 10)
     assert (said.source_type, said.source) == ("code", "experiments/digits.py:Digits")
@@ -226,7 +226,7 @@ def test_what_is_said_of_data() -> None:
     assert describe(Odd(), "training", "x.py").name == "Odd"
 
 
-def test_passwords_in_a_root_are_taken_out() -> None:
+def test_passwords_in_a_root_are_redacted() -> None:
     said = describe(Files(Path("x")), "training", "x.py")
     assert said.source.endswith("/x")
     remote = Files(Path("x"))
@@ -234,13 +234,13 @@ def test_passwords_in_a_root_are_taken_out() -> None:
     assert describe(remote, "training", "x.py").source == "s3://bucket/data"
 
 
-def test_data_sets_that_hold_each_other_come_to_an_end() -> None:
+def test_data_sets_may_hold_each_other() -> None:
     one, other = Wrapped(tensors()), Wrapped(tensors())
     one.inner, other.inner = other, one
     assert innermost(one) in (one, other)
 
 
-def test_rows_are_spread_from_end_to_end() -> None:
+def test_rows_are_spread_from_the_first_to_the_last() -> None:
     assert spaced(3, 64) == [0, 1, 2]
     rows = spaced(1000, 64)
     assert len(rows) == 64 and rows[0] == 0 and rows[-1] == 999

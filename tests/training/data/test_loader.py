@@ -1,4 +1,4 @@
-"""From data set to device: augmentation that does not depend on who loads, batches out of memory."""
+"""From data set to device: seeded augmentation, gathered and loaded batches."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def drawn(
     return found
 
 
-def test_a_samples_augmentation_does_not_depend_on_who_draws_it() -> None:
+def test_a_samples_augmentation_is_the_same_on_any_rank_or_worker() -> None:
     alone = drawn(workers=0, world_size=1, micro_batch=8)
     assert len(alone) == 40 and len({tuple(values) for values in alone.values()}) == 40
     assert drawn(workers=0, world_size=2, micro_batch=2) == alone
@@ -66,7 +66,7 @@ def test_a_samples_augmentation_does_not_depend_on_who_draws_it() -> None:
     assert later == {key: value for key, value in alone.items() if key[0] >= 3}
 
 
-def test_loading_leaves_the_models_randomness_alone() -> None:
+def test_loading_draws_no_numbers_from_the_models_generator() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -79,10 +79,11 @@ def test_a_tensor_data_set_is_gathered_batch_by_batch() -> None:
     plan = BatchOrder(20, 8, 4, 2, 0)
     for rank in (0, 1):
         x, y = next(feed(dataset).train_batches(plan, rank, 0, 1))
-        assert x.tolist() == y.tolist() == plan.micro_batches(0, rank)[0].tolist()
+        ((_, indices),) = plan.iter_micro_batches(rank, 0, 1)
+        assert x.tolist() == y.tolist() == indices.tolist()
 
 
-def test_a_collate_of_ones_own_is_used_whatever_the_data_set() -> None:
+def test_an_overridden_collate_is_used_for_tensors_too() -> None:
     class Shifted(Experiment):
         def collate(self, samples: list[Any]) -> Any:
             return torch.stack([value + 100 for (value,) in samples])
@@ -98,7 +99,7 @@ def test_a_collate_of_ones_own_is_used_whatever_the_data_set() -> None:
 
 
 @pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(11)), Noise()])
-def test_evaluation_sees_every_sample_once_and_again(dataset: Any) -> None:
+def test_each_evaluation_sees_every_sample_once(dataset: Any) -> None:
     mine = feed(dataset)
     for _ in range(2):
         seen = (
@@ -110,7 +111,7 @@ def test_evaluation_sees_every_sample_once_and_again(dataset: Any) -> None:
         assert [samples_in(batch) for batch, _ in seen] == [samples for _, samples in seen]
 
 
-def test_a_data_sets_own_batched_access_is_used() -> None:
+def test_batched_access_of_a_data_set_is_used() -> None:
     class Batched(Noise):
         def __getitems__(self, indices: list[int]) -> list[Tensor]:
             return [torch.tensor([index, 0.0, 0.0, 0.0]) for index in indices]
@@ -119,7 +120,7 @@ def test_a_data_sets_own_batched_access_is_used() -> None:
     assert batch[:, 1:].abs().sum() == 0 and len(batch) == 8
 
 
-def test_a_part_of_a_data_set_has_each_samples_own_augmentation() -> None:
+def test_a_subset_augments_each_sample_with_its_own_seed() -> None:
     part = Subset(Subset(Noise(), range(20)), range(20))  # as random_split makes them
 
     def rows(dataset: Any, batch_size: int) -> dict[int, list[float]]:
@@ -131,7 +132,7 @@ def test_a_part_of_a_data_set_has_each_samples_own_augmentation() -> None:
     assert rows(part, 10) == rows(Noise(), 10) == rows(part, 5)
 
 
-def test_nested_batches_move_and_are_counted() -> None:
+def test_nested_batches_are_moved_and_counted() -> None:
     batch = {"x": [torch.zeros(4, 2), "text"], "y": (torch.zeros(4),)}
     assert samples_in(batch) == 4
     moved = to_device(batch, CPU)
@@ -153,7 +154,7 @@ class Graph:
         return Graph(device.type)
 
 
-def test_whatever_has_tensors_or_moves_is_moved() -> None:
+def test_objects_with_a_method_to_are_moved() -> None:
     meta = torch.device("meta")
     encoded = Encoded(ids=torch.zeros(3, 2), graph=Graph(), texts=["a"])
     moved = to_device(encoded, meta)
@@ -168,7 +169,7 @@ def test_whatever_has_tensors_or_moves_is_moved() -> None:
     assert to_device(packed, CPU).data.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_samples_are_counted_by_what_was_asked_for_and_not_by_what_came() -> None:
+def test_samples_are_counted_by_indices_and_not_by_rows() -> None:
     """The first tensor of a batch may have nodes or tokens in its rows."""
 
     def collate(items: list[Tensor]) -> dict[str, Tensor]:
@@ -182,14 +183,13 @@ def test_samples_are_counted_by_what_was_asked_for_and_not_by_what_came() -> Non
     ]
 
 
-def test_loaders_get_the_cores_that_training_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankzero.training.data.loader.usable_cores", lambda: list(range(16)))
-    assert [loader_workers(None, ranks) for ranks in (1, 2, 4, 16)] == [8, 7, 3, 0]
-    assert loader_workers(5, 16) == 5
+def test_loading_processes_use_the_cores_that_training_leaves() -> None:
+    assert [loader_workers(None, ranks, cores=16) for ranks in (1, 2, 4, 16)] == [8, 7, 3, 0]
+    assert loader_workers(5, 16, cores=16) == 5
 
 
 @pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
-def test_loading_processes_do_not_outlive_a_rank_that_is_killed(method: str) -> None:
+def test_loading_processes_end_with_a_killed_rank(method: str) -> None:
     """A fork server is their parent, as in a rank of ours, and lives on as long as they do."""
     program = SUPPORT / "loading.py"
     with subprocess.Popen([sys.executable, program, method], stdout=subprocess.PIPE) as rank:

@@ -1,4 +1,4 @@
-"""Which samples, in which order, on which rank."""
+"""Which samples a rank trains on, in which order."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from rankzero.training.data.order import (
     check_same_lengths,
     make_batch_order,
     mix,
-    order,
+    permutation,
     shard,
 )
 
@@ -29,38 +29,54 @@ plans = st.builds(
 )
 
 
+def batch(plan: BatchOrder, step: int) -> torch.Tensor:
+    """Return the indices of a step's whole batch, straight from the definition."""
+    epoch, position = divmod(step, plan.steps_per_epoch)
+    start = position * plan.batch_size
+    return permutation(plan.seed, epoch, plan.samples)[start : start + plan.batch_size]
+
+
+def micro_batches(plan: BatchOrder, step: int, rank: int) -> list[list[int]]:
+    """Return `rank`'s indices of one step, straight from the definition."""
+    return batch(plan, step).view(-1, plan.world_size, plan.micro_batch)[:, rank].tolist()
+
+
 @given(plans, st.integers(0, 50))
 def test_the_ranks_micro_batches_are_the_global_batch(plan: BatchOrder, step: int) -> None:
-    parts = torch.stack([plan.micro_batches(step, rank) for rank in range(plan.world_size)])
-    assert parts.shape == (plan.world_size, plan.accumulation, plan.micro_batch)
-    assert sorted(parts.flatten().tolist()) == sorted(plan.batch(step).tolist())
+    ranks = [list(plan.iter_micro_batches(r, step, step + 1)) for r in range(plan.world_size)]
+    assert all(len(found) == plan.accumulation for found in ranks)
+    indices = [index for found in ranks for _, micro in found for index in micro.tolist()]
+    assert sorted(indices) == sorted(batch(plan, step).tolist())
 
 
 @given(plans, st.integers(0, 20), st.integers(0, 20))
-def test_walking_is_going_step_by_step(plan: BatchOrder, first: int, more: int) -> None:
+def test_micro_batches_are_the_same_step_by_step_and_by_epoch(
+    plan: BatchOrder, first: int, more: int
+) -> None:
     for rank in range(plan.world_size):
-        walked = list(plan.iter_micro_batches(rank, first, first + more))
-        stepped = [
-            (plan.epoch(step), indices)
+        expected = [
+            (step // plan.steps_per_epoch, indices)
             for step in range(first, first + more)
-            for indices in plan.micro_batches(step, rank)
+            for indices in micro_batches(plan, step, rank)
         ]
-        assert [(epoch, indices.tolist()) for epoch, indices in walked] == [
-            (epoch, indices.tolist()) for epoch, indices in stepped
-        ]
+        found = plan.iter_micro_batches(rank, first, first + more)
+        assert [(epoch, indices.tolist()) for epoch, indices in found] == expected
 
 
 @given(plans)
 def test_an_epoch_sees_no_sample_twice(plan: BatchOrder) -> None:
-    seen = torch.cat([plan.batch(step) for step in range(plan.steps_per_epoch)]).tolist()
+    steps = range(plan.steps_per_epoch)
+    seen = torch.cat([batch(plan, step) for step in steps]).tolist()
     assert len(set(seen)) == len(seen) == plan.steps_per_epoch * plan.batch_size
-    assert plan.epoch(plan.steps_per_epoch - 1) == 0 and plan.epoch(plan.steps_per_epoch) == 1
+    epochs = {epoch for epoch, _ in plan.iter_micro_batches(0, 0, plan.steps_per_epoch)}
+    assert epochs == {0}
 
 
 @given(plans, st.integers(0, 50))
-def test_the_global_batch_does_not_depend_on_how_it_is_cut(plan: BatchOrder, step: int) -> None:
+def test_the_global_batch_does_not_depend_on_the_ranks(plan: BatchOrder, step: int) -> None:
     alone = BatchOrder(plan.samples, plan.batch_size, plan.batch_size, 1, plan.seed)
-    assert plan.batch(step).tolist() == alone.batch(step).tolist()
+    ((_, indices),) = alone.iter_micro_batches(0, step, step + 1)
+    assert indices.tolist() == batch(plan, step).tolist()
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 5))
@@ -74,10 +90,10 @@ def test_shards_cover_every_sample_once(samples: int, batch_size: int, world_siz
 
 
 def test_epochs_differ_and_repeat() -> None:
-    first, second = order(0, 0, 100), order(0, 1, 100)
+    first, second = permutation(0, 0, 100), permutation(0, 1, 100)
     assert not torch.equal(first, second)
-    order.cache_clear()
-    assert torch.equal(order(0, 0, 100), first)
+    permutation.cache_clear()
+    assert torch.equal(permutation(0, 0, 100), first)
 
 
 @given(
@@ -89,7 +105,7 @@ def test_mixed_seeds_differ(one: list[int], other: list[int]) -> None:
     assert (mix(*one) == mix(*other)) == (one == other)
 
 
-def test_a_batch_that_does_not_come_out_even_names_the_nearest() -> None:
+def test_a_batch_that_cannot_be_divided_names_the_nearest_sizes() -> None:
     with pytest.raises(UserError, match="use 99 or 102"):
         make_batch_order(Train(batch_size=100), 1000, world_size=3)
     with pytest.raises(UserError, match=r"train\.micro_batch=8: use 16 or 32"):
@@ -98,16 +114,16 @@ def test_a_batch_that_does_not_come_out_even_names_the_nearest() -> None:
         make_batch_order(Train(batch_size=64), 50, world_size=1)
 
 
-def test_accumulation_follows_from_the_two() -> None:
+def test_accumulation_follows_from_batch_and_micro_batch() -> None:
     assert make_batch_order(Train(batch_size=32, micro_batch=8), 100, 1).accumulation == 4
     assert make_batch_order(Train(batch_size=32, micro_batch=8), 100, 2).accumulation == 2
     assert make_batch_order(Train(batch_size=32), 100, 2).micro_batch == 16
 
 
-def test_data_that_differ_in_length_are_refused_and_the_ranks_named() -> None:
+def test_data_of_different_lengths_are_refused_by_rank() -> None:
     check_same_lengths("training", [5, 5, 5])
     with pytest.raises(
-        UserError, match=r"5 samples on ranks 0, 2; 4 samples on rank 1\. Every rank must see"
+        UserError, match=r"5 samples on ranks 0, 2; 4 samples on rank 1\. Every rank must return"
     ):
         check_same_lengths("training", [5, 4, 5])
     with pytest.raises(UserError, match=r"9 samples on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more"):

@@ -1,4 +1,4 @@
-"""The way to the other processes."""
+"""Collectives, and their timeouts."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from rankzero.launch.request import make_folder, request_for
 from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity
-from rankzero.training.distributed import world
 from rankzero.training.distributed.world import World
 from support.two_ranks import LAYERED, layered, waits
 
 
 @pytest.mark.parametrize("content", [b"", b"12345", b"1234567890", b"12345678901"])
-def test_what_is_large_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+def test_large_content_is_broadcast_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
     wire: list[Tensor] = []
-    monkeypatch.setattr(world, "PIECE_BYTES", 5)
     sender, receiver = (World(Ranks(rank, 2), torch.device("cpu")) for rank in (0, 1))
     monkeypatch.setattr(dist, "broadcast", lambda buffer, source: wire.append(buffer.clone()))
-    assert sender.broadcast(content) == content
+    assert sender.broadcast(content, piece_bytes=5) == content
     assert all(len(piece) <= 5 for piece in wire)
     monkeypatch.setattr(dist, "broadcast", lambda buffer, source: buffer.copy_(wire.pop(0)))
-    assert receiver.broadcast(b"") == content and not wire
+    assert receiver.broadcast(b"", piece_bytes=5) == content and not wire
 
 
 @pytest.mark.parametrize(("strategy", "groups"), [("fsdp", 1), ("pp", 2)])
-def test_who_waits_is_not_ended_by_a_process_group_before_the_watchdog_names_who_hangs(
+def test_collectives_wait_longer_than_the_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, groups: int
 ) -> None:
-    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0")  # nobody waits for what nobody reads
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0")
     identity = Identity(
         "waits", "0" * 32, "hangs", "http://127.0.0.1:9", experiment_file=str(LAYERED)
     )

@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting."""
+"""Which rank makes the others wait."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def paces(forward: list[float], data_wait: list[float], windows: int = 10) -> Ra
     return found
 
 
-def test_a_rank_that_computes_longer_is_named() -> None:
+def test_a_rank_that_computes_longer_is_the_straggler() -> None:
     found = paces([0.1, 0.1, 0.19, 0.1], [0.0] * 4).straggler()
     assert found == {"straggler_rank": 2, "straggler_forward_ratio": pytest.approx(1.9)}
     assert told(found) == "rank 2 computes 1.9x as long as the others"
 
 
-def test_a_rank_whose_data_comes_late_is_named_first() -> None:
+def test_a_rank_that_waits_for_data_is_the_straggler_first() -> None:
     found = paces([0.1, 0.2], [0.35, 0.02]).straggler()
     assert found == {"straggler_rank": 0, "straggler_data_wait_fraction": pytest.approx(0.35)}
     assert told(found) == "rank 0 waits for its data 35% of the time"
@@ -40,7 +40,7 @@ def test_a_rank_whose_data_comes_late_is_named_first() -> None:
         RankTimes(),
     ],
 )
-def test_noise_few_windows_and_ranks_without_a_forward_name_nobody(found: RankTimes) -> None:
+def test_noise_few_windows_and_untimed_forwards_show_no_straggler(found: RankTimes) -> None:
     assert found.straggler() == {} and told(found.straggler()) is None
 
 

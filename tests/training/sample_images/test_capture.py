@@ -35,8 +35,8 @@ from rankzero.training.sample_images.mistakes import (
 from rankzero.training.sample_images.user_images import (
     class_names,
 )
-from rankzero.training.stop import Stop
-from rankzero.training.worker import _gallery, build
+from rankzero.training.stop import StopRequest
+from rankzero.training.worker import _image_capture, build
 from support.paths import FIXTURES
 
 PICTURED = FIXTURES / "pictured.py"
@@ -87,7 +87,7 @@ def run(experiment: Experiment, folder: Path, watch: bool = True) -> Shown:
     )
     if watch:
         job = dataclasses.replace(job, image_capture=capture)
-    fit(job, state, events.append, Stop(), None, RunTotals())
+    fit(job, state, events.append, StopRequest(), None, RunTotals())
     return Shown(
         events, notices, folder, [one.detach().clone() for one in state.model.parameters()]
     )
@@ -227,9 +227,8 @@ def test_figures_are_closed_on_every_rank(tmp_path: Path, own: str, rank: int) -
     job = dataclasses.replace(
         job, image_capture=capture, world=World(Ranks(rank=rank), torch.device("cpu"))
     )
-    events: list[Event] = []
-    evaluation.show(job, state, better=True, last=True, seconds=1.0, emit=events.append)
-    assert pyplot.get_fignums() == [] and len(events) == (own == "figure" and rank == 0)
+    event = evaluation.capture_images(job, state)
+    assert pyplot.get_fignums() == [] and (event is not None) == (own == "figure" and rank == 0)
 
 
 def test_full_disk_ends_the_pictures_and_not_the_run(
@@ -259,7 +258,7 @@ def test_only_rank_0_reads_class_names() -> None:
     job, _ = build(pictured(), World(Ranks(), torch.device("cpu")))
     log = RunLog(RunFolder(Path("x")), None, 1, None)
     found = [
-        _gallery(
+        _image_capture(
             dataclasses.replace(job, world=World(Ranks(rank=rank), torch.device("cpu"))), log
         )._classes
         for rank in (0, 1)

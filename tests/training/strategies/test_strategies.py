@@ -73,7 +73,7 @@ CASES = [
             f"{name}-left",
             {"train__strategy": name, "draws": True, "dropout": 0.3},
             stop_at=stop_at,
-            told=signalled,
+            stopped_rank=signalled,
         )
         for name, stop_at, signalled in LEFT
     ),
@@ -371,7 +371,7 @@ def shutil_copy(source: Path, target: Path) -> None:
         ("tp-compiled", "do not go together"),
         ("ddp-odd-metric", "measure()['text'] must be a 0-d tensor"),
         ("ddp-odd-loss", "measure()['loss'] must be a 0-d tensor"),
-        ("ddp-diverged", "the parameters of rank 1 are not rank 0's after step 4"),
+        ("ddp-diverged", "the parameters of rank 1 differ from rank 0's after step 4"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_remedy(folder: Path, name: str, says: str) -> None:

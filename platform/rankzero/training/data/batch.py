@@ -1,4 +1,4 @@
-"""A batch is whatever `collate` makes of samples: moved to a device, cut into rows, counted."""
+"""Batches, as `collate` makes them: nested lists, tuples and mappings with tensors in them."""
 
 from __future__ import annotations
 
@@ -11,65 +11,58 @@ from torch import Tensor
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with every tensor in it on `device`, and whatever else has a method ``to``."""
-    return _changed(
-        batch,
-        lambda tensor: tensor.to(device, non_blocking=True),
-        lambda other: _moved(other, device),
-    )
+    """Return `batch` with every tensor, and every other object that has ``to``, on `device`."""
+
+    def move(value: Any) -> Any:
+        try:
+            return value.to(device, non_blocking=True)
+        except TypeError:
+            # Not every class with a method ``to`` knows this argument.
+            return value.to(device)
+
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True), move)
 
 
 def rows_of(batch: Any, rows: Tensor) -> Any:
-    """Return some samples of a batch: those rows of every tensor in it."""
-    return _changed(batch, lambda tensor: tensor.index_select(0, rows), lambda other: other)
+    """Return the samples of `batch` at `rows`: those rows of every tensor."""
+    return map_tensors(batch, lambda tensor: tensor.index_select(0, rows))
 
 
 def samples_in(batch: Any) -> int:
-    """Return the length of the first tensor found in `batch`: its samples, where every tensor has them in rows."""
+    """Return the length of the first tensor in `batch`, or 0 if there is none."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else 0
-    values = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, (list, tuple))
-        else ()
-    )
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    values = batch if isinstance(batch, (list, tuple)) else ()
     return next((count for count in map(samples_in, values) if count), 0)
 
 
-def _changed(
-    batch: Any, change: Callable[[Tensor], Tensor], change_other: Callable[[Any], Any]
+def map_tensors(
+    batch: Any,
+    change: Callable[[Tensor], Any],
+    change_other: Callable[[Any], Any] = lambda other: other,
 ) -> Any:
-    """Return `batch` with its tensors changed, in lists, tuples, mappings; and others that could be moved."""
+    """Return `batch` with its tensors changed, and its other objects that have a method ``to``."""
 
     def changed(value: Any) -> Any:
-        return _changed(value, change, change_other)
+        return map_tensors(value, change, change_other)
 
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return _like(batch, {key: changed(value) for key, value in batch.items()})
-    if callable(getattr(batch, "to", None)):  # a PackedSequence is a tuple, too
+        values = {key: changed(value) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return values
+        # Keep the class, such as a tokenizer's BatchEncoding, with its other attributes.
+        other = copy.copy(batch)
+        other.update(values)
+        return other
+    # A PackedSequence is a tuple too, so this comes first.
+    if callable(getattr(batch, "to", None)):
         return change_other(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(changed, batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(map(changed, batch))
     return batch
-
-
-def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return the same kind of mapping with other values; a dict where it cannot be changed."""
-    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
-        return values
-    other = copy.copy(mapping)
-    other.update(values)
-    return other
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    try:
-        return value.to(device, non_blocking=True)
-    except TypeError:  # not everybody's takes that
-        return value.to(device)

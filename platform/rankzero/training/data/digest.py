@@ -1,9 +1,10 @@
-"""What a run's data are: a name, a digest that is the same for the same data, and how it was made.
+"""Describe a run's data sets: a name, and a digest that is the same for the same data.
 
-A digest is made of what a data set holds, as far as that can be seen without reading samples: tensors, arrays, lists
-of files and labels, also of the data sets that it is made of; where nothing is seen, of its type, its length and its
-settings. No sample is ever read: that would open files that loading processes then inherit, and draw random numbers.
-It takes milliseconds however large the data are, and augmentation does not change it.
+The digest reads what a data set holds in its attributes: tensors, arrays, lists of files and
+labels, also of the data sets it is made of. If it holds nothing of the kind, its type, length and
+settings count. No sample is read: that would open files that loading processes then inherit, and
+draw random numbers. So a digest takes milliseconds for data of any size, and augmentation does not
+change it.
 """
 
 from __future__ import annotations
@@ -24,51 +25,50 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from rankzero.events import DataDescribed
 from rankzero.redaction.text import text_without_secrets
 
+# Changing any of these numbers changes the digests of data that have not changed.
 ROWS = 64  # of each array or list
-ROW_VALUES = 4096  # of each row, spread over it
-MAPPED_VALUES = 256  # of each row of a file in memory: each may be a page to read
 INDICES = 4096  # of a subset
-DEEPEST = 6  # data sets in data sets
-PLAIN = (str, bytes, int, float, bool, type(None))
-GENERIC = (TensorDataset, Subset, ConcatDataset)
-Contents = list[bytes]
+_ROW_VALUES = 4096  # of each row, spread over it
+_MAPPED_VALUES = 256  # of each row of a memory-mapped file: each may be a page to read
+_DEEPEST = 6  # data sets in data sets
+_PLAIN = (str, bytes, int, float, bool, type(None))
+_GENERIC = (TensorDataset, Subset, ConcatDataset)
 
 
 def describe(
     dataset: Any, context: Literal["training", "validation"], experiment_file: str
 ) -> DataDescribed:
-    """Return what a data set is; of one that cannot be looked into, its type and its length. Raises nothing."""
+    """Return what a data set is. Raises nothing: the least it returns is a type and a length."""
     inner = innermost(dataset)
-    name = (
-        Path(experiment_file.partition(".py")[0]).name
-        if isinstance(inner, GENERIC)
-        else type(inner).__name__
-    )
-    digest, how = fingerprint(dataset)
+    name = type(inner).__name__
+    if isinstance(inner, _GENERIC):
+        name = Path(experiment_file.partition(".py")[0]).name
+    digest, how = compute(dataset)
     root = dict(_attributes(inner)).get("root")
-    local = isinstance(root, (str, Path)) and bool(str(root))
-    source = (
-        str(Path(str(root)).absolute()) if local and "://" not in str(root) else str(root or "")
-    )
+    is_local = isinstance(root, (str, Path)) and bool(str(root))
+    source = str(root) if is_local else experiment_file
+    if is_local and "://" not in source:
+        source = str(Path(source).absolute())
     return DataDescribed(
         time.time(),
         context,
         name,
         digest,
         how,
-        "local" if local else "code",
-        text_without_secrets(source if local else experiment_file),
+        "local" if is_local else "code",
+        text_without_secrets(source),
         len(dataset),
         _columns(dataset),
     )
 
 
-def fingerprint(dataset: Any) -> tuple[str, str]:
-    """Return a digest of 16 characters, and how it was made."""
-    ways: Sequence[Callable[[Any], tuple[Contents, str] | None]] = (_of_contents, _of_facts)
+def compute(dataset: Any) -> tuple[str, str]:
+    """Return a digest of 16 characters, and of what it was computed."""
+    ways: Sequence[Callable[[Any], tuple[list[bytes], str] | None]] = (_from_contents, _from_facts)
     for way in ways:
         found = None
-        with contextlib.suppress(Exception):  # a user's class may do anything when it is looked at
+        # A user's class may run any code when its attributes are read.
+        with contextlib.suppress(Exception):
             found = way(dataset)
         if found is not None:
             return hashlib.sha256(b"\0".join(found[0])).hexdigest()[:16], found[1]
@@ -76,8 +76,8 @@ def fingerprint(dataset: Any) -> tuple[str, str]:
 
 
 def innermost(dataset: Any) -> Any:
-    """Return the data set that a part or a wrapper is of, where it is of one."""
-    for _ in range(DEEPEST):
+    """Return the data set inside of parts and wrappers, as far as each holds exactly one."""
+    for _ in range(_DEEPEST):
         inner = [value for _, value in _attributes(dataset) if isinstance(value, Dataset)]
         if isinstance(dataset, TensorDataset) or len(inner) != 1:
             break
@@ -85,36 +85,49 @@ def innermost(dataset: Any) -> Any:
     return dataset
 
 
-def _of_contents(dataset: Any) -> tuple[Contents, str] | None:
-    seen: list[str] = []
-    found = list(_contents(dataset, seen, 0))
-    if not seen:
+def _from_contents(dataset: Any) -> tuple[list[bytes], str] | None:
+    names: list[str] = []
+    found = list(_contents(dataset, names, 0))
+    if not names:
         return None
-    return found, f"up to {ROWS} rows of {', '.join(dict.fromkeys(seen))}"[:200]
+    return found, f"up to {ROWS} rows of {', '.join(dict.fromkeys(names))}"[:200]
 
 
-def _contents(dataset: Any, seen: list[str], depth: int) -> Iterator[bytes]:
-    """Yield what the data set holds; the names of what was seen go to `seen`."""
-    if depth > DEEPEST:
+def _from_facts(dataset: Any) -> tuple[list[bytes], str]:
+    """Return what the data set is made of, and the settings of the innermost one."""
+    facts = []
+    for name, value in _attributes(innermost(dataset)):
+        if name[:1] != "_" and isinstance(value, (str, int, float, bool, Path)):
+            value = _portable(value)
+            # A name without its folder: where data lie does not matter.
+            facts.append((name, value.rpartition("/")[2] if isinstance(value, str) else value))
+    how = "its type, its length" + "".join(f", {name}" for name, _ in facts)
+    return [*_contents(dataset, [], 0), repr(facts).encode()], how[:200]
+
+
+def _contents(dataset: Any, names: list[str], depth: int) -> Iterator[bytes]:
+    """Yield what the data set holds. Append the names of the attributes read to `names`."""
+    # Two data sets may hold each other.
+    if depth > _DEEPEST:
         return
     if isinstance(dataset, Subset):
         yield from (b"subset", _indices(dataset.indices))
-        yield from _contents(dataset.dataset, seen, depth + 1)
+        yield from _contents(dataset.dataset, names, depth + 1)
         return
     if isinstance(dataset, ConcatDataset):
         for part in dataset.datasets:
-            yield from _contents(part, seen, depth + 1)
+            yield from _contents(part, names, depth + 1)
         return
     count = len(dataset)
     yield from (_kind(dataset), str(count).encode())
     for name, value in _attributes(dataset):
         if isinstance(value, Dataset):
-            yield from _contents(value, seen, depth + 1)
+            yield from _contents(value, names, depth + 1)
         elif name == "tensors" and isinstance(dataset, TensorDataset):
-            seen.append("its tensors")
+            names.append("its tensors")
             yield from (_packed(tensor) for tensor in value)
-        elif _holds(value, count):
-            seen.append(name)
+        elif _has_entry_per_sample(value, count):
+            names.append(name)
             yield from (name.encode(), _packed(value))
 
 
@@ -122,108 +135,91 @@ def _attributes(dataset: Any) -> list[tuple[str, Any]]:
     return sorted(vars(dataset).items()) if hasattr(dataset, "__dict__") else []
 
 
-def _holds(value: Any, count: int) -> bool:
-    """Tell whether an attribute has an entry for each sample."""
+def _kind(dataset: Any) -> bytes:
+    return type(dataset).__qualname__.encode()
+
+
+def _has_entry_per_sample(value: Any, count: int) -> bool:
     if isinstance(value, (Tensor, np.ndarray)):
-        return (
-            bool(value.ndim)
-            and len(value) == count
-            and not getattr(value.dtype, "hasobject", False)
-        )
+        # The bytes of an array of objects are addresses, which differ from run to run.
+        has_objects = getattr(value.dtype, "hasobject", False)
+        return bool(value.ndim) and len(value) == count and not has_objects
     return isinstance(value, (list, tuple)) and len(value) == count > 0 and _is_plain(value[0])
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) <= ROWS and all(map(_is_plain, value))
-    return isinstance(value, (*PLAIN, Path, np.generic))
+    return isinstance(value, (*_PLAIN, Path, np.generic))
 
 
 def _packed(values: Any) -> bytes:
-    """Return the shape and evenly spaced rows of an array or a list, as bytes. Only what is returned is copied."""
+    """Return the shape and evenly spaced rows of an array or list, and copy nothing else."""
     if isinstance(values, Tensor):
-        picked = values.detach()[_places(values.shape, ROW_VALUES)].cpu().contiguous()
-        return f"{values.dtype} {tuple(values.shape)}".encode() + bytes(
-            picked.view(torch.uint8).numpy()
-        )
+        picked = values.detach()[_spaced_index(values.shape, _ROW_VALUES)].cpu().contiguous()
+        head = f"{values.dtype} {tuple(values.shape)}"
+        return head.encode() + bytes(picked.view(torch.uint8).numpy())
     if isinstance(values, np.ndarray):
-        gathered = values[
-            _places(values.shape, MAPPED_VALUES if isinstance(values, np.memmap) else ROW_VALUES)
-        ]
+        most = _MAPPED_VALUES if isinstance(values, np.memmap) else _ROW_VALUES
+        gathered = values[_spaced_index(values.shape, most)]
         return f"torch.{values.dtype} {values.shape}".encode() + bytes(gathered.tobytes())
-    return repr((len(values), [_said(values[row]) for row in spaced(len(values), ROWS)])).encode()
+    rows = [_portable(values[row]) for row in spaced(len(values), ROWS)]
+    return repr((len(values), rows)).encode()
 
 
-def _places(shape: Sequence[int], most: int) -> tuple[Any, ...]:
-    """Return an index of spaced rows' spaced values, `most` of each: a gather, however the array lies in memory."""
+def _spaced_index(shape: Sequence[int], most: int) -> tuple[Any, ...]:
+    """Return an index of spaced rows, and of at most `most` spaced values in each.
+
+    An index, and no view: it gathers the same values from strided memory.
+    """
     rows, size = np.array(spaced(shape[0], ROWS), np.int64)[:, None], math.prod(shape[1:])
     steps = np.arange(0, size, max(1, -(-size // most)))
-    columns = (
-        np.unravel_index(steps, tuple(shape[1:]))
-        if size and len(shape) > 1
-        else [steps] * (len(shape) - 1)
-    )
-    return (rows, *columns)
+    if size and len(shape) > 1:
+        return (rows, *np.unravel_index(steps, tuple(shape[1:])))
+    return (rows, *[steps] * (len(shape) - 1))
 
 
 def _indices(indices: Any) -> bytes:
-    """Return evenly spaced ones of a subset's indices, the same for a list and a tensor."""
+    """Return evenly spaced entries of a subset's indices, the same for a list and a tensor."""
     places = spaced(len(indices), INDICES)
-    arrays = isinstance(indices, (Tensor, np.ndarray))
-    picked = indices[places].tolist() if arrays else [_said(indices[place]) for place in places]
+    if isinstance(indices, (Tensor, np.ndarray)):
+        picked = indices[places].tolist()
+    else:
+        picked = [_portable(indices[place]) for place in places]
     return repr((len(indices), picked)).encode()
 
 
-def _said(value: Any) -> Any:
-    """Return an entry of a list as it is on every machine: of a path, only its end."""
+def _portable(value: Any) -> Any:
+    """Return a list's entry as it is on every machine: a path without the folders above its own."""
     if isinstance(value, (list, tuple)):
-        return tuple(map(_said, value))
+        return tuple(map(_portable, value))
     if isinstance(value, Path) or (isinstance(value, str) and "/" in value):
         return "/".join(Path(value).parts[-2:])
     return value.item() if isinstance(value, (np.generic, Tensor)) else value
 
 
 def spaced(count: int, most: int) -> list[int]:
-    """Return at most `most` of range(count), evenly spaced, both ends among them."""
+    """Return at most `most` numbers of range(count), evenly spaced, with the first and the last."""
     if count <= most:
         return list(range(count))
     return [number * (count - 1) // (most - 1) for number in range(most)]
 
 
-def _of_facts(dataset: Any) -> tuple[Contents, str]:
-    """Return what the data set's parts are, and the settings of the one that it is of in the end."""
-    plain = [
-        (name, _said(value))
-        for name, value in _attributes(innermost(dataset))
-        if name[:1] != "_" and isinstance(value, (str, int, float, bool, Path))
-    ]
-    facts = [
-        (name, value.rpartition("/")[2] if isinstance(value, str) else value)
-        for name, value in plain
-    ]
-    how = "its type, its length" + "".join(f", {name}" for name, _ in facts)
-    return [*_contents(dataset, [], 0), repr(facts).encode()], how[:200]
-
-
-def _kind(dataset: Any) -> bytes:
-    return type(dataset).__qualname__.encode()
-
-
 def _columns(dataset: Any) -> dict[str, str]:
-    """Return what a sample is made of, by name, where it can be seen without reading one."""
+    """Return the types and shapes in a sample, by name, as far as attributes show them."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    pairs: list[tuple[str, Any]]
+    arrays: dict[str, Any]
     if isinstance(dataset, TensorDataset):
-        pairs = [(str(number), tensor) for number, tensor in enumerate(dataset.tensors)]
+        arrays = {str(number): tensor for number, tensor in enumerate(dataset.tensors)}
     else:
-        arrays = [
-            (name, value)
+        arrays = {
+            name: value
             for name, value in _attributes(dataset)
             if isinstance(value, (Tensor, np.ndarray))
-        ]
-        pairs = [(name, array) for name, array in arrays if _holds(array, len(dataset))]
+            and _has_entry_per_sample(value, len(dataset))
+        }
     return {
         name: f"{str(array.dtype).removeprefix('torch.')}{list(array.shape[1:]) or ''}"
-        for name, array in pairs
+        for name, array in arrays.items()
     }

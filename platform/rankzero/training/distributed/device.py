@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and what it is made of."""
+"""The device that a rank computes on, and the facts about it that a run records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankzero.training.distributed.world import World
 
 
 def choose(ranks: Ranks) -> torch.device:
-    """Return this rank's device, made current: the GPU of its local rank, or the CPU where there is none."""
+    """Return this rank's device, made current: the GPU of its local rank, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     check_gpus(ranks.local_world_size)
@@ -30,17 +30,17 @@ def gpu_count() -> int:
 
 
 def check_gpus(processes: int) -> None:
-    """Raise UserError where a node has GPUs, but fewer than `processes`."""
+    """Raise UserError if this node has GPUs, but fewer than `processes`."""
     gpus = gpu_count()
     if 0 < gpus < processes:
         raise UserError(
-            f"{processes} processes need {processes} GPUs, but this machine shows {gpus}: "
+            f"{processes} processes need {processes} GPUs, but this machine has {gpus}: "
             f"use --nproc {gpus}, or CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
 
 
 def set_threads(ranks: Ranks) -> None:
-    """Share the cores among the node's ranks, unless OMP_NUM_THREADS says otherwise."""
+    """Give each of the node's ranks an equal share of the cores, or OMP_NUM_THREADS."""
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(max(1, int(os.environ["OMP_NUM_THREADS"])))
         return
@@ -49,30 +49,36 @@ def set_threads(ranks: Ranks) -> None:
 
 
 def gpu_uuids(ranks: Ranks, strategy: str) -> list[str]:
-    """Return the UUIDs of the GPUs that this node's ranks use, by local rank; empty without GPUs."""
+    """Return the UUIDs of the GPUs that this node's ranks use, in the order of local ranks."""
     if not torch.cuda.is_available():
         return []
-    visible = torch.cuda.device_count()
-    shown = visible if strategy == "dp" else min(ranks.local_world_size, visible)
-    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(shown)]
+    used = torch.cuda.device_count()
+    # DataParallel uses all GPUs in one process.
+    if strategy != "dp":
+        used = min(ranks.local_world_size, used)
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(used)]
 
 
 def forget_peak_memory(world: World) -> None:
-    """Begin to count anew: building a divided model takes more for a moment than training it."""
+    """Restart the count of `peak_memory_megabytes`."""
+    # Building a sharded model takes more memory for a moment than training it.
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
 
 
 def peak_memory_megabytes(world: World) -> float:
-    """Return the most memory that this rank has held: of the GPU, as PyTorch reserves it, else of the host."""
+    """Return the most memory that this rank has held.
+
+    On a GPU: what PyTorch has reserved. On a CPU: the resident size of the process.
+    """
     if world.device.type == "cuda":
         return torch.cuda.max_memory_reserved(world.device) / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def describe(world: World) -> dict[str, str]:
-    """Return what the run computes with, as tags."""
+    """Return tags about the software and hardware that the run computes with."""
     facts = {
         "rankzero.torch": torch.__version__,
         "rankzero.world_size": str(world.size),
@@ -91,8 +97,9 @@ def describe(world: World) -> dict[str, str]:
 
 
 def driver_version() -> str:
-    """Return the NVIDIA driver's version; unknown where it does not say."""
-    try:  # without NVML: the training process never talks to it
+    """Return the NVIDIA driver's version, or "unknown"."""
+    # Not through NVML: only the recorder calls that, because a call may hang.
+    try:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
         return "unknown"

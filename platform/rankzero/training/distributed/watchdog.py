@@ -1,4 +1,7 @@
-"""A watchdog in every rank: a rank that hangs ends the run with its stack, instead of a silence without end."""
+"""A watchdog in every rank: it ends a rank that hangs, and reports where it hung.
+
+Without it, a rank that hangs makes all ranks wait in silence, without end.
+"""
 
 from __future__ import annotations
 
@@ -11,67 +14,83 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from rankzero.launch.failures import Failure, FailureKind, place_of
+from rankzero.training.distributed import world
+from rankzero.training.metrics import window
 
 CHECKS = 20  # per limit
-FIRST_STEP = (
-    6.0  # the first step may take so many times as long: it compiles, and data loaders start
-)
-AROUND_SECONDS = 1800.0  # before the first step and after the last: at least so long, data may have to be fetched
-OTHERS = 1.5  # who waits for the others ends so many times later: the one that hangs is to be named
-TELL_SECONDS = 5.0  # to leave word: a rank 0 that is stopped answers nobody
-WAITING = (
-    "torch/distributed",
-    "torch/autograd",
-    "torch/nn/parallel",
-    "torch/cuda",
-    "training/distributed/world.py",
-    "training/metrics/window.py",
-)
-"""Where the innermost Python frame of a rank is that waits for the others, or for its device."""
+# The first step compiles the model and starts data loaders, so it may take this many times as long.
+FIRST_STEP_FACTOR = 6.0
+# A rank that waits for others gets this many times as long. So the rank that hangs ends first.
+WAITING_FACTOR = 1.5
+# The least time before the first step and after the last: data may have to be downloaded.
+SETUP_SECONDS = 1800.0
+# To report a hang. The disk may hang, and a stopped rank 0 answers no request.
+REPORT_SECONDS = 5.0
 
+_TORCH = Path(torch.__file__).parent
+WAITING_IN = (
+    *(f"{_TORCH / name}{os.sep}" for name in ("distributed", "autograd", "nn/parallel", "cuda")),
+    world.__file__,
+    window.__file__,
+)
+"""A rank whose innermost Python frame is in one of these waits for other ranks or its device."""
 
 SETTING_UP, TRAINING, ENDING = "in set-up", "", "after the last step"
 
 
 class Watchdog:
-    """Watches one rank's progress, for the duration of `watching`.
+    """Watches the main thread's progress for the duration of `watching`.
 
-    `minutes`: the longest time without a `beat` while `training`, None: for ever; before and after that nothing beats,
-    and all of it together may take as long as a first step, at least half an hour.
-    Time in which this whole process was stopped (Ctrl-Z, a scheduler that suspends jobs) does not count.
-    `told`: are given the failure before the process ends, side by side.
+    `minutes`: the longest time without a `beat` in `training`. None watches nothing. Before and
+    after the training nothing beats: all of it together may take as long as a first step, and at
+    least `setup_seconds`. Time in which the whole process was stopped, by Ctrl-Z or a scheduler,
+    does not count. `on_hang`: called with the failure before the process ends, each in a thread of
+    its own. `local_processes`: the process ids of this node's ranks, by rank.
     """
 
-    def __init__(self, minutes: float | None, rank: int, *told: Callable[[Failure], None]) -> None:
-        self._seconds = None if minutes is None else 60.0 * minutes
-        self._rank, self._told = rank, told
+    def __init__(
+        self,
+        minutes: float | None,
+        rank: int,
+        on_hang: Sequence[Callable[[Failure], None]],
+        *,
+        setup_seconds: float = SETUP_SECONDS,
+        local_processes: Mapping[int, int] | None = None,
+        waiting_in: Sequence[str] = WAITING_IN,
+    ) -> None:
+        self._limit = None if minutes is None else 60.0 * minutes
+        self._rank, self._on_hang, self._setup_seconds = rank, on_hang, setup_seconds
+        self._local_processes = local_processes or {}
+        self._waiting_in = tuple(waiting_in)
         self._last, self._beats = time.monotonic(), 0
         self._phase = SETTING_UP
         self._over = threading.Event()
 
     def beat(self) -> None:
-        """Say that this rank gets on. Costs a tenth of a microsecond."""
+        """Report progress. Costs a tenth of a microsecond."""
         self._last = time.monotonic()
         self._beats += 1
 
-    def begin(self) -> None:
-        """Say that what comes next is a first step, which may take longer."""
+    def expect_slow_step(self) -> None:
+        """Allow the next step as long as the first."""
         self._last, self._beats = time.monotonic(), 0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the main thread for the duration of the block."""
-        if self._seconds is None:
+        if self._limit is None:
             yield
             return
         self._last = time.monotonic()
         thread = threading.Thread(
-            target=self._watch, args=(self._seconds,), name="watchdog", daemon=True
+            target=self._watch, args=(self._limit,), name="watchdog", daemon=True
         )
         thread.start()
         try:
@@ -90,96 +109,101 @@ class Watchdog:
             self._enter(ENDING)
 
     def _enter(self, phase: str) -> None:
-        self._last = (
-            time.monotonic()
-        )  # first: who reads the phase, and then this, measures no phase by another's time
+        # The time comes first. The thread reads the phase first, so it never applies the limit of a
+        # new phase to the time of the old one.
+        self._last = time.monotonic()
         self._phase = phase
 
     def _watch(self, limit: float) -> None:
-        waited = 0.0  # when it was last seen to wait: who is let go because a peer has died does not hang since then
+        interval = limit / CHECKS
+        # When the rank was last seen to wait. If a peer's death releases it, it has not hung since
+        # its last beat, but only since then.
+        waited_until = 0.0
         looked = time.monotonic()
-        while not self._over.wait(limit / CHECKS):
-            if (stopped := time.monotonic() - looked - limit / CHECKS) > limit / CHECKS:
-                self._last, waited = self._last + stopped, waited + stopped
+        while not self._over.wait(interval):
+            suspended = time.monotonic() - looked - interval
+            if suspended > interval:
+                self._last, waited_until = self._last + suspended, waited_until + suspended
             looked = time.monotonic()
-            allowed, last, now = (
-                self._allowed(limit, phase := self._phase),
-                self._last,
-                time.monotonic(),
-            )
-            since, frame = (
-                max(last, waited),
-                sys._current_frames()[threading.main_thread().ident or 0],
-            )
-            if waits(frame):
-                since, allowed, waited = last, allowed * OTHERS, now
+            phase = self._phase
+            last, now = self._last, time.monotonic()
+            allowed = limit
+            if phase != TRAINING or self._beats <= 1:
+                allowed = FIRST_STEP_FACTOR * limit
+            if phase != TRAINING:
+                allowed = max(allowed, self._setup_seconds)
+            # Python documents this function for debuggers. There is no other way to see where
+            # another thread is, and CPython has had it since 2.5.
+            frame = sys._current_frames()[threading.main_thread().ident or 0]
+            if is_waiting(frame.f_code.co_filename, self._waiting_in):
+                since, allowed, waited_until = last, allowed * WAITING_FACTOR, now
+            else:
+                since = max(last, waited_until)
             if now - since > allowed:
-                self._bite(frame, now - since, phase)
+                self._end_process(frame, now - since, phase)
 
-    def _allowed(self, limit: float, phase: str) -> float:
-        if phase == TRAINING and self._beats > 1:
-            return limit
-        return FIRST_STEP * limit if phase == TRAINING else max(FIRST_STEP * limit, AROUND_SECONDS)
-
-    def _bite(self, frame: FrameType, silent: float, phase: str) -> None:
-        """Leave word, leave every thread's stack in the log, and end: nobody can wake a thread that hangs."""
+    def _end_process(self, frame: FrameType, silent_seconds: float, phase: str) -> None:
+        """Report the hang, print every thread's stack, and kill this process."""
         stack = traceback.extract_stack(frame)
-        did = "waited for the others" if waits(frame) else "hung"
-        when = f" {phase}" if phase else ""
+        is_peer = is_waiting(frame.f_code.co_filename, self._waiting_in)
+        did = "waited for the others" if is_peer else "hung"
+        reason = " ".join(f"rank {self._rank} {did} for {silent_seconds:.0f} s {phase}".split())
         place = place_of(stack)
-        first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
-        others = "".join(
-            f"; rank {first + local} is stopped, by SIGSTOP or a debugger"
-            for local in stopped_beside()
-        )
-        reason = f"rank {self._rank} {did} for {silent:.0f} s{when}{f' ({place})' if place else ''}{others}"
+        if place:
+            reason += f" ({place})"
+        # A rank that is stopped cannot report it itself.
+        for rank in stopped_ranks(self._local_processes):
+            reason += f"; rank {rank} is stopped, by SIGSTOP or a debugger"
         error = "".join(traceback.format_list(stack))
         failure = Failure(time.time(), self._rank, reason, error, FailureKind.HANG)
-        _in_time([functools.partial(told, failure) for told in self._told])
-        _in_time(
-            [
-                functools.partial(
-                    _print_stacks, f"{reason}; train.limits.hang_minutes sets the limit"
-                )
-            ]
-        )
+
+        def print_stacks() -> None:
+            print(
+                f"{reason}; train.limits.hang_minutes sets the limit", file=sys.stderr, flush=True
+            )
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+
+        _try_for_seconds([functools.partial(call, failure) for call in self._on_hang])
+        _try_for_seconds([print_stacks])
+        # Nothing can wake a thread that hangs in C code, so only SIGKILL surely ends the process.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _print_stacks(reason: str) -> None:
-    print(reason, file=sys.stderr, flush=True)
-    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+def is_waiting(file: str, waiting_in: Sequence[str] = WAITING_IN) -> bool:
+    """Return whether code in `file` waits for other ranks or its device."""
+    return file.startswith(tuple(waiting_in))
 
 
-def _in_time(calls: Sequence[Callable[[], None]]) -> None:
-    """Do what may fail, or take for ever on a disk or a rank that answers no more, for some seconds."""
+def stopped_ranks(processes: Mapping[int, int]) -> list[int]:
+    """Return the ranks that a signal or a debugger has stopped. Linux only, else none.
 
-    def tried(call: Callable[[], None]) -> None:
+    `processes`: process ids by rank, of ranks with the same parent process as this one.
+    """
+    found = []
+    for rank, process in sorted(processes.items()):
+        # There is no such file on other systems, and none for a process that has ended.
+        with contextlib.suppress(OSError, ValueError):
+            text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+            # The command's name in parentheses may contain anything. The state and the parent
+            # follow it.
+            state, parent = text.rpartition(")")[2].split()[:2]
+            # Another parent: the id is a stranger's, as in another PID namespace.
+            if state in "Tt" and int(parent) == os.getppid():
+                found.append(rank)
+    return found
+
+
+def _try_for_seconds(calls: Sequence[Callable[[], None]]) -> None:
+    """Make calls that may fail, or hang on a disk or a rank, and leave them after some seconds."""
+
+    def attempt(call: Callable[[], None]) -> None:
+        # The process ends in any case, and the other calls still report the hang.
         with contextlib.suppress(Exception):
             call()
 
-    threads = [threading.Thread(target=tried, args=(call,), daemon=True) for call in calls]
+    threads = [threading.Thread(target=attempt, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + TELL_SECONDS
+    deadline = time.monotonic() + REPORT_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def waits(frame: FrameType) -> bool:
-    """Tell whether a thread waits for what others do, by its innermost Python frame."""
-    return any(part in frame.f_code.co_filename for part in WAITING)
-
-
-def stopped_beside(proc: Path = Path("/proc")) -> list[int]:
-    """Return the local ranks of this node's ranks that are stopped: those say nothing themselves. Linux only.
-
-    A rank is a child of the same parent, whose output goes to ``logs/…/<local rank>/stdout.log``.
-    """
-    found = []
-    for path in proc.glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
-            if state in "Tt" and int(parent) == os.getppid():
-                found.append(int((path.parent / "fd" / "1").readlink().parent.name))
-    return sorted(found)

@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting: by what each does before it waits for anybody."""
+"""Find the rank that makes the others wait, by what each does before it waits for another."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from typing import Any, Protocol
 
 import torch
 
-SLOWER = 1.25  # times the others' median: less is noise on a machine that does other things, too
-LATER = 0.1  # of the time waited for data, more than the others
-WINDOWS = 5  # fewer are no pattern
+# Times the median of the others. Less is noise on a machine that other programs use too.
+SLOWER = 1.25
+# More waiting for data than the others' median, as a fraction of the time.
+LATER = 0.1
+# Fewer windows show no pattern.
+WINDOWS = 5
 
 
 class ForwardTimer(Protocol):
-    """What a forward is timed with."""
+    """Times forwards."""
 
     def timed(self, measure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what to call in the place of `measure`."""
+        """Return what to call instead of `measure`."""
 
     def read(self) -> float:
-        """Return the seconds of a forward, 0 where none was timed."""
+        """Return the seconds of a forward, or 0 if none was timed."""
 
 
 class EventTimer:
@@ -33,23 +36,28 @@ class EventTimer:
         self._marks: tuple[Any, Any] | None = None
 
     def timed(self, measure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `measure`, timed where this window has no time yet."""
-        return measure if self._marks is not None else lambda *given: self._once(measure, *given)
+        """Return `measure`, timed unless this window has a time already."""
+        if self._marks is not None:
+            return measure
+
+        def measure_timed(*args: Any) -> Any:
+            begin = self._mark()
+            values = measure(*args)
+            self._marks = begin, self._mark()
+            return values
+
+        return measure_timed
 
     def read(self) -> float:
-        """Return the seconds, 0 where there was no forward, and begin anew. Only once the device has computed it."""
+        """Return the seconds, or 0 if there was no forward, and start the next window.
+
+        Call it only once the device has computed the forward.
+        """
         marks, self._marks = self._marks, None
         if marks is None:
             return 0.0
-        return float(
-            marks[0].elapsed_time(marks[1]) / 1000 if self._on_gpu else marks[1] - marks[0]
-        )
-
-    def _once(self, measure: Callable[..., Any], *given: Any) -> Any:
-        begun = self._mark()
-        values = measure(*given)
-        self._marks = begun, self._mark()
-        return values
+        begin, end = marks
+        return float(begin.elapsed_time(end) / 1000 if self._on_gpu else end - begin)
 
     def _mark(self) -> Any:
         if not self._on_gpu:
@@ -69,33 +77,36 @@ class RankTimes:
     data_wait: list[float] = dataclasses.field(default_factory=list)
 
     def add(self, seconds: float, forward: Sequence[float], data_wait: Sequence[float]) -> None:
+        """Add one window: its seconds, and every rank's forward and wait for data."""
         self.windows += 1
         self.seconds += seconds
-        self.forward = _summed(self.forward, forward)
-        self.data_wait = _summed(self.data_wait, data_wait)
+        self.forward = _added(self.forward, forward)
+        self.data_wait = _added(self.data_wait, data_wait)
 
     def straggler(self) -> dict[str, float]:
-        """Return the figures of the rank that keeps the others waiting, as a run's summary has them; none: empty."""
+        """Return the figures of the rank that makes the others wait, or {} if no rank does.
+
+        The keys are those of a run's summary.
+        """
         if self.windows < WINDOWS or len(self.forward) < 2 or not all(self.forward):
             return {}
-        late, waited = _last(self.data_wait)
-        fraction = (self.data_wait[late] - waited) / self.seconds
-        if fraction >= LATER:
+        late, median = _highest(self.data_wait)
+        if (self.data_wait[late] - median) / self.seconds >= LATER:
             return {
                 "straggler_rank": late,
                 "straggler_data_wait_fraction": self.data_wait[late] / self.seconds,
             }
-        slow, median = _last(self.forward)
+        slow, median = _highest(self.forward)
         if self.forward[slow] >= SLOWER * median:
             return {"straggler_rank": slow, "straggler_forward_ratio": self.forward[slow] / median}
         return {}
 
 
-def _last(values: Sequence[float]) -> tuple[int, float]:
-    """Return the rank with the largest value, and the others' median."""
+def _highest(values: Sequence[float]) -> tuple[int, float]:
+    """Return the rank with the highest value, and the median of the others."""
     rank = max(range(len(values)), key=values.__getitem__)
     return rank, statistics.median([*values[:rank], *values[rank + 1 :]])
 
 
-def _summed(sums: Sequence[float], more: Sequence[float]) -> list[float]:
+def _added(sums: Sequence[float], more: Sequence[float]) -> list[float]:
     return [a + b for a, b in zip(sums, more, strict=True)] if sums else list(more)

@@ -1,4 +1,4 @@
-"""Samples per second with a confidence interval."""
+"""Samples per second with a confidence interval, and the totals of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rankzero.training.metrics.window import WindowStats
 
 
 class Throughput:
-    """Samples per second in the steady state, with a 95 % confidence interval, by the method of batch means.
+    """Samples per second in the steady state, with a 95 % confidence interval.
 
-    Each window is one batch mean; windows are long enough (about a second) to be nearly
-    independent. Evaluations, checkpoints and the warm-up windows never enter.
+    Method of batch means: each window is one mean. Windows of about a second are nearly
+    independent. Evaluations, checkpoints and the warm-up windows do not count.
     """
 
     def __init__(self, warmup_windows: int = 2) -> None:
@@ -29,22 +29,21 @@ class Throughput:
 
     @property
     def samples_per_second(self) -> float | None:
-        """All samples over all seconds; None before the first window after the warm-up."""
+        """All samples over all seconds, or None before the first window after the warm-up."""
         if not self._windows:
             return None
-        return sum(samples for samples, _ in self._windows) / sum(
-            seconds for _, seconds in self._windows
-        )
+        samples, seconds = map(sum, zip(*self._windows, strict=True))
+        return samples / seconds
 
     @property
     def half_width(self) -> float | None:
-        """Half the 95 % interval, in samples per second; None with fewer than two windows."""
+        """Half the 95 % interval, in samples per second, or None with fewer than two windows."""
         return half_width([samples / seconds for samples, seconds in self._windows])
 
 
 @dataclasses.dataclass
 class RunTotals:
-    """What the run's summary is made of."""
+    """What the loop adds up for the run's summary."""
 
     throughput: Throughput = dataclasses.field(default_factory=Throughput)
     rank_times: RankTimes = dataclasses.field(default_factory=RankTimes)
@@ -52,31 +51,32 @@ class RunTotals:
     train_seconds: float = 0.0
     data_wait_seconds: float = 0.0
     blocked_seconds: float = 0.0
+    """Of waiting for checkpoints."""
     best: float | None = None
     last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def add(self, report: WindowStats, batch_size: int) -> None:
-        self.throughput.add(report.steps * batch_size, report.seconds)
-        self.rank_times.add(report.seconds, report.forwards, report.data_waits)
-        self.steps += report.steps
-        self.train_seconds += report.seconds
-        self.data_wait_seconds += report.data_wait_seconds
+    def add(self, window: WindowStats, batch_size: int) -> None:
+        """Add one window, or several as one."""
+        self.throughput.add(window.steps * batch_size, window.seconds)
+        self.rank_times.add(window.seconds, window.forwards, window.data_waits)
+        self.steps += window.steps
+        self.train_seconds += window.seconds
+        self.data_wait_seconds += window.data_wait_seconds
 
     def summary(self) -> dict[str, float]:
-        """Return the run's figures; one that was not measured is left out."""
+        """Return the run's figures, without those that were not measured."""
+        data_wait_fraction = None
+        if self.train_seconds:
+            data_wait_fraction = self.data_wait_seconds / self.train_seconds
         figures = {
             "best": self.best,
             "samples_per_second": self.throughput.samples_per_second,
             "samples_per_second_half_width": self.throughput.half_width,
             "steps": float(self.steps),
             "train_seconds": self.train_seconds,
-            "data_wait_fraction": self.data_wait_seconds / self.train_seconds
-            if self.train_seconds
-            else None,
+            "data_wait_fraction": data_wait_fraction,
             "checkpoint_blocked_seconds": self.blocked_seconds,
             **self.rank_times.straggler(),
         }
-        return {
-            **self.last_metrics,
-            **{name: value for name, value in figures.items() if value is not None},
-        }
+        measured = {name: value for name, value in figures.items() if value is not None}
+        return {**self.last_metrics, **measured}

@@ -1,4 +1,4 @@
-"""Running values on the device, one fused reduction per report; throughput with its confidence interval; the sum."""
+"""Metrics over a window of steps and over an evaluation, summed over all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rankzero.errors import UserError
 from rankzero.training.distributed.world import World
-from rankzero.training.stop import most_urgent
+from rankzero.training.stop import StopCode, most_urgent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,22 +22,22 @@ class WindowStats:
     values: Mapping[str, list[float]]
     """Per metric, each step's mean over all ranks' samples."""
     stop_codes: list[int]
-    """Per rank, why it wants to stop; 0: it does not."""
+    """Per rank, its `StopCode`."""
     seconds: float
     """The slowest rank's wall-clock time for the window."""
     data_waits: list[float]
-    """Per rank, the seconds spent waiting for data."""
+    """Per rank, the seconds of waiting for data."""
     forwards: list[float]
-    """Per rank, the seconds of one forward; see `straggler`."""
+    """Per rank, the seconds of one forward. 0 if none was timed."""
     steps: int
 
     @property
     def data_wait_seconds(self) -> float:
-        """The slowest rank's."""
+        """The longest wait of any rank."""
         return max(self.data_waits)
 
     @property
-    def stop_code(self) -> int:
+    def stop_code(self) -> StopCode:
         return most_urgent(self.stop_codes)
 
     @property
@@ -45,12 +45,17 @@ class WindowStats:
         return self.seconds / self.steps
 
     @property
-    def finite(self) -> bool:
-        """Tell whether the last step's loss is a number."""
+    def is_finite(self) -> bool:
+        """Whether the last step's loss is a finite number.
+
+        A training that diverges does not recover: once a weight is NaN, every later loss is. A
+        single infinite loss earlier in the window may recover, as under fp16, where the loss scaler
+        skips such a step.
+        """
         return math.isfinite(self.values["loss"][-1])
 
     def and_then(self, later: WindowStats) -> WindowStats:
-        """Return this report's times and those of the one of the steps after it as one, with the latter's values."""
+        """Return the times of this window and the next as one, with the next one's values."""
         return dataclasses.replace(
             later,
             seconds=self.seconds + later.seconds,
@@ -60,40 +65,44 @@ class WindowStats:
 
 
 class MetricWindow:
-    """The steps since the last report. Values stay on the device until `reduce`."""
+    """The metrics of the steps since the last report. They stay on the device until `reduce`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._names: list[str] | None = None
         self._rows: list[list[Tensor]] = []
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Keep one step's metrics: 0-d tensors, detached, means over this rank's samples of the step."""
+        """Add one step's metrics: 0-d tensors, detached, means over this rank's samples."""
         if self._names is None:
             self._names = check_metrics(metrics)
         try:
             self._rows.append([metrics[name] for name in self._names])
         except KeyError as error:
             raise UserError(
-                f"measure() left out {error} that it returned before: return the same keys every time"
+                f"measure() did not return {error}, which it returned before: "
+                "return the same keys every time"
             ) from None
 
     def reduce(
         self, stop_code: int, seconds: float, data_wait_seconds: float, forward_seconds: float = 0.0
     ) -> WindowStats:
-        """Add up the window over all ranks and start a new one. The only collective and host sync between steps."""
+        """Return the window over all ranks, and start the next one. Collective.
+
+        `stop_code`, `seconds`, …: this rank's. This is the only collective, and the only wait of
+        the host for the device, between steps.
+        """
         names, rows, world = self._names or [], self._rows, self._world
         self._rows = []
-        mine = torch.zeros(world.size, 4, dtype=torch.float64)
-        mine[world.ranks.rank] = torch.tensor(
+        # One sum carries everything. The ranks' own numbers travel in a matrix of zeros, in which
+        # each rank fills its row.
+        own = torch.zeros(world.size, 4, dtype=torch.float64)
+        own[world.ranks.rank] = torch.tensor(
             [stop_code, seconds, data_wait_seconds, forward_seconds], dtype=torch.float64
         )
         values = torch.stack([value for row in rows for value in row]).double()
         fused = world.sum(
-            torch.cat([values / world.size, mine.flatten().to(values.device)])
+            torch.cat([values / world.size, own.flatten().to(values.device)])
         ).tolist()
         width, cut = len(names), len(values)
         return WindowStats(
@@ -107,7 +116,7 @@ class MetricWindow:
 
 
 class EvaluationMeans:
-    """Means over every sample that any rank saw, however ragged the batches: sums and counts."""
+    """Means over every sample that any rank evaluated, with batches of any size."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -124,17 +133,22 @@ class EvaluationMeans:
         self._samples += samples
 
     def reduce(self) -> dict[str, float]:
-        """Return the means over all ranks' samples. A collective: a rank without samples must call it too."""
-        counts = self._world.gather(torch.tensor([self._samples])).flatten()
-        told = self._world.broadcast(json.dumps(self._names).encode(), source=int(counts.argmax()))
-        names: list[str] = json.loads(told)
-        nothing = torch.zeros(len(names), dtype=torch.float64, device=self._world.device)
-        totals = self._world.sum(nothing if self._sums is None else self._sums).tolist()
+        """Return the means over all ranks' samples. Collective, also for a rank without samples."""
+        world = self._world
+        counts = world.gather(torch.tensor([self._samples])).flatten()
+        # A rank without samples does not know the names.
+        names: list[str] = json.loads(
+            world.broadcast(json.dumps(self._names).encode(), source=int(counts.argmax()))
+        )
+        sums = self._sums
+        if sums is None:
+            sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
+        totals = world.sum(sums).tolist()
         return {name: total / int(counts.sum()) for name, total in zip(names, totals, strict=True)}
 
 
 def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:
-    """Return the metrics' names, loss first. Raises UserError where `measure` broke its contract."""
+    """Return the metrics' names, loss first. Raises UserError if `measure` returned other things."""
     if not isinstance(metrics, Mapping):
         raise UserError(
             f"measure() must return a mapping like {{'loss': loss}}, got {type(metrics).__name__}"
@@ -143,15 +157,16 @@ def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:
         raise UserError(f"measure() returned no 'loss', only {sorted(metrics)}: add the key 'loss'")
     for name, value in metrics.items():
         if not isinstance(value, Tensor) or value.dim():
-            shape = (
-                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            )
+            found = type(value).__name__
+            if isinstance(value, Tensor):
+                found = f"shape {tuple(value.shape)}"
             raise UserError(
-                f"measure()[{name!r}] must be a 0-d tensor (a mean over the batch), got {shape}"
+                f"measure()[{name!r}] must be a 0-d tensor (a mean over the batch), got {found}"
             )
         if value.device != metrics["loss"].device:
             raise UserError(
-                f"measure()[{name!r}] is on {value.device}, the loss on {metrics['loss'].device}: leave every metric "
-                "where the model computes it; moving it to the host would make each step wait"
+                f"measure()[{name!r}] is on {value.device}, the loss on {metrics['loss'].device}: "
+                "leave every metric where the model computes it; moving it to the host would make "
+                "each step wait"
             )
     return ["loss", *(name for name in metrics if name != "loss")]

@@ -1,0 +1,84 @@
+"""Reports of the training: the metrics of every step, and the speed, about once a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from rankzero.events import StepsLogged
+from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
+from rankzero.training.job import State, TrainingContext
+from rankzero.training.metrics.throughput import RunTotals
+from rankzero.training.metrics.window import MetricWindow, WindowStats
+from rankzero.training.stop import LONGEST_WINDOW, StopCode, next_interval
+
+
+class Reporter:
+    """Collects steps in windows of about a second, and reports each window.
+
+    A window stays that short even if `train.log_every` is larger, because the ranks learn of a
+    request to stop with a report only. `train.log_every` spaces the reports of the speed.
+    """
+
+    def __init__(self, job: TrainingContext, state: State, totals: RunTotals) -> None:
+        self._job, self._state, self._totals = job, state, totals
+        self._window = MetricWindow(job.world)
+        # The first window is one step: nobody knows yet how long a step takes.
+        self._interval = 1
+        self._unreported_speed: WindowStats | None = None
+
+    def start_window(self) -> None:
+        """Start the clock of the next window. What came before, an evaluation, does not count."""
+        self._times: list[float] = []
+        self._data_wait, self._start = 0.0, self._job.world.now()
+
+    def add(self, metrics: Mapping[str, Tensor], data_wait: float) -> None:
+        """Add one step's metrics, which stay on the device, and its seconds of waiting for data."""
+        self._window.add(metrics)
+        self._data_wait += data_wait
+        self._times.append(time.time())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the window has as many steps as fit into about a second."""
+        return len(self._times) >= self._interval
+
+    def report(
+        self, stop_code: StopCode, *, actions_due: bool
+    ) -> tuple[WindowStats, list[StepsLogged]]:
+        """Return what every rank knows of the window now, and the events to emit. Collective.
+
+        `stop_code`: this rank's. `actions_due`: an evaluation or a checkpoint follows, whose time
+        must not enter the speed of the steps before it.
+        """
+        job, state = self._job, self._state
+        seconds = job.world.now() - self._start
+        window = self._window.reduce(stop_code, seconds, self._data_wait, job.forward_timer.read())
+        steps = range(state.step - window.steps + 1, state.step + 1)
+        columns = {f"train/{name}": column for name, column in window.values.items()}
+        events = [StepsLogged(list(steps), self._times, columns)]
+
+        speed = window
+        if self._unreported_speed is not None:
+            speed = self._unreported_speed.and_then(window)
+        log_every = job.experiment.train.log_every
+        steps_left = (log_every or 0) - speed.steps
+        if steps_left > 0 and not (actions_due or window.stop_code) and window.is_finite:
+            self._unreported_speed = speed
+        else:
+            self._totals.add(speed, job.batch_order.batch_size)
+            events.append(self._speed_event(speed))
+            self._unreported_speed, steps_left = None, log_every or LONGEST_WINDOW
+        self._interval = next_interval(self._interval, window.step_seconds, steps_left)
+        return window, events
+
+    def _speed_event(self, speed: WindowStats) -> StepsLogged:
+        values = {
+            "lr": [float(self._state.optimizer.param_groups[0]["lr"])],
+            SPEED: [self._job.batch_order.batch_size / speed.step_seconds],
+            STEP_SECONDS: [speed.step_seconds],
+            DATA_WAIT: [speed.data_wait_seconds / speed.seconds],
+        }
+        return StepsLogged([self._state.step], [self._times[-1]], values)
