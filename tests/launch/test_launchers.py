@@ -251,7 +251,9 @@ def test_a_rank_0_that_dies_without_a_word_is_a_failed_run(script: Path) -> None
     while not (ends := [event for event in read_all(folder.events) if isinstance(event, RunEnded)]):
         assert time.monotonic() < deadline, "the recorder has not said it"
         time.sleep(0.05)
-    assert [end.status for end in ends] == ["FAILED"] and "died without a word" in ends[0].reason
+    assert [end.status for end in ends] == ["FAILED"] and "died without writing its end" in ends[
+        0
+    ].reason
 
 
 def test_a_group_of_one_is_no_reason_to_doubt_the_launcher(script: Path) -> None:

@@ -15,21 +15,20 @@ from typing import Any
 import pytest
 
 from rankzero.events import RunEnded
-from rankzero.run_store import attempt as attempts
-from rankzero.run_store import claims, delivery_state
+from rankzero.run_store import claims, delivery_state, journal
 from rankzero.run_store.attempt import LiveAttempt
-from rankzero.run_store.delivery_state import DeliveryState
+from rankzero.run_store.delivery_state import DeliveryState, Retries
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
-from rankzero.tracking import courier as module
-from rankzero.tracking import courier_supervisor as supervisor
-from rankzero.tracking import recorder, retry
-from rankzero.tracking.courier import MODEST
+from rankzero.tracking import recorder
+from rankzero.tracking.courier import MODEST, deliver_attempt
 from rankzero.tracking.courier_supervisor import FAIR, UNWANTED, CourierSupervisor
+from rankzero.tracking.trial_deliverers import TrialDeliverers
+from support.fake_tracker import FakeTracker, deliverer_to
 from support.runs import append, make_folder
 from support.runs import started as begun
 
-IDLE_SECONDS = 0.3
+IDLE_SECONDS, PAUSE_SECONDS = 0.3, 0.02
 ASLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -38,22 +37,20 @@ class Couriers:
 
     def __init__(self) -> None:
         self.nice: list[int] = []
+        self.error: BaseException | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: list[str], **_: Any) -> subprocess.Popen[bytes]:
         self.nice.append(int(command[command.index("--nice") + 1]))
-        self.processes.append(_real_popen(ASLEEP))
+        if self.error is not None:
+            raise self.error
+        self.processes.append(subprocess.Popen(ASLEEP))
         return self.processes[-1]
 
 
-_real_popen = subprocess.Popen
-
-
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Couriers]:
+def started() -> Iterator[Couriers]:
     made = Couriers()
-    monkeypatch.setattr(supervisor, "IDLE_SECONDS", IDLE_SECONDS)
-    monkeypatch.setattr(supervisor.subprocess, "Popen", made.start)
     yield made
     for process in made.processes:
         process.kill()
@@ -67,9 +64,20 @@ def folder(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def courier(folder: RunFolder, started: Couriers) -> CourierSupervisor:
-    made = CourierSupervisor(LiveAttempt(folder, 0, claims.claim(folder, 0).token))
+    made = supervisor(folder, started)
     made.tend()
     return made
+
+
+def supervisor(
+    folder: RunFolder, started: Couriers, idle_seconds: float = IDLE_SECONDS
+) -> CourierSupervisor:
+    return CourierSupervisor(
+        LiveAttempt(folder, 0, claims.claim(folder, 0).token),
+        idle_seconds=idle_seconds,
+        pause_seconds=PAUSE_SECONDS,
+        spawn=started.start,
+    )
 
 
 def tended(courier: CourierSupervisor, seconds: float) -> None:
@@ -80,7 +88,9 @@ def tended(courier: CourierSupervisor, seconds: float) -> None:
 
 
 def says(folder: RunFolder, error: str | None = None) -> None:
-    delivery_state.save(delivery_state.path_of(folder, 0), DeliveryState(error=error))
+    delivery_state.save(
+        delivery_state.path_of(folder, 0), DeliveryState(retries=Retries(error=error))
+    )
 
 
 def test_one_that_never_gets_to_begin_is_started_anew_with_a_little(
@@ -156,7 +166,7 @@ def test_one_whose_right_is_held_for_long_is_waited_for_from_the_end_on(
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.5")
     with claims.lock(folder, 0):
-        waiting = CourierSupervisor(LiveAttempt(folder, 0, claims.claim(folder, 0).token))
+        waiting = supervisor(folder, started)
         time.sleep(0.6)  # a training that is longer than the grace
         waiting.finish()
         assert waiting.tend()
@@ -167,7 +177,7 @@ def test_none_is_started_for_an_attempt_that_waited_for_the_right_until_it_was_o
     started: Couriers, folder: RunFolder
 ) -> None:
     with claims.lock(folder, 0):
-        waiting = CourierSupervisor(LiveAttempt(folder, 0, claims.claim(folder, 0).token))
+        waiting = supervisor(folder, started)
         assert waiting.tend()
         claims.claim(folder, 0)
     waiting.finish()
@@ -179,26 +189,19 @@ class TestFailingCalls:
 
     @pytest.fixture(autouse=True)
     def hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(supervisor, "PAUSE_SECONDS", 0.02)
-        monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.02)
-        monkeypatch.setattr(supervisor, "IDLE_SECONDS", 60.0)
         monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.3")
 
     def test_where_no_process_can_be_made_it_is_tried_again(
-        self,
-        courier: CourierSupervisor,
-        started: Couriers,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        self, folder: RunFolder, started: Couriers, caplog: pytest.LogCaptureFixture
     ) -> None:
+        courier = supervisor(folder, started, idle_seconds=60.0)
+        courier.tend()
         started.processes[0].kill()
         started.processes[0].wait()
-        monkeypatch.setattr(
-            supervisor.subprocess, "Popen", failing(BlockingIOError(errno.EAGAIN, "no process"))
-        )
+        started.error = BlockingIOError(errno.EAGAIN, "no process")
         tended(courier, 0.3)
         assert caplog.text.count("cannot be tended") == 1
-        monkeypatch.setattr(supervisor.subprocess, "Popen", started.start)
+        started.error = None
         tended(courier, 0.1)
         assert len(started.processes) == 2 and started.processes[1].poll() is None
         assert caplog.text.count("the courier ended with") == 1
@@ -207,73 +210,74 @@ class TestFailingCalls:
         self, folder: RunFolder, started: Couriers
     ) -> None:
         (folder.path / "recorder.lock").symlink_to("nowhere")
-        waiting = CourierSupervisor(LiveAttempt(folder, 0, claims.claim(folder, 0).token))
+        waiting = supervisor(folder, started)
         tended(waiting, 0.5)
         waiting.finish()
         tended(waiting, 0.1)
         time.sleep(0.3)
         assert not waiting.tend() and not started.processes
 
-    def test_what_is_to_end_the_process_does(
-        self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(supervisor.subprocess, "Popen", failing(SystemExit()))
+    def test_what_is_to_end_the_process_does(self, folder: RunFolder, started: Couriers) -> None:
+        started.error = SystemExit()
         with pytest.raises(SystemExit):
-            CourierSupervisor(LiveAttempt(folder, 0, claims.claim(folder, 0).token)).tend()
+            supervisor(folder, started).tend()
 
     def test_a_dead_rank_0_is_seen_and_its_end_said_once_the_disk_is_back(
-        self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+        self, folder: RunFolder
     ) -> None:
         reader, writer = os.pipe()
-        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader)
         append(folder, begun())
-        real, stale = attempts.read, [OSError(errno.ESTALE, "stale")] * 4
+        stale = [OSError(errno.ESTALE, "stale")] * 4
 
         def read(*arguments: Any) -> Any:
             if stale:
                 raise stale.pop()
-            return real(*arguments)
+            return journal.read(*arguments)
 
-        monkeypatch.setattr(attempts, "read", read)
+        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader, read)
         os.close(writer)
-        recorder._follow(attempt, None)
+        recorder.follow(attempt, None, pause_seconds=PAUSE_SECONDS)
         assert attempt.over and len(stale) == 3
-        recorder._finish(attempt, None)
+        recorder.finish(attempt, None, pause_seconds=PAUSE_SECONDS)
         [end] = [event for event in read_all(folder.events) if isinstance(event, RunEnded)]
         assert end.status == "FAILED" and not stale
         os.close(reader)
 
     def test_a_journal_that_cannot_be_read_is_read_again_without_haste(
-        self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, folder: RunFolder, caplog: pytest.LogCaptureFixture
     ) -> None:
         reader, writer = os.pipe()
-        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader)
-        monkeypatch.setattr(attempts, "read", failing(OSError(errno.EIO, "input/output")))
-        monkeypatch.setattr(module, "TICK_SECONDS", 0.0)
-        monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.1)
+        broken = failing(OSError(errno.EIO, "input/output"))
+        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader, broken)
         threading.Timer(0.5, os.close, [writer]).start()
-        recorder._follow(attempt, None)
-        assert 2 <= caplog.text.count("unexpected; trying again") <= 7
+        recorder.follow(attempt, None, tick_seconds=0.0, pause_seconds=0.1)
+        assert 2 <= caplog.text.count("unexpected error; trying again") <= 7
         os.close(reader)
 
-    def test_the_courier_says_the_end_once_that_can_be_done(
-        self, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_courier_says_the_end_once_that_can_be_done(self, folder: RunFolder) -> None:
         reader, writer = os.pipe()
         os.close(writer)
-        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader)
+        append(folder, begun())
         tries: list[int] = []
 
-        def say() -> None:
+        def read(*arguments: Any) -> Any:
             tries.append(1)
             if len(tries) < 3:
                 raise OSError(errno.ENOSPC, "no space")
+            return journal.read(*arguments)
 
-        monkeypatch.setattr(attempt, "ensure_run_ended", say)
-        monkeypatch.setattr(module, "_come_forward", lambda: None)
-        monkeypatch.setattr(module, "TICK_SECONDS", 0.01)
-        module.deliver_attempt(attempt, Delivered(), reader)  # type: ignore[arg-type]
-        assert len(tries) == 3
+        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader, read)
+        deliver_attempt(
+            attempt,
+            deliverer_to(FakeTracker(), folder),
+            TrialDeliverers(folder),
+            reader,
+            tick_seconds=0.01,
+            pause_seconds=PAUSE_SECONDS,
+            on_end=lambda: None,
+        )
+        [end] = [event for event in read_all(folder.events) if isinstance(event, RunEnded)]
+        assert end.status == "FAILED" and len(tries) >= 3
         os.close(reader)
 
 
@@ -282,16 +286,3 @@ def failing(error: BaseException) -> Any:
         raise error
 
     return fail
-
-
-class Delivered:
-    """A deliverer with nothing left to do."""
-
-    complete = True
-
-    def work(self) -> bool:
-        return False
-
-    def hasten(self) -> None: ...
-
-    def commit(self) -> None: ...

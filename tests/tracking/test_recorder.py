@@ -19,7 +19,7 @@ from rankzero.events import RunEnded
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import default_tracking_uri
 from rankzero.run_store import claims
-from rankzero.run_store.attempt import DIED_WITHOUT_WORD, LiveAttempt
+from rankzero.run_store.attempt import DIED_WITHOUT_END, LiveAttempt
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status, recorder, sync
@@ -81,11 +81,9 @@ def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
     assert process.returncode == -signal.SIGKILL
     delivery = delivery_status.wait(folder, 60)
     assert delivery.done, log_of(folder)
-    assert (last(folder).status, last(folder).reason) == ("FAILED", DIED_WITHOUT_WORD)
+    assert (last(folder).status, last(folder).reason) == ("FAILED", DIED_WITHOUT_END)
     record = MlflowRuns(sqlite).find_run(str(delivery.run_id))
-    assert record.status == "FAILED" and record.tags["rankzero.reason"].startswith(
-        DIED_WITHOUT_WORD
-    )
+    assert record.status == "FAILED" and record.tags["rankzero.reason"].startswith(DIED_WITHOUT_END)
     assert curve(sqlite, delivery.run_id) == list(range(1, 41))
     assert "system/cpu_utilization_percentage" in record.metrics
     assert log_of(folder) == ""
@@ -209,9 +207,7 @@ def test_sync_closes_what_nobody_is_left_to_close(folder: RunFolder, sqlite: str
     assert delivery.done
     assert told
     record = MlflowRuns(sqlite).find_run(str(delivery.run_id))
-    assert record.status == "FAILED" and record.tags["rankzero.reason"].startswith(
-        DIED_WITHOUT_WORD
-    )
+    assert record.status == "FAILED" and record.tags["rankzero.reason"].startswith(DIED_WITHOUT_END)
     assert curve(sqlite, delivery.run_id) == list(range(1, 21))
     assert sync.deliver(folder, patience=5) == delivery
 
@@ -334,7 +330,7 @@ def test_one_holds_the_right_to_deliver(tmp_path: Path) -> None:
 
 def test_a_forked_child_lets_go_of_the_pipe() -> None:
     reader, writer = os.pipe()
-    kept = RecorderHandle(0, writer)
+    kept = RecorderHandle(os.getpid(), writer)
     child = os.fork()
     if child == 0:
         time.sleep(20)

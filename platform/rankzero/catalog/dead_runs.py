@@ -11,7 +11,7 @@ import time
 from rankzero.catalog.lookup import last_end
 from rankzero.catalog.summary import STARTING_SECONDS
 from rankzero.run_store import claims
-from rankzero.run_store.attempt import DIED_WITHOUT_WORD, append_run_ended
+from rankzero.run_store.attempt import DIED_WITHOUT_END, append_run_ended
 from rankzero.run_store.folder import RunFolder
 
 QUIET_SECONDS = 30.0  # three times the longest silence of a recorder that lives
@@ -45,7 +45,7 @@ def close(folder: RunFolder) -> str:
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
     where = f" on {claim.host}" if claim else ""
     reason = (
-        f"{DIED_WITHOUT_WORD}, with its recorder, or the machine went down; no sign of life since {moment}{where}"
+        f"{DIED_WITHOUT_END}, with its recorder, or the machine went down; no sign of life since {moment}{where}"
         if folder.events.exists()
         else f"never began: its processes were gone by {moment}"
     )

@@ -1,4 +1,4 @@
-"""One attempt as those beside rank 0 see it: is it the latest, does rank 0 live, has it said how it ended?"""
+"""One attempt, seen by other processes than rank 0: is it the latest, does it run, has it ended?"""
 
 from __future__ import annotations
 
@@ -8,37 +8,42 @@ import json
 import os
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rankzero.errors import UserError
-from rankzero.events import RunEnded
+from rankzero.events import Event, RunEnded
 from rankzero.redaction.text import text_without_secrets
 from rankzero.run_store import claims
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, read, read_all
 
-DIED_WITHOUT_WORD = (
-    "rank 0 died without a word (killed by a signal such as SIGKILL or the out-of-memory killer)"
-)
-
-AT_WORK = "another command trains it still, or delivers it: stop that first, or wait for its end"
+DIED_WITHOUT_END = "rank 0 died without writing its end (killed by a signal such as SIGKILL or the out-of-memory killer)"
+AT_WORK = "another command still trains or delivers it: stop that command, or wait until it ends"
 
 
 class LiveAttempt:
-    """The attempt that `token` claims; rank 0 holds the other end of the pipe `stdin`."""
+    """The attempt that `token` claims. Rank 0 holds the other end of the pipe `stdin`."""
 
-    def __init__(self, folder: RunFolder, node: int, token: str, stdin: int = 0) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        node: int,
+        token: str,
+        stdin: int = 0,
+        read: Callable[[Path, int], tuple[list[Event], int]] = read,
+    ) -> None:
         self.folder, self.node, self.token = folder, node, token
         self._directory = claims.directory(folder)
         claim = claims.latest(folder, node)
         self._since = claim.time if claim else time.time()
-        self._read_to = claim.events_offset if claim else 0
-        self._stdin = stdin
-        self._closed = self._said = False
+        self._offset = claim.events_offset if claim else 0
+        self._stdin, self._read = stdin, read
+        self._pipe_closed = self._end_written = False
 
     @property
     def is_latest(self) -> bool:
-        """Tell whether no newer attempt has begun, and no other run in a folder of this name."""
+        """Whether no newer attempt has begun, and no other run has a folder of this name."""
         if claims.directory(self.folder) not in (self._directory, None):
             return False
         claim = claims.latest(self.folder, self.node)
@@ -46,53 +51,60 @@ class LiveAttempt:
 
     @property
     def over(self) -> bool:
-        """Tell whether rank 0 has said its end, or has closed the pipe, or is dead; as of the last `wait`."""
-        return self._closed or self._said
+        """Whether rank 0 has written its end, closed the pipe or died, as of the last `wait`."""
+        return self._pipe_closed or self._end_written
 
     def wait(self, seconds: float) -> None:
-        """Wait, less when rank 0 ends meanwhile."""
+        """Wait, but not longer than rank 0 runs."""
         if self.over:
             time.sleep(min(seconds, 0.05))
             return
-        self._closed = closed(self._stdin, seconds)
-        self._find_end()
+        self._pipe_closed = closed(self._stdin, seconds)
+        self._look_for_end()
 
     def ensure_run_ended(self) -> None:
-        """Write for a dead rank 0 how the attempt ended, unless it did itself or a newer attempt has begun."""
+        """Append RunEnded if rank 0 did not and no newer attempt has begun. Only node 0 does it."""
         if self.node != 0:
             return
         with claims.exclusive_end(self.folder):
-            self._find_end()
-            if not self._said and self.is_latest:
+            self._look_for_end()
+            if not self._end_written and self.is_latest:
                 append_run_ended(self.folder, self._since)
 
-    def _find_end(self) -> None:
-        behind = -1
-        while self.node == 0 and not self._said and behind != self._read_to:
-            behind = self._read_to
-            events, self._read_to = read(self.folder.events, behind)
-            self._said = any(isinstance(event, RunEnded) for event in events)
+    def _look_for_end(self) -> None:
+        before = -1
+        while self.node == 0 and not self._end_written and before != self._offset:
+            before = self._offset
+            events, self._offset = self._read(self.folder.events, before)
+            self._end_written = any(isinstance(event, RunEnded) for event in events)
 
 
 def take_over(folder: RunFolder) -> None:
-    """Make this process's attempt the run's latest. Raises UserError where another one of this machine writes it.
+    """Make this process's attempt the run's latest.
 
-    Two that write one run would spoil each other's checkpoints, and the end of one would be taken for the other's.
+    Raises UserError if another process of this machine writes the run. Two writers would spoil
+    each other's checkpoints, and the end of one would be taken for the other's.
     """
-    with sole_launcher(folder, machines=2):  # none of one machine is about to start its ranks
-        other = claims.claim_unless(folder, lambda claim: _writes_beside(folder, claim))
+
+    def is_busy(claim: claims.Claim) -> bool:
+        other = claim.pid != os.getpid() and claims.is_local(claim) and claims.is_alive(claim)
+        return other and not _ended_since(folder, claim.events_offset)
+
+    # For another machine's ranks; no command of this machine is about to start its own.
+    with sole_launcher(folder, machines=2):
+        other = claims.claim_unless(folder, is_busy)
     if other is not None:
         raise UserError(
-            f"process {other.pid} is writing {folder.path.name}: stop it first, or choose another name"
+            f"process {other.pid} is writing {folder.path.name}: stop it, or choose another name"
         )
 
 
 @contextlib.contextmanager
 def sole_launcher(folder: RunFolder, machines: int) -> Iterator[None]:
-    """Keep other commands from launching this run as well, from before its first process to after its last.
+    """Keep other commands from launching this run, from before its first process to the last.
 
-    Between two attempts of one command nobody writes the run, and still it is that command's. Those of several
-    machines, which may share the folder, keep away only those of one. Raises UserError.
+    The lock also covers the time between two attempts, when no process writes the run. Commands of
+    a run on several machines share the lock, because they may share the folder. Raises UserError.
     """
     with claims.launching(folder, fcntl.LOCK_EX if machines == 1 else fcntl.LOCK_SH) as mine:
         if not mine:
@@ -101,48 +113,49 @@ def sole_launcher(folder: RunFolder, machines: int) -> Iterator[None]:
 
 
 def is_written(folder: RunFolder) -> bool:
-    """Tell whether somebody writes the journal and has not said the end; on another machine: whether of late."""
+    """Return whether the journal's writer lives and has not written the end.
+
+    A writer on another machine counts as alive if it has written lately.
+    """
     claim = claims.latest(folder, 0)
     return (
         claim is not None
         and claims.writer_lives(folder)
-        and not _said_since(folder, claim.events_offset)
+        and not _ended_since(folder, claim.events_offset)
     )
 
 
-def _writes_beside(folder: RunFolder, claim: claims.Claim) -> bool:
-    beside = claim.pid != os.getpid() and claims.is_local(claim) and claims.is_alive(claim)
-    return beside and not _said_since(folder, claim.events_offset)
-
-
-def _said_since(folder: RunFolder, offset: int) -> bool:
-    return any(isinstance(event, RunEnded) for event in read_all(folder.events, offset))
-
-
 def closed(pipe: int, seconds: float = 0.0) -> bool:
-    """Tell whether the pipe's other end is closed, after at most some seconds."""
+    """Return whether the pipe's other end is closed, after at most `seconds`."""
     readable, _, _ = select.select([pipe], [], [], seconds)
     return bool(readable) and not os.read(pipe, 1)
 
 
 def append_run_ended(
-    folder: RunFolder, since: float, unsaid: str = DIED_WITHOUT_WORD, at: float | None = None
+    folder: RunFolder,
+    since: float,
+    reason: str = DIED_WITHOUT_END,
+    at: float | None = None,
 ) -> None:
-    """Append the RunEnded that a dead rank 0 could not, with the first failure that any rank left word of.
+    """Append the RunEnded that a dead rank 0 could not: FAILED, at the time `at` or now.
 
-    Where none did, `unsaid` is the reason. `at`: when it ended, if that is not now.
+    The first failure that any rank has written since `since` gives the reason, else `reason` does.
     """
-    found = []
+    failures = []
     for path in folder.failures.glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             failure = json.loads(path.read_text(encoding="utf-8"))
-            reason, error = (
+            why, error = (
                 text_without_secrets(str(failure[name] or "")) for name in ("reason", "error")
             )
-            found.append((float(failure["time"]), reason, error))
-    _, reason, error = min(
-        (failure for failure in found if failure[0] >= since), default=(0.0, unsaid, "")
+            failures.append((float(failure["time"]), why, error))
+    _, why, error = min(
+        (failure for failure in failures if failure[0] >= since), default=(0.0, reason, "")
     )
     journal = Journal(folder.events)
-    journal(RunEnded(at or time.time(), "FAILED", reason, error or None, {}))
+    journal(RunEnded(at or time.time(), "FAILED", why, error or None, {}))
     journal.close()
+
+
+def _ended_since(folder: RunFolder, offset: int) -> bool:
+    return any(isinstance(event, RunEnded) for event in read_all(folder.events, offset))

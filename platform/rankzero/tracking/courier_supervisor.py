@@ -7,36 +7,49 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
-from rankzero.run_store import claims
-from rankzero.run_store import delivery_state as state
+from rankzero.run_store import claims, delivery_state
 from rankzero.run_store.attempt import LiveAttempt
 from rankzero.tracking.courier import MODEST
 from rankzero.tracking.retry import PAUSE_SECONDS, grace_seconds, log
 
-IDLE_SECONDS = 30.0  # how long to hope for processor time that nobody wants
-UNWANTED = 0  # for a nice value: only what nobody wants
+# How long to wait for processor time that no other process wants.
+IDLE_SECONDS = 30.0
+# Nice values: only idle time, and about an equal share once rank 0 has ended.
+UNWANTED, FAIR = 0, 1
 MOST_DEATHS = 5
-FAIR = 1  # once rank 0 has ended: about what everybody gets
 
 
 class CourierSupervisor:
-    """The recorder's courier: started, started again if it dies or gets nowhere. Holds the right to deliver."""
+    """Runs in the recorder. Starts the courier, restarts it if it dies or starves.
 
-    def __init__(self, attempt: LiveAttempt) -> None:
-        self._attempt = attempt
-        self._right: int | None = None
+    It holds the lock that permits delivery, and each courier inherits it.
+    """
+
+    def __init__(
+        self,
+        attempt: LiveAttempt,
+        *,
+        idle_seconds: float = IDLE_SECONDS,
+        pause_seconds: float = PAUSE_SECONDS,
+        spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
+        self._attempt, self._spawn = attempt, spawn
+        self._idle_seconds, self._pause_seconds = idle_seconds, pause_seconds
+        self._path = delivery_state.path_of(attempt.folder, attempt.node)
+        self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader, self._writer = os.pipe()
         self._started, self._deaths, self._nice = time.monotonic(), 0, UNWANTED
         self._finished: float | None = None
-        self._heard = 0.0  # when it was last seen to have written down how far it is
-        self._written = (0, 0)
-        self._failing = math.inf  # since when it cannot be tended
-        self._rests_until = 0.0
+        # When the courier was last seen to have replaced delivery.json, and that file's identity.
+        self._wrote_at, self._written = 0.0, (0, 0)
+        # Since when tending fails, and when to try it again.
+        self._failing, self._resumes_at = math.inf, 0.0
 
     def finish(self) -> None:
-        """Tell the courier that the journals are complete."""
+        """Signal to the courier that the journals are complete."""
         if self._finished is None:
             self._finished = time.monotonic()
             os.close(self._writer)
@@ -44,107 +57,109 @@ class CourierSupervisor:
     def tend(self) -> bool:
         """Start the courier when it is due; return whether there is still one to tend.
 
-        What fails, as where there is no memory for a process or a lock cannot be made, is tried again after a pause;
-        once rank 0 has ended, for `grace_seconds`.
+        Errors, such as no memory for a process, are retried after a pause. Once rank 0 has ended,
+        the retries stop after `grace_seconds`.
         """
-        if time.monotonic() < self._rests_until:
+        now = time.monotonic()
+        if now < self._resumes_at:
             return True
         try:
             left = self._tend()
         except Exception:
-            return self._is_tried_again()
+            if self._failing == math.inf:
+                # Logged once, because it may last as long as the training.
+                self._failing = now
+                log.exception("the courier cannot be tended; trying again")
+            self._resumes_at = now + self._pause_seconds
+            finished = self._finished
+            return finished is None or now - max(self._failing, finished) < grace_seconds()
         self._failing = math.inf
         return left
 
-    def _is_tried_again(self) -> bool:
-        now = time.monotonic()
-        if self._failing == math.inf:  # said once: it may go on for as long as the training does
-            self._failing = now
-            log.exception("the courier cannot be tended; trying again")
-        self._rests_until = now + PAUSE_SECONDS
-        return self._finished is None or now - max(self._failing, self._finished) < grace_seconds()
-
     def _tend(self) -> bool:
-        if self._process is None:
+        process = self._process
+        if process is None:
             return self._start() or self._finished is None
-        code = self._process.poll()
-        if code == 0:
-            return False
+        code = process.poll()
         if code is not None:
-            return self._start_again(code)
-        if self._imports_in_vain():
-            self._process.kill()
-            self._process.wait()
+            return code != 0 and self._restart(code)
+        self._look()
+        if self._only_blocks_a_newer_attempt():
+            process.kill()
+            process.wait()
             return False
         if self._starves():
             self._nice = MODEST if self._finished is None else FAIR
             log.info(
-                "no processor has been idle for %d s: going on at nice %d", IDLE_SECONDS, self._nice
+                "no processor was idle for %d s: restarting the courier at nice %d",
+                self._idle_seconds,
+                self._nice,
             )
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
             self._start()
         return True
 
-    def _starves(self) -> bool:
-        """Tell whether it gets nowhere for want of a processor: since its start, or after the end of rank 0.
-
-        After that end it may be given more: what it takes, it no longer takes from the training. Where MLflow is
-        away it says so, and is left alone.
-        """
-        self._listen()
-        over = self._finished is not None
-        if self._nice == FAIR or (
-            not over and (self._nice == MODEST or self._heard > self._started)
-        ):
-            return False
-        if (
-            time.monotonic() - max(self._started, self._heard, self._finished or 0.0)
-            <= IDLE_SECONDS
-        ):
-            return False
-        progress = state.load(state.path_of(self._attempt.folder, self._attempt.node))
-        return progress.error is None and self._attempt.folder.path.exists()
-
-    def _imports_in_vain(self) -> bool:
-        """Tell whether it has done nothing yet, and a newer attempt waits for the right that it holds."""
-        if self._finished is None or self._attempt.is_latest:
-            return False
-        self._listen()
-        return self._heard <= self._started
-
-    def _listen(self) -> None:
-        """Note when the file in which it says how far it is was replaced. No clock but this process's own is asked."""
+    def _look(self) -> None:
+        """Note whether the courier has replaced delivery.json. Only this process's clock counts."""
         try:
-            file = state.path_of(self._attempt.folder, self._attempt.node).stat()
+            file = self._path.stat()
         except OSError:
             return
         if self._written != (file.st_ino, file.st_mtime_ns):
-            self._written, self._heard = (file.st_ino, file.st_mtime_ns), time.monotonic()
+            self._written, self._wrote_at = (file.st_ino, file.st_mtime_ns), time.monotonic()
+
+    def _only_blocks_a_newer_attempt(self) -> bool:
+        """Return whether the courier has done nothing, and a newer attempt waits for its lock."""
+        if self._finished is None or self._attempt.is_latest:
+            return False
+        return self._wrote_at <= self._started
+
+    def _starves(self) -> bool:
+        """Return whether the courier makes no progress for want of a processor.
+
+        During the training this means that it has never written delivery.json. After rank 0's end
+        it may get more, because it takes nothing from the training any more.
+        """
+        finished = self._finished
+        if self._nice == FAIR:
+            return False
+        if finished is None and (self._nice == MODEST or self._wrote_at > self._started):
+            return False
+        since = max(self._started, self._wrote_at, finished or 0.0)
+        if time.monotonic() - since <= self._idle_seconds:
+            return False
+        # If MLflow is away, the courier has written an error, and a restart would not help.
+        error = delivery_state.load(self._path).retries.error
+        return error is None and self._attempt.folder.path.exists()
 
     def _start(self) -> bool:
-        """Start it, once an older recorder has let go of the run; return whether it is started or to be waited for."""
+        """Start the courier once an older one has released its lock.
+
+        Return whether it is started or still waited for.
+        """
         if not self._attempt.is_latest:
             return False
         folder, node = self._attempt.folder, self._attempt.node
-        if self._right is None:
-            self._right = claims.acquire(folder, node)
-        if self._right is None:
+        if self._lock is None:
+            self._lock = claims.acquire(folder, node)
+        if self._lock is None:
             return time.monotonic() - (self._finished or self._started) < grace_seconds()
-        self._listen()
+        self._look()
         self._started = time.monotonic()
         command = [
             *(sys.executable, "-P", "-m", "rankzero.tracking.courier", str(folder.path)),
             *("--token", self._attempt.token, "--node", str(node), "--pipe", str(self._reader)),
             *("--nice", str(self._nice)),
         ]
-        self._process = None  # where none can be made: that is no death of one
-        self._process = subprocess.Popen(
-            command, pass_fds=(self._reader, self._right), start_new_session=True
+        # If no process can be made, that is not the death of one.
+        self._process = None
+        self._process = self._spawn(
+            command, pass_fds=(self._reader, self._lock), start_new_session=True
         )
         return True
 
-    def _start_again(self, code: int) -> bool:
+    def _restart(self, code: int) -> bool:
         if self._deaths == MOST_DEATHS:
             return False
         self._deaths += 1
