@@ -97,13 +97,10 @@ def test_what_went_wrong_is_told_where_not_all_is_delivered(
         state.path_of(folder, 0),
         state.DeliveryState(
             run_id="abc",
-            error="ConnectionError: refused",
-            failures=7,
-            outages=1,
-            rejected=1,
-            reasons=["metric x: no"],
-            waiting=["artifacts"],
-            offsets={folder.events.name: folder.events.stat().st_size},
+            retries=state.Retries(7, 1, error="ConnectionError: refused"),
+            problems=state.Problems(1, ("metric x: no",)),
+            queue=state.Queue((state.Task.ARTIFACTS,)),
+            cursor=state.Cursor({folder.events.name: folder.events.stat().st_size}),
         ),
     )
     told = finish(folder)

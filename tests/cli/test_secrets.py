@@ -17,7 +17,6 @@ from rankzero.launch.request import write_config
 from rankzero.run_store.delivery_state import load, path_of
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.retry import Backoff
 from rankzero.tracking.run_log import RunLog
 from rankzero.tuning.reports.study_run import sweet_spot_yaml
 from support.commands import TINY, Command
@@ -99,15 +98,14 @@ class Refusing:
 
 
 def test_an_uri_with_a_password_is_kept_for_its_owner_and_told_to_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Backoff, "over", True)
     folder = make_folder(tmp_path, f"postgresql://me:{URI}@host/db")
     append(folder, started(), ended())
-    deliverer = Deliverer(folder, 0, lambda uri: Refusing())  # type: ignore[arg-type, return-value]
+    deliverer = Deliverer(folder, 0, lambda uri: Refusing(), longest_wait=0.0)  # type: ignore[arg-type, return-value]
     for _ in range(5):
         deliverer.work()
-    assert URI not in caplog.text and "refused" in str(load(path_of(folder, 0)).error)
+    assert URI not in caplog.text and "refused" in str(load(path_of(folder, 0)).retries.error)
     assert planted_in(tmp_path) == [(folder.path.relative_to(tmp_path) / "run.json", URI)]
     assert stat.S_IMODE((folder.path / "run.json").stat().st_mode) == 0o600
     assert folder.identity.tracking_uri.count(URI) == 1

@@ -16,7 +16,7 @@ from rankzero.redaction.text import (
     text_without_secrets,
     url_without_secrets,
 )
-from rankzero.run_store.delivery_state import DeliveryState
+from rankzero.run_store.delivery_state import Problems
 
 TOKEN = "ghp_" + "a1B2" * 9
 
@@ -370,6 +370,5 @@ def test_a_line_is_redacted_before_it_is_cut() -> None:
     assert "hunter2" in text_without_secrets(text[:500]), "half of it looks like nothing"
     told = line_without_secrets(text)
     assert "hunter2" not in told and len(told) <= 500
-    progress = DeliveryState()
-    progress.reject("x", text)
-    assert "x" * 470 in progress.reasons[0] and "hunter2" not in progress.reasons[0]
+    problems = Problems().reject("x", text)
+    assert "x" * 470 in problems.reasons[0] and "hunter2" not in problems.reasons[0]

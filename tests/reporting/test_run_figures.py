@@ -22,8 +22,6 @@ from rankzero.tracking.deliverer import Deliverer
 from support.fake_tracker import FakeTracker, delivered
 from support.runs import T0, append, ended, evaluated, make_folder, saved, started, steps
 
-pytestmark = pytest.mark.usefixtures("impatient")
-
 
 def speed(step: int, seconds: float = 0.01, wait: float = 0.2) -> Event:
     return StepsLogged(
@@ -37,7 +35,7 @@ BOTH = {"figures/learning_curves.png", "figures/step_time.png"}
 def test_a_run_has_its_curves_and_its_step_time_once_it_has_ended(tmp_path: Path) -> None:
     folder, tracker = make_folder(tmp_path), FakeTracker()
     append(folder, started(), steps(1, 20), speed(10), speed(20), evaluated(20, 0.5), ended())
-    assert not delivered(folder, tracker).progress.rejected
+    assert not delivered(folder, tracker).state.problems.rejected
     assert set(tracker.artifacts) == BOTH
     assert tracker.calls.index("close_run") < tracker.calls.index("log_artifact"), (
         "nobody waits for pictures"
@@ -61,7 +59,7 @@ def test_runs_with_nothing_to_show_have_none(
 ) -> None:
     folder, tracker = make_folder(tmp_path, parent=parent), FakeTracker()
     append(folder, *events, ended())
-    assert not delivered(folder, tracker).progress.rejected
+    assert not delivered(folder, tracker).state.problems.rejected
     assert not tracker.artifacts and tracker.status == "FINISHED"
 
 
@@ -113,7 +111,7 @@ def test_they_hold_up_nothing_of_a_later_attempt(tmp_path: Path) -> None:
     append(folder, started(), steps(1, 20), ended("KILLED", "stopped"))
     made = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
     made.hasten()
-    while not made.progress.undrawn:
+    while not made.state.queue.undrawn:
         made.work()
     append(folder, started(2, step=20), steps(21, 30), saved(folder, 30), ended())
     delivered(folder, tracker)
@@ -145,7 +143,7 @@ def test_sync_draws_what_a_courier_that_died_has_left(tmp_path: Path, sqlite: st
     append(folder, started(), steps(1, 20), ended())
     made = Deliverer(folder)
     made.hasten()
-    while not made.progress.undrawn:
+    while not made.state.queue.undrawn:
         made.work()
     assert delivery_status.is_delivered(delivery_status.status(folder)) and not list(
         tmp_path.rglob("learning_curves.png")
@@ -161,7 +159,7 @@ def test_sync_draws_what_a_courier_that_died_has_left(tmp_path: Path, sqlite: st
 def test_names_are_taken_for_no_formulas(tmp_path: Path, name: str) -> None:
     folder, tracker = make_folder(tmp_path), FakeTracker()
     append(folder, started(), steps(1, 20), steps(1, 20, name), speed(10), speed(20), ended())
-    assert not delivered(folder, tracker).progress.rejected and set(tracker.artifacts) == BOTH
+    assert not delivered(folder, tracker).state.problems.rejected and set(tracker.artifacts) == BOTH
 
 
 def test_a_figure_that_fails_leaves_the_other(
@@ -173,9 +171,9 @@ def test_a_figure_that_fails_leaves_the_other(
     monkeypatch.setattr(run_figures, "write", fail)
     folder, tracker = make_folder(tmp_path), FakeTracker()
     append(folder, started(), steps(1, 20), speed(10), speed(20), ended())
-    assert delivered(folder, tracker).progress.reasons == [
-        "figure learning_curves: RuntimeError: no"
-    ]
+    assert delivered(folder, tracker).state.problems.reasons == (
+        "figure learning_curves: RuntimeError: no",
+    )
     assert set(tracker.artifacts) == {"figures/step_time.png"}
 
 

@@ -22,7 +22,6 @@ from rankzero.experiment import Goal
 from rankzero.reporting import run_figures, run_report
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store import delivery_state
-from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all, take
 from rankzero.run_store.names import InvalidRunFolder
@@ -106,9 +105,9 @@ def run_whole(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
     deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
     deliverer.hasten()
     for _ in range(2000):
-        if deliverer.snapshot().done or (not deliverer.work() and deliverer.complete):
+        if delivery_status.status(folder).done or (not deliverer.work() and deliverer.complete):
             return deliverer
-    raise AssertionError(f"hangs: {deliverer.progress}")
+    raise AssertionError(f"hangs: {deliverer.state}")
 
 
 @often
@@ -122,8 +121,8 @@ def test_every_reader_of_a_journal_bears_every_line(
         file.write(b"".join(line.replace(b"\n", b"") + b"\n" for line in foreign))
     append(folder, evaluated(3, 0.75), ended(metrics={"samples_per_second": 9.0}))
     tracker = FakeTracker()
-    done = run_whole(folder, tracker).progress
-    assert tracker.status in ("FINISHED", "FAILED", "KILLED") and not done.failures, done
+    done = run_whole(folder, tracker).state
+    assert tracker.status in ("FINISHED", "FAILED", "KILLED") and not done.retries.failures, done
     assert tracker.curve("train/loss").keys() >= {1, 2, 3} and 3 in tracker.curve("val/accuracy")
     assert "The report could not be written" not in tracker.tags["mlflow.note.content"]
     counted = sum(
@@ -131,7 +130,7 @@ def test_every_reader_of_a_journal_bears_every_line(
         for line in foreign
         if line.replace(b"\n", b"").decode(errors="replace").strip()
     )
-    assert done.rejected >= bool(counted)
+    assert done.problems.rejected >= bool(counted)
     [listed] = lookup.listed(folder.path.parent)
     assert listed.status == "FINISHED" and all(
         isinstance(cell, str) for cell in runs_command._cells(listed)
@@ -190,20 +189,27 @@ def test_foreign_lines_are_counted_and_told(tmp_path: Path) -> None:
     assert take(folder.events).foreign == 3
     tracker = FakeTracker()
     done = run_whole(folder, tracker)
-    assert tracker.curve("train/loss").keys() == {1, 2} and done.progress.rejected == 1
+    assert tracker.curve("train/loss").keys() == {1, 2} and done.state.problems.rejected == 1
     assert (
-        "events.jsonl before byte" in done.progress.reasons[0]
-        and "3 lines are no events" in done.progress.reasons[0]
+        "events.jsonl before byte" in done.state.problems.reasons[0]
+        and "3 lines are no events" in done.state.problems.reasons[0]
     )
     assert "3 lines are no events" in tracker.tags["mlflow.note.content"]
     assert "3 lines are no events" in tracker.tags["rankzero.rejected"]
     assert any("3 lines are no events" in line for line in delivery_status.status(folder).trouble)
 
 
+FIELDS = (
+    *("run_id", "experiment_id", "attempt", "offsets", "marks", "floor", "sample_offset"),
+    *("evaluated", "waiting", "ending", "uploaded", "infinite", "goal", "best", "delivered"),
+    *("skipped", "rejected", "reasons", "owners", "altered", "remarks", "failures", "outages"),
+    *("away_seconds", "error", "pending_bytes", "ended", "updated", "page", "told", "claim"),
+)
+
+
 @often
 @given(
-    st.text(max_size=60)
-    | st.dictionaries(st.sampled_from([*vars(DeliveryState()), "x"]), values).map(json.dumps)
+    st.text(max_size=60) | st.dictionaries(st.sampled_from([*FIELDS, "x"]), values).map(json.dumps)
 )
 def test_any_progress_file_is_read_or_begun_anew(
     tmp_path_factory: pytest.TempPathFactory, text: str
@@ -213,9 +219,9 @@ def test_any_progress_file_is_read_or_begun_anew(
     delivery_state.path_of(folder, 0).write_bytes(text.encode("utf-8", "surrogatepass"))
     loaded = delivery_state.load(delivery_state.path_of(folder, 0))
     assert (
-        isinstance(loaded.offsets, dict)
-        and isinstance(loaded.waiting, list)
-        and isinstance(loaded.rejected, int)
+        isinstance(loaded.cursor.offsets, dict)
+        and isinstance(loaded.queue.waiting, tuple)
+        and isinstance(loaded.problems.rejected, int)
     )
     assert lookup.listed(folder.path.parent)
     assert delivery_status.status(folder).pending >= 0
@@ -224,12 +230,14 @@ def test_any_progress_file_is_read_or_begun_anew(
 def test_waiting_uploads_that_are_no_events_are_set_aside(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     append(folder, started(), steps(1, 3), ended())
-    planted = DeliveryState(waiting=["{", "[" * 5000, encode(started())], ending="no end")
-    delivery_state.save(delivery_state.path_of(folder, 0), planted)
+    planted = {"waiting": ["{", "[" * 5000, encode(started())], "ending": "no end"}
+    delivery_state.path_of(folder, 0).write_text(json.dumps(planted))
     tracker = FakeTracker()
     done = run_whole(folder, tracker)
     assert (
-        tracker.status == "FINISHED" and done.progress.rejected >= 2 and not done.progress.failures
+        tracker.status == "FINISHED"
+        and done.state.problems.rejected >= 2
+        and not done.state.retries.failures
     )
 
 

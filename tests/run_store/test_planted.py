@@ -137,7 +137,7 @@ def test_uploads_that_lead_out_of_the_run_are_refused_and_told(tmp_path: Path) -
     while deliverer.work() or not deliverer.complete:
         pass
     assert list(tracker.checkpoints) == [50] and tracker.artifacts == {"fine.txt": "mine"}
-    assert deliverer.progress.rejected >= len(planted) + 2
+    assert deliverer.state.problems.rejected >= len(planted) + 2
     assert "leads out of the run's folder" in tracker.tags["rankzero.rejected"]
 
 

@@ -119,8 +119,8 @@ class FakeTracker:
 
 
 def deliverer_to(tracker: FakeTracker, folder: RunFolder, node: int = 0) -> Deliverer:
-    """Return what delivers a run to this store, in a hurry."""
-    made = Deliverer(folder, node, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    """Return what delivers a run to this store, in a hurry and without waits between retries."""
+    made = Deliverer(folder, node, lambda uri: tracker, longest_wait=0.0)  # type: ignore[arg-type, return-value]
     made.hasten()
     return made
 
@@ -131,4 +131,4 @@ def delivered(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
     for _ in range(200):
         if not made.work() and made.complete:
             return made
-    raise AssertionError(f"not complete: {made.progress}")
+    raise AssertionError(f"not complete: {made.state}")

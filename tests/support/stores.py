@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rankzero.mlflow_store.uris import prepare_store
-from rankzero.tracking.retry import Backoff
 
 if TYPE_CHECKING:
     from rankzero.mlflow_store.client import RunRecord
@@ -100,12 +99,6 @@ def list_runs(tracking_uri: str) -> list[RunRecord]:
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     newest_first = ["attributes.start_time DESC"]
     return [record_of(run) for run in client.search_runs(experiments, order_by=newest_first)]
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Back-off without its waits."""
-    monkeypatch.setattr(Backoff, "over", True)
 
 
 @pytest.fixture(scope="session")

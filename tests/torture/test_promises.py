@@ -79,13 +79,15 @@ def test_what_is_planted_in_a_run_is_found(whole: RunFolder) -> None:
 def test_a_recorder_that_does_not_know_that_it_is_done_is_found(whole: RunFolder) -> None:
     path = state.path_of(whole, 0)
     known = state.load(path)
-    state.save(path, dataclasses.replace(known, ended=False))
+    state.save(path, dataclasses.replace(known, queue=state.Queue(ended=False)))
     refused(
         "wrong: all of .* is in MLflow, and the recorder leaves it",
         promises.arrived_by_itself,
         whole,
     )
-    state.save(path, dataclasses.replace(known, waiting=["artifacts"]))
+    state.save(
+        path, dataclasses.replace(known, queue=state.Queue((state.Task.ARTIFACTS,), ended=True))
+    )
     refused("lost: 1 of .* are not in MLflow without `sync`", promises.arrived_by_itself, whole)
 
 

@@ -15,13 +15,10 @@ from rankzero.events import Noticed, SystemSampled
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.journal import Journal
-from rankzero.tracking import deliverer as module
 from rankzero.tracking import delivery_status
-from rankzero.tracking.deliverer import Deliverer
+from rankzero.tracking.deliverer import READ_SECONDS, Deliverer
 from support.fake_tracker import FakeTracker, Refused, deliverer_to
 from support.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
-
-pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @pytest.fixture
@@ -38,7 +35,7 @@ def run(deliverer: Deliverer, most: int = 10_000) -> Deliverer:
     for _ in range(most):
         if not deliverer.work() and deliverer.complete:
             return deliverer
-    raise AssertionError(f"not complete after {most} tries: {deliverer.progress}")
+    raise AssertionError(f"not complete after {most} tries: {deliverer.state}")
 
 
 def failing(times: int, name: str, error: Callable[[], Exception]) -> Callable[[str, object], None]:
@@ -75,7 +72,7 @@ def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
     assert list(tracker.checkpoints) == [50]
     assert "### FINISHED" in tracker.tags["mlflow.note.content"]
     assert tracker.calls.index("save_checkpoint") < tracker.calls.index("close_run")
-    assert done.snapshot().done
+    assert done.state.done and state.load(state.path_of(folder, 0)).done
     assert delivery_status.status(folder)[:4] == (53, 0, 0, True)
 
 
@@ -185,8 +182,8 @@ def test_one_bad_point_does_not_take_its_batch_along(
     tracker.fail = picky
     done = run(deliverer_to(tracker, folder))
     assert len(tracker.curve("train/loss")) == 999
-    assert done.progress.rejected == 1
-    assert "train/loss at step 777: step 777 is not to my taste" in done.progress.reasons[0]
+    assert done.state.problems.rejected == 1
+    assert "train/loss at step 777: step 777 is not to my taste" in done.state.problems.reasons[0]
     assert "1 things set aside" in tracker.tags["rankzero.rejected"]
     assert tracker.status == "FINISHED"
 
@@ -203,7 +200,7 @@ def test_what_always_fails_while_the_store_answers_is_set_aside(
     tracker.fail = poisoned
     done = run(deliverer_to(tracker, folder))
     assert tracker.curve("train/loss") == {1: 1.0, 2: 0.5}
-    assert done.progress.rejected == 2
+    assert done.state.problems.rejected == 2
     assert tracker.status == "FINISHED"
 
 
@@ -223,7 +220,7 @@ def test_a_server_that_answers_now_and_then_is_to_blame_and_not_what_it_did_not_
 
     tracker.fail = mostly_away
     done = run(deliverer_to(tracker, folder))
-    assert done.progress.rejected == 0, done.progress.reasons
+    assert done.state.problems.rejected == 0, done.state.problems.reasons
     assert tracker.curve("train/loss").keys() == set(range(1, 21)) and tracker.status == "FINISHED"
 
 
@@ -243,7 +240,7 @@ def test_a_store_whose_disk_is_full_answers_and_loses_nothing(
 
     tracker.fail = full
     done = run(deliverer_to(tracker, folder))
-    assert done.progress.rejected == 0, done.progress.reasons
+    assert done.state.problems.rejected == 0, done.state.problems.reasons
     assert (
         tracker.params
         and tracker.curve("train/loss").keys() == set(range(1, 21))
@@ -321,7 +318,7 @@ def test_a_checkpoint_that_is_gone_is_no_trouble(folder: RunFolder, tracker: Fak
     event = saved(folder, 10)
     shutil.rmtree(folder.path / event.path)
     append(folder, started(), event, ended())
-    assert run(deliverer_to(tracker, folder)).progress.rejected == 0
+    assert run(deliverer_to(tracker, folder)).state.problems.rejected == 0
     assert not tracker.checkpoints
 
 
@@ -363,7 +360,7 @@ def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: F
     deliverer.work()
     tracker.gone, tracker.fail = True, refuse
     done = run(deliverer, 10)
-    assert done.progress.reasons == ["run: the MLflow run run-1 was deleted"]
+    assert done.state.problems.reasons == ("run: the MLflow run run-1 was deleted",)
     assert delivery_status.status(folder).done
 
 
@@ -413,26 +410,23 @@ def test_a_store_that_cannot_even_be_opened_is_no_end(folder: RunFolder) -> None
         raise ImportError("no module named mlflow")
 
     append(folder, started())
-    deliverer = Deliverer(folder, 0, broken)
+    deliverer = Deliverer(folder, 0, broken, longest_wait=0.0)
     for _ in range(20):
         assert not deliverer.work()
     assert "no module named mlflow" in str(delivery_status.status(folder).error)
 
 
-def test_little_batches_wait_for_company(
-    folder: RunFolder, tracker: FakeTracker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_little_batches_wait_for_company(folder: RunFolder, tracker: FakeTracker) -> None:
     clock = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     append(folder, started())
-    deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
+    deliverer = Deliverer(folder, 0, lambda uri: tracker, clock=lambda: clock[0])  # type: ignore[arg-type, return-value]
     while deliverer.work():
         pass
     for step in range(1, 11):
         append(folder, steps(step, step))
         while deliverer.work():
             pass
-        clock[0] += module.TAKE_SECONDS / 5
+        clock[0] += READ_SECONDS / 5
     assert tracker.batches == [6]  # all that came until it was time to take
     deliverer.hasten()
     run(deliverer)

@@ -19,7 +19,7 @@ from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.translate import named, translate
+from rankzero.tracking.translate import metric_name, translate
 from support.fuzz import patient, seldom, thorough
 from support.runs import T0, append, ended, make_folder
 
@@ -39,21 +39,26 @@ def delivered(folder: RunFolder) -> tuple[DeliveryState, RunRecord]:
         if not deliverer.work() and deliverer.complete:
             break
     deliverer.commit()
-    assert deliverer.complete and not deliverer.progress.failures, deliverer.progress
+    assert deliverer.complete and not deliverer.state.retries.failures, deliverer.state
     uri = folder.identity.tracking_uri
-    return deliverer.progress, MlflowRuns(uri).find_run(str(deliverer.progress.run_id))
+    return deliverer.state, MlflowRuns(uri).find_run(str(deliverer.state.run_id))
 
 
 @thorough
 @given(st.lists(names, max_size=12))
 def test_no_two_metrics_become_one(keys: list[str]) -> None:
-    progress = DeliveryState()
-    stored = {key: named(key, progress) for key in keys}
+    metrics = dict.fromkeys(keys, 1.0)
+    items, progress = translate([Evaluated(T0, 7, metrics, False)], DeliveryState())
+    sent = [point.key for item in items if isinstance(item, MetricBatch) for point in item.points]
+    stored = {key: metric_name(key, progress.curves) for key in metrics}
+    assert list(stored.values()) == sent
     assert len(set(stored.values())) == len(stored)
-    assert {key: named(key, progress) for key in reversed(keys)} == stored  # for good
+    again = Evaluated(T0, 8, dict.fromkeys(reversed(keys), 1.0), False)
+    later = translate([again], progress)[1].curves
+    assert {key: metric_name(key, later) for key in keys} == stored  # for good
     changed = [key for key, name in stored.items() if key != name]
-    assert progress.altered == len(changed)
-    assert len(progress.remarks) == min(len(changed), 20)
+    assert progress.problems.altered == len(changed)
+    assert len(progress.problems.remarks) == min(len(changed), 20)
 
 
 @thorough
@@ -72,22 +77,17 @@ def test_no_two_params_become_one(keys: list[str]) -> None:
     st.lists(st.tuples(names, numbers | st.none() | st.text(max_size=3)), min_size=1, max_size=10)
 )
 def test_every_value_is_sent_or_told(rows: list[tuple[str, Any]]) -> None:
-    progress = DeliveryState()
     metrics = dict(rows)
-    sent = [
-        point
-        for item in translate([Evaluated(T0, 7, metrics, False)], progress)
-        if isinstance(item, MetricBatch)
-        for point in item.points
-    ]
-    assert len(sent) + progress.rejected == len(metrics)
+    items, progress = translate([Evaluated(T0, 7, metrics, False)], DeliveryState())
+    sent = [point for item in items if isinstance(item, MetricBatch) for point in item.points]
+    assert len(sent) + progress.problems.rejected == len(metrics)
     for key, value in metrics.items():
-        found = [point.value for point in sent if point.key == named(key, progress)]
+        found = [point.value for point in sent if point.key == metric_name(key, progress.curves)]
         number = scalars.number(value)
         assert [repr(one) for one in found] == ([] if number is None else [repr(number)])
         if scalars.is_infinite(value):
-            assert named(key, progress) in progress.infinite
-    told = progress.altered + progress.rejected
+            assert metric_name(key, progress.curves) in progress.curves.infinite
+    told = progress.problems.altered + progress.problems.rejected
     assert told >= sum(
         scalars.is_infinite(value) or scalars.number(value) is None for value in metrics.values()
     )
@@ -115,7 +115,7 @@ def test_mlflow_has_what_it_is_said_to_have(
     }
     assert len(run.metrics) == len(metrics) and run.status == "FINISHED"
     for key, value in metrics.items():
-        stored_value, number = run.metrics[named(key, progress)], scalars.number(value)
+        stored_value, number = run.metrics[metric_name(key, progress.curves)], scalars.number(value)
         assert stored_value == number or (math.isnan(stored_value) and math.isnan(number))
 
 
@@ -173,5 +173,7 @@ def test_ten_thousand_keys_and_what_cannot_be_stored(sqlite: str, tmp_path: Path
     ):
         assert any(words in line for line in delivery_status.status(folder).trouble), words
         assert words.replace("'", "") in page.replace("'", ""), words
-    assert progress.rejected == 1 and run.tags["rankzero.rejected"].startswith("1 things set aside")
+    assert progress.problems.rejected == 1 and run.tags["rankzero.rejected"].startswith(
+        "1 things set aside"
+    )
     assert len(delivery_status.status(folder).trouble) < 30

@@ -86,11 +86,12 @@ class Emitting:
         """Wait for a try that fails, after now: each is written down."""
         before = self.progress.updated
         self.until(
-            lambda: self.progress.error is not None and self.progress.updated > before, "a try"
+            lambda: self.progress.retries.error is not None and self.progress.updated > before,
+            "a try",
         )
 
     @property
-    def progress(self) -> progress.Progress:
+    def progress(self) -> delivery_state.DeliveryState:
         return delivery_state.load(delivery_state.path_of(self.folder, 0))
 
 
@@ -159,7 +160,7 @@ def test_memory_stays_while_the_server_is_away_and_the_journal_grows(
         grown = {name: run.most[name] - before[name] for name in before}
         assert (
             run.folder.events.stat().st_size > JOURNAL_BYTES
-            and run.progress.pending_bytes > JOURNAL_BYTES // 2
+            and run.progress.cursor.pending_bytes > JOURNAL_BYTES // 2
         )
         assert all(size < ALLOWED[name] for name, size in grown.items()), grown
 
@@ -174,7 +175,10 @@ def test_memory_stays_while_all_that_has_waited_is_delivered(tmp_path: Path) -> 
         check=True,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+        },
     )
     begin, most, count = map(int, done.stdout.split())
     assert count == (PART + REST) * len(METRICS)

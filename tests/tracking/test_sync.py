@@ -17,7 +17,6 @@ import pytest
 
 from rankzero.catalog import lookup
 from rankzero.cli.commands import sync as sync_command
-from rankzero.events import encode
 from rankzero.run_store import claims
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store.folder import RunFolder
@@ -54,7 +53,10 @@ def test_a_server_that_refuses_is_not_waited_for_as_one_that_may_answer(
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
     monkeypatch.setattr(delivery_status, "TROUBLED_SECONDS", 0.3)
-    state.save(state.path_of(folder, 0), state.DeliveryState(error="ConnectionError: refused"))
+    state.save(
+        state.path_of(folder, 0),
+        state.DeliveryState(retries=state.Retries(error="ConnectionError: refused")),
+    )
     assert 0.3 <= waited(folder) < LONG
 
 
@@ -64,7 +66,10 @@ def test_another_failed_try_is_no_reason_to_wait_longer(
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
     monkeypatch.setattr(delivery_status, "TROUBLED_SECONDS", 0.5)
     with progress_of(
-        folder, lambda number: state.DeliveryState(error=f"try {number}: refused", failures=number)
+        folder,
+        lambda number: state.DeliveryState(
+            retries=state.Retries(number, error=f"try {number}: refused")
+        ),
     ):
         assert 0.5 <= waited(folder) < 5.0
 
@@ -89,7 +94,7 @@ def test_who_asked_for_the_delivery_waits_while_it_goes_on(
 
 def slowly(number: int) -> state.DeliveryState:
     """Return what a recorder has reached whose server answers, and never quickly."""
-    return state.DeliveryState(run_id="abc", delivered=number)
+    return state.DeliveryState(run_id="abc", cursor=state.Cursor(delivered=number))
 
 
 @contextlib.contextmanager
@@ -119,12 +124,19 @@ def test_what_is_missing_is_said(folder: RunFolder) -> None:
     read = {folder.events.name: folder.events.stat().st_size}
     state.save(
         state.path_of(folder, 0),
-        state.DeliveryState(run_id="abc", waiting=["artifacts", "figures"], offsets=read),
+        state.DeliveryState(
+            run_id="abc",
+            queue=state.Queue((state.Task.ARTIFACTS, state.Task.FIGURES)),
+            cursor=state.Cursor(read),
+        ),
     )
     assert delivery_status.status(folder).lacks == ("an upload",), (
         "nobody waits for pictures of the whole run"
     )
-    state.save(state.path_of(folder, 0), state.DeliveryState(run_id="abc", ending=encode(ended())))
+    state.save(
+        state.path_of(folder, 0),
+        state.DeliveryState(run_id="abc", queue=state.Queue(ending=ended())),
+    )
     assert delivery_status.status(folder).lacks == ("the latest values", "its end")
     trial = make_folder(folder.path.parent.parent, parent=folder.path.name)
     append(trial, started())

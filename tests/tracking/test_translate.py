@@ -8,13 +8,13 @@ from typing import Any
 
 from rankzero.events import Evaluated, Event, StepsLogged, SystemSampled
 from rankzero.mlflow_store.items import MetricBatch, MetricPoint, MlflowItem, Tags
-from rankzero.run_store.delivery_state import DeliveryState
+from rankzero.run_store.delivery_state import Curves, DeliveryState
 from rankzero.tracking.translate import ending, linked, translate
 from support.runs import T0, ended, evaluated, keys, started, steps
 
 
-def items(progress: DeliveryState, *events: Event) -> list[MlflowItem]:
-    return list(translate(events, progress))
+def items(*events: Event) -> list[MlflowItem]:
+    return translate(events, DeliveryState())[0]
 
 
 def points(found: Iterable[MlflowItem]) -> list[MetricPoint]:
@@ -22,7 +22,7 @@ def points(found: Iterable[MlflowItem]) -> list[MetricPoint]:
 
 
 def test_columns_become_points() -> None:
-    found = points(items(DeliveryState(), steps(1, 3)))
+    found = points(items(steps(1, 3)))
     assert found == [
         MetricPoint("train/loss", 1.0, int(T0 + 1) * 1000, 1),
         MetricPoint("train/loss", 0.5, int(T0 + 2) * 1000, 2),
@@ -32,46 +32,34 @@ def test_columns_become_points() -> None:
 
 def test_points_travel_in_full_batches_across_events() -> None:
     events = [steps(first, first + 99) for first in range(1, 2501, 100)]
-    sizes = [
-        len(item.points)
-        for item in items(DeliveryState(), *events)
-        if isinstance(item, MetricBatch)
-    ]
+    sizes = [len(item.points) for item in items(*events) if isinstance(item, MetricBatch)]
     assert sizes == [1000, 1000, 500]
 
 
 def test_one_huge_event_is_cut_into_batches() -> None:
-    sizes = [
-        len(item.points)
-        for item in items(DeliveryState(), steps(1, 5001))
-        if isinstance(item, MetricBatch)
-    ]
+    sizes = [len(item.points) for item in items(steps(1, 5001)) if isinstance(item, MetricBatch)]
     assert sizes == [1000, 1000, 1000, 1000, 1000, 1]
 
 
 def test_a_later_attempt_does_not_send_again_what_an_earlier_one_sent() -> None:
-    progress = DeliveryState()
-    first = points(items(progress, started(), steps(1, 10)))
-    second = points(
-        items(progress, started(2, step=5), steps(6, 15, offset=7.0), steps(6, 15, key="new"))
-    )
+    sent, state = translate([started(), steps(1, 10)], DeliveryState())
+    later = [started(2, step=5), steps(6, 15, offset=7.0), steps(6, 15, key="new")]
+    sent_later, state = translate(later, state)
+    first, second = points(sent), points(sent_later)
     assert [point.step for point in first] == list(range(1, 11))
     assert [point.step for point in second if point.key == "train/loss"] == list(range(11, 16))
     assert [point.step for point in second if point.key == "new"] == list(range(6, 16))
-    assert progress.skipped == 5
+    assert state.curves.skipped == 5
 
 
 def test_within_an_attempt_nothing_is_held_back() -> None:
-    progress = DeliveryState()
-    found = points(items(progress, started(), steps(5, 10), steps(1, 6)))
-    assert len(found) == 12
-    assert progress.skipped == 0
+    found, state = translate([started(), steps(5, 10), steps(1, 6)], DeliveryState())
+    assert len(points(found)) == 12
+    assert state.curves.skipped == 0
 
 
 def test_both_attempts_in_one_chunk() -> None:
-    found = points(
-        items(DeliveryState(), started(), steps(1, 4), started(2), steps(3, 6, offset=9.0))
-    )
+    found = points(items(started(), steps(1, 4), started(2), steps(3, 6, offset=9.0)))
     assert [(point.step, point.value > 5) for point in found] == [
         (1, False),
         (2, False),
@@ -83,16 +71,16 @@ def test_both_attempts_in_one_chunk() -> None:
 
 
 def test_infinity_becomes_nan_and_a_tag() -> None:
-    progress = DeliveryState()
-    found = items(progress, StepsLogged([1, 2], [T0, T0], {"train/loss": [1.0, math.inf]}))
+    found = items(StepsLogged([1, 2], [T0, T0], {"train/loss": [1.0, math.inf]}))
     assert math.isnan(points(found)[1].value)
     assert Tags({"rankzero.infinite": "train/loss from step 2"}) in found
 
 
 def test_hostile_values_are_counted_and_the_rest_is_sent() -> None:
-    progress = DeliveryState()
     metrics = {"ok": [1.0, 2.0], "text": ["x", 3.0], "missing": [None, 4.0], "short": [5.0]}
-    found = points(items(progress, StepsLogged([1, 2], [T0, T0], metrics)))  # type: ignore[arg-type]
+    event = StepsLogged([1, 2], [T0, T0], metrics)  # type: ignore[arg-type]
+    sent, state = translate([event], DeliveryState())
+    found = points(sent)
     assert {(point.key, point.step) for point in found} == {
         ("ok", 1),
         ("ok", 2),
@@ -100,22 +88,21 @@ def test_hostile_values_are_counted_and_the_rest_is_sent() -> None:
         ("missing", 2),
         ("short", 1),
     }
-    assert progress.rejected == 1
-    assert "metric text: not a number" in progress.reasons[0]
+    assert state.problems.rejected == 1
+    assert "metric text: not a number" in state.problems.reasons[0]
 
 
 def test_illegal_steps_and_times_are_counted() -> None:
-    progress = DeliveryState()
     no_time, no_step = (
         Evaluated(math.nan, 1, {"a": 1.0}, False),
         Evaluated(T0, 2**80, {"a": 1.0}, True),
     )
-    assert not points(items(progress, no_time, no_step))
-    assert progress.rejected == 2
+    sent, state = translate([no_time, no_step], DeliveryState())
+    assert not points(sent)
+    assert state.problems.rejected == 2
 
 
 def test_malformed_events_are_counted_and_the_rest_is_sent() -> None:
-    progress = DeliveryState()
     odd: Any = [
         StepsLogged(None, [], {"a": [1.0]}),
         StepsLogged("ab", [T0, T0], {"a": [1.0, 2.0]}),  # type: ignore[arg-type]
@@ -123,48 +110,54 @@ def test_malformed_events_are_counted_and_the_rest_is_sent() -> None:
         SystemSampled(T0, "x", {"a": 1.0}),
         steps(1, 1),
     ]  # type: ignore[arg-type]
-    assert len(points(items(progress, *odd))) == 1
-    assert progress.rejected == 5
+    sent, state = translate(odd, DeliveryState())
+    assert len(points(sent)) == 1
+    assert state.problems.rejected == 5
 
 
 def test_the_best_goal_value_becomes_a_tag_once_a_chunk() -> None:
-    progress = DeliveryState()
-    found = items(
-        progress, started(), evaluated(1, 0.3), evaluated(2, 0.4), evaluated(3, 0.2, best=False)
-    )
+    found = items(started(), evaluated(1, 0.3), evaluated(2, 0.4), evaluated(3, 0.2, best=False))
     assert [item for item in found if isinstance(item, Tags)] == [Tags({"rankzero.best": "0.4"})]
 
 
 def test_samples_go_on_where_another_machine_stopped() -> None:
-    progress = DeliveryState(sample_offset=7)
-    found = points(
-        items(progress, SystemSampled(T0, 0, {"system/cpu_utilization_percentage": 50.0}))
-    )
+    state = DeliveryState(curves=Curves(sample_offset=7))
+    event = SystemSampled(T0, 0, {"system/cpu_utilization_percentage": 50.0})
+    found = points(translate([event], state)[0])
     assert [point.step for point in found] == [7]
 
 
 def test_a_checkpoints_metrics_are_linked_as_the_points_of_its_evaluation() -> None:
     from rankzero.events import CheckpointSaved
 
-    progress = DeliveryState()
-    sent = points(items(progress, evaluated(10, 0.5)))
+    items_sent, state = translate([evaluated(10, 0.5)], DeliveryState())
+    sent = points(items_sent)
     event = CheckpointSaved(
         T0 + 99, 10, "checkpoints/x", True, {"val/accuracy": 0.5, "val/loss": math.nan}
     )
-    assert linked(event, progress, "m-1") == [sent[0]._replace(model_id="m-1")]
+    assert linked(event, state.curves, "m-1") == [sent[0]._replace(model_id="m-1")]
 
 
 def test_the_end_sends_the_figures_that_have_no_curve() -> None:
-    progress = DeliveryState()
-    items(progress, started(), evaluated(10, 0.5))
+    _, state = translate([started(), evaluated(10, 0.5)], DeliveryState())
     event = ended(
         metrics={"best": 0.5, "samples_per_second": 99.0, "val/accuracy": 0.5, "val/new": 1.0},
         error="x" * 9000 + "ValueError: the end",
     )
-    found = ending(event, "# report", progress)
+    found, _ = ending(event, "# report", state)
     assert keys(points(found)) == {"whole_run/best", "whole_run/samples_per_second", "val/new"}
     tags = next(item.tags for item in found if isinstance(item, Tags))
     assert tags["rankzero.error"].endswith("ValueError: the end")
     assert len(tags["rankzero.error"]) == 8000
     assert tags["rankzero.reason"] == "trained"
     assert tags["mlflow.note.content"] == "# report"
+
+
+def test_the_state_that_is_given_stays_as_it_is() -> None:
+    events = [started(), evaluated(10, 0.5), steps(1, 3), ended()]
+    _, before = translate(events, DeliveryState())
+    as_text = repr(before)
+    first, _ = translate([started(2), *events], before)
+    assert repr(before) == as_text
+    again, _ = translate([started(2), *events], before)
+    assert first == again

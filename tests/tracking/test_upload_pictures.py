@@ -20,8 +20,6 @@ from support.fake_tracker import FakeTracker, delivered
 from support.pictures import arrays, taken
 from support.runs import T0, append, ended, make_folder, saved, started
 
-pytestmark = pytest.mark.usefixtures("impatient")
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
@@ -36,7 +34,7 @@ def test_pictures_are_uploaded_and_their_arrays_removed(folder: RunFolder) -> No
     assert sorted(tracker.pictures) == [
         (key, step, int((T0 + step) * 1000)) for key in keys for step in (5, 9)
     ]
-    assert not list(folder.pictures.iterdir()) and not deliverer.progress.rejected
+    assert not list(folder.pictures.iterdir()) and not deliverer.state.problems.rejected
     assert tracker.status == "FINISHED"
 
 
@@ -46,7 +44,7 @@ def test_replay_after_a_crash_uploads_the_same_pictures(folder: RunFolder) -> No
     delivered(folder, tracker)
     before = dict(tracker.pictures)
     (folder.path / "delivery.json").unlink()
-    assert not delivered(folder, tracker).progress.rejected
+    assert not delivered(folder, tracker).state.problems.rejected
     assert tracker.pictures == before
 
 
@@ -84,8 +82,8 @@ def test_damaged_or_foreign_arrays_are_rejected(
 ) -> None:
     tracker = FakeTracker()
     append(folder, started(), taken(folder, 5, content), ended())
-    progress = delivered(folder, tracker).progress
-    assert progress.rejected == 1 and "pictures of step 5" in progress.reasons[0]
+    state = delivered(folder, tracker).state
+    assert state.problems.rejected == 1 and "pictures of step 5" in state.problems.reasons[0]
     assert not tracker.pictures and tracker.status == "FINISHED"
 
 
@@ -99,8 +97,8 @@ def test_nothing_outside_of_the_folder_is_read_or_deleted(folder: RunFolder, pat
     (folder.pictures / "link.npz").symlink_to(victim)
     append(folder, started(), PicturesTaken(T0, 5, path), ended())
     tracker = FakeTracker()
-    progress = delivered(folder, tracker).progress
-    assert progress.rejected == 1 and "leads out" in progress.reasons[0]
+    state = delivered(folder, tracker).state
+    assert state.problems.rejected == 1 and "leads out" in state.problems.reasons[0]
     assert not tracker.pictures and victim.exists() and (folder.path / "run.json").exists()
 
 
@@ -130,8 +128,10 @@ def test_lack_of_disk_or_memory_is_retried(
     monkeypatch.setattr(owner, name, lacking)
     append(folder, started(), event, ended())
     tracker = FakeTracker()
-    progress = delivered(folder, tracker).progress
-    assert len(tracker.pictures) == 3 and not progress.rejected and progress.failures == 2
+    state = delivered(folder, tracker).state
+    assert (
+        len(tracker.pictures) == 3 and not state.problems.rejected and state.retries.failures == 2
+    )
 
 
 def test_picture_that_needs_too_much_memory_is_rejected_in_the_end(
@@ -143,8 +143,8 @@ def test_picture_that_needs_too_much_memory_is_rejected_in_the_end(
     monkeypatch.setattr(image_grids, "draw", lacking)
     append(folder, started(), taken(folder, 5, arrays()), saved(folder, 6), ended())
     tracker = FakeTracker()
-    progress = delivered(folder, tracker).progress
-    assert progress.rejected == 1 and "not enough memory" in progress.reasons[0]
+    state = delivered(folder, tracker).state
+    assert state.problems.rejected == 1 and "not enough memory" in state.problems.reasons[0]
     assert list(tracker.checkpoints) == [6] and list(folder.pictures.iterdir()), (
         "what it is drawn from stays"
     )
@@ -160,8 +160,8 @@ def test_picture_that_no_file_system_accepts_is_rejected(folder: RunFolder, numb
 
     tracker.fail = fail
     append(folder, started(), taken(folder, 5, arrays()), saved(folder, 6), ended())
-    progress = delivered(folder, tracker).progress
-    assert progress.rejected == 1 and os.strerror(number) in progress.reasons[0]
+    state = delivered(folder, tracker).state
+    assert state.problems.rejected == 1 and os.strerror(number) in state.problems.reasons[0]
     assert list(tracker.checkpoints) == [6]
 
 
@@ -182,6 +182,6 @@ def test_paths_that_are_not_files_are_rejected(folder: RunFolder) -> None:
         ended(),
     )
     tracker = FakeTracker()
-    progress = delivered(folder, tracker).progress
-    assert progress.rejected == 4, progress.reasons
+    state = delivered(folder, tracker).state
+    assert state.problems.rejected == 4, state.problems.reasons
     assert (folder.pictures / "folder").is_dir() and tracker.status == "FINISHED"

@@ -1,15 +1,11 @@
-"""What MLflow is sent: points, tags, beginnings and ends."""
+"""What MLflow is sent: points, tags, beginnings and ends of attempts."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import NamedTuple
 
-from rankzero.events import (
-    DataDescribed,
-    RunEnded,
-    RunStarted,
-)
+from rankzero.events import DataDescribed, RunEnded, RunStarted
 
 RETRIES = "rankzero.retries"
 DESCRIPTION = "mlflow.note.content"
@@ -27,7 +23,7 @@ class MetricPoint(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MetricBatch:
-    """At most a thousand points: what MLflow takes at once."""
+    """At most a thousand points, which is what MLflow takes in one request."""
 
     points: list[MetricPoint]
 
@@ -39,18 +35,11 @@ class Tags:
     tags: dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class RunEnd:
-    """The last thing MLflow hears of an attempt."""
-
-    event: RunEnded
-
-
-MlflowItem = RunStarted | DataDescribed | MetricBatch | Tags | RunEnd
+MlflowItem = RunStarted | DataDescribed | MetricBatch | Tags | RunEnded
 
 
 def name_of(item: MlflowItem) -> str:
-    """Return what an item is called where it is told that it was set aside."""
+    """Return how an item is called in the list of what was set aside."""
     match item:
         case MetricBatch(points):
             return f"metric {points[0].key} at step {points[0].step}"

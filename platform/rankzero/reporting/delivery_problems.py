@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from rankzero.run_store.delivery_state import DeliveryState
+from rankzero.run_store.delivery_state import DeliveryState, Retries
 
 UNDELIVERED = "not everything is delivered"
 """How the line begins that says what the latest try failed with."""
 
 
-def trouble(progress: DeliveryState) -> list[str]:
+def trouble(state: DeliveryState) -> list[str]:
     """Return a line for each kind of trouble that the delivery had; none where all went well."""
     return [
-        *_retries(progress),
-        *_listed(progress.rejected, "refused by MLflow, or no events", progress.reasons),
-        *_listed(progress.altered, "not in MLflow as they were", progress.remarks),
+        *_retries(state.retries),
+        *_listed(
+            state.problems.rejected, "refused by MLflow, or no events", state.problems.reasons
+        ),
+        *_listed(state.problems.altered, "not in MLflow as they were", state.problems.remarks),
     ]
 
 
-def _retries(progress: DeliveryState) -> Iterator[str]:
-    if progress.failures:
-        made_up = "" if progress.error else "; all was delivered later"
+def _retries(retries: Retries) -> Iterator[str]:
+    if retries.failures:
+        made_up = "" if retries.error else "; all was delivered later"
         yield (
-            f"{_count(progress.failures, 'try', 'tries')} to deliver failed, MLflow was away {progress.outages} times, "
-            f"{progress.away_seconds:.0f} s in all{made_up}"
+            f"{_count(retries.failures, 'try', 'tries')} to deliver failed, MLflow was away {retries.outages} times, "
+            f"{retries.away_seconds:.0f} s in all{made_up}"
         )
-    if progress.error:
-        yield f"{UNDELIVERED}: {progress.error}"
+    if retries.error:
+        yield f"{UNDELIVERED}: {retries.error}"
 
 
-def _listed(count: int, what: str, lines: list[str]) -> Iterator[str]:
+def _listed(count: int, what: str, lines: Sequence[str]) -> Iterator[str]:
     if count:
         more = count - len(lines)
         yield f"{_count(count, 'thing', 'things')} {what}:"

@@ -1,10 +1,16 @@
-"""How far a run's delivery to MLflow has come: ``delivery.json``, replaced after each delivered batch."""
+"""How much of a run MLflow has: ``delivery.json``, which the courier replaces after each batch.
+
+The records are frozen. Each change gives a new `DeliveryState`, so the courier can keep the
+state on the disk and the state that holds once its batch is sent apart without copying either.
+In the file the records' fields stand side by side, as versions before these records wrote them.
+"""
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import dataclasses
-import functools
+import enum
 import json
 import time
 import typing
@@ -12,243 +18,314 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rankzero.events import Event, RunEnded, decode
+from rankzero.events import (
+    CheckpointDeleted,
+    CheckpointSaved,
+    Event,
+    PicturesTaken,
+    RunEnded,
+    decode,
+    encode,
+)
 from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store.folder import RunFolder, write_atomically
 
 REASONS_KEPT = 20
-ARTIFACTS = "artifacts"
-"""The upload of a run's artifacts, among what waits."""
-FIGURES = "figures"
-"""The drawing and upload of pictures of the whole run, likewise."""
-AFTERWORD = "afterword"
-"""The page once more, should it have more to tell, likewise."""
-LAST = (FIGURES, AFTERWORD)
-"""What nobody waits for."""
-WORDS = (ARTIFACTS, *LAST)
-STEPS_REMEMBERED = 1000
 
 
-@dataclasses.dataclass
-class DeliveryState:
-    """What one recorder has delivered, and what it must remember to go on after a crash."""
+class Task(enum.Enum):
+    """An upload that no event describes. The values are written to ``delivery.json``."""
 
-    run_id: str | None = None
-    experiment_id: str | None = None
-    attempt: int = 0
-    offsets: dict[str, int] = dataclasses.field(default_factory=dict)
+    ARTIFACTS = "artifacts"
+    FIGURES = "figures"
+    PAGE_UPDATE = "afterword"
+
+
+Upload = Task | CheckpointSaved | CheckpointDeleted | PicturesTaken
+LAST_TASKS = (Task.FIGURES, Task.PAGE_UPDATE)
+"""Uploads that no command waits for, in their order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cursor:
+    """How far the journals are delivered."""
+
+    offsets: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Journal file -> bytes of it that are delivered."""
-    marks: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Metric -> highest step delivered."""
-    floor: dict[str, int] = dataclasses.field(default_factory=dict)
-    """`marks` as earlier attempts left them: points at or below are in MLflow already and stay as they are."""
-    sample_offset: int = 0
-    """What to add to a sample's number: the samples of earlier attempts on other machines."""
-    evaluated: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Step -> when its evaluation was, in milliseconds: a checkpoint's metrics are linked as the same points."""
-    waiting: list[str] = dataclasses.field(default_factory=list)
-    """Uploads not yet done: events about checkpoints, as in the journal, and names of other things."""
-    ending: str | None = None
-    """The attempt's RunEnded while MLflow has not heard of it."""
-    uploaded: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Artifact -> size and time of the file that was uploaded."""
-    infinite: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Metric -> first step at which it was infinite."""
-    goal: str | None = None
-    """The metric that the run is for."""
-    best: float | None = None
-    """Its best value."""
     delivered: int = 0
     """Points sent."""
-    skipped: int = 0
-    """Points not sent, since an earlier attempt sent that step."""
-    rejected: int = 0
-    """Things that MLflow will never take: set aside so as not to hold up the rest."""
-    reasons: list[str] = dataclasses.field(default_factory=list)
-    """Why, for the latest of them."""
-    owners: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Name in MLflow -> the metric's own: they differ where MLflow does not take that, or another metric has it."""
-    altered: int = 0
-    """Things that MLflow has, but not as they were: renamed, cut, infinite."""
-    remarks: list[str] = dataclasses.field(default_factory=list)
-    """What became of the first of them; each is told once."""
-    failures: int = 0
-    """Tries that failed, and were made again."""
-    outages: int = 0
-    """Times in which MLflow took nothing."""
-    away_seconds: float = 0.0
-    """How long they were together."""
-    error: str | None = None
-    """What the latest try failed with; none after a success."""
     pending_bytes: int = 0
-    """Bytes of journal not yet delivered, when this was written."""
+    """Bytes of journal not yet delivered, when the file was written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Curves:
+    """What MLflow has of each metric, and what the next points need to know of the earlier ones."""
+
+    attempt: int = 0
+    marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Metric -> highest step delivered."""
+    floor: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """`marks` as earlier attempts left them. Points at or below are in MLflow and stay."""
+    sample_offset: int = 0
+    """Added to a sample's number: the samples of earlier attempts on other machines."""
+    evaluated: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Step -> time of its evaluation in ms. A checkpoint's metrics link to the same points."""
+    infinite: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Metric -> first step at which it was infinite."""
+    goal: str | None = None
+    """The goal metric."""
+    best: float | None = None
+    """The goal metric's best value."""
+    skipped: int = 0
+    """Points not sent because an earlier attempt sent their steps."""
+    owners: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Name in MLflow -> the metric's own name. They differ if that is illegal or taken."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Queue:
+    """What is to be done after the points: uploads, then the end of the attempt."""
+
+    waiting: tuple[Upload, ...] = ()
+    ending: RunEnded | None = None
+    """The attempt's end, until MLflow has it."""
     ended: bool = False
-    """MLflow knows how the latest attempt ended."""
-    updated: float = 0.0
-    """When this was written, for people: clocks jump."""
-    page: str = ""
-    """A checksum of the run's page as it was sent."""
-    told: str = ""
-    """One of the troubles that it tells."""
-    claim: str = ""
-    """The attempt, by its claim's token, that was the run's latest when this was written."""
+    """Whether MLflow has the end of the latest attempt."""
+    uploaded: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Artifact -> size and time of the uploaded file."""
 
     @property
-    def uploads(self) -> list[str]:
-        """Return what waits, but for pictures of the whole run: nobody waits for those."""
-        return awaited(self.waiting)
+    def awaited(self) -> tuple[Upload, ...]:
+        """The uploads without which the delivery is not done."""
+        return tuple(upload for upload in self.waiting if upload not in LAST_TASKS)
 
     @property
     def undrawn(self) -> bool:
-        """Tell whether what nobody waits for is still to be done: pictures of the whole run, its page once more."""
-        return not set(LAST).isdisjoint(self.waiting)
+        """Whether one of `LAST_TASKS` is still to be done."""
+        return any(task in self.waiting for task in LAST_TASKS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problems:
+    """What MLflow does not have, or not as it was."""
+
+    rejected: int = 0
+    """Things that MLflow will never accept. They are set aside, so the rest can pass."""
+    reasons: tuple[str, ...] = ()
+    """Why, for the latest of them."""
+    altered: int = 0
+    """Things that MLflow has in another form: renamed, cut, infinite."""
+    remarks: tuple[str, ...] = ()
+    """What became of the first of them, each once."""
+
+    def reject(self, what: str, reason: str) -> Problems:
+        """Count something that is set aside, and remember the reason."""
+        reasons = (*self.reasons, line_without_secrets(f"{what}: {reason}"))[-REASONS_KEPT:]
+        return dataclasses.replace(self, rejected=self.rejected + 1, reasons=reasons)
+
+    def reject_once(self, what: str, reason: str) -> Problems:
+        """Do the same, unless it is among the reasons: for what is looked at several times."""
+        known = any(line.startswith(f"{what}: ") for line in self.reasons)
+        return self if known else self.reject(what, reason)
+
+    def remark(self, what: str, became: str) -> Problems:
+        """Count something that MLflow gets in another form, and remember which."""
+        line = f"{_shorten(what)}: {_shorten(became)}"
+        if line in self.remarks:
+            return self
+        remarks = (*self.remarks, line)[:REASONS_KEPT]
+        return dataclasses.replace(self, altered=self.altered + 1, remarks=remarks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Retries:
+    """How well MLflow answered."""
+
+    failures: int = 0
+    """Requests that failed and were sent again."""
+    outages: int = 0
+    """Periods in which every request failed."""
+    away_seconds: float = 0.0
+    """How long they lasted together."""
+    error: str | None = None
+    """The error of the latest request, None after a success."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """Checksums of the run's description, to see later whether it is still ours and complete."""
+
+    page: str = ""
+    """Of its text as it was sent."""
+    told: str = ""
+    """Of the problems that it lists."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeliveryState:
+    """What is delivered, and what a courier must know to continue after a crash."""
+
+    run_id: str | None = None
+    experiment_id: str | None = None
+    cursor: Cursor = Cursor()
+    curves: Curves = Curves()
+    queue: Queue = Queue()
+    problems: Problems = Problems()
+    retries: Retries = Retries()
+    page: Page = Page()
+    claim: str = ""
+    """The token of the run's latest claim when this was written."""
+    updated: float = 0.0
+    """When this was written. Only shown: clocks jump."""
 
     @property
     def pending(self) -> int:
-        """Return how much is left to do before the run is told; 0 when it is."""
-        return self.pending_bytes + len(self.uploads) + (self.ending is not None)
+        """How much is left until the delivery is done."""
+        queue = self.queue
+        return self.cursor.pending_bytes + len(queue.awaited) + (queue.ending is not None)
 
     @property
     def done(self) -> bool:
-        """Tell whether MLflow had everything but pictures of the whole run, when this was written; the end, too."""
-        return self.ended and not self.pending
+        """Whether MLflow had all but `LAST_TASKS` when this was written, the end included."""
+        return self.queue.ended and not self.pending
 
-    def put_last_things_last(self) -> None:
-        """Let nothing wait for pictures of the whole run: they are of use once all else is there."""
-        self.waiting.sort(key=lambda word: (word in LAST, word == AFTERWORD))
 
-    def reject(self, what: str, reason: str) -> None:
-        """Count something that is set aside, and remember why."""
-        self.rejected += 1
-        self.reasons = [*self.reasons, line_without_secrets(f"{what}: {reason}")][-REASONS_KEPT:]
-
-    def reject_once(self, what: str, reason: str) -> None:
-        """Count something that is set aside each time it is looked at, the first time."""
-        if not any(known.startswith(f"{what}: ") for known in self.reasons):
-            self.reject(what, reason)
-
-    def remark(self, what: str, became: str) -> None:
-        """Count something that MLflow does not get as it is, and remember what became of it."""
-        line = f"{_short(what)}: {_short(became)}"
-        if line not in self.remarks:
-            self.altered += 1
-            self.remarks = [*self.remarks, line][:REASONS_KEPT]
-
-    def remember_evaluation(self, step: int, milliseconds: int) -> None:
-        """Keep when `step` was evaluated, for the latest thousand steps."""
-        self.evaluated.setdefault(str(step), milliseconds)
-        while len(self.evaluated) > STEPS_REMEMBERED:
-            del self.evaluated[next(iter(self.evaluated))]
+_PARTS: dict[str, type[Any]] = {
+    "cursor": Cursor,
+    "curves": Curves,
+    "queue": Queue,
+    "problems": Problems,
+    "retries": Retries,
+    "page": Page,
+}
+_HINTS: dict[type[Any], dict[str, Any]] = {}
 
 
 def path_of(folder: RunFolder, node: int) -> Path:
-    """Return where the progress of node `node`'s recorder is kept."""
+    """Return where the state of one node's courier is kept."""
     return folder.path / ("delivery.json" if node == 0 else f"delivery-node_{node}.json")
 
 
+def save(path: Path, state: DeliveryState) -> None:
+    """Replace the file."""
+    fields: dict[str, Any] = {}
+    for name, value in vars(state).items():
+        fields |= vars(value) if dataclasses.is_dataclass(value) else {name: value}
+    fields["waiting"] = [
+        upload.value if isinstance(upload, Task) else encode(upload)
+        for upload in state.queue.waiting
+    ]
+    fields["ending"] = None if state.queue.ending is None else encode(state.queue.ending)
+    fields["updated"] = time.time()
+    write_atomically(path, json.dumps(fields, indent=1))
+
+
 def load(path: Path) -> DeliveryState:
-    """Read the progress; a new one where there is none. One that is damaged is begun anew: a replay does no harm."""
+    """Read the state. A missing or damaged file gives a new one: a replay changes nothing."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        kinds = _kinds()
-        found = DeliveryState(
-            **{name: _sound(value, kinds[name]) for name, value in fields.items() if name in kinds}
-        )
-        return _without_foreign_words(found)
+        words = _typed(fields.get("waiting", []), list[str])
+        ending = _typed(fields.get("ending"), str | None)
+        parts: dict[str, Any] = {
+            name: kind(**_fields_of(kind, fields)) for name, kind in _PARTS.items()
+        }
+        state = DeliveryState(**parts, **_fields_of(DeliveryState, fields))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return DeliveryState()
+    problems, waiting = state.problems, []
+    for word in words:
+        upload = _upload(word)
+        if upload is not None:
+            waiting.append(upload)
+        else:
+            problems = problems.reject(f"upload {word[:100]}", "it is not an upload")
+    end = None if ending is None else _event(ending)
+    if ending is not None and not isinstance(end, RunEnded):
+        problems = problems.reject(f"end {ending[:100]}", "it is not the end of a run")
+    queue = dataclasses.replace(
+        state.queue, waiting=tuple(waiting), ending=end if isinstance(end, RunEnded) else None
+    )
+    return dataclasses.replace(state, queue=queue, problems=problems)
 
 
 class DeliverySummary(NamedTuple):
-    """Of a delivery, what lists show."""
+    """What lists show of a delivery."""
 
     run_id: str | None
     offsets: Mapping[str, int]
     waits: bool
-    """Whether uploads are still to be done, other than of pictures of the whole run."""
+    """Whether uploads wait, other than `LAST_TASKS`."""
     undrawn: bool
-    """Whether those are."""
+    """Whether one of `LAST_TASKS` waits."""
 
 
 def glance(path: Path) -> DeliverySummary:
-    """Return the run's id in MLflow, the journals' offsets and whether something waits, as `load` does.
+    """Return the same of the file as `load`, without the rest.
 
-    For lists of thousands, where reading all of it is felt.
+    For lists of thousands of runs, where decoding every field takes noticeable time.
     """
     try:
-        fields, kinds = json.loads(path.read_bytes()), _kinds()
-        found = {
-            name: _sound(fields[name], kinds[name])
-            for name in ("run_id", "offsets", "waiting")
-            if name in fields
-        }
+        fields = json.loads(path.read_bytes())
+        run_id = _typed(fields.get("run_id"), str | None)
+        offsets = _typed(fields.get("offsets", {}), Mapping[str, int])
+        words: Sequence[str] = _typed(fields.get("waiting", []), list[str])
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return DeliverySummary(None, {}, False, False)
-    waiting = found.get("waiting", [])
-    return DeliverySummary(
-        found.get("run_id"),
-        found.get("offsets", {}),
-        bool(awaited(waiting)),
-        not set(LAST).isdisjoint(waiting),
-    )
+    last = {task.value for task in LAST_TASKS}
+    return DeliverySummary(run_id, offsets, not last.issuperset(words), not last.isdisjoint(words))
 
 
-def awaited(waiting: Sequence[str]) -> list[str]:
-    """Return those of the words in `waiting` that a run's delivery is not done without."""
-    return [word for word in waiting if word not in LAST]
-
-
-@functools.cache
-def _kinds() -> dict[str, Any]:
-    return typing.get_type_hints(DeliveryState)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 160 else f"{text[:80]}…{text[-40:]}"
-
-
-def _without_foreign_words(found: DeliveryState) -> DeliveryState:
-    """Set aside what waits and is nothing that a journal told."""
-    for word in (*found.waiting, *filter(None, [found.ending])):
-        if word not in WORDS and _event(word) is None:
-            found.reject(f"upload {word[:100]}", "it is no event")
-    found.waiting = [word for word in found.waiting if word in WORDS or _event(word) is not None]
-    if found.ending is not None and not isinstance(_event(found.ending), RunEnded):
-        found.ending = None
-    return found
-
-
-def _event(word: str) -> Event | None:
-    try:
-        return decode(word)
-    except ValueError:
-        return None
-
-
-def _sound(value: Any, kind: Any) -> Any:
-    """Return the value as the field's type has it. Raises ValueError, TypeError for any other."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is dict:
-        return {str(key): _sound(one, arguments[1]) for key, one in value.items()}
-    if origin is list:
-        return [_sound(one, arguments[0]) for one in list(value)]
-    if not isinstance(value, (arguments or (kind,))) and not (
-        kind is float and isinstance(value, int)
-    ):
-        raise ValueError(f"not {kind}: {value!r}")
-    return value
-
-
-def save(path: Path, progress: DeliveryState) -> None:
-    """Replace the file."""
-    progress.updated = time.time()
-    write_atomically(path, json.dumps(dataclasses.asdict(progress), indent=1))
-
-
-def unread_bytes(folder: RunFolder, offsets: dict[str, int]) -> int:
+def unread_bytes(folder: RunFolder, offsets: Mapping[str, int]) -> int:
     """Return how many bytes of the journals named in `offsets` are not yet delivered."""
     total = 0
     for name, offset in offsets.items():
         with contextlib.suppress(OSError):
             total += max(0, (folder.path / name).stat().st_size - offset)
     return total
+
+
+def _fields_of(kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the record's fields that stand in the file as JSON has them."""
+    # Resolving the annotations takes longer than all else, and commands poll this file.
+    if kind not in _HINTS:
+        hints = typing.get_type_hints(kind)
+        _HINTS[kind] = {
+            name: hint
+            for name, hint in hints.items()
+            if name not in ("waiting", "ending") and not dataclasses.is_dataclass(hint)
+        }
+    hints = _HINTS[kind]
+    return {name: _typed(fields[name], hints[name]) for name in hints if name in fields}
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """Return a JSON value as the type hint has it. Raises ValueError, TypeError for any other."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is collections.abc.Mapping:
+        return {str(key): _typed(one, arguments[1]) for key, one in value.items()}
+    if origin in (list, tuple):
+        return origin(_typed(one, arguments[0]) for one in list(value))
+    if not isinstance(value, arguments or (hint,)) and not (
+        hint is float and isinstance(value, int)
+    ):
+        raise ValueError(f"not {hint}: {value!r}")
+    return value
+
+
+def _upload(word: str) -> Upload | None:
+    with contextlib.suppress(ValueError):
+        return Task(word)
+    event = _event(word)
+    return event if isinstance(event, CheckpointSaved | CheckpointDeleted | PicturesTaken) else None
+
+
+def _event(line: str) -> Event | None:
+    try:
+        return decode(line)
+    except ValueError:
+        return None
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 160 else f"{text[:80]}…{text[-40:]}"

@@ -1,16 +1,17 @@
-"""The process that talks to MLflow, on processor time that nobody wants: `python -m rankzero.tracking.courier`.
+"""The process that talks to MLflow, at idle priority: `python -m rankzero.tracking.courier`.
 
-Apart from the recorder, which must sample on time: importing mlflow takes seconds of processor
-time, and a busy machine may give this process none for minutes.
+It is apart from the recorder, which must sample on time: importing mlflow takes seconds of
+processor time, and a busy machine may give this process none for minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankzero.redaction.log_format import log_without_secrets
@@ -18,62 +19,87 @@ from rankzero.run_store.attempt import LiveAttempt, closed
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.provenance import write_packages
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.retry import grace_seconds, guarded, succeeds
-from rankzero.tracking.study_deliverer import StudyDeliverer
+from rankzero.tracking.retry import PAUSE_SECONDS, grace_seconds, guarded, succeeds
+from rankzero.tracking.trial_deliverers import TrialDeliverers
 
-TICK_SECONDS = 0.5
-MODEST = (
-    10  # a nice value: about a tenth of a processor where all are taken, none where one is free
-)
+# A nice value: about a tenth of a processor if all are busy, and none of an idle one.
+MODEST = 10
+
+
+def raise_priority() -> None:
+    """Ask for a little processor time that others want too, because the training is over."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, 0, MODEST)
 
 
 def deliver_attempt(
-    attempt: LiveAttempt, deliverer: Deliverer | StudyDeliverer, recorder: int
+    attempt: LiveAttempt,
+    deliverer: Deliverer,
+    trials: TrialDeliverers,
+    recorder: int,
+    *,
+    tick_seconds: float = 0.5,
+    pause_seconds: float = PAUSE_SECONDS,
+    on_end: Callable[[], None] = raise_priority,
 ) -> None:
-    """Deliver until the attempt is over and all is delivered, or nothing moves any more, or a newer attempt begins.
+    """Deliver until the attempt has ended and all is delivered, or a newer attempt begins.
 
-    `recorder`: a pipe that the recorder closes when it has written its last; it may die before rank 0 does.
+    Gives up after `grace_seconds` without progress since the end. `recorder` is a pipe that the
+    recorder closes after its last sample. The recorder may die before rank 0.
     """
-    ended, said, moved = False, False, time.monotonic()
+    run = functools.partial(guarded, pause_seconds=pause_seconds)
+    write_end = functools.partial(succeeds, attempt.ensure_run_ended, pause_seconds)
+    ended = end_written = False
+    moved = time.monotonic()
     while attempt.is_latest:
-        guarded(lambda: attempt.wait(0.0))
+        run(lambda: attempt.wait(0.0))
+        run(trials.look)
         if not ended and attempt.over and closed(recorder):
             ended, moved = True, time.monotonic()
-            _come_forward()
-            said = succeeds(attempt.ensure_run_ended)
+            on_end()
+            end_written = write_end()
             deliverer.hasten()
-        if guarded(deliverer.work):
+            trials.hasten()
+        worked = [run(each.work) for each in (deliverer, *trials)]
+        if any(worked):
             moved = time.monotonic()
-        elif ended and (
-            (said and guarded(lambda: deliverer.complete))
-            or time.monotonic() - moved > grace_seconds()
-        ):
+            continue
+        complete = end_written and run(lambda: deliverer.complete and trials.complete)
+        if ended and (complete or time.monotonic() - moved > grace_seconds()):
             break
-        else:
-            said = said or (ended and succeeds(attempt.ensure_run_ended))
-            guarded(lambda: attempt.wait(TICK_SECONDS))
-    guarded(deliverer.commit)
+        end_written = end_written or (ended and write_end())
+        run(lambda: attempt.wait(tick_seconds))
+    run(trials.close)
+    run(deliverer.commit)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Deliver one attempt's journals of one node."""
-    options = _parse(arguments)
+    parser = argparse.ArgumentParser(prog="rankzero.tracking.courier")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--token", required=True)
+    parser.add_argument("--node", type=int, required=True)
+    parser.add_argument("--pipe", type=int, required=True)
+    parser.add_argument("--nice", type=int, required=True)
+    options = parser.parse_args(arguments)
     log_without_secrets()
-    _go_to_the_background(options.nice)
+    _lower_priority(options.nice)
     folder = RunFolder(options.folder)
-    if options.node == 0:  # a tenth of a second that the training process need not spend
+    if options.node == 0:
+        # It takes a tenth of a second, which the training process need not spend.
         guarded(lambda: write_packages(folder.artifacts))
     deliver_attempt(
         LiveAttempt(folder, options.node, options.token),
-        StudyDeliverer(folder, options.node),
+        Deliverer(folder, options.node),
+        TrialDeliverers(folder),
         options.pipe,
     )
 
 
-def _go_to_the_background(nice: int) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # desktops weigh a session as a whole, whatever its processes' priorities
+def _lower_priority(nice: int) -> None:
+    # Desktops schedule a session as a whole, whatever the priorities of its processes.
+    with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(nice or 19))
     try:
         if not nice:
@@ -81,23 +107,6 @@ def _go_to_the_background(nice: int) -> None:
     except (OSError, AttributeError):
         nice = 19
     os.nice(nice)
-
-
-def _come_forward() -> None:
-    """Take a little processor time that others want, too, where that may be asked back: the training is over."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        os.setpriority(os.PRIO_PROCESS, 0, MODEST)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rankzero.tracking.courier")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--token", required=True)
-    parser.add_argument("--node", type=int, required=True)
-    parser.add_argument("--pipe", type=int, required=True)
-    parser.add_argument("--nice", type=int, required=True)
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

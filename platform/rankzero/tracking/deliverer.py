@@ -1,54 +1,85 @@
 """Brings a run's journals to MLflow: one writer, in order, at least once.
 
-    take     the next MiB of each journal -> points, tags, beginnings of attempts
-    send     them one by one; what fails is tried again later, what is refused is set aside
-    commit   delivery.json; a crash before it replays the MiB, which changes nothing in MLflow
-    then     uploads of artifacts and checkpoints, and last the run's end
+A state machine. Its states are the members of `Activity`; `Deliverer._next` decides between them,
+and nothing else does:
 
-Points go before uploads, so that files that are big or cannot be stored never hold up the curves.
+    start
+      │      MLflow run found        journal has 1 MiB, or
+    ┌─▼──┐   or created     ┌────┐   5 s have passed     ┌────┐
+    │OPEN├─────────────────▶│IDLE├──────────────────────▶│READ│ events -> items, later uploads, end
+    └────┘                  └▲─▲┬┘                       └─┬──┘
+                             │ ││ nothing to read          │ items
+             delivery.json   │ ││                        ┌─▼──┐   a refused batch is halved,
+             is written      └─┼┼────────────────────────┤SEND│   a refused item is set aside
+                               ││                        └─▲──┘
+             delivery.json  ┌──┴▼──┐  no upload left,    ┌─┴─┐
+             is written     │UPLOAD├────────────────────▶│END│ end -> final numbers, page, status
+                            └──────┘  or one fails       └───┘
+
+    OPEN, SEND and UPLOAD make requests. After an error each waits on its own `Backoff`, 1 to 30 s,
+    and returns to the same state. If the MLflow run was deleted, the rest of the journals is skipped.
+
+A crash before delivery.json is written replays the same items, which changes nothing in MLflow.
+Points go before uploads, so files that are large or cannot be stored never hold up the curves.
 """
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import enum
 import functools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rankzero.events import DataDescribed, Event, RunEnded, RunStarted, decode
+from rankzero.events import DataDescribed, Event, RunEnded, RunStarted
 from rankzero.faults import refusal
-from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, RunEnd, Tags, name_of
+from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, name_of
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
-from rankzero.run_store import claims
-from rankzero.run_store import delivery_state as state
+from rankzero.run_store import claims, delivery_state
+from rankzero.run_store.delivery_state import LAST_TASKS, DeliveryState, Task
 from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
 from rankzero.run_store.journal import READ_BYTES, take
 from rankzero.tracking import description, open_run
-from rankzero.tracking.retry import Backoff, BlameTracker
-from rankzero.tracking.translate import ending, translate, trouble_of
+from rankzero.tracking.open_run import Target
+from rankzero.tracking.retry import HURRIED_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Backoff
+from rankzero.tracking.translate import ending, problem_tags, translate
 from rankzero.tracking.uploads import upload
 
 if TYPE_CHECKING:
-    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
+    from rankzero.mlflow_store.client import MlflowRuns
 
-TAKE_SECONDS = 5.0  # few large batches: each costs the server as much as a thousand points do
-MOST_WITHOUT_MEMORY = (
-    4  # tries of one upload that ran out of memory: it may ask for more than there is
-)
+# Few large batches: each costs the server as much as a thousand points do.
+READ_SECONDS = 5.0
+# After so many failures in a row the item itself may be to blame, and another request tests it.
+SUSPICIOUS_FAILURES = 8
+# With a failure before each: a server that answers now and then proves nothing.
+CERTAIN_ANSWERS = 3
+# An upload that so often ran out of memory may need more than the machine has.
+MOST_WITHOUT_MEMORY = 4
 
 log = logging.getLogger("rankzero.recorder")
 
 
-class Deliverer:
-    """Delivers what one node is responsible for: node 0 the run and its own samples, the others their samples.
+class Activity(enum.Enum):
+    """What the deliverer does next: the states of its machine."""
 
-    One at a time may work on a run's node: hold `incumbent.lock` around it. Call `work` until it returns False,
-    wait a little, and again.
+    IDLE = enum.auto()
+    OPEN = enum.auto()
+    READ = enum.auto()
+    SEND = enum.auto()
+    END = enum.auto()
+    UPLOAD = enum.auto()
+
+
+class Deliverer:
+    """Delivers one node's journals: node 0 the run and its own samples, others their samples.
+
+    The caller holds the node's lock (`claims.acquire`), calls `work` until it returns False,
+    waits a little, and calls it again.
     """
 
     def __init__(
@@ -56,279 +87,301 @@ class Deliverer:
         folder: RunFolder,
         node: int = 0,
         connect: Callable[[str], MlflowRuns] = open_run.connect,
+        longest_wait: float = LONGEST_WAIT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._node, self._connect = folder, node, functools.cache(connect)
-        self._path, self._directory = state.path_of(folder, node), claims.directory(folder)
-        self.progress = state.load(self._path)
-        for name in self._journals():
-            self.progress.offsets.setdefault(name, 0)
-        self._committed = copy.deepcopy(self.progress)
+        self._folder, self._node, self._clock = folder, node, clock
+        self._connect = functools.cache(connect)
+        self._path = delivery_state.path_of(folder, node)
+        self._directory = claims.directory(folder)
+        system = folder.system(node).name
+        self._journals = [EVENTS, system] if node == 0 else [system]
+        self._committed = self._with_journals(delivery_state.load(self._path))
+        self.state = self._committed
+        """As it is once `_items` are sent. Until then the file has the state before them."""
         self._items: deque[MlflowItem] = deque()
-        self._taken: dict[str, int] = dict(self.progress.offsets)
-        self._take_at = 0.0
-        self._tracker: MlflowRuns | None = None
-        self._run: OpenRun | None = None
-        self._sending, self._uploading = Backoff(), Backoff()
+        self._target: Target | None = None
+        self._backoffs: dict[Activity, Backoff] = {}
+        self._longest_wait, self._hurried = longest_wait, False
+        self._read_at = 0.0
         self._away_since: float | None = None
-        self._hurry = False
-        self._suspicion = BlameTracker()
 
     @property
     def complete(self) -> bool:
-        """Tell whether MLflow has everything that the journals hold now."""
-        return not (self._items or self._unread() or self.progress.waiting or self.progress.ending)
+        """Whether MLflow has everything that the journals hold now."""
+        queue = self.state.queue
+        return not (self._items or self._unread() or queue.waiting or queue.ending)
 
     def work(self) -> bool:
-        """Do one thing that is due; return whether anything was done. Raises nothing that MLflow or the data cause."""
-        if not self._sending.over:
-            return False
-        if self._run is None:
-            return not self.complete and self._try(self._open, self._sending)
-        if not self._items and self._take_due():
-            self._take()
-        if self._items:
-            return self._try(self._send, self._sending, self._set_item_aside)
-        if self.progress.ending is not None and (
-            self._uploading.failures or not self.progress.uploads
-        ):
-            self._items.extend(
-                self._ending(self.progress.ending)
-            )  # uploads that fail do not hold up the end
-            return True
-        if self.progress.waiting and self._uploading.over:
-            return self._try(self._upload, self._uploading, self._set_upload_aside)
-        return False
+        """Do the next activity; return whether anything was done.
+
+        Raises nothing that MLflow or the data cause. Raises OSError for the run's own disk.
+        """
+        activity, target = self._next(), self._target
+        match activity:
+            case Activity.IDLE:
+                return False
+            case Activity.READ:
+                self._read()
+                return True
+            case Activity.END:
+                self._begin_end()
+                return True
+        try:
+            if target is None:
+                done = self._open()
+            else:
+                (self._send if activity is Activity.SEND else self._upload)(target)
+                done = True
+        # A hostile value, a full disk, a broken server: none of them may end the delivery.
+        except Exception as error:
+            return self._handle(error, activity, target)
+        self._succeeded(activity, done)
+        return done
 
     def hasten(self) -> None:
-        """Take from now on what there is at once: nothing more comes, and somebody waits."""
-        self._hurry = True
-        self._sending.hasten()
-        self._uploading.hasten()
+        """Read at once from now on, and retry soon: the journals are complete, and a command waits."""
+        self._hurried, self._backoffs = True, {}
+        self._longest_wait = min(self._longest_wait, HURRIED_WAIT_SECONDS)
 
     def commit(self) -> None:
-        """Write down how far it is; only between items, since `progress` is ahead of what is sent while some wait.
+        """Write the state to delivery.json: `state`, or while items wait, the one before them.
 
-        Raises FolderGone where the folder was moved or deleted: another run of its name knows nothing of this. Its
-        number tells, which no other folder gets while the lock, a file in it, is open.
+        Raises FolderGone if the folder was moved or deleted. Another run of its name must not get
+        this state. The folder's inode tells: no other folder gets it while a lock in it is open.
         """
         if claims.directory(self._folder) != self._directory:
             raise FolderGone(f"{self._folder.path} was moved or deleted while it was delivered")
-        if not self._items:
-            self._committed = copy.deepcopy(self.progress)
-        for name in (
-            "error",
-            "failures",
-            "outages",
-            "away_seconds",
-        ):  # true at once, whatever is sent
-            setattr(self._committed, name, getattr(self.progress, name))
+        before = self._committed if self._items else self.state
         claim = claims.latest(self._folder, self._node)
-        self._committed.claim = claim.token if claim else ""
-        self._committed.pending_bytes = state.unread_bytes(self._folder, self._committed.offsets)
-        state.save(self._path, self._committed)
+        pending = delivery_state.unread_bytes(self._folder, before.cursor.offsets)
+        self._committed = dataclasses.replace(
+            before,
+            cursor=dataclasses.replace(before.cursor, pending_bytes=pending),
+            retries=self.state.retries,  # True at once, whatever is sent.
+            claim=claim.token if claim else "",
+        )
+        delivery_state.save(self._path, self._committed)
 
-    def snapshot(self) -> state.DeliveryState:
-        """Return the progress as it is on the disk."""
-        return self._committed
+    def _next(self) -> Activity:
+        """Return what to do next. Every transition of the machine is decided here."""
+        queue = self.state.queue
+        if self._target is None:
+            return Activity.IDLE if self.complete else self._if_due(Activity.OPEN)
+        if self._items:
+            return self._if_due(Activity.SEND)
+        unread = self._unread()
+        if unread and (self._hurried or unread >= READ_BYTES or self._clock() >= self._read_at):
+            return Activity.READ
+        # Uploads that fail do not hold up the end.
+        failing = Activity.UPLOAD in self._backoffs
+        if queue.ending is not None and (failing or not queue.awaited):
+            return Activity.END
+        return self._if_due(Activity.UPLOAD) if queue.waiting else Activity.IDLE
 
-    def _journals(self) -> list[str]:
-        system = self._folder.system(self._node).name
-        return [EVENTS, system] if self._node == 0 else [system]
+    def _if_due(self, activity: Activity) -> Activity:
+        backoff = self._backoffs.get(activity)
+        return activity if backoff is None or self._clock() >= backoff.due else Activity.IDLE
 
     def _unread(self) -> int:
-        return state.unread_bytes(self._folder, self._taken)
+        return delivery_state.unread_bytes(self._folder, self.state.cursor.offsets)
 
-    def _try(
-        self,
-        action: Callable[[], bool],
-        backoff: Backoff,
-        set_aside: Callable[[str], None] | None = None,
-    ) -> bool:
+    def _succeeded(self, activity: Activity, done: bool) -> None:
+        self._backoffs.pop(activity, None)
+        retries = dataclasses.replace(self.state.retries, error=None)
+        if done and self._away_since is not None:
+            away = retries.away_seconds + self._clock() - self._away_since
+            retries, self._away_since = dataclasses.replace(retries, away_seconds=away), None
+        self._change(retries=retries)
+
+    def _handle(self, error: Exception, activity: Activity, target: Target | None) -> bool:
+        """Set the item aside if it is to blame, else back off. Return whether anything was done."""
         try:
-            did = action()
-        except Exception as error:  # a hostile value, a full disk, a server on fire: none of them may end the delivery
-            return self._failed(error, backoff, set_aside)
-        if did and self._away_since is not None:
-            self.progress.away_seconds += time.monotonic() - self._away_since
-            self._away_since = None
-        backoff.reset()
-        self._suspicion.clear()
-        self.progress.error = None
-        return did
-
-    def _failed(
-        self, error: Exception, backoff: Backoff, set_aside: Callable[[str], None] | None
-    ) -> bool:
-        reason = refusal(error)
-        if reason is not None:
-            self._suspicion.clear()
-        elif backoff is self._sending and self._suspicion.confirmed(
-            backoff.failures, self._answers
-        ):
-            reason = f"fails while MLflow answers otherwise: {error!r}"
-        if (
-            isinstance(error, MemoryError)
-            and backoff is self._uploading
-            and backoff.failures >= MOST_WITHOUT_MEMORY
-        ):
-            reason = "there was not enough memory for it, however often it was tried"
-        if isinstance(error, RunGone):
-            self._abandon(str(error))
+            if isinstance(error, RunGone):
+                raise error
+            if target is not None:
+                reason = self._fault_of_item(error, activity, target)
+                if reason is not None:
+                    # Is it the item, or was the whole run deleted?
+                    target.store.require_run(target.run.run_id)
+                    log.warning("set aside: %s", text_without_secrets(reason))
+                    self._set_aside(activity, reason)
+                    self._succeeded(activity, done=True)
+                    return True
+        except RunGone as gone:
+            self._abandon(str(gone))
             return True
-        if reason is not None and set_aside is not None:
-            return self._try(lambda: self._aside(set_aside, reason, backoff), backoff)
-        backoff.fail(wait=backoff is self._uploading or not self._suspicion.stands)
-        self.progress.failures += 1
+        except Exception as later:
+            error = later
+        backoff = self._backoffs.get(activity, Backoff())
+        self._backoffs[activity] = backoff.failed(self._clock(), self._longest_wait)
+        retries = self.state.retries
+        outages = retries.outages + (self._away_since is None)
         if self._away_since is None:
-            self._away_since = time.monotonic()
-            self.progress.outages += 1
-        self.progress.error = line_without_secrets(f"{type(error).__name__}: {error}")
-        log.warning("try %d failed: %s", backoff.failures, self.progress.error)
+            self._away_since = self._clock()
+        text = line_without_secrets(f"{type(error).__name__}: {error}")
+        self._change(
+            retries=dataclasses.replace(
+                retries, failures=retries.failures + 1, outages=outages, error=text
+            )
+        )
+        log.warning("try %d failed: %s", self._backoffs[activity].failures, text)
         self.commit()
         return False
 
-    def _aside(self, set_aside: Callable[[str], None], reason: str, backoff: Backoff) -> bool:
-        self._known_tracker().require_run(
-            self._open_run().run_id
-        )  # is it the item, or is the whole run gone?
-        log.warning("set aside: %s", text_without_secrets(reason))
-        set_aside(reason)
-        return True
+    def _fault_of_item(self, error: Exception, activity: Activity, target: Target) -> str | None:
+        """Return why MLflow will never accept the first item or upload, or None if it may."""
+        backoff = self._backoffs.get(activity, Backoff())
+        reason = refusal(error)
+        if activity is Activity.UPLOAD:
+            if isinstance(error, MemoryError) and backoff.failures >= MOST_WITHOUT_MEMORY:
+                return "there was not enough memory for it, however often it was tried"
+            return reason
+        if reason is not None or backoff.failures < SUSPICIOUS_FAILURES:
+            return reason
+        answers = backoff.answers + 1 if self._accepts_another(target) else 0
+        self._backoffs[activity] = dataclasses.replace(backoff, answers=answers)
+        if answers <= CERTAIN_ANSWERS:
+            return None
+        return f"fails while MLflow accepts other requests: {error!r}"
 
-    def _answers(self) -> bool:
-        """Tell whether MLflow takes something else now: it is written, since one whose disk is full answers well."""
+    def _accepts_another(self, target: Target) -> bool:
+        """Return whether MLflow accepts another request now.
+
+        It is a write, because a server whose disk is full still answers reads.
+        """
         try:
-            tracker, run_id = self._known_tracker(), self._open_run().run_id
-            tracker.require_run(run_id)
-            tracker.set_tags(run_id, {RETRIES: str(self.progress.failures)})
+            target.store.require_run(target.run.run_id)
+            failures = str(self.state.retries.failures)
+            target.store.set_tags(target.run.run_id, {RETRIES: failures})
         except Exception:
             return False
         return True
 
     def _open(self) -> bool:
-        """Find or make the MLflow run, or wait for whoever makes it."""
-        opened = open_run.open_run(self._folder, self._node, self._connect)
-        if opened is None:
-            self._sending.fail()
+        """Find or create the MLflow run. Return False while another process has yet to."""
+        target = open_run.open_run(self._folder, self._node, self._connect)
+        if target is None:
             return False
-        self._tracker, self._run = opened
-        if self.progress.run_id is None:
-            open_run.adopt(
-                self.progress, self._run, self._folder.identity.mlflow_run_id is not None
-            )
+        if self.state.run_id is None:
+            from_elsewhere = self._folder.identity.mlflow_run_id is not None
+            self.state = open_run.adopt(self.state, target.run, from_elsewhere)
+        self._target = target
         self.commit()
         return True
 
-    def _take_due(self) -> bool:
-        unread = self._unread()
-        return unread > 0 and (
-            self._hurry or unread >= READ_BYTES or time.monotonic() >= self._take_at
-        )
-
-    def _take(self) -> None:
-        self._take_at = time.monotonic() + TAKE_SECONDS
+    def _read(self) -> None:
+        self._read_at = self._clock() + READ_SECONDS
         events: list[Event] = []
-        for name in self._journals():
-            taken = take(self._folder.path / name, self._taken[name])
-            events += taken.events
-            if taken.foreign:
-                self.progress.reject(
-                    f"{name} before byte {taken.offset:,}", f"{taken.foreign} lines are no events"
+        offsets, problems = dict(self.state.cursor.offsets), self.state.problems
+        for name in self._journals:
+            chunk = take(self._folder.path / name, offsets[name])
+            events += chunk.events
+            if chunk.foreign:
+                problems = problems.reject(
+                    f"{name} before byte {chunk.offset:,}", f"{chunk.foreign} lines are no events"
                 )
-            self._taken[name] = taken.offset
-        self._items.extend(translate(events, self.progress))
-        self.progress.put_last_things_last()
-        self.progress.offsets = dict(self._taken)
-        if not self._items:
+            offsets[name] = chunk.offset
+        self._change(
+            problems=problems, cursor=dataclasses.replace(self.state.cursor, offsets=offsets)
+        )
+        items, self.state = translate(events, self.state)
+        self._items.extend(items)
+        if not items:
             self.commit()
 
-    def _send(self) -> bool:
-        item, tracker, run_id = self._items[0], self._known_tracker(), self._open_run().run_id
+    def _begin_end(self) -> None:
+        end = self.state.queue.ending
+        if end is not None:
+            text, state = description.describe(self._folder, self.state, end)
+            items, self.state = ending(end, text, state)
+            self._items.extend(items)
+
+    def _send(self, target: Target) -> None:
+        (store, run), item = target, self._items[0]
         match item:
             case RunStarted():
-                tracker.start_attempt(run_id, item)
+                store.start_attempt(run.run_id, item)
             case DataDescribed():
-                tracker.log_data(run_id, item)
-            case MetricBatch():
-                tracker.log_metrics(run_id, item.points)
-                self.progress.delivered += len(item.points)
-            case Tags():
-                tracker.set_tags(run_id, item.tags)
-            case RunEnd():
-                tracker.close_run(run_id, item.event)
-                self.progress.ending, self.progress.ended = None, True
-                self.progress.waiting = [*self.progress.uploads, *state.LAST]
-        self._sent()
-        return True
+                store.log_data(run.run_id, item)
+            case MetricBatch(points):
+                store.log_metrics(run.run_id, points)
+                delivered = self.state.cursor.delivered + len(points)
+                self._change(cursor=dataclasses.replace(self.state.cursor, delivered=delivered))
+            case Tags(tags):
+                store.set_tags(run.run_id, tags)
+            case RunEnded():
+                store.close_run(run.run_id, item)
+                waiting = (*self.state.queue.awaited, *LAST_TASKS)
+                self._change_queue(ending=None, ended=True, waiting=waiting)
+        self._drop_item()
 
-    def _sent(self) -> None:
+    def _drop_item(self) -> None:
         self._items.popleft()
         if not self._items:
             self.commit()
 
-    def _set_item_aside(self, reason: str) -> None:
-        """Set the refused item aside; of a batch, find the points that are to blame and save the others."""
+    def _upload(self, target: Target) -> None:
+        item = self.state.queue.waiting[0]
+        if item is Task.PAGE_UPDATE:
+            tags, self.state = description.update_page(target, self._folder, self.state)
+            self._items.extend(tags)
+        else:
+            for state in upload(item, target, self._folder, self.state):
+                self.state = state
+        self._change_queue(waiting=self.state.queue.waiting[1:])
+        self.commit()
+
+    def _set_aside(self, activity: Activity, reason: str) -> None:
+        """Count the refused item or upload and go on. A batch is halved to find the point to blame."""
+        if activity is Activity.UPLOAD:
+            first, *rest = self.state.queue.waiting
+            self._change_queue(waiting=tuple(rest))
+            name = (
+                first.value if isinstance(first, Task) else f"{type(first).__name__} {first.path}"
+            )
+            self._reject(f"upload {name}", reason)
+            if self.state.queue.ended:  # The page has been written without this.
+                self._items.append(Tags(problem_tags(self.state)))
+            self.commit()
+            return
         item = self._items[0]
+        parts: list[MlflowItem]
         match item:
             case MetricBatch(points) if len(points) > 1:
                 half = len(points) // 2
-                self._replace(MetricBatch(points[:half]), MetricBatch(points[half:]))
+                parts = [MetricBatch(points[:half]), MetricBatch(points[half:])]
             case Tags(tags) if len(tags) > 1:
-                self._replace(*(Tags({key: value}) for key, value in tags.items()))
+                parts = [Tags({key: value}) for key, value in tags.items()]
             case _:
-                if isinstance(item, RunEnd):
-                    self.progress.ending = None
-                self.progress.reject(name_of(item), reason)
-                self._sent()
-
-    def _replace(self, *items: MlflowItem) -> None:
+                if isinstance(item, RunEnded):
+                    self._change_queue(ending=None)
+                self._reject(name_of(item), reason)
+                self._drop_item()
+                return
         self._items.popleft()
-        self._items.extendleft(reversed(items))
-
-    def _upload(self) -> bool:
-        tracker, run = self._known_tracker(), self._open_run()
-        if self.progress.waiting[0] == state.AFTERWORD:
-            self._items.extend(description.retold(tracker, run, self._folder, self.progress))
-        else:
-            upload(tracker, run, self._folder, self.progress)
-        self.progress.waiting.pop(0)
-        self.commit()
-        return True
-
-    def _set_upload_aside(self, reason: str) -> None:
-        self.progress.reject(f"upload {self.progress.waiting.pop(0)[:100]}", reason)
-        if self.progress.ended:  # its page has been written
-            self._items.append(Tags(trouble_of(self.progress)))
-        self.commit()
-
-    def _ending(self, line: str) -> list[MlflowItem]:
-        event = decode(line)
-        assert isinstance(event, RunEnded)
-        return ending(
-            event, description.description(self._folder, self.progress, event), self.progress
-        )
+        self._items.extendleft(reversed(parts))
 
     def _abandon(self, reason: str) -> None:
-        """Stop: someone deleted the run in MLflow. The journal keeps everything."""
+        """Skip the rest: the run was deleted in MLflow. The journals keep everything."""
         log.error("%s; the rest of its journal is not delivered", reason)
-        self.progress.reject("run", reason)
+        self._reject("run", reason)
         self._items.clear()
-        self._taken = {name: _size(self._folder.path / name) for name in self._journals()}
-        self.progress.offsets = dict(self._taken)
-        self.progress.waiting, self.progress.ending, self.progress.ended = [], None, True
+        unread = delivery_state.unread_bytes
+        offsets = {name: unread(self._folder, {name: 0}) for name in self._journals}
+        self._change(cursor=dataclasses.replace(self.state.cursor, offsets=offsets))
+        self._change_queue(waiting=(), ending=None, ended=True)
         self.commit()
 
-    def _known_tracker(self) -> MlflowRuns:
-        assert self._tracker is not None
-        return self._tracker
+    def _with_journals(self, state: DeliveryState) -> DeliveryState:
+        offsets = {**dict.fromkeys(self._journals, 0), **state.cursor.offsets}
+        return dataclasses.replace(state, cursor=dataclasses.replace(state.cursor, offsets=offsets))
 
-    def _open_run(self) -> OpenRun:
-        assert self._run is not None
-        return self._run
+    def _reject(self, what: str, reason: str) -> None:
+        self._change(problems=self.state.problems.reject(what, reason))
 
+    def _change_queue(self, **changes: Any) -> None:
+        self._change(queue=dataclasses.replace(self.state.queue, **changes))
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    def _change(self, **changes: Any) -> None:
+        self.state = dataclasses.replace(self.state, **changes)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from rankzero.catalog import lookup
 from rankzero.reporting.delivery_problems import trouble
-from rankzero.run_store import claims
-from rankzero.run_store import delivery_state as state
+from rankzero.run_store import claims, delivery_state
+from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.retry import grace_seconds
 
@@ -43,37 +43,38 @@ class Delivery(NamedTuple):
 
 def status(folder: RunFolder) -> Delivery:
     """Return how the delivery of the run stands, from the disk alone."""
-    progress = state.load(state.path_of(folder, 0))
+    state = delivery_state.load(delivery_state.path_of(folder, 0))
     claim = claims.latest(folder, 0)
-    heard = (
-        claim is None or claim.token == progress.claim
-    )  # else a newer attempt has only just begun
-    unread = state.unread_bytes(folder, {folder.events.name: 0, **progress.offsets})
+    # Otherwise a newer attempt has only just begun, and nothing of it is delivered.
+    knows_latest = claim is None or claim.token == state.claim
+    unread = delivery_state.unread_bytes(folder, {folder.events.name: 0, **state.cursor.offsets})
+    queue, problems = state.queue, state.problems
     return Delivery(
-        progress.delivered,
-        unread + len(progress.uploads) + (progress.ending is not None),
-        progress.rejected,
-        progress.done and heard and not unread,
-        progress.error,
-        progress.run_id,
-        progress.experiment_id,
-        tuple(progress.reasons),
-        tuple(trouble(progress)),
-        progress.undrawn,
-        tuple(_lacking(progress, unread)),
+        state.cursor.delivered,
+        unread + len(queue.awaited) + (queue.ending is not None),
+        problems.rejected,
+        state.done and knows_latest and not unread,
+        state.retries.error,
+        state.run_id,
+        state.experiment_id,
+        problems.reasons,
+        tuple(trouble(state)),
+        queue.undrawn,
+        tuple(_lacking(state, unread)),
     )
 
 
-def _lacking(progress: state.DeliveryState, unread: int) -> Iterator[str]:
-    """Yield what MLflow does not have yet, pictures of the whole run aside."""
-    if progress.run_id is None:
+def _lacking(state: DeliveryState, unread: int) -> Iterator[str]:
+    """Yield what MLflow does not have yet, except for figures of the whole run."""
+    uploads = len(state.queue.awaited)
+    if state.run_id is None:
         yield "the whole run"
         return
     if unread:
         yield "the latest values"
-    if progress.uploads:
-        yield f"{len(progress.uploads)} uploads" if len(progress.uploads) > 1 else "an upload"
-    if progress.ending is not None:
+    if uploads:
+        yield f"{uploads} uploads" if uploads > 1 else "an upload"
+    if state.queue.ending is not None:
         yield "its end"
 
 

@@ -1,50 +1,53 @@
-"""The run's page told once more, where what came after its end had troubles that it does not tell."""
+"""The run's description in MLflow: its text, and its update if problems follow the run's end."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
-from typing import TYPE_CHECKING
 
 from rankzero.events import RunEnded
 from rankzero.mlflow_store import limits
 from rankzero.mlflow_store.items import DESCRIPTION, Tags
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.run_page import written
-from rankzero.run_store.delivery_state import DeliveryState
+from rankzero.run_store.delivery_state import DeliveryState, Page
 from rankzero.run_store.folder import RunFolder
-from rankzero.tracking.translate import trouble_of
-
-if TYPE_CHECKING:
-    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
+from rankzero.tracking.open_run import Target
+from rankzero.tracking.translate import problem_tags
 
 log = logging.getLogger("rankzero.recorder")
 
 
-def description(folder: RunFolder, progress: DeliveryState, end: RunEnded | None = None) -> str:
-    """Return what the run's page is to say, and remember in `progress` that it does."""
+def describe(
+    folder: RunFolder, state: DeliveryState, end: RunEnded | None = None
+) -> tuple[str, DeliveryState]:
+    """Return the text of the run's page, and the state that remembers it."""
     try:
-        page = written(folder, progress, end)
-    except Exception as error:  # whatever a user's values do to the report, the run gets its end
+        text = written(folder, state, end)
+    except Exception as error:
+        # A user's values may break the report in any way, and the run must still get its end.
         log.exception("no report")
-        page = f"The report could not be written: {error!r}"
-    progress.page, progress.told = (
-        _digest(limits.head(page, limits.TAG_LENGTH)),
-        _digest(*trouble(progress)),
-    )
-    return page
+        text = f"The report could not be written: {error!r}"
+    page = Page(_digest(limits.head(text, limits.TAG_LENGTH)), _digest(*trouble(state)))
+    return text, dataclasses.replace(state, page=page)
 
 
-def retold(
-    tracker: MlflowRuns, run: OpenRun, folder: RunFolder, progress: DeliveryState
-) -> list[Tags]:
-    """Return what brings the page up to date, if the delivery had more troubles; of a page that is a user's, not it."""
-    progress.error = None  # the latest try is this one
-    if progress.told == _digest(*trouble(progress)):
-        return []
-    is_ours = _digest(tracker.description(run.run_id)) == progress.page
-    page = {DESCRIPTION: description(folder, progress)} if is_ours else {}
-    return [Tags(trouble_of(progress) | page)]
+def update_page(
+    target: Target, folder: RunFolder, state: DeliveryState
+) -> tuple[list[Tags], DeliveryState]:
+    """Return the tags that add problems since the run's end to its page, and the state after that.
+
+    A page that a user has rewritten stays theirs: only the tags about problems change.
+    """
+    # This request is the latest, and no earlier one's error is to be on the page.
+    state = dataclasses.replace(state, retries=dataclasses.replace(state.retries, error=None))
+    if state.page.told == _digest(*trouble(state)):
+        return [], state
+    if _digest(target.store.description(target.run.run_id)) != state.page.page:
+        return [Tags(problem_tags(state))], state
+    text, state = describe(folder, state)
+    return [Tags({**problem_tags(state), DESCRIPTION: text})], state
 
 
 def _digest(*lines: str) -> str:

@@ -1,8 +1,10 @@
-"""From events to what MLflow is told: points, checkpoints, beginnings and ends. Pure: no file, no clock, no network."""
+"""From events to what MLflow is sent. Pure: no file, no clock, no network, no argument changes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from rankzero import scalars
 from rankzero.events import (
@@ -16,7 +18,6 @@ from rankzero.events import (
     RunStarted,
     StepsLogged,
     SystemSampled,
-    encode,
 )
 from rankzero.metric_names import WHOLE_RUN
 from rankzero.mlflow_store import limits
@@ -26,183 +27,263 @@ from rankzero.mlflow_store.items import (
     MetricBatch,
     MetricPoint,
     MlflowItem,
-    RunEnd,
     Tags,
 )
-from rankzero.run_store.delivery_state import ARTIFACTS, DeliveryState
+from rankzero.run_store.delivery_state import LAST_TASKS, Curves, DeliveryState, Task, Upload
 
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
 
+STEPS_REMEMBERED = 1000
 
-def translate(events: Iterable[Event], progress: DeliveryState) -> Iterator[MlflowItem]:
-    """Yield what MLflow is to be told, in order, in few large batches.
 
-    Uploads and the end of the run go to `progress.waiting` and `progress.ending` instead: they
-    come after the points. `progress` is brought to where it is once all items are delivered.
+def translate(
+    events: Iterable[Event], state: DeliveryState
+) -> tuple[list[MlflowItem], DeliveryState]:
+    """Return what to send for the events, in order, and the state once all of it is sent.
+
+    Uploads and the end of the run go to the state's queue instead: they come after the points.
     """
-    before = (progress.best, len(progress.infinite))
-    batch: list[MetricPoint] = []
+    draft = _Draft(state)
+    items: list[MlflowItem] = []
+    points: list[MetricPoint] = []
     for event in events:
         if isinstance(event, RunStarted):
-            yield from _batches(batch)
-            batch = []
-            yield _start(event, progress)
+            items += _batches(points)
+            points = []
+            draft.start_attempt(event)
+            items.append(event)
         elif isinstance(event, DataDescribed):
-            yield event
+            items.append(event)
         else:
-            batch += _points_or_none(event, progress)
-        while len(batch) >= limits.METRICS_PER_BATCH:
-            yield MetricBatch(batch[: limits.METRICS_PER_BATCH])
-            batch = batch[limits.METRICS_PER_BATCH :]
-    yield from _batches(batch)
-    if (progress.best, len(progress.infinite)) != before:
-        yield Tags(tags_of(progress))
+            points += draft.points(event)
+    items += _batches(points)
+    after = draft.state()
+    tags = _curve_tags(after.curves)
+    return [*items, *([Tags(tags)] if tags != _curve_tags(state.curves) else [])], after
 
 
-def tags_of(progress: DeliveryState) -> dict[str, str]:
-    """Return the tags that say what the points cannot."""
-    tags = {}
-    if progress.best is not None:
-        tags["rankzero.best"] = repr(progress.best)
-    if progress.infinite:
-        words = (f"{key} from step {step}" for key, step in progress.infinite.items())
-        tags["rankzero.infinite"] = limits.head(", ".join(words), limits.TAG_LENGTH)
-    return tags
+def ending(
+    event: RunEnded, description: str, state: DeliveryState
+) -> tuple[list[MlflowItem], DeliveryState]:
+    """Return what closes the run, and the state once it is sent but for the end itself.
 
-
-def linked(event: CheckpointSaved, progress: DeliveryState, model_id: str) -> list[MetricPoint]:
-    """Return the checkpoint's metrics linked to its model: the same points as its evaluation's, so no second ones."""
-    at = progress.evaluated.get(str(event.step), scalars.milliseconds(event.time) or 0)
-    found = []
-    for key, raw in event.metrics.items():
-        value = scalars.number(raw)
-        if (
-            value is not None and value == value
-        ):  # a model's metric has no way to say NaN: it would read 0
-            found.append(MetricPoint(named(key, progress), value, at, event.step, model_id))
-    return found
-
-
-def ending(event: RunEnded, description: str, progress: DeliveryState) -> list[MlflowItem]:
-    """Return what closes the run: its final numbers, then why it ended and its description, then its status."""
+    The items are the final numbers, the reason with the description, and the status.
+    """
+    draft = _Draft(state)
+    points = draft.keep(list(draft.summary_rows(event)))
     tags = {"rankzero.reason": event.reason, DESCRIPTION: description}
     if event.error:
         tags["rankzero.error"] = limits.tail(event.error, limits.TAG_LENGTH)
-    tags |= trouble_of(progress)
-    points = _keep(_summary_rows(event, progress), progress)
-    return [*_batches(points), Tags(tags), RunEnd(event)]
+    after = draft.state()
+    return [*_batches(points), Tags(tags | problem_tags(after)), event], after
 
 
-def trouble_of(progress: DeliveryState) -> dict[str, str]:
-    """Return the tags that say what MLflow does not have, or not as it was; in full in `delivery.json`."""
-    tags = {}
-    if progress.rejected:
+def problem_tags(state: DeliveryState) -> dict[str, str]:
+    """Return the tags that list what MLflow does not have, or not as it was."""
+    problems, tags = state.problems, {}
+    if problems.rejected:
         tags["rankzero.rejected"] = "; ".join(
-            [f"{progress.rejected} things set aside", *progress.reasons]
+            [f"{problems.rejected} things set aside", *problems.reasons]
         )
-    if progress.altered:
+    if problems.altered:
         tags["rankzero.altered"] = "; ".join(
-            [f"{progress.altered} things changed", *progress.remarks]
+            [f"{problems.altered} things changed", *problems.remarks]
         )
-    if progress.failures:
-        tags[RETRIES] = str(progress.failures)
+    if state.retries.failures:
+        tags[RETRIES] = str(state.retries.failures)
     return tags
 
 
-def _summary_rows(event: RunEnded, progress: DeliveryState) -> Iterator[Row]:
-    """Yield ``whole_run/<name>``, which MLflow's page shows below the curves.
+def linked(event: CheckpointSaved, curves: Curves, model_id: str) -> list[MetricPoint]:
+    """Return the checkpoint's metrics linked to its model.
 
-    Metrics that have curves of their own need no second last point. The step is the attempt's: the page shows the
-    single point of a first step as a bar, comparable between runs, and a later attempt's point follows it.
+    They are the points of its evaluation once more, so MLflow adds no second ones.
     """
-    for key, value in event.metrics.items():
-        if "/" not in key:
-            yield f"{WHOLE_RUN}/{key}", max(0, progress.attempt - 1), event.time, value
-        elif named(key, progress) not in progress.marks:
-            yield key, 0, event.time, value
+    at = curves.evaluated.get(str(event.step), scalars.milliseconds(event.time) or 0)
+    points = []
+    for key, raw in event.metrics.items():
+        value = scalars.number(raw)
+        # MLflow stores no NaN for a model's metric: it would show 0.
+        if value is not None and value == value:
+            points.append(MetricPoint(metric_name(key, curves), value, at, event.step, model_id))
+    return points
 
 
-def _start(event: RunStarted, progress: DeliveryState) -> RunStarted:
-    if event.attempt > progress.attempt:
-        progress.floor = dict(progress.marks)
-        progress.attempt = event.attempt
-    progress.goal = event.params.get("goal.metric")
-    progress.ending, progress.ended = None, False
-    if ARTIFACTS not in progress.waiting:
-        progress.waiting.append(ARTIFACTS)
-    _remark_on_params(event, progress)
-    return event
-
-
-def _remark_on_params(event: RunStarted, progress: DeliveryState) -> None:
-    """Say of which params and tags MLflow will not have all; the journal has."""
-    for key, name in limits.names(event.params).items():
-        if name != key:
-            progress.remark(f"param {key!r}", f"is called {name!r} in MLflow")
-    for kind, texts, length in (
-        ("param", event.params, limits.PARAM_LENGTH),
-        ("tag", event.environment, limits.TAG_LENGTH),
-    ):
-        for key, text in texts.items():
-            lost = limits.lost(text, length)
-            if lost is not None:
-                progress.remark(f"{kind} {key!r}", f"{lost}; events.jsonl has it whole")
-
-
-def named(key: str, progress: DeliveryState) -> str:
-    """Return what a metric is called in MLflow: its own name, unless that is illegal or another's; told once."""
-    owners = progress.owners
+def metric_name(key: str, curves: Curves) -> str:
+    """Return the metric's name in MLflow: its own, unless that is illegal or another metric's."""
     name = limits.name(key)
-    if owners.get(name, key) != key:
-        name = limits.apart(key)
-    if name not in owners:
-        owners[name] = key
-        if name != key:
-            progress.remark(f"metric {key!r}", f"is called {name!r} in MLflow")
-    return name
+    return name if curves.owners.get(name, key) == key else limits.apart(key)
 
 
-def _points_or_none(event: Event, progress: DeliveryState) -> list[MetricPoint]:
-    """Return the event's points; of an event that is not what its type says, none, counted."""
-    try:
-        _queue(event, progress)
-        return _points(event, progress)
-    except (TypeError, ValueError, AttributeError) as error:
-        progress.reject(type(event).__name__, f"malformed: {error!r}")
+class _Draft:
+    """The state while one chunk of events is translated, with dictionaries of its own."""
+
+    def __init__(self, state: DeliveryState) -> None:
+        curves = state.curves
+        self._before, self._problems = state, state.problems
+        self._waiting, self._ending = list(state.queue.waiting), state.queue.ending
+        self._ended = state.queue.ended
+        self._marks, self._infinite = dict(curves.marks), dict(curves.infinite)
+        self._evaluated, self._owners = dict(curves.evaluated), dict(curves.owners)
+        self._curves = dataclasses.replace(
+            curves,
+            marks=self._marks,
+            infinite=self._infinite,
+            evaluated=self._evaluated,
+            owners=self._owners,
+        )
+        # Resolving a name costs a regular expression, and a chunk has tens of thousands of points.
+        self._names = {key: name for name, key in curves.owners.items()}
+
+    def state(self) -> DeliveryState:
+        """Return the state after what was translated so far."""
+        # What no command waits for goes last, so it holds up nothing.
+        order = sorted(
+            self._waiting,
+            key=lambda one: LAST_TASKS.index(one) + 1 if one in LAST_TASKS else 0,
+        )
+        queue = dataclasses.replace(
+            self._before.queue, waiting=tuple(order), ending=self._ending, ended=self._ended
+        )
+        return dataclasses.replace(
+            self._before, curves=self._curves, queue=queue, problems=self._problems
+        )
+
+    def start_attempt(self, event: RunStarted) -> None:
+        """Note what begins with an attempt, and which params and tags MLflow will not have whole."""
+        if event.attempt > self._curves.attempt:
+            self._change(floor=dict(self._marks), attempt=event.attempt)
+        self._change(goal=event.params.get("goal.metric"))
+        self._ending, self._ended = None, False
+        if Task.ARTIFACTS not in self._waiting:
+            self._waiting.append(Task.ARTIFACTS)
+        for key, name in limits.names(event.params).items():
+            if name != key:
+                self._remark(f"param {key!r}", f"is called {name!r} in MLflow")
+        for kind, texts, length in (
+            ("param", event.params, limits.PARAM_LENGTH),
+            ("tag", event.environment, limits.TAG_LENGTH),
+        ):
+            for key, text in texts.items():
+                lost = limits.lost(text, length)
+                if lost is not None:
+                    self._remark(f"{kind} {key!r}", f"{lost}; events.jsonl has it whole")
+
+    def points(self, event: Event) -> list[MetricPoint]:
+        """Queue the event's upload, or return its points. A malformed event is counted instead."""
+        try:
+            match event:
+                case CheckpointSaved() | CheckpointDeleted() | PicturesTaken():
+                    self._queue(event)
+                case RunEnded():
+                    self._ending = event
+                    self._waiting.append(Task.ARTIFACTS)
+                case StepsLogged():
+                    return self.keep(_column_rows(event))
+                case Evaluated():
+                    return self._evaluation(event)
+                case SystemSampled():
+                    sample = event.sample + self._curves.sample_offset
+                    return self.keep(_rows(event.metrics, sample, event.time))
+                case _:
+                    pass
+        except (TypeError, ValueError, AttributeError) as error:
+            self._reject(type(event).__name__, f"malformed: {error!r}")
         return []
 
+    def keep(self, rows: Iterable[Row]) -> list[MetricPoint]:
+        """Return the rows as legal points, without those that an earlier attempt has sent.
 
-def _points(event: Event, progress: DeliveryState) -> list[MetricPoint]:
-    match event:
-        case StepsLogged():
-            return _keep(_column_rows(event), progress)
-        case Evaluated():
-            return _evaluation(event, progress)
-        case SystemSampled():
-            number = event.sample + progress.sample_offset
-            return _keep(_rows(event.metrics, number, event.time), progress)
-        case _:
-            return []
+        Rows that are no number at a step and a time are counted.
+        """
+        points, skipped = [], 0
+        for raw_key, raw_step, time, raw_value in rows:
+            key, step = self._name(str(raw_key)), scalars.step(raw_step)
+            milliseconds, value = scalars.milliseconds(time), scalars.number(raw_value)
+            if step is None or milliseconds is None or value is None:
+                what = f"not a number at a step and a time: {raw_value!r} at {raw_step!r}"
+                self._reject(f"metric {key}", what)
+                continue
+            if step <= self._curves.floor.get(key, step - 1):
+                skipped += 1
+                continue
+            if scalars.is_infinite(raw_value) and key not in self._infinite:
+                self._infinite[key] = step
+                self._remark(
+                    f"metric {key}", f"infinite from step {step}, which MLflow shows as NaN"
+                )
+            self._marks[key] = max(step, self._marks.get(key, step))
+            points.append(MetricPoint(key, value, milliseconds, step))
+        self._change(skipped=self._curves.skipped + skipped)
+        return points
+
+    def summary_rows(self, event: RunEnded) -> Iterator[Row]:
+        """Yield ``whole_run/<name>``, which MLflow's page shows below the curves.
+
+        A metric that has a curve needs no second last point.
+        """
+        for key, value in event.metrics.items():
+            if "/" not in key:
+                # The step is the attempt's. MLflow shows a single point at step 0 as a bar, which
+                # compares runs, and a later attempt's point follows it.
+                attempt = max(0, self._curves.attempt - 1)
+                yield f"{WHOLE_RUN}/{key}", attempt, event.time, value
+            elif self._name(key) not in self._marks:
+                yield key, 0, event.time, value
+
+    def _evaluation(self, event: Evaluated) -> list[MetricPoint]:
+        milliseconds = scalars.milliseconds(event.time)
+        if milliseconds is not None:
+            self._evaluated.setdefault(str(event.step), milliseconds)
+            while len(self._evaluated) > STEPS_REMEMBERED:
+                del self._evaluated[next(iter(self._evaluated))]
+        goal = self._curves.goal
+        if event.best and goal is not None:
+            self._change(best=scalars.number(event.metrics.get(goal)))
+        return self.keep(_rows(event.metrics, event.step, event.time))
+
+    def _queue(self, upload: Upload) -> None:
+        if isinstance(upload, CheckpointSaved):
+            # `linked` looks these names up after the chunk, so they get their owners here.
+            for key in upload.metrics:
+                self._name(key)
+        self._waiting.append(upload)
+
+    def _name(self, key: str) -> str:
+        """Return the metric's name in MLflow, which is its own from now on. Remark a changed one."""
+        if key not in self._names:
+            name = metric_name(key, self._curves)
+            if name not in self._owners:
+                self._owners[name] = key
+                if name != key:
+                    self._remark(f"metric {key!r}", f"is called {name!r} in MLflow")
+            self._names[key] = name
+        return self._names[key]
+
+    def _change(self, **changes: Any) -> None:
+        self._curves = dataclasses.replace(self._curves, **changes)
+
+    def _reject(self, what: str, reason: str) -> None:
+        self._problems = self._problems.reject(what, reason)
+
+    def _remark(self, what: str, became: str) -> None:
+        self._problems = self._problems.remark(what, became)
 
 
-def _evaluation(event: Evaluated, progress: DeliveryState) -> list[MetricPoint]:
-    milliseconds = scalars.milliseconds(event.time)
-    if milliseconds is not None:
-        progress.remember_evaluation(event.step, milliseconds)
-    if event.best and progress.goal is not None:
-        progress.best = scalars.number(event.metrics.get(progress.goal))
-    return _keep(_rows(event.metrics, event.step, event.time), progress)
+def _curve_tags(curves: Curves) -> dict[str, str]:
+    """Return the tags for what the points cannot show."""
+    tags = {}
+    if curves.best is not None:
+        tags["rankzero.best"] = repr(curves.best)
+    if curves.infinite:
+        first = (f"{key} from step {step}" for key, step in curves.infinite.items())
+        tags["rankzero.infinite"] = limits.head(", ".join(first), limits.TAG_LENGTH)
+    return tags
 
 
-def _queue(event: Event, progress: DeliveryState) -> None:
-    match event:
-        case CheckpointSaved() | CheckpointDeleted() | PicturesTaken():
-            progress.waiting.append(encode(event))
-        case RunEnded():
-            progress.ending = encode(event)
-            progress.waiting.append(ARTIFACTS)
-        case _:
-            pass
+def _batches(points: list[MetricPoint]) -> Iterator[MetricBatch]:
+    size = limits.METRICS_PER_BATCH
+    return (MetricBatch(points[start : start + size]) for start in range(0, len(points), size))
 
 
 def _rows(metrics: Mapping[str, object], step: object, time: object) -> Iterator[Row]:
@@ -214,32 +295,3 @@ def _column_rows(event: StepsLogged) -> Iterator[Row]:
         for step, time, value in zip(event.steps, event.times, values, strict=False):
             if value is not None:  # not reported at that step
                 yield key, step, time, value
-
-
-def _keep(rows: Iterable[Row], progress: DeliveryState) -> list[MetricPoint]:
-    """Return the rows as legal points, less those that MLflow has from an earlier attempt; count what is dropped."""
-    kept = []
-    for raw_key, raw_step, time, raw_value in rows:
-        key, step = named(str(raw_key), progress), scalars.step(raw_step)
-        milliseconds, value = scalars.milliseconds(time), scalars.number(raw_value)
-        if step is None or milliseconds is None or value is None:
-            progress.reject(
-                f"metric {key}", f"not a number at a step and a time: {raw_value!r} at {raw_step!r}"
-            )
-            continue
-        if step <= progress.floor.get(key, step - 1):
-            progress.skipped += 1
-            continue
-        if scalars.is_infinite(raw_value) and key not in progress.infinite:
-            progress.infinite[key] = step
-            progress.remark(
-                f"metric {key}", f"infinite from step {step}, which MLflow shows as NaN"
-            )
-        progress.marks[key] = max(step, progress.marks.get(key, step))
-        kept.append(MetricPoint(key, value, milliseconds, step))
-    return kept
-
-
-def _batches(points: list[MetricPoint]) -> Iterator[MetricBatch]:
-    if points:
-        yield MetricBatch(points)

@@ -22,7 +22,7 @@ from rankzero.reporting import timeline
 from rankzero.run_store import claims
 from rankzero.run_store import delivery_state as delivery
 from rankzero.run_store.attempt import is_written, sole_launcher, take_over
-from rankzero.run_store.delivery_state import DeliveryState
+from rankzero.run_store.delivery_state import Cursor, Curves, DeliveryState, Problems, Retries
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from support.commands import TINY, Command
@@ -73,15 +73,15 @@ def test_between_two_attempts_of_a_command_the_run_is_that_commands(
     append(folder, started(), steps(1, 2), ended("FAILED"))
     with sole_launcher(folder, 1):
         assert main(["resume", folder.path.name, "--dir", str(tmp_path)]) != 0
-        assert f"{folder.path.name}: another command trains it still" in capsys.readouterr().err
-        with pytest.raises(UserError, match="another command trains it still"):
+        assert f"{folder.path.name}: another command still trains" in capsys.readouterr().err
+        with pytest.raises(UserError, match="another command still trains"):
             take_over(folder)
     take_over(folder)
     two_machines = sole_launcher(folder, 2), sole_launcher(folder, 2)  # they may share the folder
     with (
         two_machines[0],
         two_machines[1],
-        pytest.raises(UserError, match="another command trains it still"),
+        pytest.raises(UserError, match="another command still trains"),
     ):
         sole_launcher(folder, 1).__enter__()
 
@@ -316,16 +316,10 @@ def test_a_doctor_tells_of_failures_delivery_and_logs(
         delivery.path_of(folder, 0),
         DeliveryState(
             run_id="abc",
-            delivered=12,
-            failures=7,
-            outages=2,
-            away_seconds=99,
-            rejected=1,
-            reasons=["metric x: no"],
-            altered=1,
-            remarks=["param p: cut"],
-            skipped=3,
-            error="ConnectionError: refused",
+            cursor=Cursor(delivered=12),
+            curves=Curves(skipped=3),
+            problems=Problems(1, ("metric x: no",), 1, ("param p: cut",)),
+            retries=Retries(7, 2, 99, "ConnectionError: refused"),
         ),
     )
     (folder.path / "recorder.log").write_text("INFO fine\nWARNING try 7 failed\n")

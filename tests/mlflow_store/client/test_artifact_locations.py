@@ -61,7 +61,7 @@ def delivered(folder: RunFolder) -> Deliverer:
     for _ in range(100):
         if not deliverer.work() and deliverer.complete:
             return deliverer
-    raise AssertionError(deliverer.progress.error)
+    raise AssertionError(deliverer.state.retries.error)
 
 
 def begun(root: Path, uri: str) -> tuple[RunFolder, MlflowRuns, OpenRun, str]:
@@ -90,8 +90,8 @@ def test_nothing_is_deleted_where_a_model_cannot_lie(
     with pytest.raises(NeverAccepted, match="nothing is written or deleted there"):
         tracker.models.delete_checkpoint(model_id)
     append(folder, deleted(4), ended())
-    progress = delivered(folder).progress
-    assert progress.ended and progress.rejected >= 1 and untouched(mine)
+    progress = delivered(folder).state
+    assert progress.queue.ended and progress.problems.rejected >= 1 and untouched(mine)
     assert "MLflow answers that files lie" in tracker.find_run(run.run_id).tags["rankzero.rejected"]
 
 
@@ -123,8 +123,8 @@ def test_no_artifact_is_written_where_a_run_has_none(
     (folder.artifacts / ".ssh").mkdir(parents=True)
     (folder.artifacts / ".ssh" / "authorized_keys").write_text("evil")
     append(folder, ended())
-    progress = delivered(folder).progress
-    assert progress.ended and progress.rejected >= 1 and untouched(mine)
+    progress = delivered(folder).state
+    assert progress.queue.ended and progress.problems.rejected >= 1 and untouched(mine)
     assert "MLflow answers that files lie" in tracker.find_run(run.run_id).tags["rankzero.rejected"]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rankzero.events import RunEnded
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status
-from rankzero.tracking.deliverer import TAKE_SECONDS
+from rankzero.tracking.deliverer import READ_SECONDS
 from rankzero.tracking.delivery_status import Delivery
 from torture import promises
 from torture.disks import Disk, small_disk
@@ -216,7 +216,7 @@ def _was_refused(delivery: Delivery) -> bool:
 
 def _holds_up(ground: Ground) -> Callable[[Delivery], bool]:
     """Return what tells that a writer waits: it took what was journaled by now, and nothing of it arrives."""
-    delivered, over = _delivered(ground), time.monotonic() + TAKE_SECONDS + 1.0
+    delivered, over = _delivered(ground), time.monotonic() + READ_SECONDS + 1.0
     return lambda now: time.monotonic() > over and now.pending > 0 and now.delivered == delivered
 
 

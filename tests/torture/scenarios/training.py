@@ -89,7 +89,7 @@ def _reached(ground: Ground, moment: str) -> bool:
         case "checkpoint":
             return any(run.checkpoints.glob("*step_*"))
         case "upload":
-            return bool(delivery_state.load(delivery_state.path_of(run, 0)).uploads)
+            return bool(delivery_state.load(delivery_state.path_of(run, 0)).queue.awaited)
         case "evaluation":
             return _is_evaluating(ground)
     return len(promises.journaled(run)) >= (STEPS - 8 if moment == "end" else 4)

@@ -71,7 +71,8 @@ def folder(tmp_path: Path, silent: Silent) -> RunFolder:
         checkpoint_files.folder_of(made.checkpoints, 4), save, 4, {"val/accuracy": 0.9}, False
     )
     state.save(
-        state.path_of(made, 0), state.DeliveryState(run_id="a" * 32, experiment_id="1", ended=True)
+        state.path_of(made, 0),
+        state.DeliveryState(run_id="a" * 32, experiment_id="1", queue=state.Queue(ended=True)),
     )
     return made
 

@@ -116,15 +116,15 @@ def _delivery(folder: RunFolder) -> Iterator[str]:
     for path in sorted(folder.path.glob("delivery*.json")):
         progress = delivery.load(path)
         pending = (
-            delivery.unread_bytes(folder, progress.offsets)
-            + len(progress.waiting)
-            + bool(progress.ending)
+            delivery.unread_bytes(folder, progress.cursor.offsets)
+            + len(progress.queue.waiting)
+            + bool(progress.queue.ending)
         )
         left = f", {pending:,} bytes and things not yet" if pending else ", complete"
-        yield f"{path.stem}: {progress.delivered:,} values delivered{left}; last heard of {_ago(progress.updated)}"
+        yield f"{path.stem}: {progress.cursor.delivered:,} values delivered{left}; last heard of {_ago(progress.updated)}"
         yield from (f"[yellow]{escape(line)}[/]" for line in trouble(progress))
-        if progress.skipped:
-            yield f"{progress.skipped:,} values not sent again, since an earlier attempt had sent their steps"
+        if progress.curves.skipped:
+            yield f"{progress.curves.skipped:,} values not sent again, since an earlier attempt had sent their steps"
         if progress.run_id:
             yield f"MLflow run {progress.run_id}"
     if not delivery.path_of(folder, 0).exists():

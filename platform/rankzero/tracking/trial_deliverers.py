@@ -1,0 +1,78 @@
+"""The deliverers of a study's trials, which the study's courier works as well as its own.
+
+So MLflow is imported once for a study, and not again for each short trial.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from rankzero.run_store import claims
+from rankzero.run_store.folder import RunFolder
+from rankzero.tracking.deliverer import Deliverer
+
+LOOK_SECONDS = 1.0
+
+
+class TrialDeliverers:
+    """The deliverers of the runs that name `folder` their parent. Most runs have no such children."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        make: Callable[[RunFolder], Deliverer] = Deliverer,
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
+        self._folder, self._make, self._look_seconds = folder, make, look_seconds
+        self._working: dict[str, tuple[Deliverer, int]] = {}  # with the lock's file descriptor
+        self._done: set[str] = set()
+        self._look_at, self._hurried = 0.0, False
+
+    def __iter__(self) -> Iterator[Deliverer]:
+        return iter([deliverer for deliverer, _ in self._working.values()])
+
+    def look(self, at_once: bool = False) -> None:
+        """Release trials that are delivered, and take those that have begun, once a second."""
+        for name, (deliverer, _) in tuple(self._working.items()):
+            if deliverer.complete and deliverer.state.queue.ended:
+                self._release(name)
+        if time.monotonic() < self._look_at and not at_once:
+            return
+        self._look_at = time.monotonic() + self._look_seconds
+        for child in self._folder.children:
+            name = child.path.name
+            if name in self._done or name in self._working or not child.events.exists():
+                continue
+            lock = claims.acquire(child, 0)
+            if lock is not None:
+                self._working[name] = self._make(child), lock
+                if self._hurried:
+                    self._working[name][0].hasten()
+
+    @property
+    def complete(self) -> bool:
+        """Whether MLflow has everything of every trial that has begun by now."""
+        self.look(at_once=True)
+        return all(deliverer.complete for deliverer in self)
+
+    def hasten(self) -> None:
+        """Deliver at once from now on, trials that are found later included."""
+        self._hurried = True
+        for deliverer in self:
+            deliverer.hasten()
+
+    def close(self) -> None:
+        """Write every trial's state, and release its lock."""
+        for name in tuple(self._working):
+            self._release(name)
+
+    def _release(self, name: str) -> None:
+        deliverer, lock = self._working.pop(name)
+        try:
+            deliverer.commit()
+            self._done.add(name)
+        finally:
+            # Otherwise nobody could deliver the trial again, this process included.
+            os.close(lock)

@@ -1,0 +1,115 @@
+"""delivery.json: what earlier versions wrote is read, and the same fields are written again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, encode
+from rankzero.run_store import delivery_state
+from rankzero.run_store.delivery_state import DeliveryState, Queue, Retries, Task
+from support.runs import T0, ended
+
+SAVED = CheckpointSaved(T0, 10, "checkpoints/step_00000010", True, {"val/accuracy": 0.5})
+DELETED = CheckpointDeleted(T0, 10, "checkpoints/step_00000010")
+TAKEN = PicturesTaken(T0, 10, "pictures/00000010.npz")
+
+OLD: dict[str, Any] = {
+    "run_id": "abc",
+    "experiment_id": "1",
+    "attempt": 2,
+    "offsets": {"events.jsonl": 1000, "system-node_0.jsonl": 50},
+    "marks": {"train/loss": 40},
+    "floor": {"train/loss": 20},
+    "sample_offset": 3,
+    "evaluated": {"10": 1800000010000},
+    "waiting": [
+        "artifacts",
+        encode(SAVED),
+        encode(DELETED),
+        encode(TAKEN),
+        "figures",
+        "afterword",
+    ],
+    "ending": encode(ended()),
+    "uploaded": {"artifacts/config.yaml": "7:123"},
+    "infinite": {"train/loss": 30},
+    "goal": "val/accuracy",
+    "best": 0.5,
+    "delivered": 99,
+    "skipped": 4,
+    "rejected": 1,
+    "reasons": ["metric x: no"],
+    "owners": {"a_b": "a(b"},
+    "altered": 1,
+    "remarks": ["param p: cut"],
+    "failures": 7,
+    "outages": 2,
+    "away_seconds": 9.5,
+    "error": "ConnectionError: refused",
+    "pending_bytes": 11,
+    "ended": False,
+    "updated": 1800000000.0,
+    "page": "0" * 64,
+    "told": "1" * 64,
+    "claim": "c0ffee",
+}
+"""Every field of the file, as it was written before the records were split."""
+
+
+def test_a_file_of_an_earlier_version_is_read_and_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "delivery.json"
+    path.write_text(json.dumps(OLD))
+    state = delivery_state.load(path)
+    assert state.run_id == "abc" and state.cursor.offsets == OLD["offsets"]
+    assert state.queue.waiting == (
+        Task.ARTIFACTS,
+        SAVED,
+        DELETED,
+        TAKEN,
+        Task.FIGURES,
+        Task.PAGE_UPDATE,
+    )
+    assert state.queue.ending == ended() and state.retries.failures == 7
+    assert len(state.queue.awaited) == 4 and state.queue.undrawn
+    delivery_state.save(path, state)
+    written = json.loads(path.read_text())
+    assert {**written, "updated": OLD["updated"]} == OLD
+    assert delivery_state.load(path).queue == state.queue
+
+
+@pytest.mark.parametrize("odd", ["{", encode(ended()), "unknown"])
+def test_an_unknown_upload_is_counted_and_the_rest_is_kept(tmp_path: Path, odd: str) -> None:
+    path = tmp_path / "delivery.json"
+    path.write_text(json.dumps(OLD | {"waiting": ["artifacts", odd], "ending": encode(SAVED)}))
+    state = delivery_state.load(path)
+    assert state.queue.waiting == (Task.ARTIFACTS,) and state.queue.ending is None
+    assert state.problems.rejected == 3
+
+
+def test_a_missing_file_is_a_new_state(tmp_path: Path) -> None:
+    assert delivery_state.load(tmp_path / "delivery.json") == DeliveryState()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "waits", "undrawn"),
+    [
+        ((), False, False),
+        ((Task.ARTIFACTS,), True, False),
+        ((Task.FIGURES,), False, True),
+        ((SAVED, Task.PAGE_UPDATE), True, True),
+    ],
+)
+def test_a_glance_agrees_with_the_whole_state(
+    tmp_path: Path, waiting: Any, waits: bool, undrawn: bool
+) -> None:
+    path = tmp_path / "delivery.json"
+    state = DeliveryState(run_id="abc", queue=Queue(waiting), retries=Retries(3))
+    delivery_state.save(path, state)
+    seen = delivery_state.glance(path)
+    assert (seen.run_id, seen.waits, seen.undrawn) == ("abc", waits, undrawn)
+    loaded = delivery_state.load(path).queue
+    assert (bool(loaded.awaited), loaded.undrawn) == (waits, undrawn)

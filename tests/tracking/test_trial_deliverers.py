@@ -1,0 +1,93 @@
+"""A study and its trials, delivered by one courier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankzero.run_store import claims
+from rankzero.run_store.folder import FolderGone, Identity, RunFolder
+from rankzero.tracking import delivery_status
+from rankzero.tracking.deliverer import Deliverer
+from rankzero.tracking.trial_deliverers import TrialDeliverers
+from support.fake_tracker import FakeTracker, deliverer_to
+from support.runs import append, ended, started, steps
+
+
+def make(runs: Path, name: str, parent: str | None = None) -> RunFolder:
+    return RunFolder.create(runs, Identity(name, name, "e", "sqlite:////nowhere.db", parent=parent))
+
+
+class Family:
+    """A study's deliverer and its trials', worked as the courier does."""
+
+    def __init__(self, study: RunFolder) -> None:
+        self.trackers = {study.path.name: FakeTracker()}
+        self.own = deliverer_to(self.trackers[study.path.name], study)
+        self.trials = TrialDeliverers(study, make=self._make, look_seconds=0.0)
+
+    def _make(self, trial: RunFolder) -> Deliverer:
+        return deliverer_to(self.trackers.setdefault(trial.path.name, FakeTracker()), trial)
+
+    def turn(self) -> None:
+        self.trials.look()
+        for each in (self.own, *self.trials):
+            each.work()
+
+    def work(self) -> None:
+        for _ in range(200):
+            self.turn()
+        self.trials.close()
+        self.own.commit()
+
+
+def test_trials_follow_their_study_and_name_it(tmp_path: Path) -> None:
+    study = make(tmp_path, "study")
+    append(study, started())
+    family = Family(study)
+    for name in ("one", "two"):
+        child = make(tmp_path, name, parent="study")
+        study.add_child(name)
+        append(child, started(), steps(1, 10), ended())
+    append(study, ended())
+    family.work()
+    assert {name: tracker.status for name, tracker in family.trackers.items()} == dict.fromkeys(
+        ["study", "one", "two"], "FINISHED"
+    )
+    assert family.own.complete and family.trials.complete
+    for name in ("one", "two"):
+        assert delivery_status.status(RunFolder(tmp_path / name)).done
+        assert not claims.is_recording(RunFolder(tmp_path / name)), "the lock is released"
+
+
+def test_a_trial_waits_for_its_study(tmp_path: Path) -> None:
+    study, tracker = make(tmp_path, "study"), FakeTracker()
+    child = make(tmp_path, "one", parent="study")
+    append(child, started(), ended())
+    assert not deliverer_to(tracker, child).work() and not tracker.calls
+    assert study.children == []
+
+
+def test_a_trial_whose_folder_is_moved_can_be_taken_again(tmp_path: Path) -> None:
+    study = make(tmp_path, "study")
+    child = make(tmp_path, "one", parent="study")
+    study.add_child("one")
+    for run in (study, child):
+        append(run, started(), steps(1, 5))
+    family = Family(study)
+    family.turn()
+    moved = RunFolder(child.path.rename(tmp_path / "moved"))
+    assert claims.is_recording(moved)
+    with pytest.raises(FolderGone):
+        family.trials.close()
+    assert not claims.is_recording(moved)
+
+
+def test_a_run_without_trials_has_no_deliverer_but_its_own(tmp_path: Path) -> None:
+    study = make(tmp_path, "study")
+    append(study, started(), steps(1, 5), ended())
+    family = Family(study)
+    family.work()
+    assert family.trackers["study"].status == "FINISHED" and list(family.trackers) == ["study"]
+    assert not list(family.trials)
