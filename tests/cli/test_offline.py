@@ -76,7 +76,7 @@ def test_offline_run_is_recorded_resumed_and_delivered_by_sync(
     for shown, words in {
         "away": ("runs",),
         "FINISHED": ("report", "away"),
-        "MLflow has not all of it: rankzero sync away": ("doctor", "away"),
+        "not everything is in MLflow: rankzero sync away": ("doctor", "away"),
     }.items():
         code, output = offline(*words)
         assert code == 0 and shown in output, output

@@ -151,7 +151,7 @@ def test_a_sweet_spot_has_no_secrets_and_asks_for_them() -> None:
     tiny = load_experiment(str(TINY))
     text = sweet_spot_yaml(config.override(tiny(), {"api_key": SETTING}), "says", "use")
     assert SETTING not in text
-    with pytest.raises(UserError, match="say it again, api_key=…"):
+    with pytest.raises(UserError, match="pass them again, api_key=…"):
         with_secrets(config.read_yaml(text), {})
     assert with_secrets(config.read_yaml(text), {"api_key": SETTING})["api_key"] == SETTING
 

@@ -76,7 +76,7 @@ def test_signal_while_ranks_start_stops_the_run(
     rankzero: Command, moment: Callable[[Command], bool]
 ) -> None:
     words = ("--nproc", 2, "--run-name", "early", "--offline")
-    process = rankzero.start("train", TINY, *words, *ENDLESS)
+    process = rankzero.start("train", TINY, *words, *ENDLESS, cold=True)
     wait_until(lambda: moment(rankzero))
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=90)
@@ -149,7 +149,8 @@ def test_machine_that_waits_for_a_stopped_one_ends_with_a_message(rankzero: Comm
 
 
 def test_signal_to_every_process_leaves_a_checkpoint(rankzero: Command) -> None:
-    process = rankzero.start("train", TINY, "--nproc", 2, *ENDLESS)
+    # Cold: a warm command has other processes.
+    process = rankzero.start("train", TINY, "--nproc", 2, *ENDLESS, cold=True)
     folder = rankzero.wait_for_step(4)
     for one in processes_of(rankzero.folder):
         one.terminate()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rankzero.mlflow_store.client import MlflowRuns
@@ -59,7 +57,7 @@ def test_strategy_stopped_pruned_and_resumed_has_the_losses_of_one_process(
     assert reached < STEPS
     process = rankzero.start("resume", "run", "--offline")
     rankzero.wait_for_step(reached + 4)
-    prune(process.pid)
+    process.send_signal(signal.SIGUSR2)  # as a search asks a trial's launcher
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
     assert last_end(run).status == "KILLED" and last_end(run).reason.startswith("pruned")
@@ -70,19 +68,3 @@ def test_strategy_stopped_pruned_and_resumed_has_the_losses_of_one_process(
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4, abs=1e-5)
     points = MlflowRuns(run.identity.tracking_uri).history(tracked(run).run_id, "train/loss")
     assert {point.step: point.value for point in points} == losses(run) and len(points) == STEPS
-
-
-def prune(launcher: int) -> None:
-    """Ask the ranks to stop as a search does: with SIGUSR2."""
-    asked = [
-        process for process in psutil.Process(launcher).children(recursive=True) if is_rank(process)
-    ]
-    assert asked
-    for process in asked:
-        os.kill(process.pid, signal.SIGUSR2)
-
-
-def is_rank(process: psutil.Process) -> bool:
-    """Return whether a process is a fork of the launcher's server, not the server itself."""
-    parent = process.parent()
-    return parent is not None and "forkserver" in " ".join(parent.cmdline())

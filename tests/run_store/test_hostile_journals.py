@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rankzero.catalog import lookup
 from rankzero.cli.commands import runs as runs_command
 from rankzero.cli.display import diagnosis
-from rankzero.cli.display.progress import ProgressModel, duration, progress_line, progress_panel
+from rankzero.cli.display.progress import ProgressModel, duration, progress_panel
 from rankzero.events import Event, RunEnded, decode, encode
 from rankzero.experiment import Goal
 from rankzero.reporting import run_figures, run_report
@@ -136,7 +136,7 @@ def test_every_reader_of_a_journal_bears_every_line(
         isinstance(cell, str) for cell in runs_command._cells(listed)
     )
     _show(list(read_all(folder.events)))
-    assert all(isinstance(line, str) for _, lines in diagnosis.told(folder) for line in lines)
+    assert all(isinstance(line, str) for _, lines in diagnosis.sections(folder) for line in lines)
 
 
 @seldom
@@ -165,7 +165,7 @@ def _show(events: list[Event]) -> None:
     view = ProgressModel(Goal("val/accuracy", "max"))
     for event in events:
         view(event)
-        progress_line(view), progress_panel(view)
+        view.facts(), progress_panel(view)
         if isinstance(event, RunEnded):
             list(view.results(event)), run_report.markdown("x", fold(events), event)
 

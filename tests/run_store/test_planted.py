@@ -202,7 +202,7 @@ def test_code_that_came_with_a_run_is_not_executed(tmp_path: Path) -> None:
     evil = tmp_path / "runs" / "evil.py"
     folder = make_folder(tmp_path, experiment_file=str(evil))
     evil.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
-    with pytest.raises(UserError, match="lies among the runs"):
+    with pytest.raises(UserError, match="is in the folder of the runs"):
         resume._experiment(folder, argparse.Namespace(dir=tmp_path, settings=[]))
     assert not (tmp_path / "executed").exists()
 

@@ -45,11 +45,14 @@ def fail_once(folder: str) -> str:
     pids = Path(folder) / "pids"
     pids.mkdir(exist_ok=True)
     (pids / str(os.getpid())).touch()
-    if os.environ["LOCAL_RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os._exit(1)
+    first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     deadline = time.monotonic() + 60
-    while len(list(pids.iterdir())) < 4 and time.monotonic() < deadline:
+    while len(list(pids.iterdir())) < (2 if first_start else 4) and time.monotonic() < deadline:
         time.sleep(0.02)
+    if first_start and os.environ["LOCAL_RANK"] == "0":
+        os._exit(1)
+    while first_start:
+        time.sleep(1)
     return "FINISHED"
 
 

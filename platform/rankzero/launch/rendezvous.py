@@ -1,7 +1,8 @@
-"""Where the processes of one machine find each other, out of other machines' reach.
+"""How the processes of one machine find each other, unreachable for other machines.
 
-PyTorch's own stores listen on every address of the machine, without a password; torchrun's rendezvous unpickles what
-it finds in its own: who reaches the port could run code. Jobs of several machines need them: see docs/guarantees.md.
+PyTorch's stores listen on every address of the machine, without a password, and torchrun's
+rendezvous unpickles what it finds in its store: anyone who reaches the port could run code. Only
+jobs of several machines use them, see docs/guarantees.md.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 
 from rankzero.ranks import Ranks
 
-LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACES = ("lo", "lo0")
-LOCAL_NAMES = ("localhost", LOOPBACK, "::1")
+_LOOPBACK = "127.0.0.1"
+_LOOPBACK_INTERFACES = ("lo", "lo0")
+_LOCAL_NAMES = ("localhost", _LOOPBACK, "::1")
 
 
 def handler_of_one_agent(parameters: Any) -> Any:
-    """Return a rendezvous handler (of torchrun's) whose store is this process's memory: for an agent that is alone."""
+    """Return a rendezvous handler for a single agent: its store is this process's memory."""
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
@@ -31,17 +32,17 @@ def handler_of_one_agent(parameters: Any) -> Any:
 def on_loopback(
     ranks: Ranks, timeout: datetime.timedelta, environ: Mapping[str, str] = os.environ
 ) -> Any:
-    """Return the store of a job whose ranks are all on this machine, which rank 0 serves to it alone.
+    """Return the store of a job on one machine, which rank 0 serves on the loopback interface.
 
-    None where the launcher's environment names another machine, or serves a store itself (torchrun, of itself).
-    Waits for all ranks. Raises OSError where the port was taken meanwhile.
+    Return None if the launcher's environment names another machine or a store that it serves
+    itself, as torchrun does. Waits for all ranks. Raises OSError if the port is in use.
     """
     if not is_one_machine(ranks, environ):
         return None
     port = int(environ["MASTER_PORT"])
     listening = _listening(port, ranks.world_size).detach() if ranks.first else None
     return _distributed().TCPStore(
-        LOOPBACK,
+        _LOOPBACK,
         port,
         ranks.world_size,
         is_master=ranks.first,
@@ -51,17 +52,20 @@ def on_loopback(
 
 
 def keep_gloo_on_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo's ranks talk where only this machine hears it, unless somebody has chosen: else by the host's name."""
-    found = [name for _, name in socket.if_nameindex() if name in LOOPBACK_INTERFACES]
+    """Let gloo use the loopback interface, unless $GLOO_SOCKET_IFNAME names another one.
+
+    By default gloo binds to the address that the host's name resolves to.
+    """
+    found = [name for _, name in socket.if_nameindex() if name in _LOOPBACK_INTERFACES]
     if found:
         environ.setdefault("GLOO_SOCKET_IFNAME", found[0])
 
 
 def is_one_machine(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether all ranks are on this machine, and are to find each other by a store that rank 0 serves."""
+    """Return whether all ranks are on this machine and rank 0 must serve their store."""
     return (
         ranks.node_count == 1
-        and environ.get("MASTER_ADDR") in LOCAL_NAMES
+        and environ.get("MASTER_ADDR") in _LOCAL_NAMES
         and environ.get("MASTER_PORT", "").isdecimal()
         and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     )
@@ -71,7 +75,7 @@ def _listening(port: int, most: int) -> socket.socket:
     server = socket.socket()
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((LOOPBACK, port))
+        server.bind((_LOOPBACK, port))
         server.listen(most)
     except OSError:
         server.close()
@@ -80,6 +84,7 @@ def _listening(port: int, most: int) -> socket.socket:
 
 
 def _distributed() -> Any:
-    import torch.distributed  # late: the command line knows this file, and PyTorch takes a second
+    # Late: the command line imports this file, and PyTorch takes a second.
+    import torch.distributed
 
-    return torch.distributed  # whose types do not tell of every store
+    return torch.distributed  # as Any: its type stubs lack some of the stores

@@ -1,4 +1,4 @@
-"""What a launcher asks of every worker of a node, and the folder that it makes beforehand. Imports no torch."""
+"""What a launcher asks of each worker of its machine, and the run's folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from rankzero.redaction.text import blotted
 from rankzero.run_store import claims
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 
-MAKING_SECONDS = 5.0
+_CREATION_SECONDS = 5.0  # for another machine to create the folder
 OUT_OF_MEMORY = "rankzero.out_of_memory"
-"""The tag of a run whose micro-batch had to be made smaller."""
+"""The tag of a run whose micro-batch was halved because a device ran out of memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JobRequest:
-    """What a launcher asks of every worker of a node. Plain values: it crosses process boundaries."""
+    """What a launcher asks of each worker. Plain values, because they are pickled."""
 
     experiment_file: str
     config: str
-    """The experiment's settings, as YAML; rank 0's count."""
+    """The experiment's settings, as YAML. All ranks use rank 0's."""
     runs: str
     """The folder of all runs."""
     identity: Identity
-    """What this node calls the run; rank 0's counts."""
+    """The run. All ranks use rank 0's."""
     environment: Mapping[str, str]
-    """Tags that say where the run comes from."""
+    """Tags of the run's provenance."""
     failures: str
-    """The folder in which a failing rank leaves word."""
+    """The folder for the failure files of ranks."""
     resumes: bool = False
-    """Whether there must be a checkpoint to go on from, on rank 0's machine."""
+    """Whether rank 0 must find a checkpoint to continue from."""
     offline: bool = False
     """Whether the run is only recorded, and delivered to MLflow later."""
 
@@ -50,7 +50,7 @@ def request_for(
     resumes: bool = False,
     offline: bool = False,
 ) -> JobRequest:
-    """Return the request to train `experiment` into `folder`, whose earlier words of failure are forgotten."""
+    """Return the request to train `experiment` into `folder`; delete its old failure files."""
     for path in folder.failures.glob("rank_*.json"):
         path.unlink()
     return JobRequest(
@@ -66,9 +66,10 @@ def request_for(
 
 
 def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFolder:
-    """Make a new run's folder; of several machines with one disk, one does. Raises UserError where that cannot be.
+    """Create the run folder.
 
-    Until the ranks begin, which may wait for another machine's, the run lives as long as this process does.
+    With several machines on a shared disk, one creates it and the others use it. The run counts as
+    alive while this process lives, until ranks start. Raises UserError.
     """
     try:
         folder = RunFolder.create(runs, identity)
@@ -76,10 +77,15 @@ def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFold
         return folder
     except FileExistsError:
         folder = RunFolder(runs / identity.name)
-        if machines > 1 and _is_made(folder) and not folder.events.exists():
+        deadline = time.monotonic() + _CREATION_SECONDS
+        while not (created := (folder.path / "run.json").exists()) and machines > 1:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+        if machines > 1 and created and not folder.events.exists():
             return folder
         raise UserError(
-            f"there is a run {identity.name!r} already: choose another --run-name, or go on with it: "
+            f"there is a run {identity.name!r} already: choose another --run-name, or continue it: "
             f"rankzero resume {identity.name}"
         ) from None
     except OSError as error:
@@ -89,29 +95,22 @@ def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFold
 
 
 def with_secrets(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings as a file has them; of those that were hidden, as they look secret, what `changes` say.
+    """Return a file's settings, with the values of `changes` for those that were redacted.
 
-    Raises UserError for those that they do not.
+    Raises UserError for redacted settings that `changes` lack.
     """
     hidden = [key for key, value in settings.items() if BLOT in str(value)]
     unknown = [key for key in hidden if key not in changes]
     if unknown:
         raise UserError(
-            f"what looks like a secret is not written down there: say it again, {'=… '.join(unknown)}=…"
+            "the saved settings lack values that look like secrets: pass them again, "
+            f"{'=… '.join(unknown)}=…"
         )
     return {**settings, **{key: changes[key] for key in hidden}}
 
 
-def _is_made(folder: RunFolder) -> bool:
-    """Tell whether a folder is a run's, after a moment if need be: another machine may be about to make it."""
-    deadline = time.monotonic() + MAKING_SECONDS
-    while not (there := (folder.path / "run.json").exists()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return there
-
-
 def write_config(folder: RunFolder, experiment: Experiment) -> None:
-    """Write the settings twice: whole, for this disk, and for MLflow without what looks like a secret."""
+    """Write the settings twice: complete for this disk, and redacted for MLflow."""
     hidden = blotted(config.rendered(experiment))
     write_atomically(folder.config, config.to_yaml(experiment), private=bool(hidden))
     folder.artifacts.mkdir(exist_ok=True)

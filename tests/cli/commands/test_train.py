@@ -278,10 +278,10 @@ def test_mlflow_is_not_told_a_secret_and_a_resume_elsewhere_asks_for_it(
     folder.path.rename(tmp_path / "elsewhere")
     code, output = rankzero("resume", run.run_id, "train.steps=8")
     assert (
-        code == 2 and "--experiment EXP" in output
+        code == 2 and "--experiment FILE" in output
     )  # MLflow names a file that is not below this folder
     code, output = rankzero("resume", run.run_id, "train.steps=8", "--experiment", TINY)
-    assert code == 2 and "say it again, api_key=…" in output
+    assert code == 2 and "pass them again, api_key=…" in output
     code, output = rankzero("resume", run.run_id, "train.steps=8", "api_key=hunter2")
     assert code == 0, output
     assert "api_key: hunter2" in folder.config.read_text()

@@ -53,7 +53,7 @@ def test_a_run_that_is_training_is_not_resumed(
     append(folder, started(), steps(1, 2))
     assert is_written(folder)
     assert main(["resume", folder.path.name, "--dir", str(tmp_path)]) != 0
-    assert f"{folder.path.name} is training still: stop it first" in capsys.readouterr().err
+    assert f"{folder.path.name} is still training: stop it first" in capsys.readouterr().err
     append(folder, ended("KILLED"))
     assert not is_written(folder), (
         "a process that has said its end may live on, as a notebook's does"
@@ -351,7 +351,7 @@ def test_a_doctor_tells_of_failures_delivery_and_logs(
 
 def test_a_run_without_anything_has_a_story(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    assert dict(command.told(folder))["delivery to MLflow"] == [
+    assert dict(command.sections(folder))["delivery to MLflow"] == [
         "[yellow]nothing was delivered yet[/]"
     ]
 

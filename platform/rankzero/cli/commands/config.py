@@ -1,4 +1,4 @@
-"""``rankzero config EXP [key=value…]``: the resolved settings as YAML, and every legal key with its type."""
+"""``rankzero config EXP [key=value…]``: the settings as YAML, and every legal key with its type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rankzero export RUN [--to FOLDER] [--format csv|parquet]``: a run as files that other programs read."""
+"""``rankzero export RUN [--to FOLDER] [--format csv|parquet]``: a run as files for other programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
@@ -22,22 +22,27 @@ from rankzero.run_store.folder import RunFolder
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-FORMATS = ("csv", "parquet")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
     parser.add_argument(
-        "--to", type=Path, metavar="FOLDER", help="where to (default: a folder called as the run)"
+        "--to",
+        type=Path,
+        metavar="FOLDER",
+        help="the target (default: a folder with the run's name)",
     )
     parser.add_argument(
-        "--format", choices=FORMATS, default="csv", help="of the tables (default: %(default)s)"
+        "--format",
+        choices=("csv", "parquet"),
+        default="csv",
+        help="the tables' format (default: %(default)s)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     folder = lookup.require(arguments.dir / "runs", arguments.run_name)
-    check_format(arguments.format)
+    if arguments.format == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise UserError("--format parquet needs pyarrow: pip install pyarrow, or use --format csv")
     target = arguments.to or Path(folder.path.name)
     try:
         (target / "figures").mkdir(parents=True, exist_ok=True)
@@ -45,19 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"cannot write to {target}: {error.strerror}; choose another folder with --to"
         ) from error
-    for path in written(folder, target, arguments.format):
+    for path in _write_all(folder, target, arguments.format):
         print(path)
     return 0
 
 
-def check_format(kind: str) -> None:
-    """Raise UserError where the tables cannot be written in this format."""
-    if kind == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise UserError("--format parquet needs pyarrow: pip install pyarrow, or take --format csv")
-
-
-def written(folder: RunFolder, target: Path, kind: str) -> list[Path]:
-    """Write everything; return the files."""
+def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
+    """Write all files; return their paths."""
     from rankzero.reporting import metric_table
 
     metrics, facts = metric_table.metrics(folder), fold(folder.all_events())
@@ -66,7 +65,13 @@ def written(folder: RunFolder, target: Path, kind: str) -> list[Path]:
         _write(metric_table.system(folder), target / f"system.{kind}"),
     ]
     files.append(target / "run.json")
-    files[-1].write_text(json.dumps(described(folder), indent=2) + "\n", encoding="utf-8")
+    steps = [{"step": step, "best": best} for step, best in sorted(facts.checkpoints.items())]
+    described = {
+        **runs.as_json(read_summary(folder)),
+        "environment": dict(facts.environment),
+        "checkpoints": steps,
+    }
+    files[-1].write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     files.append(target / "report.md")
     files[-1].write_text(for_terminal(page(folder)), encoding="utf-8")
     picture = target / "figures" / "learning_curves.png"
@@ -74,13 +79,6 @@ def written(folder: RunFolder, target: Path, kind: str) -> list[Path]:
         files.append(picture)
     drawn = sorted(folder.artifacts.rglob("*.png"))
     return [*files, *(Path(shutil.copy2(path, target / "figures")) for path in drawn)]
-
-
-def described(folder: RunFolder) -> dict[str, Any]:
-    """Return the run's settings and results, as `rankzero runs --json` has them, and where it comes from."""
-    one, facts = read_summary(folder), fold(folder.all_events())
-    steps = [{"step": step, "best": best} for step, best in sorted(facts.checkpoints.items())]
-    return {**runs.record(one), "environment": dict(facts.environment), "checkpoints": steps}
 
 
 def _write(table: DataFrame, path: Path) -> Path:

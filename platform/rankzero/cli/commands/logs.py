@@ -1,6 +1,6 @@
-"""``rankzero logs RUN [--follow] [--rank R]``: what its ranks printed; with --follow, its live display until it ends.
+"""``rankzero logs RUN [--follow] [--rank R]``: the ranks' output, or the live display of a run.
 
-The display reads the run's files, from a process of its own: whatever becomes of it, the run goes on.
+The display reads the run's files in a process of its own, so ending it does not affect the run.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ from pathlib import Path
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
 from rankzero.cli.display.live import Console
+from rankzero.cli.display.terminal import warn_if_interrupt_is_ignored
 from rankzero.errors import FAILED, FINISHED, RESUMABLE, UserError
-from rankzero.events import RunEnded
 from rankzero.experiment import Goal
 from rankzero.launch.agent import log_files
 from rankzero.reporting.run_facts import goal_of
 from rankzero.run_store import claims
 from rankzero.run_store.folder import RunFolder
 
-LOOK_SECONDS = 0.2
-RESTART_SECONDS = (
-    5.0  # what a run that failed gets to begin again: a restart, or a smaller micro-batch
-)
-SILENT_SECONDS = (
-    20.0  # without a process that writes: until a run begins, or its recorder has said how it ended
-)
-EXIT_CODES = {"FINISHED": FINISHED, "FAILED": FAILED, "KILLED": RESUMABLE}
+_LOOK_SECONDS = 0.2
+# A run that failed may start again: after a restart, or with a smaller micro-batch.
+_RESTART_SECONDS = 5.0
+# Without a live writer: until a run starts, or its recorder has written how it ended.
+_SILENT_SECONDS = 20.0
+_EXIT_CODES = {"FINISHED": FINISHED, "FAILED": FAILED, "KILLED": RESUMABLE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,83 +34,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--follow",
         "-f",
         action="store_true",
-        help="go on until the run ends; Ctrl-C leaves it alone",
+        help="show the run live until it ends; Ctrl-C ends only the display",
     )
     parser.add_argument(
         "--rank",
         type=int,
         metavar="R",
-        help="of this machine, by local rank (default: all; with --follow rank 0)",
+        help="a local rank of this machine (default: all; with --follow rank 0)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     folder = lookup.require(arguments.dir / "runs", arguments.run_name)
     if arguments.follow:
-        return follow(folder, arguments.dir, arguments.rank or 0)
-    found = ranks(folder)
+        warn_if_interrupt_is_ignored()
+        return _follow(folder, arguments.dir, arguments.rank or 0)
+    names = {path.name for path in (folder.path / "logs").glob("*/attempt_*/*")}
+    found = sorted(int(name) for name in names if name.isdigit())
     if arguments.rank is not None and arguments.rank not in found:
         known = (
-            f"its ranks here are {', '.join(map(str, found))}" if found else "it keeps no logs here"
+            f"its ranks here are {', '.join(map(str, found))}" if found else "it has no logs here"
         )
         raise UserError(f"{folder.path.name} has no output of rank {arguments.rank}: {known}")
     shown = found if arguments.rank is None else [arguments.rank]
     for rank in shown:
-        show(folder, rank, f"[{rank}] " if len(shown) > 1 else "")
+        _show(folder, rank, f"[{rank}] " if len(shown) > 1 else "")
     return FINISHED
 
 
-def ranks(folder: RunFolder) -> list[int]:
-    """Return the local ranks whose output is kept on this machine."""
-    names = {
-        path.name for path in (folder.path / "logs").glob("*/attempt_*/*") if path.name.isdigit()
-    }
-    return sorted(map(int, names))
-
-
-def show(folder: RunFolder, rank: int, prefix: str = "") -> None:
-    """Print all that a rank has printed, its errors last, attempt by attempt."""
+def _show(folder: RunFolder, rank: int, prefix: str = "") -> None:
+    """Print a rank's output by attempt, standard error last."""
     for path in log_files(folder.path / "logs", rank):
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 print(prefix + line.rstrip("\n"))
 
 
-def follow(folder: RunFolder, root: Path, rank: int) -> int:
-    """Show the run as the command that started it does, until it ends; return that command's exit code."""
-    console = Console(folder, _goal(folder), root, rank)
+def _follow(folder: RunFolder, root: Path, rank: int) -> int:
+    """Show the run as the command that trains it does; return that command's exit code."""
+    goal = goal_of(read_summary(folder).params) or Goal()
+    console = Console(folder, goal, root, rank)
     try:
-        show(folder, rank)
+        _show(folder, rank)
         console.catch_up()
         if console.ended is None:
             with console:
                 _wait_for_the_end(folder, console)
     except KeyboardInterrupt:
-        console.notice(f"detached; {folder.path.name} goes on")
+        console.notice(f"detached; {folder.path.name} continues")
         return FINISHED
     if console.ended is None:
         console.notice(
-            f"{folder.path.name} has died without a word; rankzero sync {folder.path.name} closes it"
+            f"{folder.path.name} died and its end was not recorded: rankzero sync "
+            f"{folder.path.name} records it"
         )
         return FAILED
     console.result(console.ended)
-    return EXIT_CODES[console.ended.status]
+    return _EXIT_CODES[console.ended.status]
 
 
 def _wait_for_the_end(folder: RunFolder, console: Console) -> None:
-    """Return once the run has ended for good, or nobody is left to say so."""
+    """Return once the run has ended for good, or no process is left that could write its end."""
     alive = time.monotonic()
-    while console.ended is not None or time.monotonic() - alive < SILENT_SECONDS:
-        if console.ended is not None and not _may_begin_again(console.ended):
+    while console.ended is not None or time.monotonic() - alive < _SILENT_SECONDS:
+        ended = console.ended
+        if ended is None:
+            if claims.writer_lives(folder):
+                alive = time.monotonic()
+        elif ended.status != "FAILED" or time.time() - ended.time >= _RESTART_SECONDS:
             return
-        if console.ended is None and claims.writer_lives(folder):
-            alive = time.monotonic()
-        time.sleep(LOOK_SECONDS)
-
-
-def _may_begin_again(ended: RunEnded) -> bool:
-    return ended.status == "FAILED" and time.time() - ended.time < RESTART_SECONDS
-
-
-def _goal(folder: RunFolder) -> Goal:
-    return goal_of(read_summary(folder).params) or Goal()
+        time.sleep(_LOOK_SECONDS)

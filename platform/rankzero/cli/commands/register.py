@@ -1,4 +1,4 @@
-"""``rankzero register RUN NAME``: the run's best model, as the newest version of a model in MLflow's registry."""
+"""``rankzero register RUN NAME``: the run's best model as a version in MLflow's model registry."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rankzero.tracking import delivery_status
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
-    parser.add_argument("model_name", metavar="NAME", help="what the registered model is called")
+    parser.add_argument("model_name", metavar="NAME", help="the registered model's name")
     parser.add_argument(
-        "--tracking-uri", help="where the run is tracked, if it is not on this disk"
+        "--tracking-uri", help="where MLflow has the run, if it is not on this disk"
     )
 
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _logged_best(folder: RunFolder) -> list[str]:
-    """Log the run's best model, where that has not been done; return what is wrong with that."""
+    """Log the run's best model unless MLflow has it already; return the problems."""
     from rankzero.training.checkpoints import best_model
 
     problems: list[str] = []
@@ -70,7 +70,5 @@ def _tracking_uri(arguments: argparse.Namespace, folder: RunFolder | None) -> st
         uri == uris.default_tracking_uri(arguments.dir)
         and not (arguments.dir / uris.DATABASE).exists()
     ):
-        lookup.require(
-            arguments.dir / "runs", arguments.run_name
-        )  # nowhere else to look: says which runs there are
+        lookup.require(arguments.dir / "runs", arguments.run_name)  # raises, names the newest runs
     return uri

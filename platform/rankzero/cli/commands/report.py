@@ -1,4 +1,4 @@
-"""``rankzero report RUN|STUDY``: what became of it. ``rankzero report A B``: what differs between two runs."""
+"""``rankzero report RUN|STUDY``: its result. ``rankzero report A B``: two runs compared."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from rankzero.cli.display.terminal import is_interactive, table_console
 from rankzero.errors import UserError
 from rankzero.events import RunStarted
 from rankzero.reporting import comparison, run_facts, run_report
-from rankzero.reporting.comparison import RunSide, Section
+from rankzero.reporting.comparison import RunSide
 from rankzero.reporting.run_page import page, status
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
 
-PATCH_LINES = 40
-STUDIES = "studies.db"
-A_SEARCH = "search.sampler"  # a param that only studies have
+_PATCH_LINES = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names",
         metavar="RUN",
         nargs="+",
-        help="a run's or a study's name; two runs: how they differ",
+        help="a run or a study; two runs are compared",
     )
-    parser.add_argument("--all", action="store_true", help="of two runs, what is alike, too")
+    parser.add_argument("--all", action="store_true", help="show also what two runs have in common")
     parser.add_argument(
         "--storage", help="the study's database (default: studies.db beside the runs)"
     )
@@ -44,41 +42,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     runs, names = arguments.dir / "runs", arguments.names
     if len(names) > 2:
-        raise UserError(
-            f"a report is of one run, or of the differences between two; not of {len(names)}"
-        )
+        raise UserError(f"report takes one run or study, or two runs to compare; got {len(names)}")
     if len(names) == 2:
-        show_differences(
-            *(side(lookup.require(runs, name)) for name in names), everything=arguments.all
-        )
+        left, right = (_side(lookup.require(runs, name)) for name in names)
+        _show_differences(left, right, everything=arguments.all)
         return 0
     folder = lookup.find(runs, names[0])
-    if arguments.storage or (folder and is_study(folder)):
+    if arguments.storage or (folder and _is_study(folder)):
         _show_study(arguments, names[0])
     elif folder is not None:
-        show_markdown(page(folder))
+        text = run_report.for_terminal(page(folder))
+        if is_interactive():
+            table_console().print(Markdown(text, code_theme="ansi_dark"))
+        else:
+            print(text, end="")
     else:
-        _show_study_of_others(arguments, names[0])
+        _show_study_or_raise(arguments, names[0])
     return 0
 
 
-def is_study(folder: RunFolder) -> bool:
-    """Tell whether the run is a search."""
+def _is_study(folder: RunFolder) -> bool:
     head, _ = read(folder.events, 0, 1)
-    return any(isinstance(event, RunStarted) and A_SEARCH in event.params for event in head)
+    # Only a study's run has this param.
+    return any(isinstance(event, RunStarted) and "search.sampler" in event.params for event in head)
 
 
-def show_markdown(text: str) -> None:
-    """Print Markdown: set for a terminal, as it is into a pipe."""
-    text, terminal = run_report.for_terminal(text), table_console()
-    if is_interactive():
-        terminal.print(Markdown(text, code_theme="ansi_dark"))
-    else:
-        print(text, end="")
-
-
-def side(folder: RunFolder) -> RunSide:
-    """Return all that is compared of a run, from its folder."""
+def _side(folder: RunFolder) -> RunSide:
     return RunSide(
         name=folder.identity.name,
         status=status(folder),
@@ -88,29 +77,24 @@ def side(folder: RunFolder) -> RunSide:
     )
 
 
-def show_differences(left: RunSide, right: RunSide, *, everything: bool = False) -> None:
-    """Print what differs between two runs, side by side."""
-    terminal = table_console()
-    terminal.print(table(left, right, comparison.sections(left, right, everything=everything)))
-    _show_code(terminal, left, right, None if everything else PATCH_LINES)
-
-
-def table(left: RunSide, right: RunSide, sections: list[Section]) -> Table:
-    """Return the differences as one table, so that their columns stand below each other."""
-    shown = Table("", left.name, right.name, "", box=None, pad_edge=False)
-    for column in shown.columns:
+def _show_differences(left: RunSide, right: RunSide, *, everything: bool) -> None:
+    """Print what differs between two runs, in one table so that the columns are aligned."""
+    table = Table("", left.name, right.name, "", box=None, pad_edge=False)
+    for column in table.columns:
         column.overflow = "fold"
-    for section in sections:
-        shown.add_row(Text(section.title, style="bold"))
+    for section in comparison.sections(left, right, everything=everything):
+        table.add_row(Text(section.title, style="bold"))
         for row in section.rows:
-            shown.add_row(
-                *map(Text, (f"  {row.key}", row.left, row.right, row.change))
-            )  # values may look like markup
-    return shown
+            cells = (f"  {row.key}", row.left, row.right, row.change)
+            table.add_row(*map(Text, cells))  # as Text: values may look like markup
+    terminal = table_console()
+    terminal.print(table)
+    _show_code(terminal, left, right, None if everything else _PATCH_LINES)
 
 
 def _show_code(terminal: Console, left: RunSide, right: RunSide, limit: int | None) -> None:
-    commits = [one.facts.environment.get("mlflow.source.git.commit", "") for one in (left, right)]
+    """Print the commits between two runs and the difference of their uncommitted changes."""
+    commits = [side.facts.environment.get("mlflow.source.git.commit", "") for side in (left, right)]
     if commits[0] != commits[1] and (
         changed := provenance.changed_between(Path.cwd(), commits[0], commits[1])
     ):
@@ -132,9 +116,9 @@ def _show_study(arguments: argparse.Namespace, name: str) -> None:
     study_table.show(arguments.storage or default_storage(arguments.dir), name)
 
 
-def _show_study_of_others(arguments: argparse.Namespace, name: str) -> None:
-    """Show a study without a run of its own here; where there is none either, say which runs there are."""
-    if (arguments.dir / STUDIES).exists():
+def _show_study_or_raise(arguments: argparse.Namespace, name: str) -> None:
+    """Show a study that has no run on this disk. Raises UserError, naming the newest runs."""
+    if (arguments.dir / "studies.db").exists():
         with contextlib.suppress(UserError):
             return _show_study(arguments, name)
     lookup.require(arguments.dir / "runs", name)

@@ -1,4 +1,4 @@
-"""``rankzero resume RUN [key=value…]``: go on from the newest intact checkpoint, in the same MLflow run."""
+"""``rankzero resume RUN [key=value…]``: continue from the newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 
-CLOSE_SECONDS = 10.0  # for a recorder that lives to say how the attempt before ended
+_RECORDER_SECONDS = 10.0  # for a live recorder to write how the previous attempt ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings to change, such as train.epochs=20",
     )
     parser.add_argument(
-        "--experiment", metavar="EXP", help="the experiment's file, where it has moved"
+        "--experiment", metavar="EXP", help="the experiment's file, if it has moved"
     )
     parser.add_argument(
-        "--tracking-uri", help="where the run is tracked, if it is not on this disk"
+        "--tracking-uri", help="where MLflow has the run, if it is not on this disk"
     )
     add_launch_arguments(parser, processes="as many as before")
     add_offline_argument(parser)
@@ -52,17 +52,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _resumed(folder: RunFolder, arguments: argparse.Namespace) -> int:
     if is_written(folder):
-        raise UserError(f"{folder.path.name} is training still: stop it first, or wait for its end")
+        raise UserError(
+            f"{folder.path.name} is still training: stop it first, or wait until it has ended"
+        )
     joins = arguments.nnodes > 1 and not folder.events.exists() and not lookup.mlflow_id(folder)
-    experiment = _told(folder, arguments) if joins else _experiment(folder, arguments)
+    experiment = _joined(folder, arguments) if joins else _experiment(folder, arguments)
     if not joins:
         _as_many_processes(_require_checkpoint(folder, arguments.offline), arguments)
     topology = launch_run.topology_of(arguments, experiment.train)
     if not joins:
         if not arguments.offline:
             uris.prepare_store(folder.identity.tracking_uri)
-        if folder.events.exists():  # now: not by who looks at the run while its ranks start
-            sync.close_if_dead(folder, CLOSE_SECONDS)
+        # Now, so that `rankzero runs` does not close the run while its ranks start.
+        if folder.events.exists():
+            sync.close_if_dead(folder, _RECORDER_SECONDS)
         write_config(folder, experiment)
     return launch_run.run(
         launch_run.LaunchPlan(
@@ -78,7 +81,7 @@ def _resumed(folder: RunFolder, arguments: argparse.Namespace) -> int:
 
 
 def _folder(arguments: argparse.Namespace) -> RunFolder:
-    """Return the run's folder, made from what MLflow has of the run where it is not on this disk."""
+    """Return the run's folder, downloaded from MLflow if it is not on this disk."""
     runs = arguments.dir / "runs"
     found = lookup.find(runs, arguments.run_name)
     if found is None:
@@ -92,10 +95,11 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
             uri == uris.default_tracking_uri(arguments.dir)
             and not (arguments.dir / uris.DATABASE).exists()
         ):
-            return lookup.require(
-                runs, arguments.run_name
-            )  # nowhere else to look: says which runs there are
-        found = _fetched(runs, uri, arguments.run_name)
+            return lookup.require(runs, arguments.run_name)  # raises, and names the newest runs
+        from rankzero.tracking import download
+
+        print(f"{arguments.run_name} is not on this disk: looking in {uri}")
+        found = download.run_folder(runs, uri, arguments.run_name)
     if arguments.experiment:
         path, cls = experiment_file.split(arguments.experiment)
         moved = dataclasses.replace(
@@ -105,32 +109,26 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
     return found
 
 
-def _fetched(runs: Path, uri: str, name: str) -> RunFolder:
-    from rankzero.tracking import download
-
-    print(f"{name} is not on this disk: looking in {uri}")
-    return download.run_folder(runs, uri, name)
-
-
 def _class(folder: RunFolder, store_folder: Path) -> type[Experiment]:
     reference = folder.identity.experiment_file
     if reference is None:
         raise UserError(
-            f"{folder.path.name} names no experiment's file in this folder: say which it is, --experiment EXP; "
-            "a run of your own program goes on in that"
+            f"{folder.path.name} does not record an experiment file in this folder: pass "
+            "--experiment FILE; runs of rankzero.track are resumed by your own program"
         )
     if Path(reference).resolve().is_relative_to(store_folder.resolve()):
         raise UserError(
-            f"{reference} lies among the runs: what came with a run is not executed; say --experiment EXP"
+            f"{reference} is in the folder of the runs, and code from there is not executed: pass "
+            "--experiment FILE"
         )
     try:
         return experiment_file.load(reference)
     except UserError as error:
-        raise UserError(f"{error}; if the file has moved, say where: --experiment EXP") from error
+        raise UserError(f"{error}; if the file has moved, pass --experiment FILE") from error
 
 
-def _told(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
-    """Return what this machine was told, which helps another with its run: that one's settings count."""
+def _joined(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
+    """Return the experiment for joining another machine, whose settings are used in the end."""
     return config.override(
         _class(folder, arguments.dir)(), config.parse_assignments(arguments.settings)
     )
@@ -143,20 +141,21 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     ended = lookup.last_end(folder)
     if ended is not None and ended.status == "FINISHED" and not arguments.settings:
         raise UserError(
-            f"{folder.path.name} has finished: to train it further, say how far, such as train.epochs="
-            f"{2 * (saved.train.epochs or 1)}"
+            f"{folder.path.name} has finished: to train it further, pass a new end, such as "
+            f"train.epochs={2 * (saved.train.epochs or 1)}"
         )
     changed = config.override(saved, changes)
     for key in ("train.batch_size", "train.seed"):
         if config.flatten(changed)[key] != config.flatten(saved)[key]:
             raise UserError(
-                f"{key} decides the order of the data and cannot change within a run: start a new run"
+                f"{key} decides the order of the data and cannot change within a run: start a new "
+                "run"
             )
     return changed
 
 
 def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> None:
-    """Let the run go on with as many processes as before, unless the user said how many or there are fewer GPUs."""
+    """Set --nproc to the previous attempt's number of processes, unless the user or the GPUs do."""
     from rankzero.training.distributed.device import gpu_count
 
     before = checkpoint_files.read_manifest(checkpoint_path).world_size
@@ -165,14 +164,15 @@ def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> 
     processes, gpus = before // arguments.nnodes, gpu_count()
     if 0 < gpus < processes:
         print(
-            f"note: {before} processes trained before, and this machine shows {gpus} GPUs: not bit for bit the same"
+            f"note: {before} processes trained before, and this machine has {gpus} GPUs: results "
+            "will not be bit for bit the same"
         )
         return
     arguments.nproc = processes
 
 
 def _require_checkpoint(folder: RunFolder, offline: bool) -> Path:
-    """Return the newest intact checkpoint, fetched from MLflow where there is none here. Raises UserError."""
+    """Return the newest intact checkpoint, from MLflow if there is none here. Raises UserError."""
     path, problems = checkpoint_files.newest_intact(folder.checkpoints)
     for problem in problems:
         print(f"note: {problem}")
@@ -185,8 +185,8 @@ def _require_checkpoint(folder: RunFolder, offline: bool) -> Path:
             print(f"note: {problem}")
         problems = [*more, *problems]
     if path is None:
-        found = "".join(f"\n  {problem}" for problem in problems) or " start it anew"
+        found = "".join(f"\n  {problem}" for problem in problems) or " start a new run"
         raise UserError(
-            f"{folder.path.name} has no checkpoint to go on from, here or in MLflow:{found}"
+            f"{folder.path.name} has no checkpoint to continue from, here or in MLflow:{found}"
         )
     return path

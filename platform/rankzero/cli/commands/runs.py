@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     top = [one for one in runs if arguments.all or one.parent is None]
     found = filters.select(top, conditions, arguments.sort)
     if arguments.json:
-        print("[" + ",\n".join(json.dumps(record(one)) for one in found[: arguments.limit]) + "]")
+        print("[" + ",\n".join(json.dumps(as_json(one)) for one in found[: arguments.limit]) + "]")
     elif not runs:
         print(f"no runs in {arguments.dir}: start one with `rankzero train experiments/digits.py`")
     else:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def record(one: Summary) -> dict[str, Any]:
+def as_json(one: Summary) -> dict[str, Any]:
     """Return a run as JSON has it: the same keys for every run; what is no number there is null."""
     return {key: _finite(value) for key, value in one.fields().items()}
 

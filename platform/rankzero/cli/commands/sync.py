@@ -1,4 +1,4 @@
-"""``rankzero sync [RUN]``: deliver to MLflow what dead or discouraged recorders left."""
+"""``rankzero sync [RUN]``: deliver to MLflow what is not there yet."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from rankzero.tracking import sync
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", metavar="RUN", nargs="?", help="a run's name or MLflow id (default: all that wait)"
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="a run's name or MLflow id (default: all incomplete runs)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     runs, broken = arguments.dir / "runs", list[str]()
     if arguments.run:
-        waiting = [lookup.require(runs, arguments.run)]
+        incomplete = [lookup.require(runs, arguments.run)]
     else:
-        waiting = [one.folder for one in lookup.listed(runs, broken.append) if _waits(one)]
+        incomplete = [run.folder for run in lookup.listed(runs, broken.append) if _lacks(run)]
     for text in broken:
-        print(f"passed over: {text}")
-    if not waiting:
-        print(f"nothing {'else ' if broken else ''}waits: everything is in MLflow")
-    return max([FAILED if broken else FINISHED, *map(_deliver, waiting)])
+        print(f"skipped: {text}")
+    if not incomplete:
+        print(f"nothing {'else ' if broken else ''}to deliver: everything is in MLflow")
+    return max([FAILED if broken else FINISHED, *map(_deliver, incomplete)])
 
 
-def _waits(one: Summary) -> bool:
-    """Tell whether something of a run is not in MLflow: events, its end, its model, pictures; perhaps on their way."""
-    late = one.undelivered or one.status == "DIED" or one.folder.late_model.exists()
-    return late or delivery_state.glance(delivery_state.path_of(one.folder, 0)).undrawn
+def _lacks(run: Summary) -> bool:
+    """Return whether MLflow lacks events, the end, the best model or figures of a run."""
+    late = run.undelivered or run.status == "DIED" or run.folder.late_model.exists()
+    return late or delivery_state.glance(delivery_state.path_of(run.folder, 0)).undrawn
 
 
 def _deliver(folder: RunFolder) -> int:
@@ -49,16 +52,17 @@ def _deliver(folder: RunFolder) -> int:
         return FAILED
     if result.pending:
         print(
-            f"{name}: {result.delivered:,} values delivered, the rest not: {result.error or 'no answer'}; "
-            f"try again later: rankzero sync {name}"
+            f"{name}: {result.delivered:,} values delivered, the rest failed: "
+            f"{result.error or 'no answer'}; try again later: rankzero sync {name}"
         )
         return FAILED
     if lookup.last_end(folder) is None and not claims.writer_lives(folder):
         print(
-            f"{name}: its recorder lives, and is to write its end: try again later: rankzero sync {name}"
+            f"{name}: its recorder is alive and must write the run's end first; try again later: "
+            f"rankzero sync {name}"
         )
         return FAILED
-    lacks = f", but for its figures: rankzero sync {name}" if result.undrawn else ""
+    lacks = f" except for its figures: rankzero sync {name}" if result.undrawn else ""
     print(f"{name}: complete, {result.delivered:,} values in MLflow{lacks}")
     for line in result.trouble:
         print(f"  {line}")

@@ -32,13 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="start",
         metavar="FILE",
-        help="settings to start from: a file such as sweet_spot.yaml, a study, a run",
+        help="start from these settings: a file such as sweet_spot.yaml, a study or a run",
     )
     add_launch_arguments(parser)
     add_offline_argument(parser)
-    parser.add_argument(
-        "--run-name", help="what to call the run (default: the file's name and the time)"
-    )
+    parser.add_argument("--run-name", help="the run's name (default: the file's name and the time)")
     parser.add_argument(
         "--experiment-name",
         help="the MLflow experiment (default: $MLFLOW_EXPERIMENT_NAME or the file's name)",
@@ -63,7 +61,7 @@ def add_launch_arguments(
     parser: argparse.ArgumentParser,
     processes: str = "one per GPU; 1 without, or under single and dp",
 ) -> None:
-    """Add the options that say where the processes run; `processes`: in words, how many they are by default."""
+    """Add the options for where processes run; `processes`: their default number, in words."""
     group = parser.add_argument_group("processes (torchrun's options)")
     group.add_argument(
         "--nproc",
@@ -77,13 +75,13 @@ def add_launch_arguments(
     )
     group.add_argument("--rdzv-endpoint", help="host:port of the first machine, the same on each")
     group.add_argument(
-        "--rdzv-id", default="rankzero", help="what the machines of one job agree to call it"
+        "--rdzv-id", default="rankzero", help="the job's name, the same on each machine"
     )
     group.add_argument(
         "--max-restarts",
         type=int,
         default=0,
-        help="how often failed processes start again, from the newest checkpoint (default: 0)",
+        help="how often failed processes restart from the newest checkpoint (default: 0)",
     )
 
 
@@ -117,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experiment:
-    """Return the experiment with its own settings, or with those of ``--from``."""
+    """Return the experiment with its default settings, or with those of ``--from``."""
     cls = experiment_file.load(arguments.experiment)
     if arguments.start is None:
         return cls()
@@ -126,6 +124,6 @@ def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experi
         if path.is_file():
             return config.override(cls(), with_secrets(config.read_file(path), settings))
     raise UserError(
-        f"--from {arguments.start}: neither a file, nor a run in {arguments.dir}, nor a study there that has found "
-        "a sweet spot"
+        f"--from {arguments.start} is not a file, nor in {arguments.dir} a run, or a study with a "
+        "sweet spot"
     )

@@ -1,4 +1,4 @@
-"""What the end of a command says of its delivery to MLflow: what went wrong, and what is still to come."""
+"""What a command prints at its end about its delivery to MLflow."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rankzero.tracking.delivery_status import Delivery
 def lines(
     delivery: Delivery, name: str, why: str = "it takes long", also: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield what to say; nothing where MLflow has everything and all went well.
+    """Yield what went wrong and what is still to come; nothing if all is delivered.
 
-    `why`: what was not waited for, where MLflow gave no error. `also`: what it lacks besides.
+    `why`: why nobody waited longer, if MLflow reported no error. `also`: what else MLflow lacks.
     """
-    yield from (
-        line for line in delivery.trouble if delivery.done or not line.startswith(UNDELIVERED)
-    )
+    for line in delivery.trouble:
+        if delivery.done or not line.startswith(UNDELIVERED):
+            yield line
     if not delivery.done:
         lacking = ", ".join([*delivery.lacks, *also])
         yield (
-            f"not everything is in MLflow yet ({delivery.error or why}){lacking and f'; it lacks {lacking}'}. "
-            f"Nothing is lost: rankzero sync {name}"
+            f"not everything is in MLflow yet ({delivery.error or why})"
+            f"{lacking and f'; it lacks {lacking}'}. Nothing is lost: rankzero sync {name}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a reader of its journal, in the launching process, so that training pays nothing."""
+"""The live display of a run. It reads the run's journals, so the training does not pay for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rankzero.cli.display.progress import ProgressModel, progress_line, progress_panel
+from rankzero.cli.display.progress import ProgressModel, progress_panel
 from rankzero.cli.display.terminal import is_interactive, text_console
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal
@@ -25,18 +25,16 @@ from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
 
-LIVE_SECONDS, POLL_SECONDS = (
-    0.25,
-    1.0,
-)  # each look at the files takes a core from a rank for a moment
-PLAIN_SECONDS = 5.0  # between progress lines where there is no terminal
+# Each look at the files takes a core from a rank for a moment: rarely, unless somebody watches.
+_LIVE_SECONDS, _POLL_SECONDS = 0.25, 1.0
+_LINE_SECONDS = 5.0  # between progress lines where there is no terminal
 
 
 class Console:
-    """Follows a run's journals from a thread, for the duration of a with block.
+    """Shows a run from a thread, for the duration of a ``with`` block.
 
-    On a terminal it keeps one live block of progress; into a pipe it writes plain lines.
-    What rank 0 prints appears above, or another rank. It begins with what comes from now on.
+    On a terminal it keeps one live block of progress, into a pipe it prints plain lines. Output of
+    rank 0, or of another `rank`, appears above. It shows what is written from now on.
     """
 
     def __init__(
@@ -47,30 +45,26 @@ class Console:
         rank: int = 0,
         advise: Callable[[Event], str | None] = lambda event: None,
     ) -> None:
-        self._folder, self._root = folder, root
-        self._terminal = text_console(
-            soft_wrap=True
-        )  # metrics, reasons and paths may hold brackets
-        self._view, self._rank, self._advise = ProgressModel(goal), rank, advise
-        self._logs_before = {path: path.stat().st_size for path in self._logs()}
+        self._folder, self._root, self._rank, self._advise = folder, root, rank, advise
+        self._terminal = text_console(soft_wrap=True)  # metrics and paths may contain brackets
+        self._progress = ProgressModel(goal)
+        self._journals = (folder.system(0), folder.events)
         self._offsets = {
-            path: path.stat().st_size for path in (folder.events, folder.system(0)) if path.exists()
+            path: path.stat().st_size for path in (*self._journals, *self._logs()) if path.exists()
         }
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._live: Live | None = None
-        self._next_plain = 0.0
+        self._next_line = 0.0
         self.ended: RunEnded | None = None
+        """How the newest attempt ended; None while it runs."""
 
     def __enter__(self) -> Console:
         identity = self._folder.identity
-        name = (identity.name, "bold")
-        self._terminal.print(
-            Text.assemble("run    ", name, f"  (MLflow experiment {identity.experiment})")
-        )
-        self._terminal.print(
-            f"store  {url_without_secrets(identity.tracking_uri)}   look: {self._ui_command()}"
-        )
+        experiment = f"  (MLflow experiment {identity.experiment})"
+        self._terminal.print(Text.assemble("run    ", (identity.name, "bold"), experiment))
+        store = url_without_secrets(identity.tracking_uri)
+        self._terminal.print(f"store  {store}   look: {program()} ui{self._dir_option()}")
         self._thread.start()
         return self
 
@@ -84,25 +78,25 @@ class Console:
         self._thread.join()
 
     def catch_up(self) -> None:
-        """Take in, before the with block, what the journals hold already; say the newest evaluation."""
+        """Read what the journals hold already and print the newest evaluation.
+
+        To be called before the ``with`` block.
+        """
         newest: Evaluated | None = None
-        for path in (self._folder.system(0), self._folder.events):
+        for path in self._journals:
             self._offsets[path] = 0
-            while events := self._news(path):
-                for event in events:
-                    self._view(event)
-                    self._take_end(event)
-                    newest = event if isinstance(event, Evaluated) else newest
+            while events := self._new_events(path):
+                newest = next((one for one in events[::-1] if isinstance(one, Evaluated)), newest)
         if newest is not None:
-            self._terminal.print(self._view.evaluation_line(newest))
+            self._terminal.print(self._progress.evaluation_line(newest))
 
     def notice(self, text: str) -> None:
-        """Say something once."""
+        """Print a note."""
         self._terminal.print(Text.assemble(("note:", "yellow"), " ", text))
 
     @contextlib.contextmanager
     def status(self, text: str) -> Iterator[None]:
-        """Show that something goes on for the duration of the block."""
+        """Show during the block, on a terminal, what is being done."""
         if is_interactive():
             with self._terminal.status(Text(text)):
                 yield
@@ -115,84 +109,69 @@ class Console:
         table = Table(
             title=f"{name}: {ended.status}", title_justify="left", show_header=False, min_width=48
         )
-        for label, value in self._view.results(ended):
+        for label, value in self._progress.results(ended):
             table.add_row(label, value)
         self._terminal.print(table)
-        self._terminal.print(f"look:   {self._ui_command()}")
+        self._terminal.print(f"look:   {program()} ui{self._dir_option()}")
         if ended.status != "FINISHED" and any(self._folder.checkpoints.glob("step_*")):
             self._terminal.print(f"resume: {program()} resume {name}{self._dir_option()}")
 
     def _follow(self) -> None:
-        with self._display():
-            while not self._stopping.wait(POLL_SECONDS if self._live is None else LIVE_SECONDS):
+        with contextlib.ExitStack() as display:
+            if is_interactive():
+                live = Live(console=self._terminal, refresh_per_second=4, transient=True)
+                self._live = display.enter_context(live)
+            while not self._stopping.wait(_POLL_SECONDS if self._live is None else _LIVE_SECONDS):
                 self._update()
             self._update()
 
-    @contextlib.contextmanager
-    def _display(self) -> Iterator[None]:
-        if not is_interactive():
-            yield
-            return
-        with Live(console=self._terminal, refresh_per_second=4, transient=True) as self._live:
-            yield
-
     def _update(self) -> None:
-        self._pass_output_on()
-        for path in (self._folder.system(0), self._folder.events):
-            for event in self._news(path):
-                self._view(event)
-                self._take_end(event)
-                self._show(event)
+        self._print_new_output()
+        for path in self._journals:
+            for event in self._new_events(path):
+                if isinstance(event, RunStarted) and event.attempt > 1:
+                    self._terminal.print(f"attempt {event.attempt}, from step {event.step}")
+                elif isinstance(event, Evaluated):
+                    self._terminal.print(self._progress.evaluation_line(event))
                 advice = self._advise(event)
                 if advice is not None:
                     self.notice(advice)
         if self._live is not None:
-            self._live.update(progress_panel(self._view))
-        elif self._view.step and time.monotonic() >= self._next_plain:
-            self._next_plain = time.monotonic() + PLAIN_SECONDS
-            self._terminal.print(progress_line(self._view))
+            self._live.update(progress_panel(self._progress))
+        elif self._progress.step and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LINE_SECONDS
+            self._terminal.print("  ".join(self._progress.facts()))
 
-    def _news(self, path: Path) -> list[Event]:
+    def _new_events(self, path: Path) -> list[Event]:
+        """Read what was appended to a journal, and take it into the progress."""
         events, self._offsets[path] = read(path, self._offsets.get(path, 0))
+        for event in events:
+            self._progress(event)
+            if isinstance(event, (RunStarted, RunEnded)):
+                self.ended = event if isinstance(event, RunEnded) else None
         return events
 
-    def _show(self, event: Event) -> None:
-        match event:
-            case RunStarted(attempt=attempt, step=step) if attempt > 1:
-                self._terminal.print(f"attempt {attempt}, from step {step}")
-            case Evaluated():
-                self._terminal.print(self._view.evaluation_line(event))
-            case _:
-                pass
-
-    def _take_end(self, event: Event) -> None:
-        if isinstance(event, (RunStarted, RunEnded)):
-            self.ended = event if isinstance(event, RunEnded) else None
-
-    def _pass_output_on(self) -> None:
+    def _print_new_output(self) -> None:
         for path in self._logs():
-            start = self._logs_before.get(path, 0)
+            start = self._offsets.get(path, 0)
             with path.open("rb") as file:
                 file.seek(start)
                 text = file.read(1 << 16)
-            whole = text[: text.rfind(b"\n") + 1]
-            self._logs_before[path] = start + len(whole)
-            if whole:
-                self._terminal.print(whole.decode(errors="replace"), end="")
+            lines = text[: text.rfind(b"\n") + 1]
+            self._offsets[path] = start + len(lines)
+            if lines:
+                self._terminal.print(lines.decode(errors="replace"), end="")
 
     def _logs(self) -> list[Path]:
         return log_files(self._folder.path / "logs", self._rank)
-
-    def _ui_command(self) -> str:
-        return f"{program()} ui{self._dir_option()}"
 
     def _dir_option(self) -> str:
         return "" if self._root.absolute() == Path("mlruns").absolute() else f" --dir {self._root}"
 
 
 def program() -> str:
-    """Return what to type for this command: its name where the shell finds it, else its path from here."""
+    """Return what to type for ``rankzero``: the name if the shell finds it, else its path."""
     if shutil.which("rankzero"):
         return "rankzero"
-    beside = Path(sys.executable).with_name("rankzero")
-    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
+    path = Path(sys.executable).with_name("rankzero")
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

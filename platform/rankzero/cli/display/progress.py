@@ -1,4 +1,4 @@
-"""A run's progress as text: what the console knows of a run, and how it reads. Pure but for the clock."""
+"""A run's progress as text. Pure, except that it reads the clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 
-from rich.console import Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +16,7 @@ from rankzero.experiment import Goal
 from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.reporting.run_report import straggler
 
-BAR_WIDTH = 32
+_BAR_WIDTH = 32
 
 
 class ProgressModel:
@@ -26,7 +25,6 @@ class ProgressModel:
     def __init__(self, goal: Goal) -> None:
         self.goal = goal
         self.step = 0
-        self.first_step = 0
         self.total_steps: int | None = None
         self.started = time.time()
         self.values: dict[str, float] = {}
@@ -35,7 +33,7 @@ class ProgressModel:
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self.first_step = self.step = event.step
+                self.step = event.step
                 self.total_steps, self.started = event.total_steps, event.time
             case StepsLogged():
                 self.step = max(
@@ -53,14 +51,14 @@ class ProgressModel:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Return the time left at the newest step time; None while it is unknown."""
+        """Return the time left at the newest step's speed, or None while it is unknown."""
         step_seconds = self.values.get(STEP_SECONDS)
         if step_seconds is None or self.total_steps is None or not math.isfinite(step_seconds):
             return None
         return (self.total_steps - self.step) * step_seconds
 
     def facts(self) -> list[str]:
-        """Return the progress in a few words each."""
+        """Return the progress: step, loss, speed and so on, a few words each."""
         total = f"/{self.total_steps:,}" if self.total_steps else ""
         facts = [f"step {self.step:,}{total}"]
         if "train/loss" in self.values:
@@ -81,7 +79,7 @@ class ProgressModel:
         return facts
 
     def evaluation_line(self, event: Evaluated) -> str:
-        """Return an evaluation in a line, the goal's metric first."""
+        """Return an evaluation as one line, the goal's metric first."""
         values = _numbers(event.metrics)
         names = sorted(values, key=lambda name: (name != self.goal.metric, name))
         shown = "  ".join(f"{name} {values[name]:.4f}" for name in names)
@@ -108,30 +106,24 @@ class ProgressModel:
 
 
 def _numbers(values: Mapping[str, object]) -> dict[str, float]:
-    """Return what of a journal's values is a number: only that can be shown as one."""
+    # A journal may hold text where a number belongs.
     numbers = {name: scalars.number(value) for name, value in values.items()}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def progress_line(view: ProgressModel) -> str:
-    """Return one plain line."""
-    return "  ".join(view.facts())
-
-
-def progress_panel(view: ProgressModel) -> Group | Text:
+def progress_panel(progress: ProgressModel) -> Table | Text:
     """Return the live block: a bar and the facts."""
-    if not view.step:
+    step = progress.step
+    if not step:
         return Text("starting…", style="dim")
     row = Table.grid(padding=(0, 1))
-    row.add_row(
-        ProgressBar(total=view.total_steps or view.step, completed=view.step, width=BAR_WIDTH),
-        Text("  ".join(view.facts())),
-    )
-    return Group(row)
+    bar = ProgressBar(total=progress.total_steps or step, completed=step, width=_BAR_WIDTH)
+    row.add_row(bar, Text("  ".join(progress.facts())))
+    return row
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as people say them: 12 s, 3 min 20 s, 2 h 05 min."""
+    """Return a duration as 12 s, 3 min 20 s or 2 h 05 min."""
     whole = max(0, round(seconds)) if math.isfinite(seconds) else 0
     if whole < 60:
         return f"{whole} s"
