@@ -1,4 +1,4 @@
-"""What MLflow accepts."""
+"""Names, values and lengths that MLflow accepts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from rankzero.mlflow_store import limits
         ("time: s", "time_ s"),
     ],
 )
-def test_names(raw: str, expected: str) -> None:
+def test_illegal_characters_are_replaced_in_names(raw: str, expected: str) -> None:
     assert limits.name(raw) == expected
 
 
-@settings(deadline=None)  # the first example imports mlflow
+# The first example imports mlflow, which takes longer than the deadline.
+@settings(deadline=None)
 @given(st.text())
-def test_any_text_becomes_a_name_that_mlflow_takes(text: str) -> None:
+def test_any_text_becomes_a_name_that_mlflow_accepts(text: str) -> None:
     from mlflow.utils.validation import _validate_metric_name
 
     name = limits.name(text)
@@ -41,7 +42,7 @@ def test_any_text_becomes_a_name_that_mlflow_takes(text: str) -> None:
     assert limits.name(name) == name
 
 
-def test_long_names_stay_apart() -> None:
+def test_long_names_stay_different() -> None:
     first, second = limits.name("x" * 400 + "a"), limits.name("x" * 400 + "b")
     assert len(first) == limits.KEY_LENGTH
     assert first != second
@@ -60,12 +61,12 @@ def test_long_names_stay_apart() -> None:
         (-2.5, -2.5),
     ],
 )
-def test_numbers(raw: object, expected: float | None) -> None:
+def test_numbers_are_read_from_any_value(raw: object, expected: float | None) -> None:
     assert scalars.number(raw) == expected
 
 
 @pytest.mark.parametrize("raw", [math.inf, -math.inf, math.nan, 10**400])
-def test_what_is_not_finite_becomes_nan(raw: float) -> None:
+def test_a_number_that_is_not_finite_becomes_nan(raw: float) -> None:
     value = scalars.number(raw)
     assert value is not None
     assert math.isnan(value)
@@ -74,14 +75,14 @@ def test_what_is_not_finite_becomes_nan(raw: float) -> None:
 @pytest.mark.parametrize(
     ("raw", "expected"), [(5, 5), (5.0, 5), (5.5, None), ("5", None), (2**70, None), (None, None)]
 )
-def test_steps(raw: object, expected: int | None) -> None:
+def test_steps_are_whole_numbers(raw: object, expected: int | None) -> None:
     assert scalars.step(raw) == expected
 
 
 @pytest.mark.parametrize(
     ("raw", "expected"), [(1.5, 1500), (math.nan, None), (-1, None), ("x", None), (1e30, None)]
 )
-def test_times(raw: object, expected: int | None) -> None:
+def test_times_become_milliseconds(raw: object, expected: int | None) -> None:
     assert scalars.milliseconds(raw) == expected
 
 

@@ -1,4 +1,4 @@
-"""The view that `rankzero ui` saves: what MLflow's UI can read, once, and never over what somebody made of it."""
+"""The view that `rankzero ui` saves: once, and never over a view that a user changed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def unpacked(value: str) -> dict[str, Any]:
     return found
 
 
-def test_a_view_fits_a_tag_and_says_what_it_shows() -> None:
-    value = saved_view.saved("val/" + "m" * 200)
+def test_a_view_fits_a_tag() -> None:
+    value = saved_view.tag_value("val/" + "m" * 200)
     state = unpacked(value)
     assert len(value) < 5000 and state == saved_view.state("val/" + "m" * 200)
     assert "metrics.`whole_run/samples_per_second`" in state["selectedColumns"]
@@ -29,7 +29,7 @@ def test_a_view_fits_a_tag_and_says_what_it_shows() -> None:
     assert shown == ["What matters first"] and 4 <= len(state["compareRunCharts"]) <= 8
 
 
-def test_cards_and_sections_are_told_apart_also_without_a_goal() -> None:
+def test_charts_and_sections_have_ids_also_without_a_goal() -> None:
     for goal in ("", "train/loss", "val/accuracy"):
         state = saved_view.state(goal)
         cards = [card["uuid"] for card in state["compareRunCharts"]]
@@ -42,12 +42,12 @@ def test_cards_and_sections_are_told_apart_also_without_a_goal() -> None:
 @pytest.mark.parametrize(
     "value", ["", "[]", "null", "{}", '{"createdAt": 1, "updatedAt": 2}', "deflate;xxx"]
 )
-def test_what_somebody_else_saved_is_not_ours(value: str) -> None:
+def test_a_view_that_a_user_saved_is_not_ours(value: str) -> None:
     assert not saved_view.is_ours(value)
 
 
-def test_a_view_is_saved_and_kept_as_somebody_changed_it(sqlite: str) -> None:
-    tracker, value = MlflowRuns(sqlite), saved_view.saved("val/loss")
+def test_a_view_is_saved_and_kept_if_a_user_changed_it(sqlite: str) -> None:
+    tracker, value = MlflowRuns(sqlite), saved_view.tag_value("val/loss")
     assert tracker.save_view("new", saved_view.TAG, value, saved_view.is_ours) is None
     opened = tracker.open_run(Identity("a", "0" * 32, "new", sqlite), 1.0)
 
@@ -58,8 +58,8 @@ def test_a_view_is_saved_and_kept_as_somebody_changed_it(sqlite: str) -> None:
         )
         return str(tracker._client.get_experiment(opened.experiment_id).tags[saved_view.TAG])
 
-    assert save(value) == value and save(saved_view.saved("val/accuracy")) != value
-    changed = json.dumps({**json.loads(value), "updatedAt": saved_view.SINCE + 1})
+    assert save(value) == value and save(saved_view.tag_value("val/accuracy")) != value
+    changed = json.dumps({**json.loads(value), "updatedAt": saved_view.CREATED + 1})
     tracker._client.set_experiment_tag(opened.experiment_id, saved_view.TAG, changed)
     assert save(value) == changed
     tracker._client.delete_experiment(opened.experiment_id)

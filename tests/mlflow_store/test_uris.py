@@ -1,4 +1,4 @@
-"""Where MLflow keeps things."""
+"""The tracking URI, and the embedded database."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rankzero.tuning import study
 from support.runs import T0, make_folder, saved
 
 
-def test_the_flag_beats_the_environment_beats_the_default(tmp_path: Path) -> None:
+def test_the_flag_wins_over_the_environment_and_the_default(tmp_path: Path) -> None:
     environ = {"MLFLOW_TRACKING_URI": "http://server:5000/"}
     assert resolve_tracking_uri("http://other", environ, tmp_path) == "http://other"
     assert resolve_tracking_uri(None, environ, tmp_path) == "http://server:5000"
@@ -40,12 +40,12 @@ def test_a_database_in_memory_is_refused(uri: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uri", ["./mlruns", "file:///data/mlruns", "/data/mlruns"])
-def test_a_folder_as_uri_is_refused_with_the_way_out(uri: str, tmp_path: Path) -> None:
+def test_the_error_for_a_folder_names_the_migration(uri: str, tmp_path: Path) -> None:
     with pytest.raises(TrackingError, match="mlflow migrate-filestore --source"):
         resolve_tracking_uri(uri, {}, tmp_path)
 
 
-def test_old_runs_in_the_root_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_the_error_for_a_file_store_names_the_migration(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "meta.yaml").write_text("")
     with pytest.raises(TrackingError, match="mlflow migrate-filestore --source"):
@@ -54,7 +54,7 @@ def test_old_runs_in_the_root_are_refused_with_the_way_out(tmp_path: Path) -> No
     resolve_tracking_uri(None, {}, tmp_path)
 
 
-def test_a_new_database_has_a_write_ahead_log_and_an_old_one_is_left_alone(tmp_path: Path) -> None:
+def test_only_a_new_database_gets_a_write_ahead_log(tmp_path: Path) -> None:
     uris.prepare_store(f"sqlite:///{tmp_path}/new/mlflow.db")
     assert _mode(tmp_path / "new" / "mlflow.db") == "wal"
     with sqlite3.connect(tmp_path / "old.db") as old:
@@ -64,20 +64,20 @@ def test_a_new_database_has_a_write_ahead_log_and_an_old_one_is_left_alone(tmp_p
     assert _mode(tmp_path / "old.db") == "delete"
 
 
-def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TrackingError, match="choose another folder or set MLFLOW_TRACKING_URI"):
         uris.prepare_store(f"sqlite:///{tmp_path}/file/mlflow.db")
 
 
-def test_a_database_that_is_none_says_so(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("not a database, and long enough to look at" * 10)
     with pytest.raises(TrackingError, match="not a database"):
         uris.prepare_store(f"sqlite:///{tmp_path}/mlflow.db")
 
 
 @pytest.mark.parametrize("name", ["a%20b", "feature%2Fx", "what?", "a?timeout=3"])
-def test_a_folder_that_mlflow_would_take_for_another_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_folder_that_mlflow_would_read_as_another_is_refused(name: str, tmp_path: Path) -> None:
     root = tmp_path / name / "mlruns"
     uri = f"sqlite:///{root}/mlflow.db"
     for refused in (
@@ -112,12 +112,12 @@ def test_mlflow_keeps_everything_in_a_folder_of_any_other_name(name: str, tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {name, "back"}
 
 
-def test_servers_are_left_alone() -> None:
+def test_a_server_is_not_prepared() -> None:
     uris.prepare_store("http://nowhere:1")
     assert uris.artifact_root("http://nowhere:1") is None
 
 
-def test_resolving_and_recording_import_no_mlflow() -> None:
+def test_uris_recorder_and_sync_import_no_mlflow() -> None:
     code = (
         "import sys, rankzero.mlflow_store.uris, rankzero.tracking.recorder, rankzero.tracking.sync;"
         "sys.exit(bool({'mlflow', 'torch', 'numpy', 'psutil'} & set(sys.modules)))"
@@ -126,7 +126,7 @@ def test_resolving_and_recording_import_no_mlflow() -> None:
 
 
 def search_in(root: Path) -> argparse.Namespace:
-    """The arguments of a search whose runs a server has, and whose study is below `root`."""
+    """Return the arguments of a search with a server's runs and a study below `root`."""
     numbers = dict.fromkeys(("minutes", "trials", "trial_minutes", "silence_seconds", "parallel"))
     return argparse.Namespace(
         **numbers,

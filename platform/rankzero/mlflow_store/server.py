@@ -1,7 +1,8 @@
-"""MLflow's server on the embedded store: who may reach it, who may get in. Imports no mlflow.
+"""MLflow's server on the embedded store: who may reach it, and who may log in. Imports no mlflow.
 
-On loopback it asks nobody who they are. Beyond, MLflow's basic-auth app does; its users are in ``mlruns/auth.db``.
-Names in a request that are not this machine's are refused (DNS rebinding), and so is what other sites' pages send.
+On loopback, everybody may. Beyond, MLflow's basic-auth app asks for a password; its users are in
+``mlruns/auth.db``. The server refuses requests for names that are not this machine's (DNS
+rebinding), and requests from pages of other sites.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from rankzero.errors import UserError
 from rankzero.mlflow_store.uris import server_command
 
 LOOPBACK = "127.0.0.1"
-ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what people write; nothing is bound to it unasked
-USERS, SETTINGS = "auth.db", "auth.ini"
-USER, PASSWORD = "MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD"
-LEAST_PASSWORD = 12  # characters, MLflow's own rule
+_ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - the server listens there only if a user says so
+_USERS, _SETTINGS = "auth.db", "auth.ini"
+_USER, PASSWORD = "MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD"
+_MIN_PASSWORD = 12
+"""Characters of a password, MLflow's own rule."""
 
 
 class Access(NamedTuple):
-    """Who may reach a server: where it listens, the names and origins in requests, whether to ask who it is."""
+    """Who may reach a server.
+
+    `names`, `origins`: the names of the server and the sites that it accepts in requests.
+    """
 
     port: int
     host: str = LOOPBACK
@@ -35,34 +40,34 @@ class Access(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Where this machine finds it."""
-        return f"http://{_bracketed(LOOPBACK if self.host in ANYWHERE else self.host)}:{self.port}"
+        """The server's address on this machine."""
+        return f"http://{_bracketed(LOOPBACK if self.host in _ANYWHERE else self.host)}:{self.port}"
 
 
 def access(
     host: str, port: int, *, insecure: bool, names: Sequence[str], origins: Sequence[str]
 ) -> Access:
-    """Return who may reach a server on `host`: authenticated beyond loopback, unless `insecure`. Raises UserError.
+    """Return who may reach a server on `host`: beyond loopback with a password unless `insecure`.
 
-    `names`: what else people call this machine; `origins`: other sites whose pages may use the server.
+    `names`: further names of this machine. `origins`: other sites whose pages may use the server.
+    Raises UserError for a pattern or a host that is no address.
     """
     if any("*" in word for word in (*names, *origins)):
         raise UserError(
-            "--allowed-hosts and --cors-origins take names, no patterns: a * would let others in"
+            "--allowed-hosts and --cors-origins accept names, no patterns: a * would let others in"
         )
     here = _any_port(("localhost", LOOPBACK))
     if is_loopback(host):
         return Access(port, host, (*here, *_any_port((host,)), *names), tuple(origins))
     own = _own_names(host)
-    own_pages = [f"http://{_bracketed(name)}:{port}" for name in own] + [
-        f"http://{name}" for name in names
-    ]
-    called = (*here, *(names or _any_port(own)))
-    return Access(port, host, called, (*own_pages, *origins), not insecure)
+    own_pages = [f"http://{_bracketed(name)}:{port}" for name in own]
+    own_pages += [f"http://{name}" for name in names]
+    accepted = (*here, *(names or _any_port(own)))
+    return Access(port, host, accepted, (*own_pages, *origins), not insecure)
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address. Raises UserError for what is none."""
+    """Return whether only this machine reaches an address. Raises UserError if it is none."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -74,27 +79,30 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(str(address)).is_loopback for address in found)
 
 
-def command(root: Path, who: Access) -> list[str]:
-    """Return the command that serves the embedded store of `root`, artifacts included, to whom `who` says."""
+def command(root: Path, access: Access) -> list[str]:
+    """Return the command that serves the embedded store of `root` with its artifacts."""
     return [
-        *server_command(root, who.port, who.host),
-        *("--allowed-hosts", ",".join(who.names)),
-        *(("--cors-allowed-origins", ",".join(who.origins)) if who.origins else ()),
-        *(("--app-name", "basic-auth") if who.authenticated else ()),
+        *server_command(root, access.port, access.host),
+        *("--allowed-hosts", ",".join(access.names)),
+        *(("--cors-allowed-origins", ",".join(access.origins)) if access.origins else ()),
+        *(("--app-name", "basic-auth") if access.authenticated else ()),
     ]
 
 
 def with_users(root: Path, environ: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """Return the environment for a server that asks who it is, and what to tell whoever starts it.
+    """Return the environment of a server that asks for a password, and a note for its user.
 
-    The first start makes the administrator, with the password in $MLFLOW_AUTH_ADMIN_PASSWORD or a new one, which is
-    told once and kept nowhere. Raises UserError for a password that MLflow would refuse.
+    The first start creates the administrator. The password is $MLFLOW_AUTH_ADMIN_PASSWORD or a
+    random one, which the note shows once. Raises UserError if MLflow would refuse the password.
     """
-    user, users = environ.get(USER) or "admin", root.absolute() / USERS
-    settings, uri = root.absolute() / SETTINGS, f"sqlite:///{users}".replace("%", "%%")
+    user, users = environ.get(_USER) or "admin", root.absolute() / _USERS
+    settings, uri = root.absolute() / _SETTINGS, f"sqlite:///{users}".replace("%", "%%")
     _write_private(
         settings,
-        f"[mlflow]\ndefault_permission = READ\ndatabase_uri = {uri}\nadmin_username = {user.replace('%', '%%')}\n"
+        "[mlflow]\n"
+        "default_permission = READ\n"
+        f"database_uri = {uri}\n"
+        f"admin_username = {user.replace('%', '%%')}\n"
         "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n",
     )
     added = {
@@ -102,25 +110,24 @@ def with_users(root: Path, environ: Mapping[str, str]) -> tuple[dict[str, str], 
         "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(32),
     }
     if users.exists() and users.stat().st_size:
-        return {
-            **environ,
-            **added,
-        }, f"users: those in {users}; forgotten the password? Remove the file and start again"
-    password = environ.get(PASSWORD) or secrets.token_urlsafe(15)
-    if len(password) < LEAST_PASSWORD:
-        raise UserError(f"${PASSWORD} must have at least {LEAST_PASSWORD} characters")
+        note = (
+            f"users: those in {users}; to reset a forgotten password, delete the file and restart"
+        )
+        return {**environ, **added}, note
+    given = environ.get(PASSWORD)
+    password = given or secrets.token_urlsafe(15)
+    if len(password) < _MIN_PASSWORD:
+        raise UserError(f"${PASSWORD} must have at least {_MIN_PASSWORD} characters")
     _write_private(users, "")
-    told = (
-        f"the password in ${PASSWORD}"
-        if environ.get(PASSWORD)
-        else f"password {password} (told once: write it down)"
-    )
-    return {**environ, **added, USER: user, PASSWORD: password}, f"user {user}, {told}"
+    shown = f"the password in ${PASSWORD}"
+    if not given:
+        shown = f"password {password} (shown once: write it down)"
+    return {**environ, **added, _USER: user, PASSWORD: password}, f"user {user}, {shown}"
 
 
 def _own_names(host: str) -> list[str]:
-    """Return what others call this machine: the address, or of all addresses those that there are, and its names."""
-    if host not in ANYWHERE:
+    """Return what others call this machine: the address, or all of its names and addresses."""
+    if host not in _ANYWHERE:
         return [host]
     import psutil
 
@@ -134,16 +141,10 @@ def _own_names(host: str) -> list[str]:
 
 
 def _any_port(names: Sequence[str]) -> list[str]:
-    """Return each name with any port, as a tunnel may lead through another: MLflow compares a request's name whole."""
-    return [
-        word for name in dict.fromkeys(names) for word in (_pattern(name), f"{_pattern(name)}:*")
-    ]
-
-
-def _pattern(name: str) -> str:
-    return (
-        f"[[]{name}]" if ":" in name else name
-    )  # a bracket begins a set of characters in a pattern
+    # MLflow compares a request's name with its port. A tunnel may lead through another port.
+    # In a pattern, a bracket begins a set of characters.
+    patterns = (f"[[]{name}]" if ":" in name else name for name in dict.fromkeys(names))
+    return [word for pattern in patterns for word in (pattern, f"{pattern}:*")]
 
 
 def _bracketed(host: str) -> str:
@@ -151,7 +152,7 @@ def _bracketed(host: str) -> str:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that its owner alone can read."""
+    """Write a file that only its owner can read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     os.fchmod(descriptor, 0o600)

@@ -1,6 +1,7 @@
-"""Where MLflow keeps things: the tracking URI, the embedded store, its server. Imports no mlflow, so it costs nothing.
+"""The tracking store: its URI, the embedded database, the command of its server.
 
-The embedded store is a folder, ``mlruns`` unless told otherwise: ``mlflow.db``, ``artifacts/``, ``runs/<name>/``.
+Imports no mlflow, so every command can import it. The embedded store is a folder, ``mlruns`` by
+default, with ``mlflow.db``, ``artifacts/`` and ``runs/<name>/``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from pathlib import Path
 from rankzero.errors import UserError
 
 DATABASE = "mlflow.db"
-ARTIFACTS = "artifacts"
-SETUP = ".setup-"
+_ARTIFACTS = "artifacts"
+_SETUP = ".setup-"
+_READ_AS_URI = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 
-_READ_AS_A_URIS = re.compile(r"\?|%[0-9A-Fa-f]{2}")
-
-# Write-ahead logging needs memory shared between processes, which file systems of other machines cannot give.
+# Write-ahead logging needs memory that processes share. Network file systems do not have it.
 _NETWORK_FILE_SYSTEMS = (
     "nfs",
     "cifs",
@@ -41,11 +41,11 @@ _NETWORK_FILE_SYSTEMS = (
 
 
 class TrackingError(UserError):
-    """Something about the tracking store that a person must fix; the message says what to do."""
+    """A problem of the tracking store that a person must solve; the message says how."""
 
 
 class RunGone(TrackingError):
-    """Someone deleted the run in MLflow; it takes nothing any more."""
+    """Somebody deleted the run in MLflow, so it accepts nothing any more."""
 
 
 def default_tracking_uri(root: Path) -> str:
@@ -54,32 +54,44 @@ def default_tracking_uri(root: Path) -> str:
 
 
 def resolve_tracking_uri(flag: str | None, environ: Mapping[str, str], root: Path) -> str:
-    """Return the one absolute URI that every process of a job uses: the flag's, else the environment's, else ours.
+    """Return the absolute URI that all processes of a job use: flag, environment, or default.
 
-    Raises TrackingError for MLflow's old store of files, which MLflow itself now refuses, and for a database in a
-    folder whose name MLflow would take for another's.
+    Raises TrackingError for MLflow's old file store, which MLflow itself refuses, and for a
+    database in a folder whose name MLflow would read as another's.
     """
     given = flag or environ.get("MLFLOW_TRACKING_URI")
     if not given:
-        _refuse_file_store(root)
+        is_file_store = any(meta.parent.name.isdigit() for meta in root.glob("*/meta.yaml"))
+        if is_file_store and not (root / DATABASE).exists():
+            raise TrackingError(
+                f"{root} holds runs of MLflow's old file store, which MLflow no longer supports"
+                + _migration_hint(root, root)
+            )
         require_plain(root.absolute() / DATABASE)
         return default_tracking_uri(root)
     scheme = urllib.parse.urlsplit(given).scheme
     if scheme == "sqlite":
-        return _absolute_sqlite(given)
+        path = sqlite_path(given)
+        if path is None or not path.name or ":memory:" in given:
+            raise TrackingError(
+                f"the tracking URI {given!r} names no file, so processes cannot share it: "
+                "use sqlite:////absolute/path/mlflow.db"
+            )
+        require_plain(path.absolute())
+        return f"sqlite:///{path.absolute()}"
     if scheme in ("", "file"):
         raise TrackingError(
-            f"the tracking URI {given!r} is a folder, MLflow's old file store, which it no longer writes to: use a "
-            f"database such as {default_tracking_uri(root)} or a server's http:// address"
-            + _migration_hint(Path(urllib.parse.urlsplit(given).path), root)
+            f"the tracking URI {given!r} is a folder, MLflow's old file store, which MLflow no "
+            f"longer supports: use a database such as {default_tracking_uri(root)} or a server's "
+            "http:// address" + _migration_hint(Path(urllib.parse.urlsplit(given).path), root)
         )
     return given.rstrip("/") if scheme in ("http", "https") else given
 
 
 def prepare_store(tracking_uri: str) -> None:
-    """Make the folder and the file of a local database; do nothing for any other store.
+    """Create the folder and the file of a local database. Does nothing for other stores.
 
-    Raises TrackingError when that is not possible.
+    Raises TrackingError if that fails.
     """
     path = sqlite_path(tracking_uri)
     if path is None:
@@ -87,7 +99,16 @@ def prepare_store(tracking_uri: str) -> None:
     require_plain(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _create_database(path)
+        new = not path.exists()
+        # One process at a time: SQLite fails to set the mode if another has the file open.
+        with _alone(path.parent), contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
+            if new and not _on_network(path):
+                # In SQLite's default mode, readers such as MLflow's page block the courier's
+                # commits. The mode is stored in the file.
+                database.execute("PRAGMA journal_mode=WAL")
+            # A read-only database fails here, and not after an hour of training.
+            database.execute("BEGIN IMMEDIATE")
+            database.rollback()
     except (OSError, sqlite3.Error) as error:
         raise TrackingError(
             f"cannot write the tracking store {path}: {error}; choose another folder or set "
@@ -96,56 +117,61 @@ def prepare_store(tracking_uri: str) -> None:
 
 
 def make_tables(tracking_uri: str, make: Callable[[str], object]) -> None:
-    """Have `make` set up a local database that is still empty; do nothing for any other store.
+    """Call `make` with a URI to set up a local database that is empty. Ignores other stores.
 
-    It comes into being in one step: MLflow's own migrations, cut off by a kill or begun by two processes at once, leave
-    half of their tables behind, and no later attempt gets past them.
+    The tables appear in one step. MLflow's own migrations leave half of the tables if they are
+    killed or if two processes run them at once, and no later attempt can continue.
     """
     path = sqlite_path(tracking_uri)
     if path is None:
         return
     with _alone(path.parent):
-        if is_empty(path):
-            for left in path.parent.glob(f"{SETUP}*"):
-                shutil.rmtree(left, ignore_errors=True)
-            with tempfile.TemporaryDirectory(prefix=SETUP, dir=path.parent) as folder:
-                new = Path(folder) / path.name
-                make(f"sqlite:///{new}")
-                _copy(new, path)
+        if not is_empty(path):
+            return
+        for left in path.parent.glob(f"{_SETUP}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=_SETUP, dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            make(f"sqlite:///{made}")
+            # One transaction, which keeps the write-ahead log of the target.
+            with (
+                contextlib.closing(sqlite3.connect(made)) as source,
+                contextlib.closing(sqlite3.connect(path, timeout=20)) as target,
+            ):
+                source.backup(target)
 
 
 def sqlite_path(tracking_uri: str) -> Path | None:
-    """Return the file of a sqlite URI; None for any other store."""
+    """Return the file of an SQLite URI, or None for another store."""
     prefix = "sqlite:///"
     return Path(tracking_uri.removeprefix(prefix)) if tracking_uri.startswith(prefix) else None
 
 
 def require_plain(path: Path) -> None:
-    """Raise TrackingError for a database whose path means another one in a URI, or that has a URI's options."""
-    found = _READ_AS_A_URIS.search(str(path))
+    """Raise TrackingError if a URI with this path of a database means another path."""
+    found = _READ_AS_URI.search(str(path))
     if found:
         raise TrackingError(
-            f"the database {str(path)!r} would be kept elsewhere: what opens it reads the {found[0]!r} in there as a "
-            "part of a URI; move or rename the folder, name another with --dir or sqlite:////absolute/path/mlflow.db "
-            "(spaces as they are, no options), or a server's http:// address"
+            f"the database {str(path)!r} would be created elsewhere: MLflow reads the {found[0]!r} "
+            "in its path as a part of a URI; rename the folder, name another with --dir or "
+            "sqlite:////absolute/path/mlflow.db (spaces as they are, no options), or use a "
+            "server's http:// address"
         )
 
 
 def artifact_root(tracking_uri: str) -> str | None:
-    """Return the folder for the artifacts of a local database, beside it; None: the server decides.
-
-    Left alone, MLflow would put them into the current directory of whichever process writes first.
-    """
+    """Return the folder for the artifacts of a local database, or None if a server decides."""
+    # By default, MLflow uses the current directory of the process that writes first.
     path = sqlite_path(tracking_uri)
-    return None if path is None else str(path.parent / ARTIFACTS)
+    return None if path is None else str(path.parent / _ARTIFACTS)
 
 
 def server_command(root: Path, port: int, host: str = "127.0.0.1") -> list[str]:
-    """Return the command that serves the embedded store of `root`, artifacts included; by itself to this machine only.
+    """Return the command that serves the embedded store of `root` with its artifacts.
 
-    `server.command` adds who may get in where it is reached from elsewhere.
+    Only this machine reaches it. See `server.command` for a server that others reach.
     """
-    artifacts = str(root.absolute() / ARTIFACTS)
+    artifacts = str(root.absolute() / _ARTIFACTS)
     return [
         *(sys.executable, "-P", "-m", "mlflow", "server"),
         *("--backend-store-uri", default_tracking_uri(root)),
@@ -155,7 +181,7 @@ def server_command(root: Path, port: int, host: str = "127.0.0.1") -> list[str]:
 
 
 def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for `server_command`: no usage telemetry, no processes for jobs that nobody submits."""
+    """Return the environment for `server_command`: no usage telemetry, no job processes."""
     return {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -164,90 +190,45 @@ def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def deep_link(base_url: str, experiment_id: str, run_id: str) -> str:
-    """Return the address of a run's page, in the part of the UI that is about training."""
-    return f"{base_url.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+    """Return the address of a run's page, in the part of MLflow's page for training."""
+    base = f"{base_url.rstrip('/')}/#/experiments/{experiment_id}"
+    return f"{base}/runs/{run_id}?workflowType=machine_learning"
 
 
 def runs_link(base_url: str, experiment_id: str, query: str) -> str:
     """Return the address of an experiment's runs."""
-    return f"{base_url.rstrip('/')}/#/experiments/{experiment_id}/runs?workflowType=machine_learning&{query}"
+    base = f"{base_url.rstrip('/')}/#/experiments/{experiment_id}"
+    return f"{base}/runs?workflowType=machine_learning&{query}"
 
 
-def _absolute_sqlite(uri: str) -> str:
-    path = sqlite_path(uri)
-    if path is None or not path.name or ":memory:" in uri:
-        raise TrackingError(
-            f"the tracking URI {uri!r} names no file: processes could not share it; "
-            "use sqlite:////absolute/path/mlflow.db"
-        )
-    require_plain(path.absolute())
-    return f"sqlite:///{path.absolute()}"
-
-
-def _refuse_file_store(root: Path) -> None:
-    if (root / DATABASE).exists() or not any(
-        meta.parent.name.isdigit() for meta in root.glob("*/meta.yaml")
-    ):
-        return
-    raise TrackingError(
-        f"{root} holds runs of MLflow's old file store, which it no longer writes to"
-        + _migration_hint(root, root)
-    )
+def is_empty(path: Path) -> bool:
+    """Return whether a database has no tables yet."""
+    with contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
+        return database.execute("SELECT 1 FROM sqlite_master").fetchone() is None
 
 
 def _migration_hint(source: Path, root: Path) -> str:
     return (
-        f". To keep its runs: mlflow migrate-filestore --source {source} --target {default_tracking_uri(root)}"
-        ". To start afresh: move the folder away"
+        f". To keep its runs: mlflow migrate-filestore --source {source} "
+        f"--target {default_tracking_uri(root)}. To start with an empty store: move the folder away"
     )
-
-
-def _create_database(path: Path) -> None:
-    """Create the file with write-ahead logging; leave one that exists as it is.
-
-    In sqlite's default mode whoever reads (the UI, a search) blocks the recorder's commits; with a write-ahead log
-    readers and the writer do not wait for each other. The mode is a property of the file, so setting it once is enough.
-    One process at a time: sqlite waits for nobody to set the mode, and fails where another has the file open.
-    """
-    new = not path.exists()
-    with _alone(path.parent), contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
-        if new and not _on_network(path):
-            database.execute("PRAGMA journal_mode=WAL")
-        database.execute(
-            "BEGIN IMMEDIATE"
-        )  # fails here, and not after an hour of training, where it is read-only
-        database.rollback()
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time into the block; a process that dies lets the next one in."""
+    """Let one process at a time into the block. The lock ends with its process."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
+        # Some file systems have no locks.
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
 
 
-def is_empty(path: Path) -> bool:
-    """Tell whether a database has no tables yet."""
-    with contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
-        return database.execute("SELECT 1 FROM sqlite_master").fetchone() is None
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Fill a database with another's content, in one transaction; its write-ahead log stays as it is."""
-    with (
-        contextlib.closing(sqlite3.connect(source)) as new,
-        contextlib.closing(sqlite3.connect(target, timeout=20)) as database,
-    ):
-        new.backup(database)
-
-
 def _on_network(path: Path) -> bool:
-    """Tell whether the file lies on another machine, by the longest mount point above it."""
+    """Return whether the file is on another machine, by the longest mount point above it."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:

@@ -438,7 +438,7 @@ def test_the_first_start_makes_the_user_and_later_ones_keep_it(tmp_path: Path) -
     assert "correct" not in says and own[server.PASSWORD] == "correct horse battery"
     (tmp_path / "auth.db").write_bytes(b"users")
     environ, says = server.with_users(tmp_path, {})
-    assert server.PASSWORD not in environ and "Remove the file" in says
+    assert server.PASSWORD not in environ and "delete the file" in says
     assert (tmp_path / "auth.db").read_bytes() == b"users"
     with pytest.raises(UserError, match="at least 12"):
         server.with_users(tmp_path / "new", {server.PASSWORD: "short"})

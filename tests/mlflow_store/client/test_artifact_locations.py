@@ -1,4 +1,4 @@
-"""Where MLflow says that files lie: nothing of anybody's is written over, or deleted, for an answer of its."""
+"""Artifact locations that MLflow answers with: no other file is overwritten or deleted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ELSEWHERE: dict[str, Lie] = {
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that no run may touch; the current one."""
+    """The current folder, which no run may touch."""
     folder = tmp_path / "mine"
     (folder / "study").mkdir(parents=True)
     (folder / "study" / "thesis.tex").write_text("mine")
@@ -79,7 +79,7 @@ def begun(root: Path, uri: str) -> tuple[RunFolder, MlflowRuns, OpenRun, str]:
 
 
 @pytest.mark.parametrize("lie", ELSEWHERE)
-def test_nothing_is_deleted_where_a_model_cannot_lie(
+def test_nothing_is_deleted_where_a_model_cannot_be(
     lie: str, sqlite: str, mine: Path, tmp_path: Path
 ) -> None:
     folder, tracker, run, model_id = begun(tmp_path, sqlite)
@@ -96,7 +96,7 @@ def test_nothing_is_deleted_where_a_model_cannot_lie(
 
 
 @pytest.mark.parametrize("lie", ELSEWHERE)
-def test_no_checkpoint_is_written_where_a_model_cannot_lie(
+def test_no_checkpoint_is_written_where_a_model_cannot_be(
     lie: str, sqlite: str, mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, tracker, run, _ = begun(tmp_path, sqlite)
@@ -114,7 +114,7 @@ def test_no_checkpoint_is_written_where_a_model_cannot_lie(
 
 
 @pytest.mark.parametrize("lie", ELSEWHERE)
-def test_no_artifact_is_written_where_a_run_has_none(
+def test_no_artifact_is_written_where_a_run_cannot_have_any(
     lie: str, sqlite: str, mine: Path, tmp_path: Path
 ) -> None:
     folder, tracker, run, _ = begun(tmp_path, sqlite)
@@ -128,7 +128,7 @@ def test_no_artifact_is_written_where_a_run_has_none(
     assert "MLflow answers that files lie" in tracker.find_run(run.run_id).tags["rankzero.rejected"]
 
 
-def test_a_run_that_has_another_id_than_mlflow_gives_has_no_place_here(
+def test_a_run_with_an_id_that_mlflow_does_not_give_has_no_location(
     sqlite: str, mine: Path, tmp_path: Path
 ) -> None:
     _, tracker, run, _ = begun(tmp_path, sqlite)
@@ -146,7 +146,7 @@ def test_a_run_that_has_another_id_than_mlflow_gives_has_no_place_here(
 
 
 @pytest.mark.parametrize("depth", range(3))
-def test_no_link_leads_a_model_elsewhere(
+def test_a_model_is_not_deleted_through_a_link(
     depth: int, sqlite: str, mine: Path, tmp_path: Path
 ) -> None:
     _, tracker, _, model_id = begun(tmp_path, sqlite)
@@ -162,7 +162,7 @@ def test_no_link_leads_a_model_elsewhere(
     assert (target / "kept").exists()
 
 
-def test_no_link_leads_an_artifact_elsewhere(sqlite: str, mine: Path, tmp_path: Path) -> None:
+def test_an_artifact_is_not_written_through_a_link(sqlite: str, mine: Path, tmp_path: Path) -> None:
     folder, tracker, run, _ = begun(tmp_path, sqlite)
     tracker.log_artifact(run.run_id, folder.path / "run.json", "sub")
     [place] = tmp_path.glob(f"artifacts/*/{run.run_id}/artifacts")
@@ -178,10 +178,10 @@ def test_no_link_leads_an_artifact_elsewhere(sqlite: str, mine: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("where", ["{}", "file://{}", "file:{}", "."])
-def test_wherever_an_experiment_has_its_artifacts_a_run_has_its_own(
+def test_a_run_has_artifacts_wherever_its_experiment_has_them(
     where: str, sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As somebody made it by MLflow: with a place of its own, as a path or a URI, or in the current folder."""
+    """The experiment was created through MLflow, in a folder, at a URI or in the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", "./theirs")
     root = tmp_path / "an experiment's, größer"
@@ -199,7 +199,7 @@ def test_wherever_an_experiment_has_its_artifacts_a_run_has_its_own(
     assert not checkpoint.exists()
 
 
-def test_a_store_on_another_disk_may_be_a_link(sqlite: str, tmp_path: Path) -> None:
+def test_the_artifact_folder_itself_may_be_a_link(sqlite: str, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "artifacts").symlink_to(tmp_path / "disk")
     folder, tracker, run, model_id = begun(tmp_path, sqlite)

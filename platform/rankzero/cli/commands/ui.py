@@ -142,7 +142,7 @@ def _save_views(tracking_uri: str, runs: Sequence[Summary]) -> dict[str, str]:
         tracker = MlflowRuns(tracking_uri)
         for name, goal in goals.items():
             identity = tracker.save_view(
-                name, saved_view.TAG, saved_view.saved(goal), saved_view.is_ours
+                name, saved_view.TAG, saved_view.tag_value(goal), saved_view.is_ours
             )
             found |= {name: identity} if identity else {}
     return found
