@@ -47,6 +47,7 @@ def in_new_process(
     It ends the process and gives up as soon as `hurried()` is true, or after `seconds`. `entry` is
     what the process runs: the folder's path and a queue for a problem are its arguments.
     """
+    # Its own process, because the user's code and torch.export may hang, crash or fill the memory.
     context = multiprocessing.get_context("forkserver")
     problems = context.SimpleQueue()
     process = context.Process(target=entry or _run_child, args=(str(folder.path), problems))
@@ -153,6 +154,7 @@ def _log_best(folder: RunFolder) -> None:
         tags={"rankzero.step": str(step), "rankzero.model": "best"},
     )
     write_atomically(mark, json.dumps({"step": step, "model_id": model_id}))
+    # Only now, so that MLflow always has one of them.
     if before is not None:
         tracker.models.delete_checkpoint(before["model_id"])
 

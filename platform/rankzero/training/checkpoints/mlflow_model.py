@@ -52,8 +52,13 @@ def _save(
     from rankzero.mlflow_store.client.pytorch import save_pytorch
 
     model = copy.deepcopy(model).cpu().eval()
-    inputs = example if isinstance(example, (tuple, list)) else (example,)
-    inputs = tuple(_as_batch(tensor) for tensor in inputs)
+    inputs = []
+    for tensor in example if isinstance(example, (tuple, list)) else (example,):
+        tensor = tensor.detach().cpu()
+        # torch.export takes a batch size of 1 for a constant.
+        if tensor.ndim and len(tensor) == 1:
+            tensor = tensor.repeat(2, *[1] * (tensor.ndim - 1))
+        inputs.append(tensor)
     outputs = _array(model(*inputs))
     arrays = [_array(tensor) for tensor in inputs]
     try:
@@ -70,15 +75,6 @@ def _save(
         save_pytorch(model, folder, arrays, outputs, "pickle", code_paths)
         return "pickle"
     return "pt2"
-
-
-def _as_batch(tensor: Any) -> Any:
-    """Return the tensor on the CPU, with at least two samples."""
-    # torch.export takes a batch size of 1 for a constant.
-    tensor = tensor.detach().cpu()
-    if tensor.ndim and len(tensor) == 1:
-        tensor = tensor.repeat(2, *[1] * (tensor.ndim - 1))
-    return tensor
 
 
 def _array(tensor: Any) -> Any:

@@ -54,6 +54,7 @@ class Checkpoints:
         start = time.perf_counter()
         events = self.finish()
         copy = self._copier.copy(dict(state))
+        # The training may change the state now: the copy is done, or ahead of it in the stream.
         self._pending = self._writer.submit(self._write, copy, step, dict(metrics), best)
         self.blocked_seconds += time.perf_counter() - start
         return events

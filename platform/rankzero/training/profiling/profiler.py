@@ -89,11 +89,14 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
     from rankzero.training import worker
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
+    # Neither evaluations nor checkpoints: `train_step` is called directly.
     job, state = worker.build(config.override(experiment, {"train.steps": _ENDLESS}), world)
     job = dataclasses.replace(job, forward_timer=_ForwardMarker())
     loader, shard = job.train_loader, job.strategy.shard
     batches = _marked(loader.train_batches(job.batch_order, shard.rank, 0, _ENDLESS))
     state.model.train()
+    # The first steps compile, and fill the allocator's cache. The profiler makes steps slower, so
+    # the speed is measured before.
     _take_steps(job, state, batches, _WARM_UP)
     bare, _ = _take_steps(job, state, batches, _STEPS)
     on_gpu = world.device.type == "cuda"

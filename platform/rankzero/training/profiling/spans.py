@@ -27,6 +27,7 @@ def length(spans: Sequence[Span]) -> float:
 
 def common(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
     """Return the time that is in both unions."""
+    # Both are sorted, so the span that ends first meets no other one.
     found, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])

@@ -57,19 +57,18 @@ def recorded_events(profiler: Any) -> list[TraceEvent]:
     # `kineto_results` is private to torch. Only these events contain which operator launched a
     # kernel; `profiler.events()` does not. Seen in torch 2.11 to 2.15. If the name goes, the test
     # test_the_installed_profiler_has_operators_and_ranges fails.
-    return [_converted(event) for event in profiler.profiler.kineto_results.events()]
-
-
-def _converted(event: Any) -> TraceEvent:
-    begin = event.start_ns() / 1e9
-    end = begin + event.duration_ns() / 1e9
-    on_gpu = str(event.device_type()).endswith("CUDA")
-    number, launched_by = event.correlation_id(), event.linked_correlation_id()
-    if hasattr(event, "external_id"):
-        external_id = int(event.external_id())
-    else:  # an older torch: only the name shows which events are CUDA's calls
-        external_id = 0 if _RUNTIME_CALL.match(event.name()) else int(number)
-    return TraceEvent(event.name(), begin, end, on_gpu, number, launched_by, external_id)
+    found = []
+    for event in profiler.profiler.kineto_results.events():
+        begin = event.start_ns() / 1e9
+        end = begin + event.duration_ns() / 1e9
+        on_gpu = str(event.device_type()).endswith("CUDA")
+        number, launched_by = event.correlation_id(), event.linked_correlation_id()
+        if hasattr(event, "external_id"):
+            external_id = int(event.external_id())
+        else:  # an older torch: only the name shows which events are CUDA's calls
+            external_id = 0 if _RUNTIME_CALL.match(event.name()) else int(number)
+        found.append(TraceEvent(event.name(), begin, end, on_gpu, number, launched_by, external_id))
+    return found
 
 
 def attributed(events: Sequence[TraceEvent], on_gpu: bool) -> ActivitySpans:
@@ -119,6 +118,7 @@ def _parts_by_launch(
 
     `begun`: operator's number -> when it began.
     """
+    # The first that fits counts: a forward that is repeated inside the backward belongs to that.
     order = (_OPTIMIZER, _BACKWARD, FORWARD, DATA)
     parts: dict[str, list[Span]] = {name: [] for name in (*order, "")}
     for kernel in kernels:

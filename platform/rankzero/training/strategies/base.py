@@ -123,6 +123,7 @@ def total_norm_factor(
     `parts`: gradients that only this rank has. `whole`: gradients that are equal on all ranks. The
     formula is that of torch.nn.utils.clip_grad_norm_ on the whole model.
     """
+    # 1e-6 as in clip_grad_norm_, so that all strategies take the same step.
     total = (world.sum(_squares(parts, world)) + _squares(whole, world)).sqrt()
     return (norm / (total + 1e-6)).clamp(max=1.0)
 
@@ -138,6 +139,7 @@ _INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.in
 
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of each tensor's bits as integers: equal replicas give equal sums."""
+    # Integers, because a sum of floats depends on the order of its terms, and NaN differs from NaN.
     sums = []
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor

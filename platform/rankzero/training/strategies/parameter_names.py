@@ -45,6 +45,7 @@ def _is_named(saved: Mapping[str, Any]) -> bool:
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one state from those of optimizers that each had some of the parameters, by name."""
+    # All parts have the same groups with the same options, and different parameters.
     state = {name: entry for part in parts for name, entry in part["state"].items()}
     groups = [
         {**every[0], "params": [name for group in every for name in group["params"]]}

@@ -79,10 +79,12 @@ class Pipeline:
     def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
         """Return metrics whose mean over all ranks is the last rank's."""
         self._run(how, batch, self._schedule.step)
+        # Only the last rank measures, so it sends the names to all others, once.
         if not self._metric_names:
             names = json.dumps(list(self._measured[-1]) if self._measured else []).encode()
             last = self._world.size - 1
             self._metric_names = json.loads(self._world.broadcast(names, source=last))
+        # The window takes the mean over ranks. So the last rank multiplies, and the others add 0.
         if not self._stage.is_last:
             return {name: torch.zeros((), device=self._world.device) for name in self._metric_names}
         # The first step calls `_loss` once more, to find out shapes.
@@ -130,6 +132,7 @@ class Pipeline:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.model.load_state_dict({name: saved["model"][name] for name in self.model.state_dict()})
+        # The whole optimizer's order turns a plain model's numbers into names.
         mine = [name for name, _ in self.model.named_parameters()]
         named = parameter_names.by_name(saved["optimizer"], self._names)
         part = parameter_names.part_of(named, mine)

@@ -55,6 +55,7 @@ class Replicated:
         self.world.broadcast_buffers(self.model)
 
     def clip(self, norm: float) -> None:
+        # After the backward, every rank has all gradients, so this needs no communication.
         nn.utils.clip_grad_norm_(self.model.parameters(), norm)
 
     def checksum(self) -> Tensor:
@@ -66,10 +67,12 @@ class Replicated:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
+        # A checkpoint of a sharded model has names instead of numbers.
         names = parameter_names.order(self.model, self.optimizer)
         self.optimizer.load_state_dict(parameter_names.by_number(saved["optimizer"], names))
 
     def without_communication(self) -> Strategy | None:
+        # Only the wrapper communicates, in its backward.
         return dataclasses.replace(self, replica=self.model)
 
 

@@ -80,6 +80,7 @@ class Sharded:
         for p in self.model.parameters():
             p.grad = _summed(p.grad)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        # The norm needs the parts of all ranks, but each whole gradient only once.
         parts = [_local(gradient) for gradient in gradients if _is_part(gradient)]
         whole = [_local(gradient) for gradient in gradients if not _is_part(gradient)]
         factor = total_norm_factor(norm, self.world, parts=parts, whole=whole)
@@ -99,6 +100,7 @@ class Sharded:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         set_model_state_dict(self.model, saved["model"], options=_SCATTER)
+        # A checkpoint of a replicated model has numbers instead of names.
         names = parameter_names.order(self.model, self.optimizer)
         named = parameter_names.by_name(saved["optimizer"], names)
         set_optimizer_state_dict(self.model, self.optimizer, named, options=_SCATTER)
@@ -150,6 +152,7 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> S
     tied = shared_weights.shared(model)
     if world.is_distributed:
         parallelize_module(model, init_device_mesh(world.device.type, (world.size,)), dict(plan))
+    # `parallelize_module` replaces a weight in each module by itself.
     shared_weights.check_together(model, tied, "tp")
     model.to(world.device)
     return Sharded(model, optimizers.one_by_one(experiment.optimizer(model)), Shard(0, 1), world)

@@ -106,6 +106,7 @@ def cut(model: nn.Sequential, split_points: Sequence[str], size: int) -> list[nn
         raise UserError(
             f"split_points() names {unknown[0]!r}; the model's items are {', '.join(names)}"
         )
+    # A stage ends where the next one begins.
     if split_points:
         starts = [0, *(names.index(name) for name in split_points)]
     else:
