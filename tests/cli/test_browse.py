@@ -224,7 +224,7 @@ def test_following_a_run_leaves_it_alone_and_ends_with_it(rankzero: Command) -> 
         assert any(line.startswith("step") for line in process.stdout)
     first.send_signal(signal.SIGINT)
     output, _ = first.communicate(timeout=60)
-    assert first.returncode == 0 and "detached; live goes on" in output
+    assert first.returncode == 0 and "detached; live continues" in output
     assert training.poll() is None and second.poll() is None
     training.send_signal(signal.SIGTERM)
     output, _ = second.communicate(timeout=60)
@@ -240,7 +240,7 @@ def test_ctrl_c_detaches_before_the_display_is_up(
 
     monkeypatch.setattr(Console, "catch_up", interrupted)
     code, output = here("logs", "first", "--follow")
-    assert code == 0 and "detached; first goes on" in output
+    assert code == 0 and "detached; first continues" in output
 
 
 def test_a_run_is_exported(

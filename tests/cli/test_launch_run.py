@@ -145,4 +145,4 @@ def test_what_a_command_did_not_wait_for_is_brought_by_sync(rankzero: Command) -
     code, output = rankzero("sync")
     assert code == 0 and "hasty: complete" in output, output
     assert (folder.path / best_model.MARK).exists() and not folder.late_model.exists(), output
-    assert "nothing waits" in rankzero("sync")[1]
+    assert "nothing to deliver" in rankzero("sync")[1]

@@ -28,11 +28,9 @@ class Usage(NamedTuple):
     free: float
 
 
-def test_a_machine_that_is_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(64e9, 64e9))
-    assert doctor.run(argparse.Namespace(dir=tmp_path / "mlruns", tracking_uri=None)) == 0
+def test_machine_without_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = argparse.Namespace(dir=tmp_path / "mlruns", tracking_uri=None)
+    assert doctor.run(arguments, usage=lambda path: Usage(64e9, 64e9)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "all well"
     assert all(line.startswith(("ok ", "-- ")) for line in lines[:-1])
@@ -46,33 +44,33 @@ def test_a_machine_that_is_fit(
     ]
 
 
-def test_what_is_wrong_is_told_with_its_fix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_problems_are_printed_with_their_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(64e6, 64e6))
-    assert doctor.run(argparse.Namespace(dir=tmp_path, tracking_uri="http://127.0.0.1:1")) == 1
+    arguments = argparse.Namespace(dir=tmp_path, tracking_uri="http://127.0.0.1:1")
+    assert doctor.run(arguments, usage=lambda path: Usage(64e6, 64e6)) == 1
     output = capsys.readouterr().out
     assert "--shm-size" in output and "make room" in output and "refused" in output
     assert "3 to fix: runs folder, shared memory, tracking store" in output
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+def test_folder_that_is_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert "--dir" in str(doctor.disk(tmp_path / "file" / "mlruns").fix)
 
 
-def test_memory_that_others_have_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(64e9, 1e6))
-    assert "what fills" in str(doctor.shared_memory(tmp_path).fix)
+def test_shared_memory_that_is_full(tmp_path: Path) -> None:
+    full = doctor.shared_memory(tmp_path, usage=lambda path: Usage(64e9, 1e6))
+    assert "what fills" in str(full.fix)
     assert not doctor.shared_memory(tmp_path / "none").there
 
 
-def test_a_damaged_database(tmp_path: Path) -> None:
+def test_damaged_database(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"not a database" * 100)
     assert "not a database" in str(doctor.tracking_store(tmp_path).fix)
 
 
-def test_a_sound_database(tmp_path: Path) -> None:
+def test_sound_database(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "mlflow.db")
     database.execute("CREATE TABLE runs (id INTEGER)")
     database.commit()
@@ -83,7 +81,7 @@ def test_a_sound_database(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "is_told"), [("a b#c ünï 5%", False), ("what?", True), ("a%20b", True)]
 )
-def test_a_database_in_a_folder_of_any_name(tmp_path: Path, name: str, is_told: bool) -> None:
+def test_database_in_a_folder_of_any_name(tmp_path: Path, name: str, is_told: bool) -> None:
     """Where a URI of it would be read otherwise, as by MLflow's client, it is told; else it is read."""
     folder = tmp_path / name
     folder.mkdir()
@@ -93,18 +91,18 @@ def test_a_database_in_a_folder_of_any_name(tmp_path: Path, name: str, is_told: 
     assert ("another with --dir" in str(doctor.tracking_store(folder).fix)) == is_told
 
 
-def test_a_store_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_store_that_does_not_exist_yet(tmp_path: Path) -> None:
     check = doctor.tracking_store(tmp_path / "mlruns")
     assert check.fix is None and check.found.endswith("(made by the first run)")
 
 
-def test_an_old_store_of_files(tmp_path: Path) -> None:
+def test_old_file_store(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "meta.yaml").touch()
     assert "mlflow migrate-filestore" in str(doctor.tracking_store(tmp_path).fix)
 
 
-def test_a_database_server_is_not_asked_and_its_password_not_shown(tmp_path: Path) -> None:
+def test_database_server_is_not_checked_and_its_password_not_shown(tmp_path: Path) -> None:
     check = doctor.tracking_store(tmp_path, "postgresql://me:hunter2@host/mlflow")
     assert (
         check.found.startswith("postgresql://host/mlflow") and check.fix is None and not check.there
@@ -132,8 +130,10 @@ def server() -> Iterator[tuple[str, dict[str, int]]]:
         thread.join()
 
 
-@pytest.mark.parametrize(("status", "says"), [(200, None), (401, None), (404, "no MLflow server")])
-def test_a_server_is_asked_for_its_health(
+@pytest.mark.parametrize(
+    ("status", "says"), [(200, None), (401, None), (404, "not an MLflow server")]
+)
+def test_health_of_a_server(
     status: int, says: str | None, server: tuple[str, dict[str, int]], tmp_path: Path
 ) -> None:
     address, answer = server
@@ -143,14 +143,14 @@ def test_a_server_is_asked_for_its_health(
     assert check.found.startswith(f"http://{address}") and "hunter2" not in str(check)
 
 
-def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "SERVER_SECONDS", 0.05)
+def test_server_that_does_not_answer(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        check = doctor.tracking_store(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        check = doctor.tracking_store(tmp_path, address, timeout=0.05)
     assert "timed out" in str(check.fix)
 
 
-def test_a_driver_without_a_gpu_is_wrong_and_no_driver_is_not(tmp_path: Path) -> None:
+def test_driver_without_a_gpu_is_a_problem_and_no_driver_is_not(tmp_path: Path) -> None:
     version = tmp_path / "version"
     assert doctor._no_gpu(version) == (
         "GPUs",
@@ -162,20 +162,21 @@ def test_a_driver_without_a_gpu_is_wrong_and_no_driver_is_not(tmp_path: Path) ->
     assert "CUDA_VISIBLE_DEVICES" in str(doctor._no_gpu(version).fix)
 
 
-def test_the_command_line_imports_nothing_heavy() -> None:
+def test_import_of_doctor_imports_nothing_heavy() -> None:
     code = "import sys, rankzero.cli.commands.doctor; assert not {'torch', 'mlflow', 'pynvml'} & set(sys.modules)"
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
-def test_versions_that_do_not_belong_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_torch_versions", lambda: ("2.13.0", "0.29.2"))
-    assert doctor.torch_pair().fix == "torch 2.13.0 goes with torchvision 0.27"
+def test_versions_that_do_not_match() -> None:
+    assert (
+        doctor.torch_pair(lambda: ("2.13.0", "0.29.2+cu132")).fix
+        == "torch 2.13.0 goes with torchvision 0.27"
+    )
 
 
-def test_a_pair_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_do_not_load() -> None:
     def broken() -> tuple[str, str]:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(doctor, "_torch_versions", broken)
-    check = doctor.torch_pair()
+    check = doctor.torch_pair(broken)
     assert "nms does not exist" in str(check.fix) and "make setup" in str(check.fix)

@@ -129,7 +129,7 @@ def test_a_run_whose_processes_are_all_gone_is_closed_and_explained(rankzero: Co
         "attempt 1 began at step 0",
         "no sign of life since",
         "values delivered",
-        "is gone",
+        ", gone",
     ):
         assert words in output, output
     assert "closed" not in rankzero("runs")[1]

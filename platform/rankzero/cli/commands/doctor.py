@@ -1,174 +1,215 @@
-"""``rankzero doctor [RUN]``: is this machine fit to train on, each line ok or the fix; or, what became of a run?"""
+"""``rankzero doctor [RUN]``: check this machine, each line ok or a fix; or explain what happened to a run."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import sqlite3
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 
 from rankzero.errors import FAILED, FINISHED
 
-GIGABYTE = 1e9
-LEAST_SHARED_BYTES = 1 * GIGABYTE
-LEAST_DISK_BYTES = 5 * GIGABYTE
-TORCHVISION_BEHIND = 14  # torch 2.N goes with torchvision 0.(N + 14)
-SERVER_SECONDS = 3.0
-NOT_ASKED = " (not asked: a run will)"
-DRIVER = Path("/sys/module/nvidia/version")
-Found = TypeVar("Found")
+_GIGABYTE = 1e9
+_LEAST_SHARED_BYTES = 1 * _GIGABYTE
+_LEAST_DISK_BYTES = 5 * _GIGABYTE
+_TORCHVISION_OFFSET = 14  # torch 2.N belongs to torchvision 0.(N + 14)
+_NOT_CHECKED = " (not checked here: a run will)"
+_DRIVER = Path("/sys/module/nvidia/version")
+DiskUsage = Callable[[Path], Any]
+"""`shutil.disk_usage`: total and free bytes."""
 
 
 class Check(NamedTuple):
-    """One line: `fix` says what to do where something is wrong; `there`: False for what the machine does without."""
+    """One line: `fix` tells how to mend what is wrong."""
 
     name: str
     found: str
     fix: str | None = None
     there: bool = True
+    """False for something absent that the machine can do without."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="tell what happened to this run (its name or MLflow id)",
+        "run", metavar="RUN", nargs="?", help="explain this run instead (its name or MLflow id)"
     )
     parser.add_argument(
         "--tracking-uri", help="the tracking store to check (default: as `rankzero train` finds it)"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, usage: DiskUsage = shutil.disk_usage) -> int:
     if getattr(arguments, "run", None):
         from rankzero.cli.display import diagnosis
 
         return diagnosis.run(arguments.dir / "runs", arguments.run)
     console = Console(highlight=False, emoji=False, soft_wrap=True)
-    checks = list(_shown(console, checks_of(arguments.dir, arguments.tracking_uri)))
-    wrong = [check.name for check in checks if check.fix is not None]
+    wrong = []
+    for check in _checks(arguments.dir, arguments.tracking_uri, usage):
+        mark = "[green]ok [/]" if check.there else "[dim]-- [/]"
+        if check.fix is not None:
+            mark = "[red]fix[/]"
+            wrong.append(check.name)
+        console.print(f"{mark} {check.name:15} {escape(check.found)}")
+        if check.fix is not None:
+            console.print(f"    -> {escape(check.fix)}")
     console.print(f"{len(wrong)} to fix: {', '.join(wrong)}" if wrong else "all well")
     return FAILED if wrong else FINISHED
 
 
-def checks_of(root: Path, tracking_uri: str | None = None) -> Iterator[Check]:
-    """Yield what is found out, cheapest first."""
-    yield python()
-    yield git()
-    yield disk(root)
-    yield shared_memory()
+def _checks(root: Path, tracking_uri: str | None, usage: DiskUsage) -> Iterator[Check]:
+    """Yield the results, cheapest first."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    old = sys.version_info < (3, 11)
+    yield Check("Python", version, "install Python 3.11 or newer" if old else None)
+    git = shutil.which("git")
+    missing = "not found: runs will not record their commit"
+    yield Check("git", git or missing, None if git else "install git")
+    yield disk(root, usage)
+    yield shared_memory(usage=usage)
     yield tracking_store(root, tracking_uri)
     yield torch_pair()
-    yield accelerator()
-    yield nvml()
+    yield _accelerator()
+    yield _nvml()
 
 
-def python() -> Check:
-    version = ".".join(map(str, sys.version_info[:3]))
-    return Check(
-        "Python", version, None if sys.version_info >= (3, 11) else "install Python 3.11 or newer"
-    )
-
-
-def git() -> Check:
-    found = shutil.which("git")
-    return Check(
-        "git",
-        found or "not found: runs will not know their commit",
-        None if found else "install git",
-    )
-
-
-def disk(root: Path) -> Check:
-    """Check that the runs' folder can be written to, and has room for checkpoints."""
+def disk(root: Path, usage: DiskUsage = shutil.disk_usage) -> Check:
+    """Check that the runs' folder is writable and has room for checkpoints."""
     existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return Check(
-            "runs folder",
-            str(root),
-            f"{existing} cannot be written to: choose another folder with --dir",
-        )
-    free = shutil.disk_usage(existing).free
-    fix = (
-        None
-        if free > LEAST_DISK_BYTES
-        else "make room: a checkpoint that cannot be written is lost"
-    )
-    return Check("runs folder", f"{root}, {free / GIGABYTE:,.0f} GB free", fix)
+        fix = f"{existing} is not writable: choose another folder with --dir"
+        return Check("runs folder", str(root), fix)
+    free = usage(existing).free
+    full = "make room: a checkpoint that cannot be written is lost"
+    found = f"{root}, {free / _GIGABYTE:,.0f} GB free"
+    return Check("runs folder", found, None if free > _LEAST_DISK_BYTES else full)
 
 
-def shared_memory(folder: Path = Path("/dev/shm")) -> Check:
-    """Check what data-loading processes hand their batches over in; containers get 64 MB unless told otherwise."""
+def shared_memory(folder: Path = Path("/dev/shm"), usage: DiskUsage = shutil.disk_usage) -> Check:
+    """Check the memory through which data-loading processes pass batches.
+
+    Containers get 64 MB by default.
+    """
     if not folder.exists():
         return Check("shared memory", "no /dev/shm on this system", there=False)
-    usage = shutil.disk_usage(folder)
+    total, free = usage(folder).total, usage(folder).free
     fix = None
-    if usage.total < LEAST_SHARED_BYTES:
+    if total < _LEAST_SHARED_BYTES:
         fix = "start the container with --shm-size=8g, or set train.workers=0"
-    elif usage.free < LEAST_SHARED_BYTES:
-        fix = f"see what fills {folder}: files of processes that are gone can be removed"
-    return Check(
-        "shared memory",
-        f"{usage.free / GIGABYTE:,.1f} of {usage.total / GIGABYTE:,.1f} GB free",
-        fix,
-    )
+    elif free < _LEAST_SHARED_BYTES:
+        fix = f"find what fills {folder}: files of ended processes can be removed"
+    found = f"{free / _GIGABYTE:,.1f} of {total / _GIGABYTE:,.1f} GB free"
+    return Check("shared memory", found, fix)
 
 
-def tracking_store(root: Path, tracking_uri: str | None = None) -> Check:
-    """Check that the store can be reached: a database by its own check, a server by its health page."""
+def tracking_store(root: Path, tracking_uri: str | None = None, timeout: float = 3.0) -> Check:
+    """Check that the store answers: a database checks itself, a server has a health page."""
     from rankzero.mlflow_store import uris
-    from rankzero.redaction import text as secrecy
+    from rankzero.redaction.text import url_without_secrets
 
-    shown = secrecy.url_without_secrets(tracking_uri or str(root))
+    shown = url_without_secrets(tracking_uri or str(root))
     try:
         uri = uris.resolve_tracking_uri(tracking_uri, os.environ, root)
-        shown = secrecy.url_without_secrets(uri)
-        answer = _answer_of_store(uri)
-        return Check("tracking store", shown + answer, there=answer != NOT_ASKED)
-    except Exception as error:  # whatever it is, it is what the user must know
-        return Check("tracking store", shown, secrecy.url_without_secrets(str(error)))
+        shown = url_without_secrets(uri)
+        path = uris.sqlite_path(uri)
+        if path is not None:
+            note = _check_sqlite(path)
+        elif uri.startswith(("http://", "https://")):
+            note = _check_server(url_without_secrets(uri), timeout)
+        else:
+            note = _NOT_CHECKED
+        return Check("tracking store", shown + note, there=note != _NOT_CHECKED)
+    except Exception as error:  # whatever is wrong with the store, the user must see it
+        return Check("tracking store", shown, url_without_secrets(str(error)))
 
 
-def torch_pair() -> Check:
-    """Check that torch and torchvision load, and come from the same release pair."""
-    versions, error = _try(_torch_versions)
-    if versions is None:
-        return Check(
-            "PyTorch",
-            "does not load",
-            f"{error}: run `make setup`, which installs a pair that fits",
+def _check_sqlite(path: Path) -> str:
+    """Return a note on a sound database. Raises RuntimeError for a damaged one."""
+    if not path.exists():
+        return " (made by the first run)"
+    try:
+        address = f"{path.absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(address, uri=True)) as database:
+            (answer,) = database.execute("PRAGMA quick_check").fetchone()
+    except sqlite3.Error as error:
+        answer = str(error)
+    if answer != "ok":
+        raise RuntimeError(
+            f"{path} is damaged: {answer}; restore a copy, or choose another --dir and run "
+            "rankzero sync"
         )
-    torch, torchvision = versions
-    fits = _minor(torchvision) == _minor(torch) + TORCHVISION_BEHIND or not torch.startswith("2.")
-    fix = (
-        None
-        if fits
-        else f"torch {torch} goes with torchvision 0.{_minor(torch) + TORCHVISION_BEHIND}"
-    )
-    return Check("PyTorch", f"torch {torch}, torchvision {torchvision}", fix)
+    return ""
 
 
-def accelerator() -> Check:
-    """Check CUDA and NCCL, where there is a GPU."""
-    torch, error = _try(lambda: __import__("torch"))
-    if torch is None:
-        return Check("GPUs", "unknown: PyTorch does not load", error)
+def _check_server(address: str, timeout: float) -> str:
+    """Return a note on a server that answers. Raises RuntimeError if it is not MLflow's."""
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=timeout):
+            return ""
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code in (401, 403):
+            return (
+                " (needs a login: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or a "
+                "token)"
+            )
+        raise RuntimeError(
+            f"this is not an MLflow server ({error}): correct the tracking URI"
+        ) from error
+    except OSError as error:
+        raise RuntimeError(
+            f"no answer ({error}): start the server, or correct the tracking URI"
+        ) from error
+
+
+def _installed_versions() -> tuple[str, str]:
+    import torch
+    import torchvision
+
+    return torch.__version__, torchvision.__version__
+
+
+def torch_pair(versions: Callable[[], tuple[str, str]] = _installed_versions) -> Check:
+    """Check that torch and torchvision load, and belong to the same release."""
+    try:
+        torch, torchvision = (version.partition("+")[0] for version in versions())
+    except Exception as error:  # a broken installation fails in many ways
+        why = f"{type(error).__name__}: {error}"
+        fix = f"{why}: run `make setup`, which installs matching versions"
+        return Check("PyTorch", "does not load", fix)
+    wanted = int(torch.split(".")[1]) + _TORCHVISION_OFFSET
+    matches = int(torchvision.split(".")[1]) == wanted or not torch.startswith("2.")
+    mismatch = f"torch {torch} goes with torchvision 0.{wanted}"
+    found = f"torch {torch}, torchvision {torchvision}"
+    return Check("PyTorch", found, None if matches else mismatch)
+
+
+def _accelerator() -> Check:
+    """Check CUDA and NCCL, if there is a GPU."""
+    try:
+        import torch
+    except Exception as error:  # a broken installation fails in many ways
+        return Check("GPUs", "unknown: PyTorch does not load", f"{type(error).__name__}: {error}")
     if not torch.cuda.is_available():
-        return _no_gpu(DRIVER)
+        return _no_gpu(_DRIVER)
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    driver = f", driver {DRIVER.read_text().strip()}" if DRIVER.exists() else ""
+    driver = f", driver {_DRIVER.read_text().strip()}" if _DRIVER.exists() else ""
     found = f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}{driver}"
-    nccl, _ = _try(torch.cuda.nccl.version)
-    if nccl is None:
+    try:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception:  # a build without NCCL raises what it likes
         return Check("GPUs", found, "install a PyTorch built with NCCL: several GPUs need it")
-    return Check("GPUs", f"{found}, NCCL {'.'.join(map(str, nccl))}")
+    return Check("GPUs", f"{found}, NCCL {nccl}")
 
 
 def _no_gpu(driver: Path) -> Check:
@@ -181,7 +222,7 @@ def _no_gpu(driver: Path) -> Check:
     )
 
 
-def nvml() -> Check:
+def _nvml() -> Check:
     """Check that utilisation, power and temperature can be read."""
     from rankzero.telemetry.nvml import GpuSampler
 
@@ -192,95 +233,9 @@ def nvml() -> Check:
         sampler.close()
     if readings:
         return Check("NVML", f"{len(readings)} readings of {', '.join(described.values())}")
+    fix = (
+        "runs will lack GPU metrics: install nvidia-ml-py, and give the container the driver's "
+        "utilities"
+    )
     found = notices[0] if notices else "no GPUs to read"
-    fix = "runs will lack GPU metrics: install nvidia-ml-py, and let the container use the driver's utilities"
-    return Check("NVML", found, fix if DRIVER.exists() and notices else None, there=False)
-
-
-def _shown(console: Console, checks: Iterator[Check]) -> Iterator[Check]:
-    for check in checks:
-        mark = (
-            "[red]fix[/]"
-            if check.fix is not None
-            else "[green]ok [/]"
-            if check.there
-            else "[dim]-- [/]"
-        )
-        console.print(f"{mark} {check.name:15} {escape(check.found)}")
-        if check.fix is not None:
-            console.print(f"    -> {escape(check.fix)}")
-        yield check
-
-
-def _try(action: Callable[[], Found]) -> tuple[Found | None, str]:
-    try:
-        return action(), ""
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _torch_versions() -> tuple[str, str]:
-    import torch
-    import torchvision
-
-    return torch.__version__.partition("+")[0], torchvision.__version__.partition("+")[0]
-
-
-def _minor(version: str) -> int:
-    return int(version.split(".")[1])
-
-
-def _answer_of_store(uri: str) -> str:
-    """Ask a store for a sign of life; return what there is to add. Raises whatever says that it has none."""
-    from rankzero.mlflow_store import uris
-
-    path = uris.sqlite_path(uri)
-    if path is not None:
-        return _sqlite_answers(path)
-    if uri.startswith(("http://", "https://")):
-        return _server_answers(uri)
-    return NOT_ASKED
-
-
-def _sqlite_answers(path: Path) -> str:
-    import contextlib
-    import sqlite3
-
-    if not path.exists():
-        return " (made by the first run)"
-    try:
-        with contextlib.closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        ) as database:
-            (answer,) = database.execute("PRAGMA quick_check").fetchone()
-    except sqlite3.Error as error:
-        answer = str(error)
-    if answer != "ok":
-        raise RuntimeError(
-            f"{path} is damaged: {answer}; restore a copy, or choose another --dir and rankzero sync"
-        )
-    return ""
-
-
-def _server_answers(uri: str) -> str:
-    import urllib.error
-    import urllib.request
-
-    from rankzero.redaction import text as secrecy
-
-    try:
-        with urllib.request.urlopen(
-            f"{secrecy.url_without_secrets(uri)}/health", timeout=SERVER_SECONDS
-        ):
-            return ""
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code in (401, 403):
-            return " (asks who is there: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or a token)"
-        raise RuntimeError(
-            f"what answers is no MLflow server ({error}): correct the tracking URI"
-        ) from error
-    except OSError as error:
-        raise RuntimeError(
-            f"no answer ({error}): start the server, or correct the tracking URI"
-        ) from error
+    return Check("NVML", found, fix if _DRIVER.exists() and notices else None, there=False)

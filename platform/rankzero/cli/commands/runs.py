@@ -1,4 +1,4 @@
-"""``rankzero runs [FILTER…]``: the runs on this disk; those that died without a word get their end."""
+"""``rankzero runs [FILTER…]``: the runs on this disk. Records the end of runs that died."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -23,7 +22,7 @@ from rankzero.run_store.location import is_offline
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking import sync
 
-COLOURS = {
+_COLOURS = {
     "FINISHED": "green",
     "FAILED": "red",
     "DIED": "red",
@@ -32,18 +31,11 @@ COLOURS = {
     "STARTING": "cyan",
     ELSEWHERE: "dim",
 }
-SILENT_SECONDS = 120.0
-PATIENCE_SECONDS = 5.0
-SHOWN, WAITS = 20, "*"
-IN_THE_TABLE = (
-    "run",
-    "status",
-    "goal",
-    "best",
-    "samples/s",
-    "age",
-    "started",
-)  # keys that need no column of their own
+_SILENT_SECONDS = 120.0
+_PATIENCE_SECONDS = 5.0
+_SHOWN, _INCOMPLETE = 20, "*"
+# Keys that need no additional column.
+_IN_THE_TABLE = ("run", "status", "goal", "best", "samples/s", "age", "started")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,19 +43,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "filters",
         metavar="FILTER",
         nargs="*",
-        help="KEY=VALUE, !=, <, <=, > or >=: a column, a param or a metric; all must hold; * and ? stand for anything",
+        help="KEY=VALUE, or with !=, <, <=, >, >=: a column, a param or a metric; all must hold; "
+        "VALUE may contain * and ?",
     )
     parser.add_argument(
-        "--sort", metavar="KEY", help="a column, a param or a metric; -KEY: the largest first"
+        "--sort", metavar="KEY", help="sort by a column, a param or a metric; -KEY: largest first"
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="all that is known of each, as one JSON array, a run a line",
+        help="print everything about the runs as a JSON array, one run per line",
     )
-    parser.add_argument("--all", action="store_true", help="the trials of searches, too")
+    parser.add_argument("--all", action="store_true", help="include the trials of searches")
     parser.add_argument(
-        "-n", type=int, dest="limit", help=f"how many (default: {SHOWN}; with --json all)"
+        "-n",
+        type=int,
+        dest="limit",
+        help=f"the number of runs (default: {_SHOWN}; with --json all)",
     )
 
 
@@ -80,17 +76,17 @@ def run(arguments: argparse.Namespace) -> int:
         asked = [condition.key for condition in conditions] + (
             [arguments.sort.lstrip("-")] if arguments.sort else []
         )
-        show(found, SHOWN if arguments.limit is None else arguments.limit, asked)
+        _show(found, _SHOWN if arguments.limit is None else arguments.limit, asked)
     return 0
 
 
 def as_json(one: Summary) -> dict[str, Any]:
-    """Return a run as JSON has it: the same keys for every run; what is no number there is null."""
+    """Return a run's fields for JSON: the same keys for every run, null for NaN and infinity."""
     return {key: _finite(value) for key, value in one.fields().items()}
 
 
 def _closed(runs: Path) -> list[Summary]:
-    """Return all runs, after the end, here and in MLflow, of those that say RUNNING and are not."""
+    """Return all runs, after recording the end, here and in MLflow, of those that died."""
     listed = lookup.listed(runs, told=lambda text: print(f"not listed: {text}", file=sys.stderr))
     found = [
         one.folder for one in listed if one.status == "DIED" and dead_runs.is_stale(one.folder)
@@ -99,25 +95,25 @@ def _closed(runs: Path) -> list[Summary]:
         print(f"{folder.path.name}: FAILED, {dead_runs.close(folder)}", file=sys.stderr, flush=True)
     for folder in () if is_offline() else found:
         try:
-            result = sync.deliver(folder, patience=PATIENCE_SECONDS)
+            result = sync.deliver(folder, patience=_PATIENCE_SECONDS)
         except (FolderGone, InvalidRunFolder) as error:
             print(error, file=sys.stderr)
             continue
         if result.pending:
             why = result.error or "no answer"
             print(
-                f"{folder.path.name}: MLflow does not know yet ({why}): rankzero sync",
+                f"{folder.path.name}: not in MLflow yet ({why}): rankzero sync",
                 file=sys.stderr,
             )
     return lookup.listed(runs) if found else listed
 
 
-def show(found: Sequence[Summary], limit: int, asked: Sequence[str] = ()) -> None:
-    """Print the first runs as a table, with a column for each key that was asked for."""
+def _show(found: Sequence[Summary], limit: int, asked: Sequence[str] = ()) -> None:
+    """Print the first runs as a table, with a column for each key in `asked`."""
     terminal = table_console()
     goals = {one.goal for one in found[:limit] if one.best is not None}
     goal = goals.pop() if len(goals) == 1 else "goal"
-    extra = [key for key in dict.fromkeys(asked) if key not in (*IN_THE_TABLE, goal)]
+    extra = [key for key in dict.fromkeys(asked) if key not in (*_IN_THE_TABLE, goal)]
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "status", goal, "samples/s", "age", *extra):
         justify: Literal["left", "right"] = "right" if heading in ("samples/s", "age") else "left"
@@ -125,41 +121,37 @@ def show(found: Sequence[Summary], limit: int, asked: Sequence[str] = ()) -> Non
     for one in found[:limit]:
         table.add_row(*_cells(one, goal), *(_cell(one, key) for key in extra))
     terminal.print(table)
-    _say_what_is_missing(terminal, found, limit)
-
-
-def _say_what_is_missing(terminal: Console, found: Sequence[Summary], limit: int) -> None:
-    if any(_waits(one) for one in found[:limit]):
-        terminal.print(f"{WAITS} not all of it is in MLflow: rankzero sync", style="dim")
+    if any(_lacks(one) for one in found[:limit]):
+        terminal.print(f"{_INCOMPLETE} not everything is in MLflow: rankzero sync", style="dim")
     if len(found) > limit:
         terminal.print(f"{limit} of {len(found):,} runs; -n {len(found)} shows all", style="dim")
     if not found:
-        terminal.print("no run is like that")
+        terminal.print("no run matches")
 
 
 def _cells(one: Summary, goal: str = "") -> tuple[str, ...]:
-    """Return a row; the goal's name in it, unless the heading has it."""
+    """Return a row, with the goal's name if the heading lacks it."""
     named = "" if one.goal == goal else f"{escape(one.goal)} "
     best = "" if one.best is None else f"{named}{one.best:.4f}"
     speed = "" if one.samples_per_second is None else f"{one.samples_per_second:,.0f}"
-    status = f"[{COLOURS[one.status]}]{one.status}{WAITS if _waits(one) else ''}[/]{_silence(one)}"
+    status = f"[{_COLOURS[one.status]}]{one.status}{_INCOMPLETE if _lacks(one) else ''}[/]{_silence(one)}"
     return one.name, status, best, speed, age(time.time() - one.started)
 
 
 def _silence(one: Summary) -> str:
     quiet = dead_runs.silence(one.folder) if one.status == "RUNNING" else 0.0
-    return f", silent for {age(quiet)}" if quiet > SILENT_SECONDS else ""
+    return f", silent for {age(quiet)}" if quiet > _SILENT_SECONDS else ""
 
 
 def age(seconds: float) -> str:
-    """Return a span of time by its largest unit."""
+    """Return a duration in its largest unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _waits(one: Summary) -> bool:
+def _lacks(one: Summary) -> bool:
     return one.undelivered and one.status not in ("RUNNING", "STARTING")
 
 
