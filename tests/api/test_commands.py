@@ -1,4 +1,4 @@
-"""`rankzero.train` and `rankzero.search` from Python: the example notebook, an interrupt, errors."""
+"""`rankzero.train` and `rankzero.search`: the example notebook, an interrupt, errors."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_interrupt_stops_with_a_checkpoint(start: Start, tmp_path: Path) -> None
         "import rankzero\nfrom tiny import Tiny\n"
         "quiet = rankzero.Train.MLflow(log_model=False)\n"
         "long = rankzero.Train(epochs=400, batch_size=32, log_every=5, mlflow=quiet)\n"
-        "try:\n    rankzero.train(Tiny(train=long, step_seconds=0.03), run_name='stopped', offline=True)\n"
+        "slow = Tiny(train=long, step_seconds=0.03)\n"
+        "try:\n    rankzero.train(slow, run_name='stopped', nproc=1, offline=True)\n"
         "except KeyboardInterrupt:\n    print(rankzero.run('stopped').status)\n"
     )
     assert process.stdout is not None
@@ -176,9 +177,11 @@ def test_settings_and_options_become_arguments(
 
 def test_import_of_the_api_imports_nothing_heavy(tmp_path: Path) -> None:
     program = (
-        "import sys, time, rankzero\nassert callable(rankzero.train) and callable(rankzero.search)\n"
+        "import sys, time, rankzero\n"
+        "assert callable(rankzero.train) and callable(rankzero.search)\n"
         "rankzero.runs, rankzero.run\n"
-        "loaded = {'torch', 'mlflow', 'optuna', 'numpy', 'pandas'} & set(sys.modules)\nassert not loaded, loaded"
+        "loaded = {'torch', 'mlflow', 'optuna', 'numpy', 'pandas'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
     )
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)

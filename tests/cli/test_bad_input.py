@@ -1,4 +1,4 @@
-"""Bad input: one clear message that says what to change, the right exit code, no traceback, no half-made run."""
+"""Bad input gets one message with a fix, the right exit code, no traceback and no run folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIGHT = {"torch", "mlflow", "optuna", "pynvml", "numpy", "yaml", "rich", "multip
 def here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Here:
-    """Run a command in this process, which has PyTorch loaded already; return its exit code and what it printed."""
+    """Run a command in this process, which has PyTorch loaded; return its exit code and output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(agent, "warm_up", lambda modules=(): None)
 

@@ -39,7 +39,7 @@ Here = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterator[Command]:
-    """Two runs of a file in a repository: the second after an uncommitted change, stopped by its time."""
+    """Two runs of a file in a repository, the second after an uncommitted change."""
     with command_in(tmp_path_factory.mktemp("trained"), new_store) as command:
         (command.folder / "tiny.py").write_text(TINY.read_text())
         (command.folder / "chatty.py").write_text(CHATTY)
@@ -118,7 +118,7 @@ def test_runs_are_filtered_and_sorted(here: Here) -> None:
     assert names(
         here("runs", "experiment=chat*", "lr>1e-2", "status=finished", "val/accuracy>=0.5")[1]
     ) == ["first"]
-    assert "no run is like that" in here("runs", "status=FAILED")[1]
+    assert "no run matches" in here("runs", "status=FAILED")[1]
     code, output = here("runs", "val/acuracy>0.9")
     assert code == 2 and "did you mean 'val/accuracy'" in output
     code, output = here("runs", "val/accuracy")
@@ -312,7 +312,7 @@ def loaded_example(uri: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def served(model: str, uri: str, port: int) -> Iterator[None]:
-    """Serve the model for the duration of the block, as people would: `mlflow` starts `uvicorn` off the PATH."""
+    """Serve the model during the block as people would; `mlflow` finds `uvicorn` on the PATH."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     process = subprocess.Popen(
         [

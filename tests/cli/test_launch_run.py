@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 def finish(
     folder: RunFolder, hurried: Callable[[], bool] = lambda: False, *, seen: bool = True
 ) -> list[str]:
-    """Let the command wait for the delivery; return what it says. `seen`: whether it has followed the run so far."""
+    """Let the command wait for the delivery; return its notices. `seen`: whether it saw the end."""
     console = Told(ended() if seen else None)
     experiment = config.override(
         experiment_file.load(str(TINY))(), {"train.mlflow.log_model": True}
@@ -106,8 +106,8 @@ def test_what_went_wrong_is_told_where_not_all_is_delivered(
     told = finish(folder)
     assert told[0].startswith("7 tries to deliver failed") and "- metric x: no" in told
     assert told[-1] == (
-        "not everything is in MLflow yet (ConnectionError: refused); it lacks an upload, the best model. "
-        f"Nothing is lost: rankzero sync {folder.path.name}"
+        "not everything is in MLflow yet (ConnectionError: refused); it lacks an upload, the best "
+        f"model. Nothing is lost: rankzero sync {folder.path.name}"
     )
     assert sum("ConnectionError" in line for line in told) == 1
 

@@ -1,4 +1,4 @@
-"""Secrets planted wherever a run could pick them up: none is in what MLflow has, nor in what lies below mlruns."""
+"""Secrets planted wherever a run could pick them up reach neither MLflow nor the mlruns folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from tiny import Tiny
 class Leaky(Tiny):
     def measure(self, model, batch):
         print("the user's own words go to logs/ as they are")
-        raise ConnectionError("postgresql+psycopg2://me:{ERROR}@host/db AWS_SECRET_ACCESS_KEY={AWS} token: {ERROR}")
+        where = "postgresql+psycopg2://me:{ERROR}@host/db"
+        raise ConnectionError(where + " AWS_SECRET_ACCESS_KEY={AWS} token: {ERROR}")
 """
 
 
@@ -113,7 +114,8 @@ def test_an_uri_with_a_password_is_kept_for_its_owner_and_told_to_nobody(
 
 def test_what_a_recorder_logs_has_no_secrets(tmp_path: Path) -> None:
     program = (
-        "import logging; from rankzero.redaction.log_format import log_without_secrets\nlog_without_secrets()\n"
+        "import logging; from rankzero.redaction.log_format import log_without_secrets\n"
+        "log_without_secrets()\n"
         f"try: raise OSError('https://me:{URI}@host/x password={URI}')\n"
         "except OSError: logging.getLogger('rankzero.recorder').exception('unexpected')"
     )

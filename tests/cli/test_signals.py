@@ -49,7 +49,7 @@ def forkservers(command: Command) -> list[psutil.Process]:
 
 
 def has_a_rank(command: Command) -> bool:
-    """Tell whether the server of workers has forked one. While it loads PyTorch, it has other children: ldconfig."""
+    """Return whether the server has forked a worker. Loading PyTorch has other children."""
     servers = forkservers(command)
     return has_the_agents_logs(command) and any(
         one.ppid() in {other.pid for other in servers} for one in servers
@@ -97,7 +97,8 @@ def test_resume_that_fails_to_start_is_not_reported_as_the_attempt_before(
     folder = rankzero.runs[0]
     broken = rankzero.folder / "broken.py"
     broken.write_text(
-        f"import os\nif 'RANK' in os.environ:\n    raise ImportError('not here')\n{TINY.read_text()}"
+        "import os\nif 'RANK' in os.environ:\n    raise ImportError('not here')\n"
+        + TINY.read_text()
     )
     began = time.monotonic()
     code, output = rankzero("resume", "r", "train.steps=8", "--experiment", broken)
@@ -135,7 +136,7 @@ def test_machine_that_waits_for_a_stopped_one_ends_with_a_message(rankzero: Comm
         f"127.0.0.1:{free_port()}",
     )
     first, second = (rankzero.start(*words, "--dir", f"node_{number}") for number in (0, 1))
-    # Both have joined once the connections of their stores' clients are there, which nothing else shows from outside.
+    # Both have joined once their stores' clients are connected. Nothing else shows it from outside.
     wait_until(lambda: all(joined(one) for one in (first, second)))
     time.sleep(2.0)
     first.send_signal(signal.SIGTERM)

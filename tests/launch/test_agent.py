@@ -1,4 +1,4 @@
-"""Launches with the real agent: how workers that fail are reported, and who can reach the rendezvous."""
+"""Launches with the real agent: reports of failed workers, and access to the rendezvous."""
 
 from __future__ import annotations
 

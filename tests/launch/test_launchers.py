@@ -26,7 +26,8 @@ VALUES = {1: 1.0, 2: 2.0, 3: 3.0}
 QUIET = """
 import types
 import rankzero.tracking.recorder
-rankzero.tracking.recorder.start = lambda *words, **options: types.SimpleNamespace(close=lambda: None)
+handle = types.SimpleNamespace(close=lambda: None)
+rankzero.tracking.recorder.start = lambda *words, **options: handle
 """
 
 TRAINING = """
@@ -60,7 +61,8 @@ if __name__ == "__main__":
 ALONE = """
 import torch.distributed as dist
 
-dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/rendezvous", rank=0, world_size=1)
+rendezvous = f"file://{os.getcwd()}/rendezvous"
+dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
 train(int(os.environ["RANK"]))
 dist.destroy_process_group()
 """

@@ -1,4 +1,4 @@
-"""Forwarding of signals to workers that start and stop. With the real agent: cli/test_signals.py."""
+"""Signals to workers that start and stop. With the real agent: cli/test_signals.py."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Command:
     started: list[subprocess.Popen[str] | WarmProcess]
 
     def start(self, *words: object, cold: bool = False) -> subprocess.Popen[str] | WarmProcess:
-        """Start a command: a fork of a process that has PyTorch loaded, or `cold`, a new process."""
+        """Start a command, forked from a process with PyTorch loaded or, if `cold`, anew."""
         if not cold and warm_server().can(self.environ):
             forked = warm_server().start([*map(str, words)], self.folder, self.environ)
             self.started.append(forked)
@@ -102,7 +102,7 @@ def last_end(folder: RunFolder) -> RunEnded:
 
 
 def losses(folder: RunFolder) -> dict[int, float]:
-    """Return the journal's train/loss by step; a later attempt's values replace an earlier one's."""
+    """Return the journal's train/loss by step; later attempts' values replace earlier ones."""
     found: dict[int, float] = {}
     for event in read_all(folder.events):
         if isinstance(event, StepsLogged) and "train/loss" in event.metrics:

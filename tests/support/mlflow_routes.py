@@ -1,6 +1,7 @@
-"""Print every route of MLflow's server with basic-auth, as [[method, path], …]: python mlflow_routes.py EMPTY_FOLDER.
+"""Print every route of MLflow's server with basic-auth: python mlflow_routes.py EMPTY_FOLDER.
 
-In a process of its own: the app is made for a process's whole life, and its importing warns.
+The output is JSON, [[method, path], …]. Use a process of its own: the app lives as long as its
+process, and its import warns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 SERVED = {"_MLFLOW_SERVER_SERVE_ARTIFACTS": "true", "_MLFLOW_SGI_NAME": "uvicorn"}
-"""What `mlflow server` tells the app: that artifacts go through it, and that the half without Flask is there, too."""
+"""What `mlflow server` sets for the app: artifacts go through it, and FastAPI's half is there."""
 PLACEHOLDERS = re.compile(r"<[^>]*>|\{[^}]*\}")
 METHODS = {"DELETE", "GET", "PATCH", "POST", "PUT"}
 

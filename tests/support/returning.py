@@ -28,7 +28,7 @@ def returned(event: Event, ready: Event) -> None:
 
 
 def fail_without_words(folder: str) -> str:
-    """Fail as on a full disk, with an empty error file. Other ranks write their process id and wait."""
+    """Fail as on a full disk, with an empty error file. Other ranks write their pid and wait."""
     if os.environ["LOCAL_RANK"] == "0":
         while not (Path(folder) / "1").exists():
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""``rankzero.train(Digits(lr=0.01))`` and ``rankzero.search(Digits(), minutes=10)``: the commands from Python.
+"""``rankzero.train(Digits(lr=0.01))`` and ``rankzero.search(Digits())``: commands from Python.
 
 They run the command in a process of its own: the launch and the results are the same, and nothing
 stays in the notebook's process. The training processes import the experiment, so it must be in a

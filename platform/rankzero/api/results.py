@@ -1,4 +1,4 @@
-"""``rankzero.runs()`` and ``rankzero.run(name)``: the runs on this disk, for notebooks and scripts."""
+"""``rankzero.runs()`` and ``rankzero.run(name)``: the runs on this disk, from Python."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ _BOOLEANS = ["true", "false"]
 
 
 def own_settings(source: str) -> dict[str, list[str]]:
-    """Return the settings that a file's classes declare, each with its values if they are a list."""
+    """Return the settings that a file's classes declare, with their values if those are listed."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):

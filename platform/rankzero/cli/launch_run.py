@@ -118,7 +118,7 @@ def _launch(
 
 
 def _with_half_the_micro_batch(plan: LaunchPlan) -> LaunchPlan | None:
-    """Return the next plan if a device ran out of memory and the micro-batch can be halved, or None.
+    """Return a plan with half the micro-batch if a device ran out of memory, or None.
 
     With several machines the run fails, because only one of them knows why the ranks ended.
     """

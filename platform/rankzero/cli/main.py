@@ -1,4 +1,4 @@
-"""The command line. Each verb's module is imported when it is called, so that ``--help`` is fast."""
+"""The command line. A verb's module is imported when it is called, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _module_of(verb: str) -> ModuleType:
 
 
 def _joined_values(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words, ``--sort -key`` as ``--sort=-key``: argparse takes ``-key`` for an option."""
+    """Yield the words, ``--sort -key`` as ``--sort=-key``: argparse reads ``-key`` as an option."""
     before = ""
     for word in words:
         if before or word != "--sort":

@@ -1,4 +1,4 @@
-"""The verbs: what each does, and an example to copy. Imports nothing, so that ``--help`` is fast."""
+"""The verbs, with summaries and examples. Imports nothing, so that ``--help`` is fast."""
 
 from __future__ import annotations
 

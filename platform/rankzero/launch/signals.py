@@ -1,10 +1,10 @@
 """Forwards signals from the launcher to the workers, also while workers are starting.
 
-    workers                                   a signal
-    none: at the rendezvous, between starts   ends the launch; there is nothing to save
-    starting                                  waits until they exist and have signal handlers
-    running                                   is forwarded: the first one asks to stop, a second ends
-    ended                                     is kept in `received`, for the wait for the delivery
+    workers                               a signal
+    none (rendezvous, between starts)     ends the launch; there is nothing to save
+    starting                              waits until they exist and have signal handlers
+    running                               is forwarded: the first asks to stop, a second one ends
+    ended                                 is kept in `received`, for the wait for the delivery
 
 Signal handlers of the package: `SignalForwarder` (launcher and trial host), `training.stop.listen`
 (workers), `cli.main.command` (ignores signals on the way out), `cli.commands.ui` (ends the server).

@@ -82,7 +82,7 @@ def test_sound_database(tmp_path: Path) -> None:
     ("name", "is_told"), [("a b#c ünï 5%", False), ("what?", True), ("a%20b", True)]
 )
 def test_database_in_a_folder_of_any_name(tmp_path: Path, name: str, is_told: bool) -> None:
-    """Where a URI of it would be read otherwise, as by MLflow's client, it is told; else it is read."""
+    """Folder names that change their meaning in a URI are reported; others are read."""
     folder = tmp_path / name
     folder.mkdir()
     database = sqlite3.connect(folder / "mlflow.db")
@@ -163,7 +163,10 @@ def test_driver_without_a_gpu_is_a_problem_and_no_driver_is_not(tmp_path: Path) 
 
 
 def test_import_of_doctor_imports_nothing_heavy() -> None:
-    code = "import sys, rankzero.cli.commands.doctor; assert not {'torch', 'mlflow', 'pynvml'} & set(sys.modules)"
+    code = (
+        "import sys, rankzero.cli.commands.doctor\n"
+        "assert not {'torch', 'mlflow', 'pynvml'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 

@@ -44,7 +44,7 @@ def final_weights(folder: RunFolder) -> dict[str, torch.Tensor]:
 
 
 def resumed_at(folder: RunFolder) -> int:
-    """Return the step that the second and last attempt says it goes on from, once it trained only what comes after."""
+    """Return the second attempt's first step; assert that it trained from there."""
     told = events(folder)
     begun, again = (event for event in told if isinstance(event, RunStarted))
     assert begun.step == 0

@@ -31,7 +31,8 @@ PATIENCE = 30_000  # milliseconds: two cores, and whatever else they do
 NO_ASSISTANT = "localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
 OWN_LOOP = f"""
 import time, rankzero
-with rankzero.track("tiny", {{"lr": 0.1}}, name="{NEWEST}", goal=rankzero.Goal("val/accuracy", "max")) as run:
+goal = rankzero.Goal("val/accuracy", "max")
+with rankzero.track("tiny", {{"lr": 0.1}}, name="{NEWEST}", goal=goal) as run:
     for step in range(1, 31):
         run.log({{"train/loss": 1 / step, "val/accuracy": 1 - 1 / step}}, step=step)
         time.sleep(0.15)
@@ -49,7 +50,7 @@ class Shown(NamedTuple):
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory, new_store: Path) -> Iterator[Shown]:
-    """Two trainings, a search, and a run of somebody's own loop, whose machine has two GPUs as far as NVML says."""
+    """Two trainings, a search, and a tracked run with two GPUs of a stub NVML."""
     folder = tmp_path_factory.mktemp("ui")
     with command_in(folder, new_store) as rankzero:
         _fill(rankzero, compile_stub(tmp_path_factory.mktemp("nvml")))
@@ -158,7 +159,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def names(page: Page) -> list[str]:
-    """Return the runs in the table, from the top; MLflow moves rows about without moving their elements."""
+    """Return the runs in the table, from the top. MLflow moves rows but not their elements."""
     rows = page.locator(".ag-pinned-left-cols-container .ag-row").all()
     found = [
         (int(row.get_attribute("row-index") or -1), row.locator("a").first.inner_text())
@@ -169,7 +170,8 @@ def names(page: Page) -> list[str]:
 
 def run_page(shown: Shown, name: str, tab: str = "") -> str:
     run = shown.records[name]
-    return f"{shown.address}/#/experiments/{run.experiment_id}/runs/{run.run_id}{tab}?workflowType=machine_learning"
+    page = f"{shown.address}/#/experiments/{run.experiment_id}/runs/{run.run_id}{tab}"
+    return f"{page}?workflowType=machine_learning"
 
 
 def see_curve(page: Page, title: str) -> None:
@@ -183,7 +185,10 @@ def see_curve(page: Page, title: str) -> None:
 def test_runs_come_with_columns_and_charts_that_say_something(
     shown: Shown, page: Page, pictures: Path
 ) -> None:
-    """The table: status, goal, samples/s, batch size, lr, precision, duration, GPU use. The charts: a handful first."""
+    """The table has status, goal, samples/s, batch size, lr, precision, duration and GPU use.
+
+    The charts begin with the most useful ones.
+    """
     page.goto(shown.runs)
     for column in (
         "val/accuracy",

@@ -1,4 +1,4 @@
-"""Who gets at `rankzero ui`: real requests, from this machine and from another one (a network namespace)."""
+"""Access to `rankzero ui`: real requests, from this machine and another (a network namespace)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BESIDE = (
     f"/health/..{SEARCH}",
     "/api/9.9/mlflow/server-info",
 )
-"""What MLflow asks nobody's password for, since it begins or ends as those do, and where nothing is to be found."""
+"""Paths that MLflow serves without a password because they resemble public ones."""
 GUARDED = (
     "/version",
     "/metrics",
@@ -77,7 +77,7 @@ TELLS = {
 IN_CI = "RANKZERO_CI"
 """Set by .ci/run, which installs what the tests call."""
 FORBIDDEN = ("Operation not permitted", "Permission denied", "not supported", "Unknown device type")
-"""What tools say where the kernel allows nobody a network, or has no such cables: nothing that CI could install."""
+"""Messages of tools if the kernel allows no network namespaces or veth pairs."""
 ASK = """
 import base64, json, sys, urllib.error, urllib.request
 for url, user, headers, body in json.loads(sys.argv[1]):
@@ -96,7 +96,7 @@ Question = tuple[str, str, dict[str, str], dict[str, str] | None]
 
 
 def asked(*questions: Question, inside: int | None = None) -> list[str]:
-    """Ask, from the network namespace of the process `inside` if there is one; return the answers' statuses."""
+    """Send requests, from the network namespace of `inside` if given; return the status codes."""
     enter = [] if inside is None else ["nsenter", "-t", str(inside), "-n"]
     done = subprocess.run(
         [*enter, sys.executable, "-c", ASK, json.dumps(questions)],
@@ -113,7 +113,7 @@ class NoNamespace(Exception):
 
 @contextlib.contextmanager
 def another_machine() -> Iterator[int]:
-    """Yield a process in a network of its own, with a cable to here. Raises NoNamespace where the kernel forbids it."""
+    """Yield a process in a network namespace with a link to this one. Raises NoNamespace."""
     process = subprocess.Popen(["unshare", "-n", "sleep", "600"], stderr=subprocess.PIPE)
     link = f"rz{process.pid % 100_000}"
     try:
@@ -149,7 +149,10 @@ def _until_apart(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def cable() -> Iterator[int | str]:
-    """A process on another machine, or why there is none: before the servers start, which look up their addresses."""
+    """A process on another machine, or why there is none.
+
+    Made before the servers start, because they look up their addresses then.
+    """
     missing = _missing_tools()
     if missing:
         yield f"no {', '.join(missing)}: Debian's iproute2 and util-linux have them"
@@ -164,7 +167,7 @@ def cable() -> Iterator[int | str]:
 
 @pytest.fixture
 def elsewhere(cable: int | str) -> int:
-    """A process on another machine. Skips where there cannot be one; in CI, where the kernel forbids it alone."""
+    """A process on another machine. Skips without one; in CI only if the kernel forbids it."""
     if isinstance(cable, str):
         assert IN_CI not in os.environ or any(word in cable for word in FORBIDDEN), cable
         pytest.skip(f"no network namespace of one's own here: {cable}")
@@ -198,7 +201,7 @@ class Serving:
 
 
 class Served(NamedTuple):
-    """The ports of three servers on one store: by itself, with --host, with --host and --insecure; what two said."""
+    """The ports of three servers on one store: plain, --host, --host --insecure; output of two."""
 
     folder: Path
     lone: int
@@ -250,7 +253,7 @@ def routes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
 
 
 def test_by_default_this_machine_alone_gets_in_and_no_other_sites_page(served: Served) -> None:
-    """No password; a tunnel's end is this machine; 127.0.0.2 is where one that listens everywhere is found."""
+    """No password. A tunnel ends on this machine; 127.0.0.2 is another address of it."""
     address = served.address
     assert address == f"http://127.0.0.1:{served.lone}"
     answers = asked(
@@ -277,7 +280,7 @@ def test_beyond_this_machine_there_is_a_password_also_for_this_one(served: Serve
 def test_without_the_password_no_route_of_mlflows_answers_but_those_that_tell_nothing(
     served: Served, routes: list[tuple[str, str]]
 ) -> None:
-    """Each route that MLflow has, in both of its halves, with its own method; then what resembles the public ones."""
+    """Each route of both halves of MLflow with its method, and paths that resemble public ones."""
     assert len(routes) > 400 and {
         ("PUT", f"{ARTIFACTS}/1"),
         ("GET", "/get-artifact"),

@@ -1,4 +1,4 @@
-"""What a run's folder tells of it: stale runs get their end, `rankzero doctor RUN` says what happened."""
+"""Dead runs get their end recorded, and `rankzero doctor RUN` explains what happened."""
 
 from __future__ import annotations
 
@@ -97,9 +97,8 @@ def test_a_run_whose_processes_are_all_gone_is_closed_and_explained(rankzero: Co
         "train", TINY, "--run-name", "gone", "step_seconds=0.02", "train.steps=5000"
     )
     folder = rankzero.wait_for_step(30)
-    for _ in range(
-        4
-    ):  # as when a machine goes down; once is not enough: a recorder may just be starting its courier
+    # As when a machine goes down. Once is not enough: a recorder may just start its courier.
+    for _ in range(4):
         for pid in _family(process.pid, folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -136,7 +135,7 @@ def test_a_run_whose_processes_are_all_gone_is_closed_and_explained(rankzero: Co
 
 
 def _family(launcher: int, folder: RunFolder) -> list[int]:
-    """Return the launcher's processes and those of the run's recorder, which are sessions of their own."""
+    """Return the processes of the launcher and of the run's recorder, which has its own session."""
     found = [launcher]
     for path in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""What others wrote, on the console: names, reasons and paths with brackets and colons are no markup."""
+"""The console prints names, reasons and paths with brackets and colons as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rankzero doctor [RUN]``: check this machine, each line ok or a fix; or explain what happened to a run."""
+"""``rankzero doctor [RUN]``: check this machine, or explain what happened to a run."""
 
 from __future__ import annotations
 

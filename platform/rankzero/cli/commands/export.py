@@ -1,4 +1,4 @@
-"""``rankzero export RUN [--to FOLDER] [--format csv|parquet]``: a run as files for other programs."""
+"""``rankzero export RUN [--to FOLDER] [--format csv|parquet]``: a run as files."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
     if found is None:
         if arguments.offline:
             raise UserError(
-                f"{arguments.run_name} is not in {runs}, and offline nothing is fetched from MLflow: "
-                "resume without --offline"
+                f"{arguments.run_name} is not in {runs}, and offline nothing is downloaded from "
+                "MLflow: resume without --offline"
             )
         uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
         if (

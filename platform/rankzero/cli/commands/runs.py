@@ -134,7 +134,8 @@ def _cells(one: Summary, goal: str = "") -> tuple[str, ...]:
     named = "" if one.goal == goal else f"{escape(one.goal)} "
     best = "" if one.best is None else f"{named}{one.best:.4f}"
     speed = "" if one.samples_per_second is None else f"{one.samples_per_second:,.0f}"
-    status = f"[{_COLOURS[one.status]}]{one.status}{_INCOMPLETE if _lacks(one) else ''}[/]{_silence(one)}"
+    mark = _INCOMPLETE if _lacks(one) else ""
+    status = f"[{_COLOURS[one.status]}]{one.status}{mark}[/]{_silence(one)}"
     return one.name, status, best, speed, age(time.time() - one.started)
 
 

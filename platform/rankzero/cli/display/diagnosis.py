@@ -76,8 +76,8 @@ def _timeline(folder: RunFolder) -> Iterator[str]:
         foreign, offset = foreign + chunk.foreign, chunk.offset
     if foreign:
         yield (
-            f"[yellow]{foreign} lines of the journal are not events: a writer that died left a part, "
-            "or another program wrote them[/]"
+            f"[yellow]{foreign} lines of the journal are not events: a writer died while it wrote "
+            "them, or another program did[/]"
         )
     nodes = sorted(folder.path.glob("system-node_*.jsonl"))
     if nodes:

@@ -1,4 +1,4 @@
-"""How commands print: as wide as the terminal with colours, or plain and untruncated into a pipe."""
+"""How commands print: coloured and fitting a terminal, plain and untruncated into a pipe."""
 
 from __future__ import annotations
 
