@@ -1,0 +1,65 @@
+"""The experiment that the search makes of a description."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rankzero import Choice, ConfigError, Experiment, Goal, Train, config
+from rankzero.tuning.trials.describe import ExperimentDescription, mirrored
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmentation:
+    flip: bool = True
+    crop: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    size: int = 32
+    augmentation: Augmentation = Augmentation()
+
+
+class Mine(Experiment):
+    train: Train = Train(batch_size=64, epochs=3)
+    goal: Goal = Goal("val/accuracy", "max", target=0.9)
+    data_: Images = Images()
+    widths: tuple[int, ...] = (8, 16)
+    lr: float = 0.1
+    search = {"data.size": Choice(32, 64)}
+
+
+def description(experiment: Experiment) -> ExperimentDescription:
+    return ExperimentDescription(
+        name=type(experiment).__name__,
+        settings=tuple(config.leaves(experiment)),
+        search=dict(type(experiment).search),
+        lr_exponent=1.0,
+        processes=1,
+        samples=1000,
+        precisions=("fp32",),
+        device="cpu",
+        driver="",
+    )
+
+
+def test_the_mirror_has_the_same_settings_and_ranges() -> None:
+    own = config.override(Mine(), {"data.augmentation.crop": 2, "train.seed": 7})
+    mirror = mirrored(description(own))
+    assert config.flatten(mirror) == config.flatten(own)
+    assert config.to_yaml(mirror) == config.to_yaml(own)
+    assert type(mirror).search == Mine.search and mirror.train == own.train
+
+
+def test_the_mirror_checks_overrides_as_the_experiment_does() -> None:
+    mirror = mirrored(description(Mine()))
+    assert config.flatten(config.override(mirror, {"data.size": "64"}))["data.size"] == 64
+    for changes, message in (
+        ({"data.sise": 1}, "did you mean 'data.size'"),
+        ({"widths": "wide"}, "widths: expected"),
+        ({"train.batch_size": 0}, "must be at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config.override(mirror, changes)
