@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
-from rankzero.reporting import comparison, metric_table, reproduce, run_figures
+from rankzero.reporting import comparison, reproduce
 from rankzero.reporting.comparison import RunSide, sections
 from rankzero.reporting.run_facts import fold
-from support.runs import append, ended, evaluated, make_folder, started, steps
+from support.runs import ended, evaluated, started, steps
 
 PATCH = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-old\n+new {}\n"
 
@@ -93,17 +92,3 @@ def test_the_commands_that_do_it_again() -> None:
     assert commands(trial) == ["rankzero train x.py --from mine --nproc 1"]
     assert commands(begun("train.py --lr 3")) == ["python train.py --lr 3"]
     assert commands(started()) == []
-
-
-def test_curves_of_a_metric_share_a_frame(tmp_path: Path) -> None:
-    names = ["train/loss", "lr", "val/loss", "val/accuracy", "train/accuracy"]
-    assert run_figures.grouped(names, "val/accuracy") == {
-        "accuracy": ["val/accuracy", "train/accuracy"],
-        "loss": ["train/loss", "val/loss"],
-        "lr": ["lr"],
-    }
-    folder = make_folder(tmp_path)
-    assert not run_figures.write(tmp_path / "no.png", metric_table.metrics(folder))
-    append(folder, started(), steps(1, 60), evaluated(60, 0.5))
-    assert run_figures.write(tmp_path / "curves.png", metric_table.metrics(folder))
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

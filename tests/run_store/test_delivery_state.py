@@ -70,15 +70,24 @@ def test_a_file_of_an_earlier_version_is_read_and_written_again(tmp_path: Path) 
         SAVED,
         DELETED,
         TAKEN,
-        Task.FIGURES,
         Task.PAGE_UPDATE,
     )
     assert state.queue.ending == ended() and state.retries.failures == 7
-    assert len(state.queue.awaited) == 4 and state.queue.undrawn
+    assert len(state.queue.awaited) == 4 and state.queue.page_update_waits
     delivery_state.save(path, state)
     written = json.loads(path.read_text())
-    assert {**written, "updated": OLD["updated"]} == OLD
+    former = {"updated": OLD["updated"], "waiting": OLD["waiting"]}
+    assert {**written, **former} == OLD
+    assert written["waiting"] == [word for word in OLD["waiting"] if word != "figures"]
     assert delivery_state.load(path).queue == state.queue
+
+
+def test_figures_that_an_earlier_version_queued_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "delivery.json"
+    path.write_text(json.dumps(OLD | {"waiting": ["figures"], "ending": None}))
+    state, seen = delivery_state.load(path), delivery_state.glance(path)
+    assert state.queue.waiting == () and state.problems.rejected == OLD["rejected"]
+    assert not seen.waits and not seen.page_update_waits
 
 
 @pytest.mark.parametrize("odd", ["{", encode(ended()), "unknown"])
@@ -95,21 +104,21 @@ def test_a_missing_file_is_a_new_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "waits", "undrawn"),
+    ("waiting", "waits", "page_update"),
     [
         ((), False, False),
         ((Task.ARTIFACTS,), True, False),
-        ((Task.FIGURES,), False, True),
+        ((Task.PAGE_UPDATE,), False, True),
         ((SAVED, Task.PAGE_UPDATE), True, True),
     ],
 )
 def test_a_glance_agrees_with_the_whole_state(
-    tmp_path: Path, waiting: Any, waits: bool, undrawn: bool
+    tmp_path: Path, waiting: Any, waits: bool, page_update: bool
 ) -> None:
     path = tmp_path / "delivery.json"
     state = DeliveryState(run_id="abc", queue=Queue(waiting), retries=Retries(3))
     delivery_state.save(path, state)
     seen = delivery_state.glance(path)
-    assert (seen.run_id, seen.waits, seen.undrawn) == ("abc", waits, undrawn)
+    assert (seen.run_id, seen.waits, seen.page_update_waits) == ("abc", waits, page_update)
     loaded = delivery_state.load(path).queue
-    assert (bool(loaded.awaited), loaded.undrawn) == (waits, undrawn)
+    assert (bool(loaded.awaited), loaded.page_update_waits) == (waits, page_update)

@@ -126,12 +126,12 @@ def test_what_is_missing_is_said(folder: RunFolder) -> None:
         state.path_of(folder, 0),
         state.DeliveryState(
             run_id="abc",
-            queue=state.Queue((state.Task.ARTIFACTS, state.Task.FIGURES)),
+            queue=state.Queue((state.Task.ARTIFACTS, state.Task.PAGE_UPDATE)),
             cursor=state.Cursor(read),
         ),
     )
     assert delivery_status.status(folder).lacks == ("an upload",), (
-        "nobody waits for pictures of the whole run"
+        "no command waits for the page update"
     )
     state.save(
         state.path_of(folder, 0),

@@ -5,11 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rankzero.compare.results import StrategyRow
-from rankzero.reporting import run_figures
-from rankzero.reporting.image_grids import plain_words
+from rankzero.reporting.image_grids import DOTS_PER_INCH, GREY, INK, headings, plain_words
 from rankzero.training.profiling.profiler import Profile
+
+_COLOURS = {
+    "forward": "#1f77b4",
+    "backward": "#6baed6",
+    "optimizer": "#9ecae1",
+    "communication": "#e6862c",
+    "data": "#d62728",
+    "other": "#b0b0b0",
+}
+_NARROW = 0.05
+"""The share of a part that has no room for words."""
 
 
 @plain_words
@@ -36,10 +47,39 @@ def write_scaling(folder: Path, rows: Sequence[StrategyRow]) -> None:
     figure.savefig(folder / "scaling.png", dpi=120)
 
 
+@plain_words
 def write_step(path: Path, profile: Profile) -> None:
-    """Draw the parts of a step's time."""
-    shares = dataclasses.asdict(profile.breakdown)
-    parts = {name: share * profile.step_seconds for name, share in shares.items()}
+    """Draw the parts of a step's time as one bar."""
+    from matplotlib.figure import Figure
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    title = f"A step of {1e3 * profile.step_seconds:.3g} ms on {profile.device}"
-    run_figures.write_bar(path, parts, title)
+    whole, shares = 1e3 * profile.step_seconds, dataclasses.asdict(profile.breakdown)
+    figure = Figure(figsize=(9, 2.7), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    left = 0.0
+    for name, share in shares.items():
+        width = share * whole
+        label = f"{name} {share:.0%}"
+        axes.barh(0, width, left=left, color=_COLOURS.get(name, GREY), label=label, height=0.6)
+        if share >= _NARROW:
+            colour = "white" if name in ("forward", "data") else INK
+            style: dict[str, Any] = {"ha": "center", "va": "center", "color": colour}
+            axes.text(left + width / 2, 0, f"{share:.0%}", fontsize=9, **style)
+        left += width
+    title = f"A step of {whole:.3g} ms on {profile.device}"
+    says = "its time by the profiler; communication: what no computing hides"
+    headings(figure, 2.7, title, says)
+    axes.set(xlabel="milliseconds", xlim=(0, whole or 1.0), ylim=(-0.4, 0.4))
+    axes.set_yticks([])
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    figure.legend(
+        loc="outside lower center",
+        ncols=len(shares),
+        frameon=False,
+        handlelength=1,
+        columnspacing=1.4,
+    )
+    figure.savefig(path, dpi=DOTS_PER_INCH)

@@ -14,7 +14,7 @@ import enum
 import json
 import time
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,13 +37,12 @@ class Task(enum.Enum):
     """An upload that no event describes. The values are written to ``delivery.json``."""
 
     ARTIFACTS = "artifacts"
-    FIGURES = "figures"
     PAGE_UPDATE = "afterword"
 
 
 Upload = Task | CheckpointSaved | CheckpointDeleted | PicturesTaken
-LAST_TASKS = (Task.FIGURES, Task.PAGE_UPDATE)
-"""Uploads that no command waits for, in their order."""
+_FORMER_TASKS = ("figures",)
+"""What earlier versions queued: figures of the whole run, which MLflow draws itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +97,12 @@ class Queue:
     @property
     def awaited(self) -> tuple[Upload, ...]:
         """The uploads without which the delivery is not done."""
-        return tuple(upload for upload in self.waiting if upload not in LAST_TASKS)
+        return tuple(upload for upload in self.waiting if upload is not Task.PAGE_UPDATE)
 
     @property
-    def undrawn(self) -> bool:
-        """Whether one of `LAST_TASKS` is still to be done."""
-        return any(task in self.waiting for task in LAST_TASKS)
+    def page_update_waits(self) -> bool:
+        """Whether the page update, which no command waits for, is still to be done."""
+        return Task.PAGE_UPDATE in self.waiting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +186,7 @@ class DeliveryState:
 
     @property
     def done(self) -> bool:
-        """Whether MLflow had all but `LAST_TASKS` when this was written, the end included."""
+        """Whether MLflow had all but the page update when this was written, the end included."""
         return self.queue.ended and not self.pending
 
 
@@ -225,7 +224,7 @@ def load(path: Path) -> DeliveryState:
     """Read the state. A missing or damaged file gives a new one: a replay changes nothing."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        words = _typed(fields.get("waiting", []), list[str])
+        words = _words(fields)
         ending = _typed(fields.get("ending"), str | None)
         parts: dict[str, Any] = {
             name: kind(**_fields_of(kind, fields)) for name, kind in _PARTS.items()
@@ -255,9 +254,8 @@ class DeliverySummary(NamedTuple):
     run_id: str | None
     offsets: Mapping[str, int]
     waits: bool
-    """Whether uploads wait, other than `LAST_TASKS`."""
-    undrawn: bool
-    """Whether one of `LAST_TASKS` waits."""
+    """Whether uploads wait, other than the page update."""
+    page_update_waits: bool
 
 
 def glance(path: Path) -> DeliverySummary:
@@ -269,11 +267,11 @@ def glance(path: Path) -> DeliverySummary:
         fields = json.loads(path.read_bytes())
         run_id = _typed(fields.get("run_id"), str | None)
         offsets = _typed(fields.get("offsets", {}), Mapping[str, int])
-        words: Sequence[str] = _typed(fields.get("waiting", []), list[str])
+        words = _words(fields)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return DeliverySummary(None, {}, False, False)
-    last = {task.value for task in LAST_TASKS}
-    return DeliverySummary(run_id, offsets, not last.issuperset(words), not last.isdisjoint(words))
+    page_update_waits = Task.PAGE_UPDATE.value in words
+    return DeliverySummary(run_id, offsets, len(words) > page_update_waits, page_update_waits)
 
 
 def unread_bytes(folder: RunFolder, offsets: Mapping[str, int]) -> int:
@@ -311,6 +309,11 @@ def _typed(value: Any, hint: Any) -> Any:
     ):
         raise ValueError(f"not {hint}: {value!r}")
     return value
+
+
+def _words(fields: Mapping[str, Any]) -> list[str]:
+    words: list[str] = _typed(fields.get("waiting", []), list[str])
+    return [word for word in words if word not in _FORMER_TASKS]
 
 
 def _upload(word: str) -> Upload | None:

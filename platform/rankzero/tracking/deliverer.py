@@ -40,7 +40,7 @@ from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, 
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import claims, delivery_state
-from rankzero.run_store.delivery_state import LAST_TASKS, DeliveryState, Task
+from rankzero.run_store.delivery_state import DeliveryState, Task
 from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
 from rankzero.run_store.journal import READ_BYTES, take
 from rankzero.tracking import description, open_run
@@ -312,7 +312,7 @@ class Deliverer:
                 store.set_tags(run.run_id, tags)
             case RunEnded():
                 store.close_run(run.run_id, item)
-                waiting = (*self.state.queue.awaited, *LAST_TASKS)
+                waiting = (*self.state.queue.awaited, Task.PAGE_UPDATE)
                 self._change_queue(ending=None, ended=True, waiting=waiting)
         self._drop_item()
 

@@ -22,7 +22,7 @@ STARTUP_SECONDS = 20.0  # until a recorder on a busy machine can be expected to 
 class Delivery(NamedTuple):
     """How a delivery stands: points delivered, bytes and things pending, things that MLflow refused.
 
-    `done`: MLflow has all but pictures of the whole run, which the courier draws when nobody waits any more.
+    `done`: MLflow has all but the page update, which no command waits for.
     """
 
     delivered: int
@@ -35,8 +35,8 @@ class Delivery(NamedTuple):
     reasons: tuple[str, ...]
     trouble: tuple[str, ...] = ()
     """What went wrong on the way, in words."""
-    undrawn: bool = False
-    """Whether pictures of the whole run are still to come."""
+    page_update_waits: bool = False
+    """Whether problems since the run's end may be missing on its page."""
     lacks: tuple[str, ...] = ()
     """What is pending, in words."""
 
@@ -59,13 +59,13 @@ def status(folder: RunFolder) -> Delivery:
         state.experiment_id,
         problems.reasons,
         tuple(trouble(state)),
-        queue.undrawn,
+        queue.page_update_waits,
         tuple(_lacking(state, unread)),
     )
 
 
 def _lacking(state: DeliveryState, unread: int) -> Iterator[str]:
-    """Yield what MLflow does not have yet, except for figures of the whole run."""
+    """Yield what MLflow does not have yet, except for the page update."""
     uploads = len(state.queue.awaited)
     if state.run_id is None:
         yield "the whole run"
@@ -84,8 +84,8 @@ def is_delivered(delivery: Delivery) -> bool:
 
 
 def is_complete(delivery: Delivery) -> bool:
-    """Tell whether MLflow has all there is, pictures of the whole run, too."""
-    return delivery.done and not delivery.undrawn
+    """Return whether MLflow has all there is, the page update included."""
+    return delivery.done and not delivery.page_update_waits
 
 
 def wait(
@@ -137,7 +137,7 @@ def _reached(delivery: Delivery) -> tuple[object, ...]:
         delivery.pending,
         delivery.rejected,
         delivery.done,
-        delivery.undrawn,
+        delivery.page_update_waits,
         delivery.run_id,
     )
 
@@ -162,7 +162,8 @@ def combined_status(folder: RunFolder) -> Delivery:
         pending=own.pending + sum(child.pending for child in children),
         done=own.done and all(child.done for child in children),
         error=own.error or next((child.error for child in children if child.error), None),
-        undrawn=own.undrawn or any(child.undrawn for child in children),
+        page_update_waits=own.page_update_waits
+        or any(child.page_update_waits for child in children),
         lacks=(*own.lacks, *([f"{late} of its {len(children)} trials"] if late else [])),
     )
 

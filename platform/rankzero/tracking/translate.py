@@ -29,7 +29,7 @@ from rankzero.mlflow_store.items import (
     MlflowItem,
     Tags,
 )
-from rankzero.run_store.delivery_state import LAST_TASKS, Curves, DeliveryState, Task, Upload
+from rankzero.run_store.delivery_state import Curves, DeliveryState, Task, Upload
 
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
 
@@ -138,10 +138,7 @@ class _Draft:
     def state(self) -> DeliveryState:
         """Return the state after what was translated so far."""
         # What no command waits for goes last, so it holds up nothing.
-        order = sorted(
-            self._waiting,
-            key=lambda one: LAST_TASKS.index(one) + 1 if one in LAST_TASKS else 0,
-        )
+        order = sorted(self._waiting, key=lambda upload: upload is Task.PAGE_UPDATE)
         queue = dataclasses.replace(
             self._before.queue, waiting=tuple(order), ending=self._ending, ended=self._ended
         )

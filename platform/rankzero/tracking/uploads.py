@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rankzero import scalars
-from rankzero.config.renamed import with_new_names
-from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, RunStarted
+from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken
 from rankzero.faults import is_want, refusal
 from rankzero.run_store.delivery_state import DeliveryState, Task, Upload
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read_all
 from rankzero.tracking.open_run import Target
 from rankzero.tracking.translate import linked
 
@@ -32,8 +30,6 @@ def upload(
     match item:
         case Task.ARTIFACTS:
             yield from upload_artifacts(target, folder, state)
-        case Task.FIGURES:
-            yield _upload_figures(target, folder, state)
         case CheckpointDeleted():
             target.store.models.delete_checkpoints(target.run, item.step)
         case CheckpointSaved():
@@ -86,36 +82,6 @@ def leads_out(path: Path, base: Path) -> bool:
     """Return whether a path, or a symbolic link at it or below it, leads out of folder `base`."""
     inside = path.resolve() != base.resolve() and path.resolve().is_relative_to(base.resolve())
     return not inside or any(below.is_symlink() for below in path.rglob("*"))
-
-
-def _upload_figures(target: Target, folder: RunFolder, state: DeliveryState) -> DeliveryState:
-    """Draw and upload figures of the whole run.
-
-    A search's trial gets none, nor does a run with train.mlflow.log_pictures=false.
-    """
-    from rankzero.reporting import run_figures
-
-    if folder.identity.parent is not None:
-        return state
-    starts = (event for event in read_all(folder.events) if isinstance(event, RunStarted))
-    first = next(starts, None)
-    # Runs that began before the settings were grouped have the old names.
-    params = {} if first is None else with_new_names(first.params)
-    if params.get("train.mlflow.log_pictures") == "false":
-        return state
-    with tempfile.TemporaryDirectory(prefix="rankzero-") as place:
-        try:
-            drawn, failed = run_figures.draw(folder, Path(place))
-        except Exception as error:
-            # A user's values may do anything to matplotlib. A full disk or memory may recover.
-            if is_want(error):
-                raise
-            return _rejected(state, "figures", f"{type(error).__name__}: {error}")
-        for name, fault in failed.items():
-            state = _rejected(state, f"figure {name}", f"{type(fault).__name__}: {fault}")
-        for path in drawn:
-            target.store.log_artifact(target.run.run_id, path, "figures")
-    return state
 
 
 def _upload_checkpoint(

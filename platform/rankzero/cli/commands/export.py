@@ -13,7 +13,7 @@ from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
 from rankzero.cli.commands import runs
 from rankzero.errors import UserError
-from rankzero.reporting import run_figures
+from rankzero.reporting import learning_curves
 from rankzero.reporting.run_facts import fold
 from rankzero.reporting.run_page import page
 from rankzero.reporting.run_report import for_terminal
@@ -75,7 +75,7 @@ def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
     files.append(target / "report.md")
     files[-1].write_text(for_terminal(page(folder)), encoding="utf-8")
     picture = target / "figures" / "learning_curves.png"
-    if run_figures.write(picture, metrics, facts.goal.metric):
+    if learning_curves.write(picture, metrics, facts.goal.metric):
         files.append(picture)
     drawn = sorted(folder.artifacts.rglob("*.png"))
     return [*files, *(Path(shutil.copy2(path, target / "figures")) for path in drawn)]

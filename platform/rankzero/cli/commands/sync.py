@@ -36,9 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lacks(run: Summary) -> bool:
-    """Return whether MLflow lacks events, the end, the best model or figures of a run."""
+    """Return whether MLflow lacks events, the end, the best model or a page update of a run."""
     late = run.undelivered or run.status == "DIED" or run.folder.late_model.exists()
-    return late or delivery_state.glance(delivery_state.path_of(run.folder, 0)).undrawn
+    return late or delivery_state.glance(delivery_state.path_of(run.folder, 0)).page_update_waits
 
 
 def _deliver(folder: RunFolder) -> int:
@@ -62,7 +62,9 @@ def _deliver(folder: RunFolder) -> int:
             f"rankzero sync {name}"
         )
         return FAILED
-    lacks = f" except for its figures: rankzero sync {name}" if result.undrawn else ""
+    lacks = ""
+    if result.page_update_waits:
+        lacks = f" except for the latest problems on its page: rankzero sync {name}"
     print(f"{name}: complete, {result.delivered:,} values in MLflow{lacks}")
     for line in result.trouble:
         print(f"  {line}")

@@ -1,0 +1,21 @@
+"""The figures of comparisons and profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from rankzero.compare import plots
+from rankzero.training.profiling.profiler import Profile
+from rankzero.training.profiling.spans import StepBreakdown
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.0])
+def test_the_parts_of_a_step_are_drawn(tmp_path: Path, seconds: float) -> None:
+    breakdown = StepBreakdown(0.3, 0.5, 0.1, 0.02, 0.0, 0.08)
+    profile = Profile(seconds, seconds, 32, breakdown, [], "a device with a $ in its name")
+    plots.write_step(tmp_path / "figures" / "bar.png", profile)
+    with Image.open(tmp_path / "figures" / "bar.png") as image:
+        assert image.width > 900
