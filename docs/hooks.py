@@ -88,7 +88,11 @@ def _docstrings(cls: type[Any]) -> dict[str, str]:
 def commands() -> str:
     """Return the page of all commands, from the parser."""
     parts = ["# Commands\n"]
-    for verb, (summary, _) in main.VERBS.items():
+    for verb, known in main.VERBS.items():
         text = main.parser_of(verb).format_help()
-        parts += [f"## rankzero {verb}\n", f"{summary.capitalize()}.\n", f"```text\n{text}```\n"]
+        parts += [
+            f"## rankzero {verb}\n",
+            f"{known.summary.capitalize()}.\n",
+            f"```text\n{text}```\n",
+        ]
     return "\n".join(parts)

@@ -46,6 +46,7 @@ _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command\'s arguments to its parser."""
     parser.add_argument(
         "shell", nargs="?", choices=_SCRIPTS, metavar="SHELL", help="bash, zsh or fish"
     )
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     if arguments.line is not None:
         print("\n".join(candidates(arguments.line, arguments.dir)))
     elif arguments.shell is not None:

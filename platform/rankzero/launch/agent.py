@@ -111,16 +111,15 @@ def run(
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
     return LaunchResult(
         "FAILED",
-        ", ".join(_describe_exit(rank, code) for rank, code in codes.items()),
+        ", ".join(
+            f"rank {rank} ended with exit code {code}"
+            if code >= 0
+            else f"rank {rank} was killed by {signal.Signals(-code).name}"
+            for rank, code in codes.items()
+        ),
         exit_code=next(iter(codes.values()), None),
         killed_by=next((signal.Signals(-code) for code in codes.values() if code < 0), None),
     )
-
-
-def _describe_exit(rank: int, exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"rank {rank} ended with exit code {exit_code}"
-    return f"rank {rank} was killed by {signal.Signals(-exit_code).name}"
 
 
 def _worker_spec(topology: Topology, entry: Callable[[Any], str], request: Any) -> Any:

@@ -9,6 +9,7 @@ from rankzero.config import values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command\'s arguments to its parser."""
     parser.add_argument(
         "experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class"
     )
@@ -16,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     experiment = config.override(
         experiment_file.load(arguments.experiment)(), config.parse_assignments(arguments.settings)
     )

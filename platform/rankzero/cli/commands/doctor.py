@@ -40,6 +40,7 @@ class Check(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command\'s arguments to its parser."""
     parser.add_argument(
         "run", metavar="RUN", nargs="?", help="explain this run instead (its name or MLflow id)"
     )
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, usage: DiskUsage = shutil.disk_usage) -> int:
+    """Run the command; return its exit code."""
     if getattr(arguments, "run", None):
         from rankzero.cli.display import diagnosis
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command\'s arguments to its parser."""
     parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
     parser.add_argument(
         "--to",
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     folder = lookup.require(arguments.dir / "runs", arguments.run_name)
     if arguments.format == "parquet" and importlib.util.find_spec("pyarrow") is None:
         raise UserError("--format parquet needs pyarrow: pip install pyarrow, or use --format csv")

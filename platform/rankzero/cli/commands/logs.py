@@ -29,6 +29,7 @@ _EXIT_CODES = {"FINISHED": FINISHED, "FAILED": FAILED, "KILLED": RESUMABLE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command\'s arguments to its parser."""
     parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
     parser.add_argument(
         "--follow",
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     folder = lookup.require(arguments.dir / "runs", arguments.run_name)
     if arguments.follow:
         warn_if_interrupt_is_ignored()

@@ -16,10 +16,12 @@ from rankzero.tuning.trials.host_process import Host
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command\'s arguments to its parser."""
     search.add_experiment_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     from rankzero.compare import runner, tables
 
     with contextlib.closing(Host(search.libraries(arguments))) as host:

@@ -10,11 +10,11 @@ from rankzero.catalog import lookup
 from rankzero.errors import RunFailed, UserError
 from rankzero.mlflow_store import uris
 from rankzero.redaction.text import url_without_secrets
-from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command\'s arguments to its parser."""
     parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
     parser.add_argument("model_name", metavar="NAME", help="the registered model's name")
     parser.add_argument(
@@ -23,11 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 
     folder = lookup.find(arguments.dir / "runs", arguments.run_name)
-    problems = [] if folder is None else _logged_best(folder)
-    uri = _tracking_uri(arguments, folder)
+    problems: list[str] = []
+    if folder is None:
+        uri = _tracking_uri(arguments)
+    else:
+        from rankzero.training.checkpoints import best_model
+
+        name, uri = folder.path.name, folder.identity.tracking_uri
+        if delivery_status.status(folder).run_id is None:
+            raise UserError(f"{name} is not in MLflow yet: rankzero sync {name}")
+        best_model.in_new_process(folder, problems.append)  # unless MLflow has the model already
     tracker = MlflowRuns(uri)
     found = tracker.find_run(
         arguments.run_name if folder is None else lookup.mlflow_id(folder) or folder.path.name
@@ -49,22 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _logged_best(folder: RunFolder) -> list[str]:
-    """Log the run's best model unless MLflow has it already; return the problems."""
-    from rankzero.training.checkpoints import best_model
-
-    problems: list[str] = []
-    if delivery_status.status(folder).run_id is None:
-        raise UserError(
-            f"{folder.path.name} is not in MLflow yet: rankzero sync {folder.path.name}"
-        )
-    best_model.in_new_process(folder, problems.append)
-    return problems
-
-
-def _tracking_uri(arguments: argparse.Namespace, folder: RunFolder | None) -> str:
-    if folder is not None:
-        return folder.identity.tracking_uri
+def _tracking_uri(arguments: argparse.Namespace) -> str:
+    """Return where to look for a run that is not on this disk."""
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     if (
         uri == uris.default_tracking_uri(arguments.dir)

@@ -27,6 +27,7 @@ _PATCH_LINES = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command\'s arguments to its parser."""
     parser.add_argument(
         "names",
         metavar="RUN",
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     runs, names = arguments.dir / "runs", arguments.names
     if len(names) > 2:
         raise UserError(f"report takes one run or study, or two runs to compare; got {len(names)}")
@@ -48,7 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
         _show_differences(left, right, everything=arguments.all)
         return 0
     folder = lookup.find(runs, names[0])
-    if arguments.storage or (folder and _is_study(folder)):
+    head = read(folder.events, 0, 1)[0] if folder else []
+    # Only a study's run has this param.
+    is_study = any(isinstance(one, RunStarted) and "search.sampler" in one.params for one in head)
+    if arguments.storage or is_study:
         _show_study(arguments, names[0])
     elif folder is not None:
         text = run_report.for_terminal(page(folder))
@@ -59,12 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show_study_or_raise(arguments, names[0])
     return 0
-
-
-def _is_study(folder: RunFolder) -> bool:
-    head, _ = read(folder.events, 0, 1)
-    # Only a study's run has this param.
-    return any(isinstance(event, RunStarted) and "search.sampler" in event.params for event in head)
 
 
 def _side(folder: RunFolder) -> RunSide:

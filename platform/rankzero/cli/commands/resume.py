@@ -26,6 +26,7 @@ _RECORDER_SECONDS = 10.0  # for a live recorder to write how the previous attemp
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command\'s arguments to its parser."""
     parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
     parser.add_argument(
         "settings",
@@ -44,21 +45,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     agent.warm_up()
     folder = _folder(arguments)
     with sole_launcher(folder, arguments.nnodes):
-        return _resumed(folder, arguments)
+        return _resume(folder, arguments)
 
 
-def _resumed(folder: RunFolder, arguments: argparse.Namespace) -> int:
+def _resume(folder: RunFolder, arguments: argparse.Namespace) -> int:
     if is_written(folder):
         raise UserError(
             f"{folder.path.name} is still training: stop it first, or wait until it has ended"
         )
     joins = arguments.nnodes > 1 and not folder.events.exists() and not lookup.mlflow_id(folder)
-    experiment = _joined(folder, arguments) if joins else _experiment(folder, arguments)
-    if not joins:
-        _as_many_processes(_require_checkpoint(folder, arguments.offline), arguments)
+    if joins:  # another machine, whose settings all ranks use in the end
+        changes = config.parse_assignments(arguments.settings)
+        experiment = config.override(_class(folder, arguments.dir)(), changes)
+    else:
+        experiment = _experiment(folder, arguments)
+        _set_processes(_require_checkpoint(folder, arguments.offline), arguments)
     topology = launch_run.topology_of(arguments, experiment.train)
     if not joins:
         if not arguments.offline:
@@ -127,13 +132,6 @@ def _class(folder: RunFolder, store_folder: Path) -> type[Experiment]:
         raise UserError(f"{error}; if the file has moved, pass --experiment FILE") from error
 
 
-def _joined(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
-    """Return the experiment for joining another machine, whose settings are used in the end."""
-    return config.override(
-        _class(folder, arguments.dir)(), config.parse_assignments(arguments.settings)
-    )
-
-
 def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     cls = _class(folder, arguments.dir)
     changes = config.parse_assignments(arguments.settings)
@@ -154,7 +152,7 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     return changed
 
 
-def _as_many_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> None:
+def _set_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> None:
     """Set --nproc to the previous attempt's number of processes, unless the user or the GPUs do."""
     from rankzero.training.distributed.device import gpu_count
 

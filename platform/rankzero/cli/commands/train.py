@@ -22,6 +22,7 @@ from rankzero.run_store.location import is_offline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command\'s arguments to its parser."""
     parser.add_argument(
         "experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class"
     )
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_offline_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--offline`` and ``--no-offline``."""
     parser.add_argument(
         "--offline",
         action=argparse.BooleanOptionalAction,
@@ -86,6 +88,7 @@ def add_launch_arguments(
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     path, _ = experiment_file.split(arguments.experiment)
     agent.warm_up(launch_run.libraries_of(path))
     settings = config.parse_assignments(arguments.settings)

@@ -27,6 +27,7 @@ _STARTUP_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command\'s arguments to its parser."""
     parser.add_argument("--port", type=int, default=5000, help="the port (default: 5000)")
     parser.add_argument(
         "--host",
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
     access = server.access(
         arguments.host,
         arguments.port,

@@ -47,7 +47,12 @@ def sections(folder: RunFolder) -> Iterator[tuple[str, list[str]]]:
     yield "delivery to MLflow", list(_delivery(folder))
     yield "the recorder's warnings", list(_warnings(folder))
     if listed.status in ("FAILED", "DIED", "KILLED"):
-        yield "the ranks' last output (logs/)", list(_last_output(folder))
+        found = []
+        for path in sorted((folder.path / "logs").glob("*/attempt_*/*/std*.log"))[-2 * _LINES :]:
+            name = escape(str(path.relative_to(folder.path / "logs")))
+            lines = [line for line in _end_of(path, _OUTPUT_BYTES).splitlines() if line.strip()]
+            found += [f"{name}: {escape(line[:300])}" for line in lines[-3:]]
+        yield "the ranks' last output (logs/)", found
     yield "what to do next", list(_advice(folder, listed))
 
 
@@ -134,13 +139,6 @@ def _warnings(folder: RunFolder) -> Iterator[str]:
         if len(lines) > _LINES:
             yield f"{path.name}: {len(lines)} warnings, the last of them"
         yield from (escape(line) for line in lines[-_LINES:])
-
-
-def _last_output(folder: RunFolder) -> Iterator[str]:
-    for path in sorted((folder.path / "logs").glob("*/attempt_*/*/std*.log"))[-2 * _LINES :]:
-        lines = [line for line in _end_of(path, _OUTPUT_BYTES).splitlines() if line.strip()][-3:]
-        name = path.relative_to(folder.path / "logs")
-        yield from (f"{escape(str(name))}: {escape(line[:300])}" for line in lines)
 
 
 def _advice(folder: RunFolder, listed: Summary) -> Iterator[str]:
