@@ -1,4 +1,7 @@
-"""A process with loading processes, as a rank has them: python loading.py METHOD; says their numbers, and waits."""
+"""A process with loading processes, as a rank has them. It prints their ids and waits.
+
+python loading.py METHOD
+"""
 
 import multiprocessing
 import sys

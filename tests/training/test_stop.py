@@ -55,7 +55,7 @@ class Clock:
 def evaluated(
     clock: Clock, poll: StopPoll, stop: StopRequest, batches: int, each: float, signalled_at: float
 ) -> bool:
-    """Evaluate batches of `each` seconds, with SIGTERM at `signalled_at`. Return whether it finished."""
+    """Evaluate batches of `each` seconds, with SIGTERM at `signalled_at`. Return if it finished."""
     try:
         for _ in range(batches):
             poll.check()

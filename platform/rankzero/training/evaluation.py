@@ -29,8 +29,8 @@ def evaluate_goal(
     if differing:
         raise UserError(
             f"the parameters of rank {', '.join(map(str, differing))} differ from rank 0's after "
-            f"step {state.step}: something changes the model on one rank only, such as a write to a "
-            "parameter outside the optimizer"
+            f"step {state.step}: something changes the model on one rank only, such as a write to "
+            "a parameter outside the optimizer"
         )
     metrics, goal = evaluate(job, state, stop), job.experiment.goal
     if goal.metric not in metrics:
@@ -46,8 +46,7 @@ def evaluate_goal(
 def evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str, float]:
     """Return ``val/<metric>`` means over every validation sample of all ranks. Collective.
 
-    Raises EvaluationInterrupted. The random states are then those of before, so that a repeated
-    evaluation draws the same numbers.
+    Raises EvaluationInterrupted.
     """
     strategy, means = job.strategy, EvaluationMeans(job.world)
     micro_step = job.micro_batch_step()
@@ -67,6 +66,7 @@ def evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str,
                     captured(batch, samples)
     except EvaluationInterrupted:
         job.image_capture.forget()
+        # The repeated evaluation must draw the same numbers.
         rng.restore(random_states, job.world.device)
         raise
     finally:
@@ -77,8 +77,7 @@ def evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str,
 def _validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
     """Yield this rank's validation batches and their sizes, equally many on every rank.
 
-    A rank with fewer batches than another gets None for 0 samples. If a forward is a collective, it
-    gets its last batch again, for 0 samples.
+    A rank with fewer batches than another gets None for 0 samples, or its last batch again.
     """
     shard, batch_size = job.strategy.shard, job.batch_order.micro_batch
     batch, count = None, 0
@@ -90,6 +89,7 @@ def _validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
             "the validation set has fewer samples than there are processes: "
             "use more samples, or train.strategy=ddp"
         )
+    # If a forward is a collective, a rank must run one for each of the other ranks' batches.
     for _ in range(count, most_batches(job.val_loader.samples, batch_size, shard.size)):
         yield (batch if job.strategy.lockstep else None), 0
 

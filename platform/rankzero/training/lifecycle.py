@@ -43,16 +43,8 @@ class RunLifecycle:
             return
         self._is_started = True
         digests = {f"rankzero.data.{event.context}": event.digest for event in data}
-        self._log(
-            RunStarted(
-                time.time(),
-                self._params,
-                {**self._tags, **digests},
-                self._log.attempt,
-                step,
-                total_steps,
-            )
-        )
+        tags, attempt = {**self._tags, **digests}, self._log.attempt
+        self._log(RunStarted(time.time(), self._params, tags, attempt, step, total_steps))
         for event in data:
             self._log(event)
 
@@ -75,7 +67,7 @@ def tracked(
     error: str | None = None
     try:
         yield lifecycle
-    except BaseException as raised:
+    except BaseException as raised:  # also SystemExit and Ctrl-C: every attempt gets its end
         failure = _root_cause(raised, world)
         error = failure.error
         status: Status = "KILLED" if isinstance(raised, KeyboardInterrupt) else "FAILED"

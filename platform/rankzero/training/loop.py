@@ -81,9 +81,9 @@ def train_step(
     metrics: dict[str, Tensor] = {}
     data_wait = 0.0
     for index in range(accumulation):
-        asked = time.perf_counter()
+        begun = time.perf_counter()
         batch = next(batches)
-        data_wait += time.perf_counter() - asked
+        data_wait += time.perf_counter() - begun
         job.beat()
         job.image_capture.see_training_batch(batch)
         # Ranks average their gradients once a step, during the last backward.

@@ -51,7 +51,13 @@ class PeriodicActions:
     @property
     def are_due(self) -> bool:
         """Whether this step must be evaluated or saved."""
-        return self._is_due(self._evaluate_every) or self._is_due(self._save_every)
+        # The loop asks after every step, so it is one expression without a call.
+        step, save_every = self._state.step, self._save_every
+        return (
+            step % self._evaluate_every == 0
+            or step == self.last_step
+            or (save_every > 0 and step % save_every == 0)
+        )
 
     def _is_due(self, every: int) -> bool:
         step = self._state.step
@@ -120,8 +126,7 @@ class PeriodicActions:
             return
         for event in self._checkpoints.save(content, self._state.step, metrics, is_best):
             self._emit(event)
-        # A GPU copies to the host by itself. The loop would wait for the copy next, so count it
-        # here.
+        # A GPU copies to the host by itself. The loop would wait for that next, so count it here.
         begun = time.perf_counter()
         self._job.world.now()
         self._checkpoints.blocked_seconds += time.perf_counter() - begun

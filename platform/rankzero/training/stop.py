@@ -78,10 +78,7 @@ class StopRequest:
     """
 
     def __init__(
-        self,
-        *,
-        min_evaluation_seconds: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, min_evaluation_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.min_evaluation_seconds = min_evaluation_seconds
         self.is_training = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -75,8 +76,7 @@ def attempt(
 
     A watchdog runs until `watched` is closed: leaving the process group may hang too.
     """
-    # Rank 0's settings and identity count: the command on another machine may have been given
-    # others.
+    # Rank 0's settings and identity count. Another machine's command may have been given others.
     settings = world.broadcast(request.config.encode()).decode()
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
     identity = Identity(
@@ -88,6 +88,7 @@ def attempt(
         experiment.train.limits.hang_minutes,
         world.ranks.rank,
         [lambda failure: failures.write(failure, log.folder.failures), world.report_failure],
+        # For data that take longer than half an hour to arrive, and for tests.
         setup_seconds=float(os.environ.get("RANKZERO_SETUP_SECONDS") or SETUP_SECONDS),
         local_processes=world.local_processes(),
     )
@@ -126,7 +127,7 @@ def build(
     if train.deterministic:
         rng.be_deterministic()
     device.set_threads(world.ranks)
-    number_format = precision.set_up(train.precision, world.device)
+    amp = precision.set_up(train.precision, world.device)
     rng.seed_all(train.seed)
     train_set, val_set = data or load_data_sets(experiment)
     # Ranks with other data would train on other batches, or wait for each other without end.
@@ -136,17 +137,15 @@ def build(
     order = make_batch_order(train, len(train_set), strategies.shards(train.strategy, world.size))
     # The model stays on the CPU: a strategy moves the part of it that this rank needs.
     model = experiment.model()
-    train_loader, val_loader = (
-        BatchLoader(
-            dataset,
-            world.device,
-            seed=train.seed,
-            workers=train.workers,
-            collate=experiment.collate,
-            local_world_size=world.ranks.local_world_size,
-        )
-        for dataset in (train_set, val_set)
+    make_loader = functools.partial(
+        BatchLoader,
+        device=world.device,
+        seed=train.seed,
+        workers=train.workers,
+        collate=experiment.collate,
+        local_world_size=world.ranks.local_world_size,
     )
+    train_loader, val_loader = make_loader(train_set), make_loader(val_set)
 
     def example_batch() -> Any:
         # Only a pipeline calls this, because it traces the model. Other strategies must not pay for
@@ -159,16 +158,10 @@ def build(
     base_lrs = [float(group["lr"]) for group in strategy.optimizer.param_groups]
     initial_options = as_values(options(strategy.optimizer))
     state = State(strategy.model, strategy.optimizer, base_lrs, initial_options)
+    total = train.steps or (train.epochs or 0) * order.steps_per_epoch
+    timer = EventTimer(world.device)
     job = TrainingContext(
-        experiment,
-        world,
-        order,
-        train.steps or (train.epochs or 0) * order.steps_per_epoch,
-        number_format,
-        strategy,
-        train_loader,
-        val_loader,
-        EventTimer(world.device),
+        experiment, world, order, total, amp, strategy, train_loader, val_loader, timer
     )
     return job, state
 

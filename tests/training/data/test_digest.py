@@ -49,7 +49,7 @@ class Files(Dataset[Any]):
 
 
 class Computed(Dataset[Any]):
-    """Holds nothing; makes each sample when it is asked for, with random numbers of its own and a file it opens."""
+    """Holds nothing. Makes each sample when asked, from its own random numbers and a file."""
 
     def __init__(self, slope: float = 1.0, noisy: bool = False) -> None:
         self.slope, self.noisy = slope, noisy

@@ -18,8 +18,7 @@ from rankzero.training.stop import LONGEST_WINDOW, StopCode, next_interval
 class Reporter:
     """Collects steps in windows of about a second, and reports each window.
 
-    A window stays that short even if `train.log_every` is larger, because the ranks learn of a
-    request to stop with a report only. `train.log_every` spaces the reports of the speed.
+    `train.log_every` is the number of steps between reports of the speed.
     """
 
     def __init__(self, job: TrainingContext, state: State, totals: RunTotals) -> None:
@@ -60,6 +59,8 @@ class Reporter:
         columns = {f"train/{name}": column for name, column in window.values.items()}
         events = [StepsLogged(list(steps), self._times, columns)]
 
+        # Values are reported with each window, the speed once a `log_every`, as a mean over
+        # windows.
         speed = window
         if self._unreported_speed is not None:
             speed = self._unreported_speed.and_then(window)
@@ -71,6 +72,8 @@ class Reporter:
             self._totals.add(speed, job.batch_order.batch_size)
             events.append(self._speed_event(speed))
             self._unreported_speed, steps_left = None, log_every or LONGEST_WINDOW
+        # A window is short even if `log_every` is large: the ranks learn of a request to stop only
+        # with a report.
         self._interval = next_interval(self._interval, window.step_seconds, steps_left)
         return window, events
 

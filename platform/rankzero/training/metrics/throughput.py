@@ -12,8 +12,7 @@ from rankzero.training.metrics.window import WindowStats
 class Throughput:
     """Samples per second in the steady state, with a 95 % confidence interval.
 
-    Method of batch means: each window is one mean. Windows of about a second are nearly
-    independent. Evaluations, checkpoints and the warm-up windows do not count.
+    Method of batch means: each window is one mean.
     """
 
     def __init__(self, warmup_windows: int = 2) -> None:
@@ -22,6 +21,7 @@ class Throughput:
 
     def add(self, samples: int, seconds: float) -> None:
         """Add a window."""
+        # Windows of about a second are nearly independent. The first ones include the warm-up.
         if self._skip:
             self._skip -= 1
         elif seconds > 0:
@@ -57,6 +57,7 @@ class RunTotals:
 
     def add(self, window: WindowStats, batch_size: int) -> None:
         """Add one window, or several as one."""
+        # Windows do not contain evaluations and checkpoints, so these do not count.
         self.throughput.add(window.steps * batch_size, window.seconds)
         self.rank_times.add(window.seconds, window.forwards, window.data_waits)
         self.steps += window.steps

@@ -46,12 +46,9 @@ class WindowStats:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the last step's loss is a finite number.
-
-        A training that diverges does not recover: once a weight is NaN, every later loss is. A
-        single infinite loss earlier in the window may recover, as under fp16, where the loss scaler
-        skips such a step.
-        """
+        """Whether the last step's loss is a finite number."""
+        # A training that diverges does not recover: once a weight is NaN, every later loss is. An
+        # earlier infinite loss alone may be harmless: fp16's loss scaler skips such a step.
         return math.isfinite(self.values["loss"][-1])
 
     def and_then(self, later: WindowStats) -> WindowStats:
@@ -89,13 +86,12 @@ class MetricWindow:
     ) -> WindowStats:
         """Return the window over all ranks, and start the next one. Collective.
 
-        `stop_code`, `seconds`, …: this rank's. This is the only collective, and the only wait of
-        the host for the device, between steps.
+        The arguments are this rank's.
         """
         names, rows, world = self._names or [], self._rows, self._world
         self._rows = []
-        # One sum carries everything. The ranks' own numbers travel in a matrix of zeros, in which
-        # each rank fills its row.
+        # One sum carries everything, so there is one collective and one wait for the device. Each
+        # rank fills its row of a matrix of zeros with its own numbers.
         own = torch.zeros(world.size, 4, dtype=torch.float64)
         own[world.ranks.rank] = torch.tensor(
             [stop_code, seconds, data_wait_seconds, forward_seconds], dtype=torch.float64
@@ -148,7 +144,7 @@ class EvaluationMeans:
 
 
 def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:
-    """Return the metrics' names, loss first. Raises UserError if `measure` returned other things."""
+    """Return the metrics' names, loss first. Raises UserError for anything that is no metric."""
     if not isinstance(metrics, Mapping):
         raise UserError(
             f"measure() must return a mapping like {{'loss': loss}}, got {type(metrics).__name__}"
@@ -164,6 +160,7 @@ def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:
                 f"measure()[{name!r}] must be a 0-d tensor (a mean over the batch), got {found}"
             )
         if value.device != metrics["loss"].device:
+            # Stacking would fail, and moving it would wait for the device in each step.
             raise UserError(
                 f"measure()[{name!r}] is on {value.device}, the loss on {metrics['loss'].device}: "
                 "leave every metric where the model computes it; moving it to the host would make "
