@@ -76,7 +76,7 @@ def is_clean(notebook: Path) -> bool:
 
 
 @pytest.mark.timeout(240)
-def test_the_example_notebook_runs_from_top_to_bottom(start: Start, tmp_path: Path) -> None:
+def test_example_notebook_runs_from_top_to_bottom(start: Start, tmp_path: Path) -> None:
     assert is_clean(EXPERIMENTS / "notebook.ipynb"), "strip the outputs"
     for name in ("digits.py", "notebook.ipynb"):
         shutil.copy(EXPERIMENTS / name, tmp_path)

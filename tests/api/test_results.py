@@ -38,7 +38,7 @@ def test_runs_are_a_table(tmp_path: Path) -> None:
     assert len(rankzero.runs(dir=tmp_path / "nowhere")) == 0
 
 
-def test_a_run_has_its_history(tmp_path: Path) -> None:
+def test_run_has_its_history(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     again = StepsLogged([2, 3], [T0, T0], {"train/loss": [9.0, 7.0]})
     append(
@@ -63,7 +63,7 @@ def test_a_run_has_its_history(tmp_path: Path) -> None:
         run.model()
 
 
-def test_a_run_gives_its_best_model(tmp_path: Path) -> None:
+def test_run_returns_its_best_model(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, experiment_file=str(TINY))
     experiment = config.override(experiment_file.load(str(TINY))(), {"width": 8})
     write_config(folder, experiment)

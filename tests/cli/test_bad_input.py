@@ -63,9 +63,7 @@ def here(
         (["sync", "nobody"], 2, "no run is called 'nobody'"),
     ],
 )
-def test_a_mistake_is_told_in_one_message(
-    here: Here, words: list[object], code: int, says: str
-) -> None:
+def test_mistake_gets_one_message(here: Here, words: list[object], code: int, says: str) -> None:
     Path("empty.py").write_text("x = 1\n")
     Path("broken.py").write_text("x = 1\nraise OSError('of its own')\n")
     found, output = here(*words)
@@ -84,13 +82,13 @@ def test_a_mistake_is_told_in_one_message(
         (b"- lr\n", "expected a mapping of settings"),
     ],
 )
-def test_a_file_of_settings_that_is_none_is_named(here: Here, content: bytes, says: str) -> None:
+def test_invalid_settings_file_is_named(here: Here, content: bytes, says: str) -> None:
     Path("start.yaml").write_bytes(content)
     code, output = here("train", TINY, "--from", "start.yaml")
     assert code == 2 and output.startswith("error: start.yaml") and says in output, output
 
 
-def test_the_settings_of_a_run_that_are_none_any_more_are_named(tmp_path: Path) -> None:
+def test_invalid_settings_of_a_run_are_named(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, experiment_file=str(TINY))
     folder.config.write_bytes(b"lr: \xff\n")
     with pytest.raises(ConfigError, match="is not UTF-8"):
@@ -105,13 +103,13 @@ def test_debug_shows_the_traceback(here: Here) -> None:
         here("config", TINY, "lr=fast", "--debug")
 
 
-def test_an_unwritable_folder_is_told(here: Here) -> None:
+def test_unwritable_folder_is_an_error(here: Here) -> None:
     Path("file").write_text("in the way")
     code, output = here("train", TINY, "--dir", "file/mlruns")
     assert code == 2 and "cannot write" in output
 
 
-def test_an_old_file_store_is_told(here: Here) -> None:
+def test_old_file_store_is_an_error(here: Here) -> None:
     old = Path("mlruns/0")
     old.mkdir(parents=True)
     (old / "meta.yaml").write_text("name: Default\n")
@@ -119,7 +117,7 @@ def test_an_old_file_store_is_told(here: Here) -> None:
     assert code == 2 and "migrate-filestore" in output and not Path("mlruns/runs").exists()
 
 
-def test_a_busy_port_is_told(here: Here) -> None:
+def test_busy_port_is_an_error(here: Here) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -128,7 +126,7 @@ def test_a_busy_port_is_told(here: Here) -> None:
     assert code == 2 and f"port {port} cannot be used" in output and f"--port {port + 1}" in output
 
 
-def test_a_name_that_is_taken_is_told(here: Here) -> None:
+def test_existing_run_name_is_an_error(here: Here) -> None:
     Path("mlruns/runs/mine").mkdir(parents=True)
     code, output = here("train", TINY, "--run-name", "mine")
     assert code == 2 and "rankzero resume mine" in output

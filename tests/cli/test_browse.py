@@ -152,14 +152,14 @@ def test_runs_as_json_have_the_same_keys(here: Here) -> None:
     assert json.loads(here("runs", "--json", "status=FAILED")[1]) == []
 
 
-def test_colours_are_for_terminals(trained: Command) -> None:
+def test_pipes_get_no_colours(trained: Command) -> None:
     code, piped = trained("runs")
     assert code == 0 and "\x1b" not in piped and "first" in piped
     assert "\x1b[32m" in on_a_terminal(trained, "runs")
     assert "\x1b[32m" not in on_a_terminal(trained, "runs", NO_COLOR="1")
 
 
-def test_a_report_is_that_of_mlflow(here: Here, trained: Command) -> None:
+def test_report_equals_the_page_in_mlflow(here: Here, trained: Command) -> None:
     folder = RunFolder(trained.folder / "mlruns/runs/first")
     tags = MlflowRuns(folder.identity.tracking_uri).find_run(mlflow_id(folder) or "").tags
     _, output = here("report", "first")
@@ -179,7 +179,7 @@ def test_a_report_is_that_of_mlflow(here: Here, trained: Command) -> None:
     assert here("report", "nobody")[0] == 2 and not (trained.folder / "mlruns/studies.db").exists()
 
 
-def test_a_report_of_two_runs_says_what_differs(here: Here) -> None:
+def test_report_of_two_runs_shows_differences(here: Here) -> None:
     code, output = here("report", "first", "second")
     rows = {
         line.split()[0]: line.split()[1:] for line in output.splitlines() if line.startswith("  ")
@@ -193,7 +193,7 @@ def test_a_report_of_two_runs_says_what_differs(here: Here) -> None:
     assert here("report", "a", "b", "c")[0] == 2
 
 
-def test_a_narrow_terminal_is_enough(trained: Command) -> None:
+def test_narrow_terminal(trained: Command) -> None:
     for words in (
         ("runs",),
         ("runs", "--sort", "lr"),
@@ -204,7 +204,7 @@ def test_a_narrow_terminal_is_enough(trained: Command) -> None:
         assert lines and max(map(len, lines)) <= 80, words
 
 
-def test_logs_are_what_the_ranks_printed(here: Here) -> None:
+def test_logs_show_what_the_ranks_printed(here: Here) -> None:
     assert here("logs", "first") == (0, "[0] hello from a rank\n[1] hello from a rank\n")
     assert here("logs", "first", "--rank", 1) == (0, "hello from a rank\n")
     code, output = here("logs", "first", "--rank", 2)
@@ -213,7 +213,7 @@ def test_logs_are_what_the_ranks_printed(here: Here) -> None:
     assert code == 0 and "hello from a rank" in output and "first: FINISHED" in output
 
 
-def test_following_a_run_leaves_it_alone_and_ends_with_it(rankzero: Command) -> None:
+def test_follow_does_not_affect_the_run_and_ends_with_it(rankzero: Command) -> None:
     training = rankzero.start(
         "train", TINY, "--offline", "--run-name", "live", "step_seconds=0.03", "train.epochs=1000"
     )
@@ -232,7 +232,7 @@ def test_following_a_run_leaves_it_alone_and_ends_with_it(rankzero: Command) -> 
     assert training.wait(timeout=60) == 75
 
 
-def test_ctrl_c_detaches_before_the_display_is_up(
+def test_ctrl_c_before_the_display_starts_detaches(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(console: Console) -> None:
@@ -243,7 +243,7 @@ def test_ctrl_c_detaches_before_the_display_is_up(
     assert code == 0 and "detached; first continues" in output
 
 
-def test_a_run_is_exported(
+def test_run_is_exported(
     here: Here, trained: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert here("export", "first", "--to", tmp_path / "csv")[0] == 0
@@ -271,7 +271,7 @@ def test_a_run_is_exported(
 
 
 @pytest.mark.timeout(180)
-def test_the_best_model_is_registered_and_served(here: Here, trained: Command) -> None:
+def test_best_model_is_registered_and_served(here: Here, trained: Command) -> None:
     for _ in range(2):  # again: the same version
         code, output = here("register", "first", "tiny")
         assert code == 0 and "models:/tiny/1 is the best model of first" in output, output
@@ -345,6 +345,6 @@ def served(model: str, uri: str, port: int) -> Iterator[None]:
         process.wait()
 
 
-def test_what_cannot_be_registered_is_told(here: Here) -> None:
+def test_register_without_a_model_is_an_error(here: Here) -> None:
     code, output = here("register", "nobody", "tiny")
     assert code == 2 and "nobody" in output

@@ -69,7 +69,7 @@ def without_rank_zero(folder: RunFolder, *, stopped: bool) -> tuple[int, list[st
     return code, console.notices
 
 
-def test_a_run_from_mlflow_that_is_stopped_before_it_goes_on_is_as_it_was(tmp_path: Path) -> None:
+def test_resume_that_is_stopped_early_leaves_the_run_unchanged(tmp_path: Path) -> None:
     run = make_folder(tmp_path)
     (run.checkpoints / "step_00000004").mkdir(parents=True)
     code, said = without_rank_zero(run, stopped=True)
@@ -81,7 +81,7 @@ def test_a_run_from_mlflow_that_is_stopped_before_it_goes_on_is_as_it_was(tmp_pa
     assert (run.path / "run.json").exists()
 
 
-def test_what_never_began_is_no_run(tmp_path: Path) -> None:
+def test_launch_that_never_began_leaves_no_run(tmp_path: Path) -> None:
     run = make_folder(tmp_path)
     for _ in range(2):  # of two machines that share the folder, the second as well
         with pytest.raises(RunFailed, match="before it began; see"):
@@ -89,7 +89,7 @@ def test_what_never_began_is_no_run(tmp_path: Path) -> None:
     assert not (run.path / "run.json").exists()
 
 
-def test_what_went_wrong_is_told_where_not_all_is_delivered(
+def test_delivery_problems_are_printed_with_what_mlflow_lacks(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.2")
@@ -112,7 +112,7 @@ def test_what_went_wrong_is_told_where_not_all_is_delivered(
     assert sum("ConnectionError" in line for line in told) == 1
 
 
-def test_the_best_model_gets_what_the_delivery_has_left_of_the_time(
+def test_best_model_gets_the_time_that_the_delivery_left(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "30")
@@ -132,7 +132,7 @@ def test_the_best_model_gets_what_the_delivery_has_left_of_the_time(
     assert 20.0 < left[0] <= 29.0
 
 
-def test_what_a_command_did_not_wait_for_is_brought_by_sync(rankzero: Command) -> None:
+def test_sync_delivers_what_a_command_did_not_wait_for(rankzero: Command) -> None:
     rankzero.environ["RANKZERO_DELIVERY_GRACE_SECONDS"] = "0"
     code, output = rankzero(
         "train", TINY, "train.steps=4", "train.mlflow.log_model=true", "--run-name", "hasty"

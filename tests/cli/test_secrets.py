@@ -98,7 +98,7 @@ class Refusing:
         raise ConnectionError(f"postgresql://me:{URI}@host/db refused, password={URI}")
 
 
-def test_an_uri_with_a_password_is_kept_for_its_owner_and_told_to_nobody(
+def test_password_in_a_uri_is_private_and_never_printed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_folder(tmp_path, f"postgresql://me:{URI}@host/db")
@@ -112,7 +112,7 @@ def test_an_uri_with_a_password_is_kept_for_its_owner_and_told_to_nobody(
     assert folder.identity.tracking_uri.count(URI) == 1
 
 
-def test_what_a_recorder_logs_has_no_secrets(tmp_path: Path) -> None:
+def test_recorder_log_has_no_secrets(tmp_path: Path) -> None:
     program = (
         "import logging; from rankzero.redaction.log_format import log_without_secrets\n"
         "log_without_secrets()\n"
@@ -125,7 +125,7 @@ def test_what_a_recorder_logs_has_no_secrets(tmp_path: Path) -> None:
     assert "unexpected" in done.stderr and "OSError" in done.stderr and URI not in done.stderr
 
 
-def test_every_way_into_the_journal_blots_errors(
+def test_errors_are_redacted_on_every_way_into_the_journal(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from rankzero.run_store.journal import Journal
@@ -144,7 +144,7 @@ def test_every_way_into_the_journal_blots_errors(
     assert not planted_in(tmp_path)
 
 
-def test_a_sweet_spot_has_no_secrets_and_asks_for_them() -> None:
+def test_sweet_spot_has_no_secrets_and_asks_for_them() -> None:
     from rankzero import config
     from rankzero.errors import UserError
     from rankzero.experiment_file import load as load_experiment
@@ -158,7 +158,7 @@ def test_a_sweet_spot_has_no_secrets_and_asks_for_them() -> None:
     assert with_secrets(config.read_yaml(text), {"api_key": SETTING})["api_key"] == SETTING
 
 
-def test_a_config_without_secrets_is_for_everybody(tmp_path: Path) -> None:
+def test_config_without_secrets_is_readable_by_everybody(tmp_path: Path) -> None:
     from rankzero.experiment import Experiment
 
     folder = make_folder(tmp_path)

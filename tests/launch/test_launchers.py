@@ -157,13 +157,13 @@ def test_torchrun(script: Path) -> None:
     assert_one_whole_run(script)
 
 
-def test_spawned_processes_ask_their_process_group(script: Path) -> None:
+def test_spawned_processes_use_their_process_group(script: Path) -> None:
     script.write_text(QUIET + TRAINING + SPAWNED)
     ended(start(script, sys.executable, str(script), str(script.parent / "rendezvous")))
     assert_one_whole_run(script)
 
 
-def test_a_task_that_spawned_this_process_is_not_its_rank(
+def test_rank_of_the_task_that_spawned_this_process_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -226,7 +226,7 @@ def test_horovodrun(script: Path) -> None:
     two_tasks(script, "HOROVOD_RANK", tasks)
 
 
-def test_tensorflows_workers(script: Path) -> None:
+def test_tensorflow_workers(script: Path) -> None:
     cluster = {"worker": ["localhost:4001", "localhost:4002"]}
     configs = {n: {"cluster": cluster, "task": {"type": "worker", "index": n}} for n in (0, 1)}
     two_tasks(
@@ -234,7 +234,7 @@ def test_tensorflows_workers(script: Path) -> None:
     )
 
 
-def test_an_exception_on_rank_0_is_a_failed_run(script: Path) -> None:
+def test_exception_on_rank_0_fails_the_run(script: Path) -> None:
     script.write_text(QUIET + TRAINING + RAISING)
     process = torchrun(script)
     printed, _ = process.communicate(timeout=60)
@@ -244,7 +244,7 @@ def test_an_exception_on_rank_0_is_a_failed_run(script: Path) -> None:
     assert end.error is not None and "in boom" in end.error
 
 
-def test_a_rank_0_that_dies_without_a_word_is_a_failed_run(script: Path) -> None:
+def test_rank_0_that_dies_silently_fails_the_run(script: Path) -> None:
     script.write_text(TRAINING + "train(int(os.environ['RANK']), lambda: os._exit(9))")
     process = start(script, sys.executable, str(script), RANK="0", WORLD_SIZE="2")
     printed, _ = process.communicate(timeout=60)
@@ -258,7 +258,7 @@ def test_a_rank_0_that_dies_without_a_word_is_a_failed_run(script: Path) -> None
     ].reason
 
 
-def test_a_group_of_one_is_no_reason_to_doubt_the_launcher(script: Path) -> None:
+def test_process_group_of_one_does_not_override_the_launcher(script: Path) -> None:
     script.write_text(QUIET + TRAINING + ALONE)
     ended(start(script, sys.executable, str(script), RANK="1", WORLD_SIZE="2"))
     assert not (script.parent / "mlruns").exists()

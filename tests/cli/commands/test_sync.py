@@ -17,7 +17,7 @@ from support.runs import append, ended, make_folder, started, steps
 from support.stores import list_runs
 
 
-def test_a_folder_that_goes_does_not_end_the_delivery_of_others(
+def test_folder_that_disappears_does_not_stop_other_deliveries(
     new_store: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -124,7 +124,7 @@ def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command
     assert code == 2 and "has finished" in output
 
 
-def test_ctrl_c_stops_as_sigterm_does(rankzero: Command) -> None:
+def test_ctrl_c_stops_with_a_checkpoint(rankzero: Command) -> None:
     process = rankzero.start(
         "train", TINY, "--offline", "step_seconds=0.05", "train.epochs=100", "train.log_every=2"
     )
@@ -135,7 +135,7 @@ def test_ctrl_c_stops_as_sigterm_does(rankzero: Command) -> None:
     assert last_end(folder).status == "KILLED"
 
 
-def test_sigkill_of_rank_zero_leaves_a_failed_run_with_every_metric(rankzero: Command) -> None:
+def test_sigkill_of_rank_0_leaves_a_failed_run_with_every_metric(rankzero: Command) -> None:
     process = rankzero.start(
         "train", TINY, "--nproc", 2, "step_seconds=0.02", "train.epochs=100", "train.log_every=1"
     )
@@ -156,7 +156,7 @@ def _rank_zero(folder: RunFolder) -> int:
     return int(found[1])
 
 
-def test_a_killed_process_starts_again_from_its_checkpoint(rankzero: Command) -> None:
+def test_killed_rank_restarts_from_its_checkpoint(rankzero: Command) -> None:
     process = rankzero.start(
         "train",
         TINY,
@@ -189,7 +189,7 @@ def test_a_killed_process_starts_again_from_its_checkpoint(rankzero: Command) ->
         ("nan", "not finite"),
     ],
 )
-def test_the_users_exception_is_shown_in_a_line_and_the_run_has_failed(
+def test_exception_of_the_user_is_one_line_and_fails_the_run(
     rankzero: Command, fail: str, says: str
 ) -> None:
     # What MLflow gets of a failure is the same for each of them.
@@ -209,7 +209,7 @@ def test_the_users_exception_is_shown_in_a_line_and_the_run_has_failed(
         assert says in run.tags["rankzero.error"]
 
 
-def test_a_rank_that_hangs_ends_the_run_and_is_named(rankzero: Command) -> None:
+def test_hanging_rank_ends_the_run_and_is_named(rankzero: Command) -> None:
     rankzero.environ["TORTURE_RANK"] = "hang 1 20"
     words = ("--nproc", 2, "train.limits.hang_minutes=0.05", "--offline")
     code, output = rankzero("train", TINY.with_name("clocked.py"), *words)
@@ -226,7 +226,7 @@ def test_a_rank_that_hangs_ends_the_run_and_is_named(rankzero: Command) -> None:
     )
 
 
-def test_a_truncated_checkpoint_is_passed_over(rankzero: Command) -> None:
+def test_truncated_checkpoint_is_skipped(rankzero: Command) -> None:
     assert (
         rankzero(
             "train",
@@ -250,7 +250,7 @@ def test_a_truncated_checkpoint_is_passed_over(rankzero: Command) -> None:
     assert [event.step for event in events(folder) if isinstance(event, RunStarted)] == [0, 10]
 
 
-def test_a_run_from_another_machine_goes_on_from_mlflow(rankzero: Command, tmp_path: Path) -> None:
+def test_run_of_another_machine_resumes_from_mlflow(rankzero: Command, tmp_path: Path) -> None:
     assert rankzero("train", TINY, "train.steps=20", "--run-name", "far")[0] == 0
     folder = RunFolder(rankzero.folder / "mlruns/runs/far")
     run_id, before = mlflow_id(folder), losses(folder)
@@ -263,7 +263,7 @@ def test_a_run_from_another_machine_goes_on_from_mlflow(rankzero: Command, tmp_p
     assert {step: tracked_losses(folder)[step] for step in before} == before
 
 
-def test_mlflow_is_not_told_a_secret_and_a_resume_elsewhere_asks_for_it(
+def test_secret_does_not_reach_mlflow_and_resume_elsewhere_asks_for_it(
     rankzero: Command, tmp_path: Path
 ) -> None:
     assert rankzero("train", TINY, "train.steps=5", "--run-name", "far", "api_key=hunter2")[0] == 0
@@ -288,7 +288,7 @@ def test_mlflow_is_not_told_a_secret_and_a_resume_elsewhere_asks_for_it(
     assert sorted(tracked_losses(folder)) == list(range(1, 9))
 
 
-def test_output_of_rank_zero_and_a_broken_pipe(rankzero: Command) -> None:
+def test_broken_pipe_prints_no_traceback(rankzero: Command) -> None:
     code, _ = rankzero("train", TINY, "train.steps=2", "--offline")
     assert code == 0
     runs = subprocess.Popen(
@@ -305,7 +305,7 @@ def test_output_of_rank_zero_and_a_broken_pipe(rankzero: Command) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_a_server_that_dies_costs_nothing_and_loses_nothing(
+def test_server_that_dies_slows_nothing_and_loses_nothing(
     rankzero: Command, tmp_path: Path
 ) -> None:
     rankzero.environ["RANKZERO_DELIVERY_GRACE_SECONDS"] = "3"
@@ -400,7 +400,7 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Comm
 
 
 @pytest.mark.parametrize(("later", "ending"), [("room", "FINISHED"), ("exit", "FAILED")])
-def test_what_an_earlier_start_ran_out_of_is_over(
+def test_out_of_memory_of_an_earlier_start_is_ignored(
     rankzero: Command, later: str, ending: str
 ) -> None:
     words = (

@@ -182,9 +182,7 @@ def see_curve(page: Page, title: str) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_runs_come_with_columns_and_charts_that_say_something(
-    shown: Shown, page: Page, pictures: Path
-) -> None:
+def test_runs_have_useful_columns_and_charts(shown: Shown, page: Page, pictures: Path) -> None:
     """The table has status, goal, samples/s, batch size, lr, precision, duration and GPU use.
 
     The charts begin with the most useful ones.
@@ -212,7 +210,7 @@ def test_runs_come_with_columns_and_charts_that_say_something(
 
 
 @pytest.mark.timeout(400)
-def test_the_newest_run_has_its_curve_and_its_machine(
+def test_newest_run_has_its_curve_and_system_metrics(
     shown: Shown, page: Page, pictures: Path
 ) -> None:
     page.goto(shown.runs)
@@ -240,7 +238,7 @@ def test_the_newest_run_has_its_curve_and_its_machine(
 
 
 @pytest.mark.timeout(400)
-def test_a_study_has_its_pictures_and_they_come_from_here(
+def test_study_has_its_figures_without_other_hosts(
     shown: Shown, page: Page, pictures: Path
 ) -> None:
     page.goto(run_page(shown, STUDY))

@@ -252,7 +252,7 @@ def routes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     return [(method, path) for method, path in json.loads(done.stdout)]
 
 
-def test_by_default_this_machine_alone_gets_in_and_no_other_sites_page(served: Served) -> None:
+def test_default_serves_only_this_machine_and_no_other_site(served: Served) -> None:
     """No password. A tunnel ends on this machine; 127.0.0.2 is another address of it."""
     address = served.address
     assert address == f"http://127.0.0.1:{served.lone}"
@@ -269,7 +269,7 @@ def test_by_default_this_machine_alone_gets_in_and_no_other_sites_page(served: S
     assert answers == ["200", "200", "403", "403", "403", "403", "unreachable"]
 
 
-def test_beyond_this_machine_there_is_a_password_also_for_this_one(served: Served) -> None:
+def test_other_hosts_need_a_password_and_so_does_this_one(served: Served) -> None:
     """Whoever has it is still no other site's page, and comes by this machine's name."""
     _check_password(served, f"http://127.0.0.1:{served.shared}")
     assert asked(
@@ -277,7 +277,7 @@ def test_beyond_this_machine_there_is_a_password_also_for_this_one(served: Serve
     ) == ["200"]
 
 
-def test_without_the_password_no_route_of_mlflows_answers_but_those_that_tell_nothing(
+def test_every_route_but_the_public_ones_needs_the_password(
     served: Served, routes: list[tuple[str, str]]
 ) -> None:
     """Each route of both halves of MLflow with its method, and paths that resemble public ones."""
@@ -296,7 +296,7 @@ def test_without_the_password_no_route_of_mlflows_answers_but_those_that_tell_no
     }
 
 
-def test_what_is_public_tells_nothing_of_the_store(served: Served) -> None:
+def test_public_routes_reveal_nothing_of_the_store(served: Served) -> None:
     found = {
         path: answered(served.shared, "GET", path) for path in (*PUBLIC, f"{STATIC}index.html")
     }
@@ -314,12 +314,12 @@ def test_what_is_public_tells_nothing_of_the_store(served: Served) -> None:
     assert str(served.folder).encode() not in found[f"{STATIC}index.html"][1]
 
 
-def test_insecure_lets_in_whoever_reaches_it_and_still_no_other_sites_page(served: Served) -> None:
+def test_insecure_serves_everyone_but_no_other_site(served: Served) -> None:
     assert f"insecure: whoever reaches 0.0.0.0:{served.insecure}" in served.warning
     _check_insecure(f"http://127.0.0.1:{served.insecure}")
 
 
-def test_who_gets_in_from_another_machine(served: Served, elsewhere: int) -> None:
+def test_access_from_another_machine(served: Served, elsewhere: int) -> None:
     """None by default, those with the password beyond that, everybody with --insecure."""
     assert asked((f"http://{HERE}:{served.lone}{SEARCH}", "", {}, None), inside=elsewhere) == [
         "unreachable"
@@ -328,7 +328,7 @@ def test_who_gets_in_from_another_machine(served: Served, elsewhere: int) -> Non
     _check_insecure(f"http://{HERE}:{served.insecure}", elsewhere)
 
 
-def test_the_password_is_kept_nowhere_and_the_users_for_their_owner(served: Served) -> None:
+def test_password_is_stored_nowhere_and_users_are_private(served: Served) -> None:
     mlruns, password = served.folder / "mlruns", served.me.partition(":")[2]
     assert all(
         stat.S_IMODE((mlruns / name).stat().st_mode) == 0o600 for name in ("auth.db", "auth.ini")
@@ -393,12 +393,12 @@ def answered(port: int, method: str, path: str) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
-def test_insecure_is_said_aloud() -> None:
+def test_insecure_prints_a_warning() -> None:
     assert "insecure: whoever reaches 0.0.0.0:5000" in ui._warning(server.Access(5000, "0.0.0.0"))
     assert not ui._warning(server.Access(5000))
 
 
-def test_beyond_loopback_the_command_asks_for_users_and_names_who_may_ask() -> None:
+def test_command_beyond_loopback_has_users_and_allowed_hosts() -> None:
     who = server.access(
         "192.0.2.7", 5000, insecure=False, names=(), origins=("https://notes.example",)
     )
@@ -426,7 +426,7 @@ def test_loopback_is_this_machine(host: str) -> None:
     )
 
 
-def test_patterns_and_addresses_that_are_none_are_refused() -> None:
+def test_invalid_patterns_and_addresses_are_errors() -> None:
     with pytest.raises(UserError, match="no patterns"):
         server.access("0.0.0.0", 1, insecure=False, names=("*",), origins=())
     for host in ("no such host", "x" * 300, "-"):
@@ -434,7 +434,7 @@ def test_patterns_and_addresses_that_are_none_are_refused() -> None:
             server.access(host, 1, insecure=False, names=(), origins=())
 
 
-def test_the_first_start_makes_the_user_and_later_ones_keep_it(tmp_path: Path) -> None:
+def test_first_start_creates_the_user_and_later_ones_keep_it(tmp_path: Path) -> None:
     environ, says = server.with_users(tmp_path, {})
     assert environ[server.PASSWORD] in says and len(environ[server.PASSWORD]) >= 12
     own, says = server.with_users(tmp_path, {server.PASSWORD: "correct horse battery"})

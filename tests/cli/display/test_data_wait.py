@@ -21,7 +21,7 @@ def window(step: int, time: float, fraction: float) -> StepsLogged:
     return StepsLogged([step], [time], {"throughput/data_wait_fraction": [fraction]})
 
 
-def test_it_is_given_once_when_the_waiting_lasts() -> None:
+def test_lasting_wait_gets_advice_once() -> None:
     told = advised([0.9, 0.9] + [0.4] * 20)
     assert [step for step, _ in told] == [7], "two windows skipped, five seconds watched"
     assert "40% of the time: set train.workers=3" in told[0][1]
@@ -30,15 +30,15 @@ def test_it_is_given_once_when_the_waiting_lasts() -> None:
 @pytest.mark.parametrize(
     "fractions", [[0.9, 0.9] + [0.1] * 30, [0.1] * 10 + [0.9] + [0.1] * 10, [0.9] * 4]
 )
-def test_it_is_not_given_for_a_start_or_a_moment(fractions: list[float]) -> None:
+def test_start_or_short_wait_gets_no_advice(fractions: list[float]) -> None:
     assert advised(fractions) == []
 
 
-def test_waiting_that_begins_late_is_seen_too() -> None:
+def test_late_wait_gets_advice() -> None:
     assert len(advised([0.0] * 50 + [0.5] * 10)) == 1
 
 
-def test_another_attempt_is_watched_anew() -> None:
+def test_each_attempt_gets_its_own_advice() -> None:
     watch = DataWait(0, 1, 4)
     told = [watch(window(step, step, 0.5)) for step in range(20)]
     watch(RunStarted(20.0, {}, {}, 2))
@@ -46,6 +46,6 @@ def test_another_attempt_is_watched_anew() -> None:
     assert sum(text is not None for text in told) == 2
 
 
-def test_more_processes_are_asked_for_only_where_there_are_cores() -> None:
+def test_more_workers_are_advised_only_with_free_cores() -> None:
     assert "set train.workers=3 (now 1" in remedy(1, 2, 8)
     assert "TensorDataset" in remedy(None, 2, 8) and "TensorDataset" in remedy(0, 2, 2)

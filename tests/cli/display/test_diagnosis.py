@@ -45,7 +45,7 @@ def dead_writer(folder: RunFolder) -> None:
     subprocess.run([os.sys.executable, "-c", program], check=True)  # type: ignore[attr-defined]
 
 
-def test_a_run_that_is_training_is_not_resumed(
+def test_run_that_is_training_is_not_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_folder(tmp_path)
@@ -66,7 +66,7 @@ def test_a_run_that_is_training_is_not_resumed(
     assert is_written(folder), "of that nothing is known but that it wrote of late"
 
 
-def test_between_two_attempts_of_a_command_the_run_is_that_commands(
+def test_run_belongs_to_its_command_also_between_two_attempts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_folder(tmp_path)
@@ -92,7 +92,7 @@ def on_another_machine(folder: RunFolder) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_a_run_whose_processes_are_all_gone_is_closed_and_explained(rankzero: Command) -> None:
+def test_run_without_any_process_is_closed_and_explained(rankzero: Command) -> None:
     process = rankzero.start(
         "train", TINY, "--run-name", "gone", "step_seconds=0.02", "train.steps=5000"
     )
@@ -149,7 +149,7 @@ def _family(launcher: int, folder: RunFolder) -> list[int]:
 
 
 class TestStale:
-    def test_a_dead_writer_and_silence(self, tmp_path: Path) -> None:
+    def test_dead_writer_and_silence(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         append(folder, started(), steps(1, 9))
         dead_writer(folder)
@@ -174,7 +174,7 @@ class TestStale:
         )
         assert folder.events.read_text().count("RunEnded") == 1
 
-    def test_a_living_writer_is_left_alone_however_silent(self, tmp_path: Path) -> None:
+    def test_live_writer_is_never_stale(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         append(folder, started())
         claims.claim(folder, 0)
@@ -186,7 +186,7 @@ class TestStale:
         dead_runs.close(folder)  # as by who looked before it began
         assert "RunEnded" not in folder.events.read_text()
 
-    def test_another_machines_run_lives_by_its_samples(self, tmp_path: Path) -> None:
+    def test_run_of_another_machine_is_alive_by_its_samples(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         append(folder, started())
         dead_writer(folder)
@@ -198,7 +198,7 @@ class TestStale:
         aged(folder, 3600)
         assert dead_runs.is_stale(folder)
 
-    def test_a_helping_machine_says_nothing_of_the_end(self, tmp_path: Path) -> None:
+    def test_helping_machine_writes_no_end(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         claims.claim(folder, 0)  # as the launcher does where the run has a name of the user's
         dead_writer(folder)
@@ -211,7 +211,7 @@ class TestStale:
         sync.deliver(folder, patience=0.0)
         assert not folder.events.exists()
 
-    def test_a_rank_that_left_word_gives_the_reason(self, tmp_path: Path) -> None:
+    def test_failure_file_of_a_rank_gives_the_reason(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         append(folder, started())
         folder.failures.mkdir()
@@ -222,7 +222,7 @@ class TestStale:
         end = lookup.last_end(folder)
         assert end is not None and end.reason == "OSError: no"
 
-    def test_a_run_that_never_began(self, tmp_path: Path) -> None:
+    def test_run_that_never_began(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         aged(folder, 60)
         assert (
@@ -232,7 +232,7 @@ class TestStale:
         aged(folder, 600)
         assert dead_runs.is_stale(folder) and "never began" in dead_runs.close(folder)
 
-    def test_sync_ends_what_died_before_it_began(
+    def test_sync_closes_a_run_that_died_before_it_began(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -247,7 +247,7 @@ class TestStale:
         (run,) = list_runs(folder.identity.tracking_uri)
         assert run.status == "FAILED"
 
-    def test_a_run_whose_launcher_waits_for_another_machine_is_left_alone(
+    def test_run_whose_launcher_waits_for_another_machine_is_not_stale(
         self, tmp_path: Path
     ) -> None:
         folder = make_folder(tmp_path)
@@ -259,7 +259,7 @@ class TestStale:
         )
 
 
-def test_the_story_is_told_in_order_and_not_at_length() -> None:
+def test_timeline_is_ordered_and_short() -> None:
     events = [
         RunStarted(T0, {"goal.metric": "val/loss"}, {"rankzero.host": "box"}, 1, 0, 1000),
         *(Evaluated(T0 + n, n, {"val/loss": 1 / n}, True) for n in range(1, 31)),
@@ -286,7 +286,7 @@ def test_the_story_is_told_in_order_and_not_at_length() -> None:
         assert words in told, told
 
 
-def test_a_doctor_tells_of_failures_delivery_and_logs(
+def test_doctor_shows_failures_delivery_and_logs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_folder(tmp_path, "postgresql://me:hunter2@host/db")
@@ -348,14 +348,14 @@ def test_a_doctor_tells_of_failures_delivery_and_logs(
     assert "hunter2" not in output and "Traceback (most" not in output
 
 
-def test_a_run_without_anything_has_a_story(tmp_path: Path) -> None:
+def test_empty_run_has_a_diagnosis(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     assert dict(command.sections(folder))["delivery to MLflow"] == [
         "[yellow]nothing was delivered yet[/]"
     ]
 
 
-def test_events_that_cannot_be_written_are_on_the_runs_page(tmp_path: Path) -> None:
+def test_events_that_cannot_be_written_are_on_the_run_page(tmp_path: Path) -> None:
     from rankzero.run_store.journal import Journal
     from rankzero.tracking.deliverer import Deliverer
     from rankzero.tracking.run_log import RunLog

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return make_folder(tmp_path, experiment="of [/us]")
 
 
-def test_what_looks_like_markup_is_shown_as_it_is(
+def test_text_like_markup_is_printed_as_it_is(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = Console(folder, Goal(ODD, "max"), folder.path / "[/root]")
@@ -45,7 +45,7 @@ def test_what_looks_like_markup_is_shown_as_it_is(
     ), output
 
 
-def test_a_run_with_odd_names_is_followed_to_its_end(
+def test_run_with_odd_names_is_followed_to_its_end(
     folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = Console(folder, Goal(ODD, "max"), folder.path, advise=lambda event: REASON)
@@ -56,12 +56,12 @@ def test_a_run_with_odd_names_is_followed_to_its_end(
     assert f"{ODD} 0.5" in output and REASON in output, output
 
 
-def test_tables_leave_colons_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_print_colons_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     table_console().print("aten:key:")
     assert capsys.readouterr().out == "aten:key:\n"
 
 
-def test_a_finished_run_that_was_not_seen_to_end_gets_its_best_model(
+def test_best_model_is_logged_also_if_the_console_missed_the_end(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append(folder, started(), ended())
@@ -74,7 +74,7 @@ def test_a_finished_run_that_was_not_seen_to_end_gets_its_best_model(
     assert logged == [folder]
 
 
-def test_an_output_that_lacks_characters_ends_nothing(rankzero: Command) -> None:
+def test_output_encoding_without_characters_breaks_nothing(rankzero: Command) -> None:
     rankzero.environ["PYTHONIOENCODING"] = "ascii"
     code, output = rankzero(
         "train",

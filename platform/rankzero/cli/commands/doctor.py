@@ -30,7 +30,7 @@ DiskUsage = Callable[[Path], Any]
 
 
 class Check(NamedTuple):
-    """One line: `fix` tells how to mend what is wrong."""
+    """One line: `fix` is how to mend what is wrong."""
 
     name: str
     found: str

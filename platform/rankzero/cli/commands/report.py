@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="show also what two runs have in common")
     parser.add_argument(
-        "--storage", help="the study's database (default: studies.db beside the runs)"
+        "--storage", help="the study's database (default: studies.db in --dir)"
     )
 
 
