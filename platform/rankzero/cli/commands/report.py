@@ -35,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run or a study; two runs are compared",
     )
     parser.add_argument("--all", action="store_true", help="show also what two runs have in common")
-    parser.add_argument(
-        "--storage", help="the study's database (default: studies.db in --dir)"
-    )
+    parser.add_argument("--storage", help="the study's database (default: studies.db in --dir)")
 
 
 def run(arguments: argparse.Namespace) -> int:
