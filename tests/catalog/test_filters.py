@@ -1,4 +1,4 @@
-"""Filters and the order of runs."""
+"""Conditions on runs, and their order."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ ONE = Summary(
         ("status>3", False),
     ],
 )
-def test_a_filter(word: str, holds: bool) -> None:
+def test_a_condition_holds_for_a_run(word: str, holds: bool) -> None:
     assert parse(word).holds(ONE) is holds
 
 
 @pytest.mark.parametrize("word", ["status", "=3", "lr>high", "lr=>3", ""])
-def test_what_is_no_filter_is_told(word: str) -> None:
+def test_a_text_that_is_no_condition_is_an_error(word: str) -> None:
     with pytest.raises(UserError):
         parse(word)
 
@@ -79,7 +79,7 @@ def test_runs_without_the_key_come_last() -> None:
     assert [one.name for one in select(runs, [parse("best<0.5")], "run")] == ["y"]
 
 
-def test_a_key_that_no_run_has_is_told() -> None:
+def test_a_key_that_no_run_has_is_an_error() -> None:
     with pytest.raises(UserError, match="did you mean 'val/loss'"):
         select([ONE], [parse("loss<1")])
     assert select([], [parse("loss<1")], "lr") == []

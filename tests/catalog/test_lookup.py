@@ -1,4 +1,4 @@
-"""The runs on this disk, in short: out of the ends of their journals, and kept once they have ended."""
+"""Summaries of the runs on this disk: read from both ends of a journal, cached after the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankzero.metric_names import SPEED
 from support.runs import T0, append, ended, evaluated, make_folder, started, steps
 
 
-def test_a_run_in_short(tmp_path: Path) -> None:
+def test_a_summary_has_the_status_and_the_newest_values(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, parent="study")
     append(folder, started(), steps(1, 20), evaluated(10, 0.7), evaluated(20, 0.6, best=False))
     going = lookup.listed(tmp_path / "runs")[0]
@@ -48,19 +48,16 @@ def test_an_attempt_that_only_evaluated_leaves_the_run_its_speed(tmp_path: Path)
     assert summary.read_summary(folder).samples_per_second == 7.0
 
 
-def test_a_long_journal_is_read_from_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_journal_is_read_from_its_end(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     append(folder, started(), evaluated(1, 0.4), *(steps(n, n) for n in range(2, 3000)))
     found = summary.read_summary(folder)
     assert found.best == 0.4 and found.metrics["train/loss"] == 1 / 2999
-    monkeypatch.setattr(summary, "LONGEST_TAIL_BYTES", 1 << 13)
-    assert len(summary.tail(folder.events)) < 200
+    assert len(summary.tail(folder.events, max_bytes=1 << 13)) < 200
 
 
-def test_of_what_has_ended_the_last_report_is_read_whole(tmp_path: Path) -> None:
-    """Its own keys in events of their own; where the journal goes on, the reports before it count as well."""
+def test_the_last_report_of_an_ended_run_is_read_completely(tmp_path: Path) -> None:
+    """A report may be several events. If the journal goes on, earlier reports are read as well."""
     folder = make_folder(tmp_path)
     for last in (10, 20):
         speeds = {
@@ -87,39 +84,41 @@ def test_of_what_has_ended_the_last_report_is_read_whole(tmp_path: Path) -> None
     assert len(summary.tail(folder.events)) == 11
 
 
-def test_a_long_journal_without_an_evaluation_takes_as_long_as_it_is_long(tmp_path: Path) -> None:
+def test_reading_a_long_journal_without_an_evaluation_takes_linear_time(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     append(folder, started(), *(steps(n, n) for n in range(1, 8000)), ended())
     before = time.process_time()
     assert summary.read_summary(folder).metrics["train/loss"] == 1 / 7999
-    assert (
-        time.process_time() - before < 3.0
-    )  # seconds: a tenth of one; 10 when each event had all others read again
+    # It takes 0.1 s, and took 10 s when each event was read several times.
+    assert time.process_time() - before < 3.0
 
 
-def test_what_has_ended_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_run_is_read_once(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for number in range(3):
         append(make_folder(tmp_path), dataclasses.replace(started(), time=T0 + number), ended())
     first = lookup.listed(runs)
-    assert [one.started for one in first] == [T0 + 2, T0 + 1, T0]
-    read: list[Path] = []
-    real = summary.read_summary
-    monkeypatch.setattr(
-        summary, "read_summary", lambda folder: read.append(folder.path) or real(folder)
-    )
-    assert lookup.listed(runs) == first and not read
+    assert [run.started for run in first] == [T0 + 2, T0 + 1, T0]
+    cache = runs / lookup.CACHE
+    cache.write_text(cache.read_text().replace('"reason":"', '"reason":"cached: '))
+    assert [run.reason[:7] for run in lookup.listed(runs)] == ["cached:"] * 3
     append(first[1].folder, started(2), ended("FAILED", "no"))
-    assert lookup.listed(runs)[1].reason == "no" and read == [first[1].folder.path]
+    assert [run.reason[:7] for run in lookup.listed(runs)] == ["cached:", "no", "cached:"]
+
+
+def test_a_cache_that_cannot_be_read_or_written_costs_only_time(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    append(make_folder(tmp_path), started(), ended())
+    first = lookup.listed(runs)
     (runs / lookup.CACHE).write_text("torn\n[1]\n")
-    assert len(lookup.listed(runs)) == 3 and len(read) == 4
+    assert lookup.listed(runs) == first
     (runs / lookup.CACHE).unlink()
-    (runs / lookup.CACHE).mkdir()  # cannot be written to
-    assert len(lookup.listed(runs)) == 3 and len(read) == 7
+    (runs / lookup.CACHE).mkdir()
+    assert lookup.listed(runs) == first
 
 
 @pytest.mark.parametrize("field", ["name", "status", "started", "undelivered", "params", "metrics"])
-def test_a_kept_summary_of_anything_is_read_again(field: str, tmp_path: Path) -> None:
+def test_a_cached_summary_with_odd_values_is_read_again(field: str, tmp_path: Path) -> None:
     append(make_folder(tmp_path), started(lr="1"), steps(1, 3), ended())
     cache = tmp_path / "runs" / lookup.CACHE
     before = lookup.listed(tmp_path / "runs")
@@ -129,12 +128,12 @@ def test_a_kept_summary_of_anything_is_read_again(field: str, tmp_path: Path) ->
         assert lookup.listed(tmp_path / "runs") == before
 
 
-def test_outdated_lines_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "SPARE_LINES", 2)
+def test_outdated_lines_of_the_cache_are_dropped(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     for attempt in range(1, 8):
         append(folder, started(attempt), ended(at=T0 + attempt))
-        assert lookup.listed(tmp_path / "runs")[0].seconds == attempt
+        [run] = lookup.listed(tmp_path / "runs", spare_lines=2)
+        assert run.seconds == attempt
     assert len((tmp_path / "runs" / lookup.CACHE).read_text().splitlines()) <= 4
 
 

@@ -1,7 +1,7 @@
-"""Runs that say RUNNING and are not: their processes are gone, and nobody was left to say so.
+"""Runs whose processes are gone before one of them could write the run's end.
 
-Their heartbeat are the journals: rank 0 appends to its own at least when a window of steps ends, each node's
-recorder to the node's every ten seconds.
+The journals are their heartbeat. Rank 0 appends to its journal at least when a window of steps
+ends, and each node's recorder appends to the node's every ten seconds.
 """
 
 from __future__ import annotations
@@ -14,48 +14,47 @@ from rankzero.run_store import claims
 from rankzero.run_store.attempt import DIED_WITHOUT_END, append_run_ended
 from rankzero.run_store.folder import RunFolder
 
-QUIET_SECONDS = 30.0  # three times the longest silence of a recorder that lives
+QUIET_SECONDS = 30.0
+"""Three times the longest silence of a recorder that is alive."""
 
 
 def is_stale(folder: RunFolder, quiet_seconds: float = QUIET_SECONDS) -> bool:
-    """Tell whether a run ended without a word: its writer is dead, its recorder too, nothing has moved since.
-
-    A recorder that lives says the end itself, whether it delivers or not. A helping machine does not know.
-    """
+    """Return whether a run is dead: no end, no writer, no recorder, no heartbeat."""
     if folder.is_elsewhere or last_end(folder) is not None:
         return False
+    # A recorder that is alive writes the end itself, even if it does not deliver.
     if (
         claims.writer_lives(folder)
         or claims.is_recording(folder)
         or claims.has_live_recorder(folder)
     ):
         return False
+    # A run without a claim may still be starting.
     quiet = quiet_seconds if claims.is_known(folder) else max(quiet_seconds, STARTING_SECONDS)
-    return silence(folder) > quiet and not _has_living_parent(folder)
+    if silence(folder) <= quiet:
+        return False
+    parent = folder.identity.parent
+    return parent is None or not claims.writer_lives(RunFolder(folder.path.parent / parent))
 
 
 def silence(folder: RunFolder) -> float:
-    """Return for how many seconds nothing of the run has moved."""
+    """Return the seconds since the run's last heartbeat."""
     return max(0.0, time.time() - claims.last_heartbeat(folder))
 
 
 def close(folder: RunFolder) -> str:
-    """Write the end that nobody wrote: FAILED, at the last sign of life. Returns the reason."""
+    """Write the missing end, FAILED at the last heartbeat, and return its reason."""
     at, claim = claims.last_heartbeat(folder), claims.latest(folder, 0)
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-    where = f" on {claim.host}" if claim else ""
-    reason = (
-        f"{DIED_WITHOUT_END}, with its recorder, or the machine went down; no sign of life since {moment}{where}"
-        if folder.events.exists()
-        else f"never began: its processes were gone by {moment}"
-    )
+    reason = f"never began: its processes were gone by {moment}"
+    if folder.events.exists():
+        where = f" on {claim.host}" if claim else ""
+        reason = (
+            f"{DIED_WITHOUT_END}, with its recorder, or the machine went down; "
+            f"no sign of life since {moment}{where}"
+        )
     with claims.exclusive_end(folder):
-        # Since one looked, an attempt may have begun.
+        # An attempt may have begun since `is_stale`.
         if last_end(folder) is None and not claims.writer_lives(folder):
             append_run_ended(folder, claim.time if claim else 0.0, reason, at)
     return reason
-
-
-def _has_living_parent(folder: RunFolder) -> bool:
-    parent = folder.identity.parent
-    return parent is not None and claims.writer_lives(RunFolder(folder.path.parent / parent))

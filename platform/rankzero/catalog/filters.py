@@ -1,4 +1,4 @@
-"""Which runs, in which order: ``status=FAILED``, ``val/accuracy>0.9``; by any column, param or metric. Pure."""
+"""Select and sort runs by a column, param or metric: ``status=FAILED``, ``val/accuracy>0.9``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rankzero.errors import UserError
 Value = str | float | bool | None
 
 COLUMNS: dict[str, Callable[[Summary], Value]] = {
-    "run": lambda one: one.name,
-    "experiment": lambda one: one.experiment,
-    "status": lambda one: one.status,
-    "reason": lambda one: one.reason,
-    "goal": lambda one: one.goal,
-    "best": lambda one: one.best,
-    "samples/s": lambda one: one.samples_per_second,
-    "started": lambda one: one.started,
-    "age": lambda one: time.time() - one.started,
-    "duration": lambda one: one.seconds,
-    "parent": lambda one: one.parent,
-    "data": lambda one: one.data,
-    "id": lambda one: one.mlflow_run_id,
+    "run": lambda run: run.name,
+    "experiment": lambda run: run.experiment,
+    "status": lambda run: run.status,
+    "reason": lambda run: run.reason,
+    "goal": lambda run: run.goal,
+    "best": lambda run: run.best,
+    "samples/s": lambda run: run.samples_per_second,
+    "started": lambda run: run.started,
+    "age": lambda run: time.time() - run.started,
+    "duration": lambda run: run.seconds,
+    "parent": lambda run: run.parent,
+    "data": lambda run: run.data,
+    "id": lambda run: run.mlflow_run_id,
 }
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -44,103 +44,96 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """What a run must be like."""
+    """A condition on a run's value under `key`."""
 
     key: str
     sign: str
     value: str
 
-    def holds(self, one: Summary) -> bool:
-        """Tell whether it is; of a run that does not have the key, no."""
-        found = value_of(one, self.key)
-        if found is None:
+    def holds(self, run: Summary) -> bool:
+        """Return whether the condition holds. For a run without the key it does not."""
+        value = value_of(run, self.key)
+        if value is None:
             return False
+        left, right = _number(value), _number(self.value)
         if self.sign in _COMPARE:
-            real, bar = _real(found), _real(self.value)
-            return real is not None and bar is not None and _COMPARE[self.sign](real, bar)
-        return _alike(found, self.value) != (self.sign == "!=")
+            return left is not None and right is not None and _COMPARE[self.sign](left, right)
+        if left is not None and right is not None:
+            is_equal = left == right
+        else:
+            is_equal = fnmatch.fnmatchcase(str(value).casefold(), self.value.casefold())
+        return is_equal != (self.sign == "!=")
 
 
-def parse(word: str) -> Condition:
-    """Read a filter. Raises UserError for what is none."""
-    found = _CONDITION.fullmatch(word)
+def parse(text: str) -> Condition:
+    """Read a condition. Raises UserError if the text is none."""
+    found = _CONDITION.fullmatch(text)
     if found is None or not found["key"].strip():
         raise UserError(
-            f"{word!r} is not a filter: write KEY=VALUE, or with !=, <, <=, > or >=; in quotes, since the shell takes "
-            "< and > for itself: 'val/accuracy>0.9'"
+            f"{text!r} is not a filter: write KEY=VALUE, or with !=, <, <=, > or >=; "
+            "quote < and > for the shell: 'val/accuracy>0.9'"
         )
-    condition = Condition(
-        found["key"].strip(), found["sign"].replace("==", "="), found["value"].strip()
-    )
-    if condition.sign in _COMPARE and _real(condition.value) is None:
-        raise UserError(
-            f"{word!r}: {condition.sign} compares numbers, and {condition.value!r} is none"
-        )
+    key, sign, value = found["key"].strip(), found["sign"].replace("==", "="), found["value"]
+    condition = Condition(key, sign, value.strip())
+    if sign in _COMPARE and _number(condition.value) is None:
+        raise UserError(f"{text!r}: {sign} needs a number, got {condition.value!r}")
     return condition
 
 
 def select(
     runs: Sequence[Summary], conditions: Iterable[Condition], sort: str | None = None
 ) -> list[Summary]:
-    """Return the runs for which all conditions hold, sorted by a key (``-key``: the largest first).
+    """Return the runs for which all conditions hold, sorted by a key (``-key``: largest first).
 
     Runs without the key come last. Raises UserError for a key that no run has.
     """
     conditions = list(conditions)
-    for key in (*(one.key for one in conditions), *([sort.removeprefix("-")] if sort else [])):
-        _require(key, runs)
-    kept = [one for one in runs if all(condition.holds(one) for condition in conditions)]
-    return _sorted(kept, sort) if sort else kept
+    key = (sort or "").removeprefix("-")
+    for needed in (*(condition.key for condition in conditions), *([key] if key else [])):
+        _require(needed, runs)
+    selected = [run for run in runs if all(condition.holds(run) for condition in conditions)]
+    if not key:
+        return selected
+    values = {id(run): value_of(run, key) for run in selected}
+    # NaN has no place in an order.
+    have = [run for run in selected if not _is_missing(values[id(run)])]
+    lack = [run for run in selected if _is_missing(values[id(run)])]
+    numbers = {id(run): _number(values[id(run)]) for run in have}
+    if None in numbers.values():
+        have.sort(key=lambda run: str(values[id(run)]).casefold(), reverse=sort != key)
+    else:
+        have.sort(key=lambda run: numbers[id(run)] or 0.0, reverse=sort != key)
+    return [*have, *lack]
 
 
-def value_of(one: Summary, key: str) -> Value:
-    """Return what the run has under a key: a column, else the goal's best value, else a param, else a metric."""
+def value_of(run: Summary, key: str) -> Value:
+    """Return a run's value: a column, else the goal's best value, else a param, else a metric."""
     if key in COLUMNS:
-        return COLUMNS[key](one)
-    if key == one.goal and one.best is not None:
-        return one.best
-    if key not in one.params:
+        return COLUMNS[key](run)
+    if key == run.goal and run.best is not None:
+        return run.best
+    if key not in run.params:
         key = new_name(key)
-    return one.params.get(key, one.metrics.get(key))
+    return run.params.get(key, run.metrics.get(key))
 
 
 def _require(key: str, runs: Sequence[Summary]) -> None:
-    if not runs or any(value_of(one, key) is not None for one in runs) or key in COLUMNS:
+    if not runs or key in COLUMNS or any(value_of(run, key) is not None for run in runs):
         return
-    known = sorted({*COLUMNS, *(key for one in runs for key in (*one.metrics, *one.params))})
+    known = sorted({*COLUMNS, *(key for run in runs for key in (*run.metrics, *run.params))})
     near = [
-        name for name in known if name.rpartition("/")[2] == key or name.rpartition(".")[2] == key
-    ]
-    near = near or difflib.get_close_matches(key, known, n=1)
+        name for name in known if key in (name.rpartition("/")[2], name.rpartition(".")[2])
+    ] or difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
     raise UserError(f"no run has {key!r}; {hint}")
 
 
-def _sorted(runs: Sequence[Summary], sort: str) -> list[Summary]:
-    key, backwards = sort.removeprefix("-"), sort.startswith("-")
-    have = [one for one in runs if not _missing(value_of(one, key))]
-    numbers = all(_real(value_of(one, key)) is not None for one in have)
-    have.sort(key=lambda one: _rank(value_of(one, key), numbers), reverse=backwards)
-    return [*have, *(one for one in runs if _missing(value_of(one, key)))]
-
-
-def _rank(value: Value, as_number: bool) -> tuple[float, str]:
-    return (_real(value) or 0.0, "") if as_number else (0.0, str(value).casefold())
-
-
-def _missing(value: Value) -> bool:
+def _is_missing(value: Value) -> bool:
     return value is None or value != value
 
 
-def _alike(found: Value, wanted: str) -> bool:
-    real, bar = _real(found), _real(wanted)
-    if real is not None and bar is not None:
-        return real == bar
-    return fnmatch.fnmatchcase(str(found).casefold(), wanted.casefold())
-
-
-def _real(value: Value) -> float | None:
-    """Return a number, a text that is one, or a span of time such as 90s, 5min, 2h, 1d in seconds; else None."""
+def _number(value: Value) -> float | None:
+    """Return a number, a text that is one, or a time such as 90s, 5min, 2h, 1d in seconds."""
     if isinstance(value, str) and (span := _SPAN.fullmatch(value)):
         return float(span[1]) * _SECONDS[span[2]]
     try:

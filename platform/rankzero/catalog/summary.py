@@ -1,4 +1,4 @@
-"""One run in short, out of the two ends of its journal: what lists of runs show, filter and sort by."""
+"""One run in short, from both ends of its journal: what lists show, filter and sort by."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO, get_args
+from typing import Any, get_args
 
 from rankzero.config.renamed import params_with_new_names
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
 from rankzero.experiment import Goal
 from rankzero.metric_names import SPEED, WHOLE_RUN
-from rankzero.run_store import claims, symlinks
-from rankzero.run_store import delivery_state as delivery
+from rankzero.run_store import claims, delivery_state, symlinks
 from rankzero.run_store.folder import RunFolder
 from rankzero.scalars import number, numbers
 
-TAIL_BYTES, LONGEST_TAIL_BYTES = 1 << 12, 1 << 20
-TRAINING_DATA = "rankzero.data.training"
-"""The tag with the digest of the data that a run trains on."""
-OF_A_REPORT = 4  # keys that the loop logs with each report, besides those of `measure`
-
 ELSEWHERE = "ELSEWHERE"
-"""The status of a run of which only a helping machine's part is here: another's disk knows."""
-STARTING_SECONDS = 120.0  # from a run's folder to its first process, on a busy machine
+"""The status of a run of which this disk has only a helping node's part."""
+STARTING_SECONDS = 120.0
+"""From a run's folder to its first process, on a busy machine."""
+_TAIL_BYTES, _MAX_TAIL_BYTES = 1 << 12, 1 << 20
+_TRAINING_DATA = "rankzero.data.training"
+"""The tag with the digest of the training data."""
+_LOOP_METRICS = 4
+"""Metrics that the loop logs with each report, besides those of `measure`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,33 +37,33 @@ class Summary:
     name: str
     experiment: str
     status: str
-    """FINISHED, FAILED, KILLED, STARTING, RUNNING; DIED where the writer is gone without a word."""
+    """FINISHED, FAILED, KILLED, STARTING, RUNNING, or DIED if the writer is gone without an end."""
     reason: str
-    """How it ended; empty while it runs."""
+    """Why it ended; empty while it runs."""
     started: float
     seconds: float
-    """From its first start to its newest word."""
+    """From its first start to its newest event."""
     goal: str
     best: float | None
-    """The goal metric's best value; of a run that goes on, the newest that is known to be one."""
+    """The goal metric's best value; of a run without an end, among the newest events."""
     samples_per_second: float | None
     undelivered: bool
     parent: str | None
     """The study that a trial belongs to."""
     mlflow_run_id: str | None
     data: str | None
-    """The digest of what it trains on: the same for the same data."""
+    """The digest of the training data: the same for the same data."""
     params: Mapping[str, str]
     metrics: Mapping[str, float]
-    """The newest values, and what the whole run comes to below ``whole_run/``."""
+    """The newest values, and the results of the whole run below ``whole_run/``."""
 
     @property
     def ended(self) -> bool:
-        """Tell whether the run says itself how it ended."""
+        """Whether the journal has the run's end."""
         return self.status in get_args(Status)
 
     def fields(self) -> dict[str, Any]:
-        """Return everything but the folder, in plain values."""
+        """Return everything but the folder as plain values."""
         return {name: value for name, value in vars(self).items() if name != "folder"}
 
 
@@ -78,7 +78,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def are_sound(fields: Mapping[str, Any]) -> bool:
-    """Tell whether these are the `fields` of a run that has ended, whoever wrote them down."""
+    """Return whether these are the `fields` of an ended run, with values of the right types."""
     return (
         fields.keys() == _KINDS.keys()
         and all(isinstance(value, _KINDS[key]) for key, value in fields.items())
@@ -89,21 +89,23 @@ def are_sound(fields: Mapping[str, Any]) -> bool:
 
 
 def read_summary(folder: RunFolder) -> Summary:
-    """Return the run in short. Raises BrokenRun where the folder holds no run."""
+    """Return the run in short. Raises InvalidRunFolder if the folder holds no run."""
     symlinks.refuse(folder.path)
     identity = folder.identity
     started, events = _ends(folder.events)
     ended = last_end(events)
-    params = started.params if started else {}
+    params = params_with_new_names(started.params) if started else {}
     begun = started.time if started else (folder.path / "run.json").stat().st_mtime
-    goal, metrics = params.get("goal.metric", ""), _newest(events)
-    told = ended.metrics if ended else {}  # an attempt that only evaluated has no speed of its own
-    seen = delivery.glance(delivery.path_of(folder, 0))
+    goal, metrics = params.get("goal.metric", ""), _newest_values(events)
+    # An attempt that only evaluated has no speed of its own.
+    results = ended.metrics if ended else {}
+    delivery = delivery_state.glance(delivery_state.path_of(folder, 0))
+    offsets = {folder.events.name: 0, **delivery.offsets}
     return Summary(
         folder=folder,
         name=identity.name,
         experiment=identity.experiment,
-        status=ended.status if ended else _unended(folder),
+        status=ended.status if ended else _status_without_end(folder),
         reason=ended.reason if ended else "",
         started=begun,
         seconds=max([0.0, *(_time(event) - begun for event in events[-1:])]),
@@ -111,118 +113,90 @@ def read_summary(folder: RunFolder) -> Summary:
         best=number(ended.metrics.get("best"))
         if ended
         else _best(events, goal, params.get("goal.mode", "min")),
-        samples_per_second=number(told.get("samples_per_second", metrics.get(SPEED))),
-        undelivered=seen.waits
-        or delivery.unread_bytes(folder, {folder.events.name: 0, **seen.offsets}) > 0,
+        samples_per_second=number(results.get("samples_per_second", metrics.get(SPEED))),
+        undelivered=delivery.waits or delivery_state.unread_bytes(folder, offsets) > 0,
         parent=identity.parent,
-        mlflow_run_id=seen.run_id or identity.mlflow_run_id,
-        data=started.environment.get(TRAINING_DATA) if started else None,
-        params=params_with_new_names(params),
+        mlflow_run_id=delivery.run_id or identity.mlflow_run_id,
+        data=started.environment.get(_TRAINING_DATA) if started else None,
+        params=params,
         metrics=metrics,
     )
 
 
-def _unended(folder: RunFolder) -> str:
-    begun = folder.events.exists()
+def _status_without_end(folder: RunFolder) -> str:
     if claims.writer_lives(folder):
-        return "RUNNING" if begun else "STARTING"
+        return "RUNNING" if folder.events.exists() else "STARTING"
     if folder.is_elsewhere:
         return ELSEWHERE
-    expected = (
-        not claims.is_known(folder)
-        and time.time() - claims.last_heartbeat(folder) <= STARTING_SECONDS
-    )
-    return "STARTING" if expected else "DIED"
+    age = time.time() - claims.last_heartbeat(folder)
+    return "STARTING" if not claims.is_known(folder) and age <= STARTING_SECONDS else "DIED"
 
 
-def tail(path: Path) -> list[Event]:
-    """Return the newest events, out of the file's last bytes: as many as it takes to see an evaluation and a step."""
-    return _ends(path)[1]
+def tail(path: Path, max_bytes: int = _MAX_TAIL_BYTES) -> list[Event]:
+    """Return a journal's newest events, enough to see an evaluation and a whole report."""
+    return _ends(path, max_bytes)[1]
 
 
-def _ends(path: Path) -> tuple[RunStarted | None, list[Event]]:
-    """Return how the journal begins, and its `tail`; of thousands, opening a file twice is felt."""
+def last_end(events: Iterable[Event]) -> RunEnded | None:
+    """Return the newest attempt's end, or None if it has none."""
+    end: RunEnded | None = None
+    for event in events:
+        if isinstance(event, (RunStarted, RunEnded)):
+            end = event if isinstance(event, RunEnded) else None
+    return end
+
+
+def _ends(path: Path, max_bytes: int = _MAX_TAIL_BYTES) -> tuple[RunStarted | None, list[Event]]:
+    """Return the first line's event and the `tail` of a journal."""
+    # Opening thousands of files twice would take noticeable time.
     try:
         with path.open("rb") as file:
-            first = _decoded_from_the_end([file.readline(LONGEST_TAIL_BYTES)])
-            return next((event for event in first if isinstance(event, RunStarted)), None), _tail(
-                file
-            )
+            first = _decoded(file.readline(max_bytes))
+            size, span = os.fstat(file.fileno()).st_size, _TAIL_BYTES
+            while True:
+                file.seek(max(0, size - span))
+                events, complete = _newest_events(file.read().splitlines())
+                if complete or span >= size or (span >= max_bytes and events):
+                    return first if isinstance(first, RunStarted) else None, events
+                span *= 4
     except FileNotFoundError:
         return None, []
 
 
-def _tail(file: BinaryIO) -> list[Event]:
-    size, span = os.fstat(file.fileno()).st_size, TAIL_BYTES
-    while True:
-        file.seek(max(0, size - span))
-        events = _decoded_from_the_end(file.read().splitlines())
-        if span >= size or (span >= LONGEST_TAIL_BYTES and events) or _tells_all(events):
-            return events
-        span *= 4
+def _newest_events(lines: Sequence[bytes]) -> tuple[list[Event], bool]:
+    """Return the events of the lines, and whether they hold an evaluation and a whole report.
 
-
-def last_end(events: Iterable[Event]) -> RunEnded | None:
-    """Return how the newest attempt ended; None where it runs, or did not say."""
-    found: RunEnded | None = None
-    for event in events:
-        if isinstance(event, (RunStarted, RunEnded)):
-            found = event if isinstance(event, RunEnded) else None
-    return found
-
-
-def _decoded_from_the_end(lines: Sequence[bytes]) -> list[Event]:
-    """Return the events, oldest first; of a run that has ended, from the last whole report on, if that tells all."""
+    A report may be several events of the same step. Events older than the last report of an ended
+    run are left out: decoding a line takes longer than reading it.
+    """
     found: list[Event] = []
-    told = _TailScan()
+    logged: set[str] = set()
+    evaluated, complete, ended = False, False, None
+    newest_step: int | None = None
     for line in reversed(lines):
-        try:
-            event = decode(line.decode(errors="replace"))
-        except ValueError:
-            continue  # the first line is cut, the last may be torn
-        if told.ended and told.all and told.is_newer_than(event):
+        event = _decoded(line)
+        # The first line is cut, and the last may be torn.
+        if event is None:
+            continue
+        step = _step(event)
+        if ended and complete and step is not None and newest_step not in (None, step):
             break
         found.append(event)
-        told.add(event)
-    return found[::-1]
-
-
-def _tells_all(events: Sequence[Event]) -> bool:
-    told = _TailScan()
-    for event in reversed(events):
-        told.add(event)
-    return told.all
-
-
-class _TailScan:
-    """What is known of a run when its newest events, in this order, have been read."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-        self._evaluated = False
-        self._step: int | None = None
-        self.ended: bool | None = None
-        """Whether it has; None: nothing says so yet."""
-
-    def add(self, event: Event) -> None:
-        if self._step is None:
-            self._step = _step(event)
+        newest_step = step if newest_step is None else newest_step
         if isinstance(event, StepsLogged):
-            self._logged.update(event.metrics)
-        elif isinstance(event, Evaluated):
-            self._evaluated = True
-        elif isinstance(event, (RunStarted, RunEnded)) and self.ended is None:
-            self.ended = isinstance(event, RunEnded)
+            logged.update(event.metrics)
+        elif isinstance(event, (RunStarted, RunEnded)) and ended is None:
+            ended = isinstance(event, RunEnded)
+        evaluated = evaluated or isinstance(event, Evaluated)
+        complete = evaluated and SPEED in logged and len(logged) > _LOOP_METRICS
+    return found[::-1], complete
 
-    @property
-    def all(self) -> bool:
-        """Tell whether that is an evaluation, the speed, and what a step logs."""
-        return self._evaluated and SPEED in self._logged and len(self._logged) > OF_A_REPORT
 
-    def is_newer_than(self, event: Event) -> bool:
-        """Tell whether the event belongs to an older report: decoding one costs more than reading it."""
-        step = _step(event)
-        return step is not None and self._step not in (None, step)
+def _decoded(line: bytes) -> Event | None:
+    try:
+        return decode(line.decode(errors="replace"))
+    except ValueError:
+        return None
 
 
 def _step(event: Event) -> int | None:
@@ -231,7 +205,7 @@ def _step(event: Event) -> int | None:
     return event.step if isinstance(event, Evaluated) else None
 
 
-def _newest(events: Iterable[Event]) -> dict[str, float]:
+def _newest_values(events: Iterable[Event]) -> dict[str, float]:
     found: dict[str, Any] = {}
     for event in events:
         match event:
@@ -253,15 +227,14 @@ def _best(events: Iterable[Event], goal: str, mode: str) -> float | None:
     judge = Goal(mode="max" if mode == "max" else "min")
     best: float | None = None
     for event in events:
-        value = number(event.metrics.get(goal)) if isinstance(event, Evaluated) else None
-        if value is not None and (event.best or judge.better(value, best)):  # type: ignore[union-attr]
-            best = value
+        if isinstance(event, Evaluated):
+            value = number(event.metrics.get(goal))
+            if value is not None and (event.best or judge.better(value, best)):
+                best = value
     return best
 
 
 def _time(event: Event) -> float:
-    return (
-        (number((event.times or [0.0])[-1]) or 0.0)
-        if isinstance(event, StepsLogged)
-        else event.time
-    )
+    if isinstance(event, StepsLogged):
+        return number((event.times or [0.0])[-1]) or 0.0
+    return event.time

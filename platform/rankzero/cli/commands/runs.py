@@ -89,7 +89,9 @@ def as_json(one: Summary) -> dict[str, Any]:
 
 def _closed(runs: Path) -> list[Summary]:
     """Return all runs, after recording the end, here and in MLflow, of those that died."""
-    listed = lookup.listed(runs, told=lambda text: print(f"not listed: {text}", file=sys.stderr))
+    listed = lookup.listed(
+        runs, on_invalid=lambda text: print(f"not listed: {text}", file=sys.stderr)
+    )
     found = [
         one.folder for one in listed if one.status == "DIED" and dead_runs.is_stale(one.folder)
     ]
