@@ -164,6 +164,7 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
     Ctrl-C and a notebook's interrupt reach the command once, so that it stops with a checkpoint.
     KeyboardInterrupt is raised after that. Raises RunFailed and UserError as the command fails.
     """
+    # A file and not a pipe: nobody reads a pipe while the output is printed.
     with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "rankzero", *words],
@@ -174,6 +175,8 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
             start_new_session=True,  # so that the terminal's Ctrl-C reaches it through us only
         )
         interrupted = False
+        # An interrupt leaves the loop over the output, which then continues: the command prints
+        # how it stopped.
         while process.returncode is None:
             try:
                 for line in process.stdout or ():
@@ -186,6 +189,7 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
             raise KeyboardInterrupt
         errors.seek(0)
         notes, _, message = errors.read().rpartition("error: ")
+    # A stopped run has a checkpoint, which the caller wants. It is not an error.
     if process.returncode in (FINISHED, RESUMABLE):
         print(notes + message, end="", file=sys.stderr)
         return

@@ -57,6 +57,7 @@ def runs(
         for run in found
     ]
     table = pandas.DataFrame.from_records(rows, columns=None if found else list(_COLUMNS))
+    # Params are text in the journal. Plots and filters need numbers.
     for name in table.columns:
         if name.startswith("params."):
             table[name] = _as_numbers(table[name])

@@ -100,6 +100,7 @@ def _launch(
 
     folder, train = plan.folder, plan.experiment.train
     before = lookup.journal_bytes(folder)
+    # For each launch: code and environment may have changed since the run's last attempt.
     found = provenance.collect(Path.cwd(), plan.argv, os.environ)
     provenance.write_artifacts(found, folder.artifacts)
     file = os.path.relpath(folder.identity.experiment_file or "", Path.cwd())
@@ -147,8 +148,9 @@ def _report_without_attempt(
     An end in the journal is then an earlier attempt's.
     """
     folder, resumable = plan.folder, _has_checkpoint(plan.folder)
+    # Without its identity the folder is not listed as a run. Its logs stay for the user.
     if not (folder.events.exists() or resumable or any(folder.path.glob("system-node_*.jsonl"))):
-        (folder.path / "run.json").unlink(missing_ok=True)  # only logs are left: not a run
+        (folder.path / "run.json").unlink(missing_ok=True)
     if result.status != "FAILED":
         return FINISHED if result.status == "FINISHED" else RESUMABLE
     first = failures.first(folder.failures)
@@ -210,6 +212,7 @@ def _report(plan: LaunchPlan, result: agent.LaunchResult, console: Console) -> i
             f"the run ended without a record of it{why}; see {plan.folder.path / 'logs'}"
         )
     console.result(ended)
+    # A killed rank could not say so in the journal. The launcher knows its exit code.
     if ended.status == "FAILED":
         raise RunFailed(ended.reason + (f" ({result.reason})" if result.killed_by else ""))
     if ended.status == "KILLED":
@@ -248,6 +251,7 @@ def topology_of(arguments: argparse.Namespace, train: Train) -> agent.Topology:
 
 def libraries_of(path: Path) -> list[str]:
     """Return the slow libraries that a file imports at its top, for the server to import first."""
+    # Parsed, not imported: user code runs in the workers, not in the server they are forked from.
     try:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError):

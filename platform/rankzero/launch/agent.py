@@ -13,10 +13,13 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankzero.launch import rendezvous, signals
 from rankzero.launch.signals import SignalForwarder
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult
 
 # The first optimizer imports torch._dynamo, which takes about as long as PyTorch itself. It is a
 # private name: if it goes, the server ignores it, and runs start a second later.
@@ -106,19 +109,26 @@ def run(
         return LaunchResult("FAILED", "a rank failed, and the disk was too full to write why")
     finally:
         spec.rdzv_handler.shutdown()
+    return _result_of(result)
+
+
+def _result_of(result: RunResult) -> LaunchResult:
+    """Return what the agent reports as a value that outlives it."""
     if not result.is_failed():
         return LaunchResult(str(result.return_values[min(result.return_values)]))
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    signals_of = {rank: signal.Signals(-code) for rank, code in codes.items() if code < 0}
+    reasons = [
+        f"rank {rank} was killed by {signals_of[rank].name}"
+        if rank in signals_of
+        else f"rank {rank} ended with exit code {code}"
+        for rank, code in codes.items()
+    ]
     return LaunchResult(
         "FAILED",
-        ", ".join(
-            f"rank {rank} ended with exit code {code}"
-            if code >= 0
-            else f"rank {rank} was killed by {signal.Signals(-code).name}"
-            for rank, code in codes.items()
-        ),
+        ", ".join(reasons),
         exit_code=next(iter(codes.values()), None),
-        killed_by=next((signal.Signals(-code) for code in codes.values() if code < 0), None),
+        killed_by=next(iter(signals_of.values()), None),
     )
 
 

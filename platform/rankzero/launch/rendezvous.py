@@ -39,6 +39,7 @@ def on_loopback(
     """
     if not is_one_machine(ranks, environ):
         return None
+    # PyTorch binds to all addresses. A socket that we bind to the loopback replaces its own.
     port = int(environ["MASTER_PORT"])
     listening = _listening(port, ranks.world_size).detach() if ranks.first else None
     return _distributed().TCPStore(
@@ -74,6 +75,7 @@ def is_one_machine(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> boo
 def _listening(port: int, most: int) -> socket.socket:
     server = socket.socket()
     try:
+        # A restarted rank 0 gets the port of the one that died, whose connections linger.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind((_LOOPBACK, port))
         server.listen(most)

@@ -73,6 +73,7 @@ def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFold
     """
     try:
         folder = RunFolder.create(runs, identity)
+        # Without a claim `rankzero runs` would close the run while its ranks start.
         claims.claim(folder, 0)
         return folder
     except FileExistsError:
@@ -99,6 +100,7 @@ def with_secrets(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dic
 
     Raises UserError for redacted settings that `changes` lack.
     """
+    # The copy that went through MLflow has no secrets.
     hidden = [key for key, value in settings.items() if BLOT in str(value)]
     unknown = [key for key in hidden if key not in changes]
     if unknown:
@@ -111,6 +113,7 @@ def with_secrets(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dic
 
 def write_config(folder: RunFolder, experiment: Experiment) -> None:
     """Write the settings twice: complete for this disk, and redacted for MLflow."""
+    # A resume on this machine needs the secrets, so their file is private to its owner.
     hidden = blotted(config.rendered(experiment))
     write_atomically(folder.config, config.to_yaml(experiment), private=bool(hidden))
     folder.artifacts.mkdir(exist_ok=True)

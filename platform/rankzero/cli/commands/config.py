@@ -27,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         for leaf in config.leaves(experiment)
     ]
     width = max(len(key) for key, _, _ in rows)
+    # As comments, so that the output is a settings file for --from.
     print("\n# every legal key: type (value)")
     for key, kind, value in rows:
         print(f"# {key:{width}}  {kind} ({value})")

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, usage: DiskUsage = shutil.disk_usage) -> int:
     """Run the command; return its exit code."""
+    # Imported late: the checks of a machine must not depend on the code that reads runs.
     if getattr(arguments, "run", None):
         from rankzero.cli.display import diagnosis
 
@@ -140,6 +141,7 @@ def _check_sqlite(path: Path) -> str:
     if not path.exists():
         return " (made by the first run)"
     try:
+        # Read-only, so that a check never creates or repairs a database.
         address = f"{path.absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(address, uri=True)) as database:
             (answer,) = database.execute("PRAGMA quick_check").fetchone()

@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"cannot write to {target}: {error.strerror}; choose another folder with --to"
         ) from error
+    # Printed one per line, so that scripts can read what was written.
     for path in _write_all(folder, target, arguments.format):
         print(path)
     return 0

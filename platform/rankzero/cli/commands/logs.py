@@ -68,6 +68,7 @@ def _show(folder: RunFolder, rank: int, prefix: str = "") -> None:
     """Print a rank's output by attempt, standard error last."""
     for path in log_files(folder.path / "logs", rank):
         with path.open(encoding="utf-8", errors="replace") as file:
+            # Line by line: a rank may have printed gigabytes.
             for line in file:
                 print(prefix + line.rstrip("\n"))
 
@@ -78,6 +79,7 @@ def _follow(folder: RunFolder, root: Path, rank: int) -> int:
     console = Console(folder, goal, root, rank)
     try:
         _show(folder, rank)
+        # Before the thread starts, so that nothing is shown twice.
         console.catch_up()
         if console.ended is None:
             with console:

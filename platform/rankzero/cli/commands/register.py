@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = f"models:/{arguments.model_name}/{version}"
     print(f"{model} is the best model of {found.name}")
     print(f'load:  mlflow.pytorch.load_model("{model}")')
+    # Without the password: it would stay in the shell's history.
     where = shlex.quote(url_without_secrets(uri))
     print(f"serve: MLFLOW_TRACKING_URI={where} mlflow models serve -m {model} --env-manager local")
     return 0

@@ -96,6 +96,7 @@ def _show_code(terminal: Console, left: RunSide, right: RunSide, limit: int | No
         changed := provenance.changed_between(Path.cwd(), commits[0], commits[1])
     ):
         terminal.print(Text(changed.rstrip()))
+    # Uncommitted changes were saved with each run. The commits themselves are in git.
     lines = list(comparison.patches(left.patch, right.patch))
     if lines:
         terminal.print(Text(f"Uncommitted changes: - {left.name}, + {right.name}", style="bold"))

@@ -121,6 +121,7 @@ def _class(folder: RunFolder, store_folder: Path) -> type[Experiment]:
             f"{folder.path.name} does not record an experiment file in this folder: pass "
             "--experiment FILE; runs of rankzero.track are resumed by your own program"
         )
+    # A downloaded run may come from anyone: code next to it must not run on this machine.
     if Path(reference).resolve().is_relative_to(store_folder.resolve()):
         raise UserError(
             f"{reference} is in the folder of the runs, and code from there is not executed: pass "
@@ -142,6 +143,7 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
             f"{folder.path.name} has finished: to train it further, pass a new end, such as "
             f"train.epochs={2 * (saved.train.epochs or 1)}"
         )
+    # A checkpoint holds the position in the data's order, which these two settings determine.
     changed = config.override(saved, changes)
     for key in ("train.batch_size", "train.seed"):
         if config.flatten(changed)[key] != config.flatten(saved)[key]:
@@ -156,6 +158,7 @@ def _set_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> None
     """Set --nproc to the previous attempt's number of processes, unless the user or the GPUs do."""
     from rankzero.training.distributed.device import gpu_count
 
+    # The same number of processes sums gradients in the same order, so results stay identical.
     before = checkpoint_files.read_manifest(checkpoint_path).world_size
     if arguments.nproc is not None or before is None or before % arguments.nnodes:
         return

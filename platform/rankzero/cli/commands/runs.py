@@ -31,7 +31,9 @@ _COLOURS = {
     "STARTING": "cyan",
     ELSEWHERE: "dim",
 }
+# A running run that wrote nothing for so long is marked as silent.
 _SILENT_SECONDS = 120.0
+# A list must not wait for a server that does not answer.
 _PATIENCE_SECONDS = 5.0
 _SHOWN, _INCOMPLETE = 20, "*"
 # Keys that need no additional column.
@@ -97,6 +99,7 @@ def _closed(runs: Path) -> list[Summary]:
     ]
     for folder in found:
         print(f"{folder.path.name}: FAILED, {dead_runs.close(folder)}", file=sys.stderr, flush=True)
+    # MLflow shows a run as RUNNING until its end is delivered, and nobody else would do that.
     for folder in () if is_offline() else found:
         try:
             result = sync.deliver(folder, patience=_PATIENCE_SECONDS)
@@ -115,6 +118,7 @@ def _closed(runs: Path) -> list[Summary]:
 def _show(found: Sequence[Summary], limit: int, asked: Sequence[str] = ()) -> None:
     """Print the first runs as a table, with a column for each key in `asked`."""
     terminal = table_console()
+    # With one goal its name is the heading, else it stands in each row.
     goals = {one.goal for one in found[:limit] if one.best is not None}
     goal = goals.pop() if len(goals) == 1 else "goal"
     extra = [key for key in dict.fromkeys(asked) if key not in (*_IN_THE_TABLE, goal)]

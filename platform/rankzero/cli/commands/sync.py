@@ -52,6 +52,7 @@ def _deliver(folder: RunFolder) -> int:
     except (FolderGone, InvalidRunFolder) as error:
         print(f"{name}: {error}")
         return FAILED
+    # `pending` counts what MLflow refused to take for now, not what it rejected for good.
     if result.pending:
         print(
             f"{name}: {result.delivered:,} values delivered, the rest failed: "
@@ -72,5 +73,6 @@ def _deliver(folder: RunFolder) -> int:
         print(f"  {line}")
     ended = lookup.last_end(folder)
     if ended is not None and ended.status == "FINISHED":
+        # In a process of its own, because it runs the user's code.
         best_model.in_new_process(folder, lambda text: print(f"{name}: {text}"))
     return FINISHED

@@ -90,6 +90,7 @@ def add_launch_arguments(
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     path, _ = experiment_file.split(arguments.experiment)
+    # First of all: the server imports PyTorch while this process reads the experiment.
     agent.warm_up(launch_run.libraries_of(path))
     settings = config.parse_assignments(arguments.settings)
     experiment = config.override(_start(arguments, settings), settings)
@@ -102,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = make_folder(arguments.dir / "runs", identity, machines=topology.nodes)
     joined = folder.identity.uuid != identity.uuid
     with sole_launcher(folder, topology.nodes):
+        # The machine that created the folder writes the settings that all ranks use.
         if not joined:
             write_config(folder, experiment)
         return launch_run.run(

@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         names=arguments.allowed_hosts,
         origins=arguments.cors_origins,
     )
+    # MLflow's server reports a port in use with a traceback, after seconds.
     _require_free(access)
     uris.prepare_store(uris.default_tracking_uri(arguments.dir))
     empty = uris.is_empty(arguments.dir / uris.DATABASE)
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         where = f"{access.host}:{access.port}"
         notes = f"insecure: anyone who reaches {where} can read, change and delete every run"
     command = server.command(arguments.dir, access)
+    # Its log of requests is of no use here. Its errors explain a server that does not start.
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
@@ -154,6 +156,7 @@ def _ends_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
     def end(_number: int, _frame: FrameType | None) -> None:
         process.terminate()
 
+    # Without a handler SIGTERM would end this process and leave the server running.
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

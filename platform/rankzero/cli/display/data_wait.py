@@ -37,6 +37,7 @@ class DataWait:
         seen = list(self._windows)[_SKIPPED_WINDOWS:]
         if not seen or seen[-1][0] - seen[0][0] < _WATCHED_SECONDS:
             return None
+        # The median ignores single windows, such as the one after an evaluation.
         waiting = statistics.median(fraction for _, fraction in seen)
         self._windows.popleft()
         if waiting <= _TOO_MUCH:

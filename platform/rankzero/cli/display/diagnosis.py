@@ -161,6 +161,7 @@ def _end_of(path: Path, most: int = 1 << 20) -> str:
     """Return the end of a file without secrets, or "" if it cannot be read."""
     try:
         with path.open("rb") as file:
+            # Logs may have any size, and the end is what explains a failure.
             file.seek(max(0, path.stat().st_size - most))
             return text_without_secrets(file.read().decode(errors="replace"))
     except OSError:

@@ -53,6 +53,7 @@ class Console:
             path: path.stat().st_size for path in (*self._journals, *self._logs()) if path.exists()
         }
         self._stopping = threading.Event()
+        # Daemon: a display must never keep a command from ending.
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._live: Live | None = None
         self._next_line = 0.0
@@ -136,6 +137,7 @@ class Console:
                 advice = self._advise(event)
                 if advice is not None:
                     self.notice(advice)
+        # Into a pipe a line now and then: a log of a day's training must stay readable.
         if self._live is not None:
             self._live.update(progress_panel(self._progress))
         elif self._progress.step and time.monotonic() >= self._next_line:
@@ -157,6 +159,7 @@ class Console:
             with path.open("rb") as file:
                 file.seek(start)
                 text = file.read(1 << 16)
+            # Complete lines only: half a line would tear the live block.
             lines = text[: text.rfind(b"\n") + 1]
             self._offsets[path] = start + len(lines)
             if lines:

@@ -67,6 +67,7 @@ class ProgressModel:
             facts.append(f"{self.values[SPEED]:,.0f} samples/s")
         if DATA_WAIT in self.values:
             facts.append(f"data wait {self.values[DATA_WAIT]:.0%}")
+        # One number for all GPUs of the node: the block has one line.
         gpus = [
             value
             for name, value in self.system.items()
