@@ -15,6 +15,7 @@ from rankzero.catalog.lookup import folders
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.tracking.sync import deliver
 from support.paths import EXPERIMENTS
+from support.stores import list_runs
 
 EXAMPLES = EXPERIMENTS / "integrations"
 SECONDS = 240
@@ -68,7 +69,7 @@ def all_tracked(folder: Path) -> list[RunRecord]:
     assert all(
         deliver(found, patience=SECONDS).done for found in folders(folder / "mlruns" / "runs")
     )
-    return tracker(folder).list_runs()
+    return list_runs(f"sqlite:///{folder / 'mlruns' / 'mlflow.db'}")
 
 
 def tracked(folder: Path) -> RunRecord:
