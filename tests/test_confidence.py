@@ -1,4 +1,4 @@
-"""Student's t, and intervals made with it."""
+"""Student's t, and confidence intervals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_students_quantile(freedom: int, probability: float) -> None:
     )
 
 
-def test_the_interval_covers_what_it_says() -> None:
+def test_interval_covers_the_mean_as_often_as_promised() -> None:
     draw = random.Random(0)
     hits = 0
     for _ in range(2000):
@@ -33,6 +33,6 @@ def test_one_value_has_no_interval() -> None:
     assert half_width([1.0]) is None and half_width([]) is None
 
 
-def test_the_pooled_deviation_is_within_groups_only() -> None:
+def test_pooled_deviation_ignores_differences_between_groups() -> None:
     assert pooled_deviation([[1.0, 3.0], [101.0, 103.0], [7.0]]) == (pytest.approx(2**0.5), 2)
     assert pooled_deviation([[1.0], []]) == (0.0, 0)

@@ -1,4 +1,4 @@
-"""What a user writes: fields that are settings, and what a wrong one is told."""
+"""Experiments: fields that are settings, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Derived(Base):
         return self.data_, self.data_
 
 
-def test_what_a_class_sets_without_an_annotation_is_a_field() -> None:
+def test_inherited_field_needs_no_annotation() -> None:
     assert Base().goal == Goal("val/accuracy", "max", 0.9)
     assert override(Base(), {"goal.target": "0.95"}).goal.target == 0.95
     assert Derived().width == 16 and Derived().depth == 2 and Derived().train.epochs == 3
 
 
-def test_a_base_keeps_its_own_defaults_and_fields() -> None:
+def test_base_class_keeps_its_defaults_and_fields() -> None:
     assert (
         Base().width == 8
         and "depth" not in flatten(Base())
@@ -51,7 +51,7 @@ def test_a_base_keeps_its_own_defaults_and_fields() -> None:
     )
 
 
-def test_a_search_space_is_no_setting() -> None:
+def test_search_space_is_not_a_setting() -> None:
     assert (
         "search" not in flatten(Derived())
         and Derived.search["depth"] == Choice(1, 2)
@@ -59,11 +59,11 @@ def test_a_search_space_is_no_setting() -> None:
     )
 
 
-def test_a_setting_may_share_its_name_with_a_method() -> None:
+def test_setting_may_share_its_name_with_a_method() -> None:
     assert override(Derived(), {"data": "fake"}).data() == ("fake", "fake")
 
 
-def test_an_experiment_is_frozen() -> None:
+def test_experiment_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Base().width = 3  # type: ignore[misc]
 
@@ -86,7 +86,7 @@ experiments = st.builds(
 
 
 @given(experiments)
-def test_an_experiment_survives_yaml_and_text(experiment: Derived) -> None:
+def test_experiment_survives_yaml_and_text(experiment: Derived) -> None:
     assert from_yaml(Derived, to_yaml(experiment)) == experiment
     assert (
         override(Derived(), {key: render(value) for key, value in flatten(experiment).items()})
@@ -94,7 +94,7 @@ def test_an_experiment_survives_yaml_and_text(experiment: Derived) -> None:
     )
 
 
-def test_a_field_without_a_default_is_refused() -> None:
+def test_field_without_a_default_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Broken\.width needs a default"):
         type("Broken", (Experiment,), {"__annotations__": {"width": int}})
 
@@ -102,12 +102,12 @@ def test_a_field_without_a_default_is_refused() -> None:
 @pytest.mark.parametrize(
     "annotation", [Path, list[int], Any, Ema | None, tuple[Path, ...], dict[str, int], bytes]
 )
-def test_a_type_that_no_text_can_say_is_refused(annotation: Any) -> None:
+def test_type_without_a_text_form_is_refused(annotation: Any) -> None:
     with pytest.raises(TypeError, match=r"Broken\.it: a setting cannot have the type .*; use int,"):
         type("Broken", (Experiment,), {"__annotations__": {"it": annotation}, "it": None})
 
 
-def test_what_is_not_written_is_told() -> None:
+def test_missing_factory_is_named() -> None:
     for method, words in (("data", ()), ("model", ()), ("measure", (None, None))):
         with pytest.raises(NotImplementedError, match=f"Base must define {method}"):
             getattr(Base(), method)(*words)
@@ -117,13 +117,13 @@ def test_what_is_not_written_is_told() -> None:
     "wrong",
     [{"epochs": None}, {"batch_size": 0}, {"clip": 0.0}, {"workers": -1}, {"seed": -1}],
 )
-def test_a_training_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_train_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Train(**wrong)
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "train/loss"])
-def test_a_goal_is_a_validation_metric(metric: str) -> None:
+def test_goal_must_be_a_validation_metric(metric: str) -> None:
     with pytest.raises(ValueError, match="validation metric"):
         Goal(metric)
 
@@ -137,7 +137,7 @@ def test_better_is_strict_and_follows_the_mode(one: float, other: float) -> None
     assert Goal().better(one, None)
 
 
-def test_a_target_is_reached_or_not() -> None:
+def test_reached_compares_with_the_target() -> None:
     assert Goal("val/a", "max", 0.9).reached(0.9) and not Goal("val/a", "max", 0.9).reached(0.89)
     assert Goal("val/a", "min", 0.1).reached(0.05) and not Goal("val/a", "min", 0.1).reached(None)
     assert not Goal("val/a", "max").reached(1.0)

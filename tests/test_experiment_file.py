@@ -1,4 +1,4 @@
-"""Loading the user's file, by path and class."""
+"""Loading a user's file by path and class."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def written(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_the_only_experiment_of_a_file_is_found(tmp_path: Path) -> None:
+def test_only_experiment_of_a_file_is_found(tmp_path: Path) -> None:
     path = written(tmp_path, "exp_one.py", EXPERIMENT.format(name="One"))
     assert load(str(path)).__name__ == "One"
     assert load(f"{path}:One") is load(str(path))
 
 
-def test_of_several_experiments_one_must_be_named(tmp_path: Path) -> None:
+def test_one_of_several_experiments_must_be_named(tmp_path: Path) -> None:
     text = EXPERIMENT.format(name="One") + "class Two(Experiment):\n    pass\n"
     path = written(tmp_path, "exp_two.py", text)
     with pytest.raises(UserError, match=r"exp_two\.py:One or exp_two\.py:Two"):
@@ -47,19 +47,19 @@ def test_of_several_experiments_one_must_be_named(tmp_path: Path) -> None:
         load(f"{path}:Three")
 
 
-def test_a_base_class_does_not_stand_in_the_way(tmp_path: Path) -> None:
+def test_base_class_in_the_file_is_not_a_second_experiment(tmp_path: Path) -> None:
     path = written(
         tmp_path, "exp_base.py", EXPERIMENT.format(name="One") + "class Two(One):\n    pass\n"
     )
     assert load(str(path)).__name__ == "Two"
 
 
-def test_a_file_named_as_a_loaded_module_is_refused(tmp_path: Path) -> None:
+def test_file_with_the_name_of_a_loaded_module_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rename the file"):
         load(str(written(tmp_path, "json.py", EXPERIMENT.format(name="One"))))
 
 
-def test_what_a_file_imports_is_not_its_own(tmp_path: Path) -> None:
+def test_imported_experiment_is_not_the_files_own(tmp_path: Path) -> None:
     written(tmp_path, "exp_base.py", EXPERIMENT.format(name="One"))
     path = written(
         tmp_path, "exp_uses.py", "from exp_base import One\n\nclass Two(One):\n    pass\n"
@@ -67,7 +67,7 @@ def test_what_a_file_imports_is_not_its_own(tmp_path: Path) -> None:
     assert load(str(path)).__name__ == "Two"
 
 
-def test_a_file_is_loaded_once_however_it_is_named(
+def test_file_is_loaded_once_under_any_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(tmp_path, "exp_one.py", EXPERIMENT.format(name="One"))
@@ -81,7 +81,7 @@ def test_a_file_is_loaded_once_however_it_is_named(
 @pytest.mark.parametrize(
     "reference", ["missing.py", "digits", "digits.yaml", ".", "missing.py:One", ""]
 )
-def test_what_is_no_experiment_file_is_told(
+def test_missing_or_wrong_file_is_refused(
     reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -90,7 +90,7 @@ def test_what_is_no_experiment_file_is_told(
         load(reference)
 
 
-def test_a_reference_is_a_path_and_perhaps_a_class(tmp_path: Path) -> None:
+def test_reference_is_a_path_with_or_without_a_class(tmp_path: Path) -> None:
     folder = tmp_path / "a:b"
     folder.mkdir()
     path = written(folder, "exp.py", "")
@@ -98,12 +98,12 @@ def test_a_reference_is_a_path_and_perhaps_a_class(tmp_path: Path) -> None:
     assert split(f"{path}:One") == (path, "One")
 
 
-def test_a_file_without_an_experiment_is_told(tmp_path: Path) -> None:
+def test_file_without_an_experiment_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="defines no Experiment"):
         load(str(written(tmp_path, "exp_none.py", "from rankzero import Experiment\n")))
 
 
-def test_a_file_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failing_file_leaves_no_module_or_path_behind(tmp_path: Path) -> None:
     path, before = written(tmp_path, "exp_broken.py", "1 / 0\n"), list(sys.path)
     with pytest.raises(ZeroDivisionError):
         load(str(path))

@@ -1,4 +1,4 @@
-"""Which rank am I, by each launcher's environment."""
+"""This process's rank, from each launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def tf_config(kind: str, index: int) -> str:
         ({"TF_CONFIG": "{}", "RANK": "0", "WORLD_SIZE": "3"}, Ranks(0, 3)),
     ],
 )
-def test_launchers(environ: dict[str, str], ranks: Ranks) -> None:
+def test_ranks_are_read_from_each_launcher(environ: dict[str, str], ranks: Ranks) -> None:
     assert detect(environ) == ranks
     assert ranks.first == (ranks.rank == 0)
 
@@ -123,7 +123,7 @@ VARIABLES = [
 @given(
     st.dictionaries(st.sampled_from(VARIABLES), st.integers(-2, 9).map(str) | st.text(max_size=8))
 )
-def test_any_environment_gives_ranks_that_make_sense(environ: dict[str, str]) -> None:
+def test_any_environment_gives_valid_ranks(environ: dict[str, str]) -> None:
     found = detect(environ)
     assert (
         0 <= found.rank < found.world_size and found.local_world_size >= 1 and found.node_count >= 1

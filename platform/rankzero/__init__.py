@@ -1,6 +1,6 @@
 """RankZero: tracked PyTorch training that never waits for its tracker.
 
-The public names; each is imported when it is first used, so `import rankzero` costs nothing.
+A public name is imported when it is first used, so `import rankzero` costs nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HOMES = {
     "rankzero.integrations.tracked_run": ("track",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = [  # noqa: PLE0604 - the names above, kept in one place
+__all__ = [  # noqa: PLE0604 - The names stay in one place.
     "__version__",
     *sorted(_HOME_OF),
 ]

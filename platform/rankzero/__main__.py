@@ -1,4 +1,4 @@
-"""``python -m rankzero``: the same as the command ``rankzero``."""
+"""``python -m rankzero`` is the command ``rankzero``."""
 
 from rankzero.cli.main import command
 

@@ -1,4 +1,4 @@
-"""Confidence intervals of few measurements. Pure."""
+"""Confidence intervals for a few measurements. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import math
 import statistics
 from collections.abc import Sequence
 
-ANGLE_BITS = 50
+_ANGLE_BITS = 50
 
 
 @functools.lru_cache(maxsize=1024)
 def student_t(freedom: int, probability: float = 0.975) -> float:
     """Return Student's t quantile for a probability above a half, to six digits.
 
-    `freedom`: at least 1. Solves the closed form of its distribution (Abramowitz & Stegun 26.7.3
-    and 26.7.4) for the angle whose tangent is t over the root of `freedom`.
+    `freedom`: at least 1. Source: the closed form of the distribution in Abramowitz & Stegun,
+    26.7.3 and 26.7.4, solved by bisection for the angle whose tangent is t / sqrt(freedom).
     """
     low, high = 0.0, math.pi / 2
-    for _ in range(ANGLE_BITS):
+    for _ in range(_ANGLE_BITS):
         middle = (low + high) / 2
         low, high = (
             (middle, high) if _within(middle, freedom) < 2 * probability - 1 else (low, middle)
@@ -39,7 +39,7 @@ def _within(angle: float, freedom: int) -> float:
 
 
 def half_width(values: Sequence[float], probability: float = 0.975) -> float | None:
-    """Return half the interval of the mean of independent values; None with fewer than two."""
+    """Return half the confidence interval of the mean, or None with fewer than two values."""
     count = len(values)
     if count < 2:
         return None
@@ -47,7 +47,10 @@ def half_width(values: Sequence[float], probability: float = 0.975) -> float | N
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """Return the standard deviation within groups, and its degrees of freedom; (0, 0) without a group of two."""
+    """Return the standard deviation within groups and its degrees of freedom.
+
+    (0, 0) if no group has two values.
+    """
     freedom = sum(len(group) - 1 for group in groups if len(group) > 1)
     squares = math.fsum(
         (value - statistics.fmean(group)) ** 2

@@ -1,4 +1,4 @@
-"""What a user writes: an `Experiment`, whose fields are hyperparameters and whose methods are pure factories. Pure.
+"""The `Experiment` that a user writes: fields are settings, methods are pure factories. Pure.
 
 class Digits(Experiment):
     train: Train = Train(epochs=10, batch_size=256)
@@ -29,7 +29,7 @@ Schedule = Literal["constant", "linear", "cosine", "one_cycle"]
 def _require_all(
     config: object, names: Sequence[str], at_least: float = -math.inf, above: float = -math.inf
 ) -> None:
-    """Raise ValueError if one of these settings is below its bound. None is no number and passes."""
+    """Raise ValueError if one of these settings is below its bound. None passes."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value < at_least:
@@ -40,7 +40,7 @@ def _require_all(
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """What the run is for: a validation metric, its direction and, where known, the bar to reach."""
+    """The aim of a run: a validation metric, its direction and, if known, a target."""
 
     metric: str = "val/loss"
     mode: Literal["min", "max"] = "min"
@@ -49,13 +49,13 @@ class Goal:
     def __post_init__(self) -> None:
         if not self.metric.startswith("val/"):
             raise ValueError(
-                f"metric: the goal is a validation metric such as 'val/loss', got {self.metric!r}"
+                f"metric: must be a validation metric such as 'val/loss', got {self.metric!r}"
             )
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode: expected 'min' or 'max', got {self.mode!r}")
 
     def better(self, value: float, than: float | None) -> bool:
-        """Tell whether `value` beats `than`; anything finite beats None, nothing beats with NaN."""
+        """Return whether `value` is better than `than`. NaN never is, a number beats None."""
         if math.isnan(value):
             return False
         if than is None:
@@ -63,7 +63,7 @@ class Goal:
         return value > than if self.mode == "max" else value < than
 
     def reached(self, value: float | None) -> bool:
-        """Tell whether `value` meets the target; False without one."""
+        """Return whether `value` meets the target. False without a target."""
         if value is None or self.target is None:
             return False
         return value >= self.target if self.mode == "max" else value <= self.target
@@ -98,7 +98,7 @@ class Train:
     deterministic: bool = False
     """Refuse operations whose result differs between runs; costs speed."""
     workers: int | None = None
-    """Data-loading processes per rank; none: as many as the cores allow, 0 for tensors in memory."""
+    """Loader processes per rank; none: as many as the cores allow, 0 for tensors in memory."""
     log_every: int | None = None
     """Steps between reports of the speed; none: about one report a second."""
     eval_every: int | None = None
@@ -148,7 +148,7 @@ class Train:
         log_model: bool = True
         """Log the best model when a run finishes, for `mlflow.pytorch.load_model`."""
         log_pictures: bool = True
-        """Show what the model gets wrong, at the first evaluation, the last, and new bests in between."""
+        """Show what the model gets wrong: at the first evaluation, the last, and new bests."""
 
     mlflow: MLflow = MLflow()
 
@@ -177,15 +177,13 @@ class Train:
     pp: Pipeline = Pipeline()
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
-        """Refuse a setting by its old name, before the generated `__init__` refuses it with less."""
+        """Refuse an old name with the new one. The generated `__init__` knows only new names."""
         for old in settings:
-            key = new_name(f"train.{old}").removeprefix("train.")
-            group, dot, name = key.partition(".")
+            key = new_name(f"train.{old}")
+            group, dot, name = key.removeprefix("train.").partition(".")
             if dot:
                 kind = type(getattr(cls, group)).__qualname__
-                raise TypeError(
-                    f"train.{old} is now train.{group}.{name}: write Train({group}={kind}({name}=…))"
-                )
+                raise TypeError(f"train.{old} is now {key}: write Train({group}={kind}({name}=…))")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -202,7 +200,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One of the options, in no order."""
+    """One of the options, which have no order."""
 
     options: tuple[Any, ...]
 
@@ -228,7 +226,7 @@ class LogUniform:
 
 @dataclasses.dataclass(frozen=True)
 class Integer:
-    """A whole number from `low` to `high`, both included."""
+    """An integer from `low` to `high`, both included."""
 
     low: int
     high: int
@@ -240,10 +238,10 @@ Range = Choice | Uniform | LogUniform | Integer
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One experiment: subclass it, add hyperparameters as annotated fields, write the factories.
+    """One experiment. Subclass it, add settings as annotated fields, and write the factories.
 
-    Every subclass becomes a frozen dataclass. Each field needs a type that text can say, and a
-    default. `data`, `model` and `measure` must be written; `optimizer` and `schedule` may be.
+    Every subclass becomes a frozen dataclass. Each field needs a default, and a type that can be
+    written as text. `data`, `model` and `measure` are required; the other methods have defaults.
     """
 
     train: Train = Train()
@@ -269,60 +267,64 @@ class Experiment:
         )
 
     def model(self) -> Any:
-        """Return a new `torch.nn.Module` on the CPU, under the run's seed. Called on every rank."""
+        """Return a new `torch.nn.Module` on the CPU. Called on every rank, under the run's seed."""
         raise NotImplementedError(
             f"{type(self).__name__} must define model(self) -> torch.nn.Module"
         )
 
     def measure(self, model: Any, batch: Any) -> Mapping[str, Any]:
-        """Return {"loss": mean over the batch, other metrics: likewise}, for training and validation alike.
+        """Return {"loss": …} and other metrics, each the mean over the batch.
 
-        `model` may be wrapped (DDP, compiled); call it. Values are 0-d tensors; do not call
-        `.item()`.
+        Called in training and validation. `model` may be wrapped (DDP, compiled), so call it.
+        Values are 0-d tensors. Do not call `.item()`: it would wait for the GPU at every step.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define measure(self, model, batch) -> {{'loss': …}}"
         )
 
     def pictures(self, model: Any, batch: Any) -> Mapping[str, Any]:
-        """Return images to show in MLflow, by name; none unless overridden.
+        """Return {name: image} to show in MLflow. None unless overridden.
 
         An image is a tensor [c, h, w] or [h, w] (floats from 0 to 1, or bytes), an array, a PIL
-        image or a matplotlib figure. Called with the first validation batch at evaluations whose
-        pictures are due, on every rank, since the model's forward may need them all; rank 0's
-        images are shown. The model is in evaluation mode, without gradients; random numbers drawn
-        here change nothing. An exception is told and the training goes on; but where the forward is
-        a collective (``train.strategy=fsdp`` or ``tp``), one on a single rank leaves the others
+        image or a matplotlib figure. Called with the first validation batch of an evaluation, on
+        every rank, because the forward may be a collective. Rank 0's images are shown. The model is
+        in evaluation mode, without gradients. Random numbers drawn here do not affect the training.
+
+        The training continues after an exception, with a notice. But if the forward is a
+        collective (``train.strategy=fsdp`` or ``tp``), an exception on one rank leaves the others
         waiting.
         """
         return {}
 
     def collate(self, samples: list[Any]) -> Any:
-        """Return the batch made of a list of the data set's items; PyTorch's own way unless overridden."""
+        """Return a batch of a list of items. PyTorch's default_collate unless overridden."""
         from torch.utils.data import default_collate
 
         return default_collate(samples)
 
     def optimizer(self, model: Any) -> Any:
-        """Return the `torch.optim.Optimizer`; AdamW at `lr` unless overridden."""
+        """Return the `torch.optim.Optimizer`. AdamW at `lr` unless overridden."""
         from torch import optim
 
         return optim.AdamW(model.parameters(), lr=self.lr)
 
     def parallelize(self) -> Mapping[str, Any]:
-        """Return how layers are divided under ``train.strategy=tp``, by module name.
+        """Return {module name: parallel style} for ``train.strategy=tp``.
 
-        As `torch.distributed.tensor.parallel.parallelize_module` takes it: ``{"mlp.up":
-        ColwiseParallel(), …}``.
+        Such as ``{"mlp.up": ColwiseParallel()}``, the plan of
+        `torch.distributed.tensor.parallel.parallelize_module`.
         """
         return {}
 
     def split_points(self) -> Sequence[str]:
-        """Return the names of the modules that the second and later stages begin with under ``train.strategy=pp``."""
+        """Return the first module of each later stage, by name, for ``train.strategy=pp``."""
         return ()
 
     def schedule(self, step: int, total_steps: int) -> float:
-        """Return what the optimizer's learning rates are multiplied by at `step` (0-based): a pure function."""
+        """Return the factor on the optimizer's learning rates at `step`, which counts from 0.
+
+        Must be a pure function: a resume calls it at any step.
+        """
         return factor(self.train.schedule, step, total_steps, self.train.warmup_steps)
 
 
@@ -335,20 +337,18 @@ def _annotate_inherited(cls: type[Experiment]) -> None:
         if dataclasses.is_dataclass(base)
         for field in dataclasses.fields(base)
     }
+    annotations.pop("search", None)  # A search space is not a setting.
     missing = {
-        name: inherited[name]
-        for name in inherited
+        name: kind
+        for name, kind in inherited.items()
         if name in cls.__dict__ and name not in annotations
     }
-    annotations = {
-        name: annotation for name, annotation in annotations.items() if name != "search"
-    }  # no setting
     cls.__annotations__ = {**annotations, **missing}
 
 
 def _check_types(cls: type[Experiment]) -> None:
-    """Tell a type that no setting can have where it is written, rather than when a run starts."""
+    """Refuse a type that no setting can have when the class is defined, not when a run starts."""
     try:
         check_types(cls, f"{cls.__name__}.")
     except NameError:
-        return  # a type that is defined later, or inside a function: told when it is used
+        return  # A type that is defined later, or in a function. Its first use checks it.

@@ -1,45 +1,39 @@
-"""Learning-rate schedules as pure functions of the step: nothing to checkpoint, nothing to restore. Pure."""
+"""Learning-rate schedules as pure functions of the step. They have no state to checkpoint. Pure."""
 
 from __future__ import annotations
 
 import math
 
-ONE_CYCLE_PEAK = (
-    0.3  # the fraction of the run at which the one-cycle schedule peaks, as in Smith & Topin (2018)
-)
-ONE_CYCLE_START = 1 / 25  # where it starts, as a fraction of the peak
+# The one-cycle schedule peaks at this fraction of the run, as in Smith & Topin (2018).
+_ONE_CYCLE_PEAK = 0.3
+_ONE_CYCLE_START = 1 / 25  # Its start, as a fraction of the peak.
 
 
 def factor(schedule: str, step: int, total_steps: int, warmup_steps: int = 0) -> float:
-    """Return the multiplier of the base learning rate at `step`, 0 <= step < total_steps.
+    """Return the factor on the base learning rate at `step`, with 0 <= step < total_steps.
 
-    A linear warm-up over `warmup_steps` comes first; the schedule spans what is left.
-    It is positive at every step, the last one included.
+    A linear warm-up over `warmup_steps` comes first. The schedule covers the steps that are left.
+    The factor is positive at every step, also at the last.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
-    span = max(1, total_steps - warmup_steps)
-    progress = min(1.0, (step - warmup_steps) / span)
-    return _SHAPES[schedule](progress)
-
-
-def _constant(progress: float) -> float:
-    return 1.0
-
-
-def _linear(progress: float) -> float:
-    return 1.0 - progress
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    match schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return _cosine(progress)
+        case "one_cycle" if progress < _ONE_CYCLE_PEAK:
+            rise = _cosine(1.0 - progress / _ONE_CYCLE_PEAK)
+            return _ONE_CYCLE_START + (1.0 - _ONE_CYCLE_START) * rise
+        case "one_cycle":
+            return _cosine((progress - _ONE_CYCLE_PEAK) / (1.0 - _ONE_CYCLE_PEAK))
+        case _:
+            raise ValueError(f"no schedule is called {schedule!r}")
 
 
 def _cosine(progress: float) -> float:
+    """Return 1 at the start and 0 at the end, along half a cosine wave."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def _one_cycle(progress: float) -> float:
-    if progress < ONE_CYCLE_PEAK:
-        rise = _cosine(1.0 - progress / ONE_CYCLE_PEAK)
-        return ONE_CYCLE_START + (1.0 - ONE_CYCLE_START) * rise
-    return _cosine((progress - ONE_CYCLE_PEAK) / (1.0 - ONE_CYCLE_PEAK))
-
-
-_SHAPES = {"constant": _constant, "linear": _linear, "cosine": _cosine, "one_cycle": _one_cycle}

@@ -1,4 +1,4 @@
-"""Which rank am I? By the environment of whichever launcher started this process."""
+"""This process's rank, from the environment variables of the launcher that started it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """This process among the job's processes. All counts are at least 1, all ranks at least 0."""
+    """This process's place in its job. All counts are at least 1, all ranks at least 0."""
 
     rank: int = 0
     world_size: int = 1
@@ -22,29 +22,31 @@ class Ranks:
 
     @property
     def node_count(self) -> int:
-        """As if all nodes had as many processes as this one."""
+        """The number of nodes, if all have as many processes as this one."""
         return -(-self.world_size // self.local_world_size)
 
     @property
     def first(self) -> bool:
-        """Tell whether this is rank 0, the one that writes."""
+        """Whether this is rank 0, which writes the run."""
         return self.rank == 0
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> Ranks:
-    """Return this process's ranks; a single process where no launcher is recognised."""
+    """Return this process's ranks. Without a known launcher, it is a single process."""
     for launcher in (_torchrun, _horovod, _open_mpi, _tensorflow, _slurm, _mpich):
         try:
             found = launcher(environ)
         except (KeyError, ValueError, TypeError, AttributeError, IndexError):
-            continue  # not this launcher, or not one that says what it should
-        if _makes_sense(found):
+            continue  # Another launcher, or variables that make no sense.
+        others = found.local_rank, found.local_world_size - 1, found.node_rank
+        if 0 <= found.rank < found.world_size and min(others) >= 0:
             return found
     return Ranks()
 
 
 def _torchrun(environ: Mapping[str, str]) -> Ranks:
-    """Torchrun's, accelerate's, and DeepSpeed's, which has words of its own for who shares a machine."""
+    """Read the variables of torchrun, accelerate and DeepSpeed."""
+    # LOCAL_SIZE and CROSS_RANK are DeepSpeed's names.
     return Ranks(
         rank=int(environ["RANK"]),
         world_size=int(environ["WORLD_SIZE"]),
@@ -65,9 +67,8 @@ def _horovod(environ: Mapping[str, str]) -> Ranks:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Ranks:
-    prefix = (
-        "OMPI_COMM_WORLD_"  # its NODE_RANK is no node's rank, but the process's rank on its node
-    )
+    # OMPI_COMM_WORLD_NODE_RANK is not read: it is the process's rank on its node, not the node's.
+    prefix = "OMPI_COMM_WORLD_"
     return _by_slot(
         rank=int(environ[prefix + "RANK"]),
         world_size=int(environ[prefix + "SIZE"]),
@@ -77,7 +78,8 @@ def _open_mpi(environ: Mapping[str, str]) -> Ranks:
 
 
 def _mpich(environ: Mapping[str, str]) -> Ranks:
-    """MPICH's and Intel MPI's; Slurm may set PMI's variables as well, but says more itself."""
+    """Read the variables of MPICH and Intel MPI."""
+    # Slurm may set these as well. `detect` asks Slurm first, whose own variables know the node.
     return _by_slot(
         rank=int(environ["PMI_RANK"]),
         world_size=int(environ["PMI_SIZE"]),
@@ -87,7 +89,7 @@ def _mpich(environ: Mapping[str, str]) -> Ranks:
 
 
 def _slurm(environ: Mapping[str, str]) -> Ranks:
-    environ["SLURM_STEP_ID"]  # a shell inside an allocation is no task of a job step
+    environ["SLURM_STEP_ID"]  # A shell inside an allocation has none: it is not a task.
     node = int(environ.get("SLURM_NODEID", 0))
     return Ranks(
         rank=int(environ["SLURM_PROCID"]),
@@ -99,7 +101,7 @@ def _slurm(environ: Mapping[str, str]) -> Ranks:
 
 
 def _slurm_tasks(environ: Mapping[str, str], node: int) -> int:
-    """Return how many tasks run on `node`, by a list such as ``4(x2),3``."""
+    """Return how many tasks run on `node`, from a list such as ``4(x2),3``."""
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE") or "1"
     groups = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group) for group in listed.split(",")]
     counts = [int(group[1]) for group in groups if group for _ in range(int(group[2] or 1))]
@@ -107,7 +109,8 @@ def _slurm_tasks(environ: Mapping[str, str], node: int) -> int:
 
 
 def _tensorflow(environ: Mapping[str, str]) -> Ranks:
-    """Number the tasks kind after kind: a parameter server of index 0 is not rank 0, which writes."""
+    """Number the tasks of TF_CONFIG, one kind after the other."""
+    # A parameter server with index 0 must not become rank 0, which writes the run.
     config = json.loads(environ["TF_CONFIG"])
     kinds = dict.fromkeys(["chief", "master", "worker", *config["cluster"]])
     hosts = {kind: len(config["cluster"].get(kind, [])) for kind in kinds}
@@ -117,12 +120,7 @@ def _tensorflow(environ: Mapping[str, str]) -> Ranks:
 
 
 def _by_slot(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Ranks:
-    """Return the ranks where the launcher does not number nodes, but fills one after the other."""
+    """Return the ranks of a launcher that fills one node after the other, without numbers."""
     return Ranks(
         rank, world_size, local_rank, local_world_size, node_rank=rank // max(1, local_world_size)
     )
-
-
-def _makes_sense(found: Ranks) -> bool:
-    others = found.local_rank, found.local_world_size - 1, found.node_rank
-    return 0 <= found.rank < found.world_size and min(others) >= 0

@@ -1,37 +1,36 @@
-"""Numbers out of what a journal or a user holds."""
+"""Numbers out of journals and user values, in the form that MLflow stores. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
+_LARGEST_INTEGER = 2**63 - 1  # MLflow stores steps and times in 64 bits.
+
 
 def numbers(values: Mapping[str, object]) -> dict[str, float]:
-    """Return those of the values that are numbers."""
+    """Return the values that are numbers."""
     found = {str(key): number(value) for key, value in values.items()}
     return {key: real for key, real in found.items() if real is not None}
 
 
-_LARGEST_INTEGER = 2**63 - 1
-
-
 def number(value: object) -> float | None:
-    """Return the value as MLflow's charts take it; None for what is no number.
+    """Return the value as a float for MLflow's charts, or None if it is not a number.
 
-    An infinity becomes NaN: MLflow would store ±1.8e308, and one such point flattens the whole
-    curve.
+    An infinity becomes NaN.
     """
     try:
         real = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
     except OverflowError:
-        return math.nan  # an integer beyond what a float holds
+        return math.nan  # An integer beyond the range of a float.
+    # MLflow would store an infinity as ±1.8e308, and one such point flattens the whole curve.
     return math.nan if math.isinf(real) else real
 
 
 def is_infinite(value: object) -> bool:
-    """Tell whether `number` hides an infinity of this value, or a number too large for a float."""
+    """Return whether the value is infinite, or too large for a float."""
     try:
         return math.isinf(float(value))  # type: ignore[arg-type]
     except OverflowError:
@@ -41,7 +40,7 @@ def is_infinite(value: object) -> bool:
 
 
 def step(value: object) -> int | None:
-    """Return the step as a database's integer; None for what is none."""
+    """Return the step as a 64-bit integer, or None if it is not one."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int):
@@ -50,7 +49,7 @@ def step(value: object) -> int | None:
 
 
 def milliseconds(seconds: object) -> int | None:
-    """Return a time as MLflow's timestamp; None for what is no time."""
+    """Return a time as MLflow's timestamp, or None if it is not a time."""
     real = number(seconds)
     if real is None or math.isnan(real) or not 0 <= real < _LARGEST_INTEGER / 1000:
         return None

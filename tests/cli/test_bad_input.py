@@ -45,7 +45,7 @@ def here(
         (["train", TINY, "width=wide"], 2, "width: expected int, got 'wide'"),
         (["train", TINY, "train.epochs=0"], 2, "train.epochs: must be at least 1"),
         (["train", TINY, "train.precision=fp8"], 2, "expected fp32 | tf32 | bf16 | fp16"),
-        (["train", TINY, "lr"], 2, "not of the form key=value"),
+        (["train", TINY, "lr"], 2, "write key=value"),
         (
             ["train", TINY, "--nproc", 3],
             2,
@@ -79,7 +79,7 @@ def test_mistake_gets_one_message(here: Here, words: list[object], code: int, sa
         ("name: é\n".encode("latin-1"), "byte 0xe9 in line 1): save it as UTF-8"),
         ("lr: 0.1\nwidth: 8\n".encode("utf-16"), "byte 0xff in line 1): save it as UTF-8"),
         (b"lr: [1\n", "not valid YAML"),
-        (b"- lr\n", "expected a mapping of settings"),
+        (b"- lr\n", "expected lines of `key: value`"),
     ],
 )
 def test_invalid_settings_file_is_named(here: Here, content: bytes, says: str) -> None:

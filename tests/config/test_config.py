@@ -1,4 +1,4 @@
-"""Configs: flatten, override, YAML, and what a mistake is told."""
+"""Configs: flatten, override, YAML, and the errors for wrong settings."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ outers = st.builds(
 
 
 @given(outers)
-def test_yaml_brings_it_back(config: Outer) -> None:
+def test_yaml_round_trip(config: Outer) -> None:
     assert from_yaml(Outer, to_yaml(config)) == config
 
 
 @given(outers)
-def test_text_brings_it_back(config: Outer) -> None:
+def test_text_round_trip(config: Outer) -> None:
     assert (
         override(Outer(), {key: render(value) for key, value in flatten(config).items()}) == config
     )
 
 
 @given(outers)
-def test_values_bring_it_back(config: Outer) -> None:
+def test_value_round_trip(config: Outer) -> None:
     assert override(Outer(), flatten(config)) == config
 
 
@@ -94,7 +94,7 @@ def test_keys_are_dotted_and_lose_a_trailing_underscore() -> None:
     assert keys[:4] == ["inner.rate", "inner.mode", "inner.limit", "width"] and keys[-1] == "data"
 
 
-def test_an_override_leaves_the_original_alone() -> None:
+def test_override_does_not_change_the_original() -> None:
     before = Outer()
     after = override(before, {"inner.rate": "1e-2", "width": 64})
     assert (before.inner.rate, after.inner.rate, after.width) == (1e-3, 1e-2, 64)
@@ -111,13 +111,13 @@ def test_an_override_leaves_the_original_alone() -> None:
         ("inner.moed", "inner.mode"),
     ],
 )
-def test_a_misspelt_key_names_the_nearest(key: str, near: str) -> None:
+def test_misspelt_key_suggests_the_nearest(key: str, near: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean '{near}'"):
         override(Outer(), {key: "1"})
 
 
-def test_a_group_is_no_setting() -> None:
-    with pytest.raises(ConfigError, match=r"it is a group; set one of inner\.rate"):
+def test_group_key_lists_its_settings() -> None:
+    with pytest.raises(ConfigError, match=r"is a group: set one of inner\.rate"):
         override(Outer(), {"inner": "1"})
 
 
@@ -140,7 +140,7 @@ def test_a_group_is_no_setting() -> None:
         ("width", None, "expected int, got 'none'"),
     ],
 )
-def test_a_wrong_value_is_told_with_its_key(key: str, value: str, says: str) -> None:
+def test_wrong_value_is_reported_with_its_key(key: str, value: str, says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         override(Outer(), {key: value})
     assert says in str(raised.value)
@@ -170,7 +170,7 @@ def test_text_is_read_as_the_declared_type(text: str, annotation: Any, value: An
 
 
 @given(texts)
-def test_a_text_with_none_is_text_or_none(text: str) -> None:
+def test_none_words_become_none_or_stay_text(text: str) -> None:
     assert coerce(text, str | None) == (None if text.strip().lower() in NONE_WORDS else text)
 
 
@@ -186,27 +186,27 @@ def test_any_text_is_a_value_or_a_config_error(text: str) -> None:
 
 
 @given(st.text(st.characters(exclude_characters="="), min_size=1), texts)
-def test_an_assignment_is_split_at_its_first_equals(key: str, value: str) -> None:
+def test_assignment_is_split_at_the_first_equals_sign(key: str, value: str) -> None:
     assert parse_assignments([f"{key}={value}"]) == {key.strip(): value}
 
 
-def test_assignments() -> None:
+def test_assignments_are_read_and_the_last_one_wins() -> None:
     assert parse_assignments(["a=1", "b=x=y", "a=2"]) == {"a": "2", "b": "x=y"}
-    with pytest.raises(ConfigError, match="not of the form"):
+    with pytest.raises(ConfigError, match="write key=value"):
         parse_assignments(["a"])
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "a: [", "3"])
-def test_yaml_that_is_no_config(text: str) -> None:
+def test_yaml_that_is_not_a_config_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         from_yaml(Outer, text)
 
 
-def test_yaml_executes_nothing() -> None:
+def test_yaml_executes_no_code() -> None:
     with pytest.raises(ConfigError):
         from_yaml(Outer, "name: !!python/object/apply:os.system ['true']\n")
 
 
-def test_yaml_with_other_texts_for_some_values() -> None:
+def test_yaml_replaces_the_values_of_some_keys() -> None:
     text = to_yaml(Outer(), instead={"inner.rate": "hidden"})
     assert read_yaml(text) == {**read_yaml(to_yaml(Outer())), "inner.rate": "hidden"}

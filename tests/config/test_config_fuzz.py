@@ -1,4 +1,4 @@
-"""Configs against whatever people, editors and transfers make of them: a config, or a ConfigError; nothing else."""
+"""Any file or assignment gives a config or a ConfigError, and no other exception."""
 
 from __future__ import annotations
 
@@ -166,13 +166,13 @@ def test_any_bytes_are_settings_or_a_config_error_that_names_the_file(
         assert repr(found) == repr(read_yaml(content.decode("utf-8-sig")))
 
 
-def test_a_byte_order_mark_is_none_of_the_settings(tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "marked.yaml"
     path.write_bytes(b"\xef\xbb\xbfwidth: 8\r\nname: \xc3\xa9\r\n")
     assert read_file(path) == {"width": 8, "name": "é"}
 
 
-def test_a_folder_is_no_file_of_settings(tmp_path: Path) -> None:
+def test_folder_instead_of_a_settings_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_file(tmp_path)
 
@@ -194,7 +194,7 @@ def test_any_assignments_are_a_config_or_a_config_error(assignments: list[str]) 
 
 
 @pytest.mark.parametrize("value", ["1e400", "-1e999", "9" * 400])
-def test_a_number_that_no_float_holds_is_no_infinity(value: str) -> None:
+def test_number_beyond_a_float_does_not_become_infinity(value: str) -> None:
     with pytest.raises(ConfigError, match="rate: expected float"):
         override(Outer(), {"inner.rate": value})
 
@@ -214,12 +214,12 @@ def test_a_number_that_no_float_holds_is_no_infinity(value: str) -> None:
         "inner: {rate: 1.0e+999}",
     ],
 )
-def test_what_yaml_itself_stumbles_over_is_a_config_error(text: str) -> None:
+def test_errors_inside_pyyaml_become_config_errors(text: str) -> None:
     with pytest.raises(ConfigError):
         from_yaml(Outer, text)
 
 
-def test_a_number_that_text_cannot_say_is_a_config_error() -> None:
+def test_integer_with_too_many_digits_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="width: expected int"):
         from_yaml(Outer, "width: 0x" + "f" * 5000)
 
@@ -229,7 +229,7 @@ def test_text_that_no_file_can_hold_is_a_config_error() -> None:
         override(Outer(), {"name": "half \ud83d"})
 
 
-def test_a_bomb_of_aliases_is_refused_at_once() -> None:
+def test_alias_bomb_is_refused_quickly() -> None:
     lines = [
         "a0: &a0 {x: 1, y: 2}",
         *(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60)),
@@ -241,7 +241,7 @@ def test_a_bomb_of_aliases_is_refused_at_once() -> None:
     assert time.monotonic() - start < 5
 
 
-def test_what_is_written_has_no_aliases() -> None:
+def test_written_yaml_has_no_aliases() -> None:
     pair = (1, None)
     assert "&" not in to_yaml(Outer(grid=(pair, pair), sizes=(1, 2), words=("a", "a")))
 
@@ -258,7 +258,7 @@ def test_what_is_written_has_no_aliases() -> None:
 @pytest.mark.parametrize(
     "place", ["name: {}", "{}", "inner: {}", "sizes: [{}]", "? {}\n: x", "<<: {}", "a: &a {}"]
 )
-def test_yaml_runs_nothing_wherever_it_is_planted(text: str, place: str, tmp_path: Path) -> None:
+def test_planted_yaml_runs_no_code(text: str, place: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         from_yaml(Outer, place.format(text.format(tmp_path / "executed")))
     with pytest.raises(ConfigError):

@@ -63,14 +63,14 @@ NEW_CONFIG: Mapping[str, Any] = {
 OLD_PARAMS = {"train.micro_batch": "none", "train.keep": "3", "goal.metric": "val/accuracy"}
 
 
-def test_every_old_name_has_one_new_name_and_is_not_a_setting_any_more() -> None:
+def test_every_old_name_has_one_new_name_and_is_not_a_setting() -> None:
     known = flatten(Experiment())
     assert set(NEW_NAMES.values()) <= known.keys() and not NEW_NAMES.keys() & known.keys()
     assert len(set(NEW_NAMES.values())) == len(NEW_NAMES)
 
 
 @pytest.mark.parametrize(("old", "new"), NEW_NAMES.items())
-def test_an_old_name_from_a_user_is_refused_with_the_new_one(old: str, new: str) -> None:
+def test_old_name_from_a_user_is_refused_with_the_new_name(old: str, new: str) -> None:
     with pytest.raises(ConfigError, match=f"^{old} is now {new}: use the new name$"):
         override(Experiment(), {old: "1"})
     with pytest.raises(ConfigError, match=f"^{old} is now {new}: use the new name$"):
@@ -79,14 +79,14 @@ def test_an_old_name_from_a_user_is_refused_with_the_new_one(old: str, new: str)
         Train(**{old.removeprefix("train."): 1})
 
 
-def test_python_is_told_the_whole_call() -> None:
+def test_python_error_shows_the_whole_call() -> None:
     with pytest.raises(TypeError, match=r"write Train\(checkpoints=Train\.Checkpoints\(keep=…\)\)"):
         dataclasses.replace(Train(), keep=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'kep'"):
         Train(kep=3)  # type: ignore[call-arg]
 
 
-def test_a_search_space_takes_new_names_only() -> None:
+def test_search_space_takes_new_names_only() -> None:
     class Searched(Experiment):
         search: Mapping[str, Range] = {"train.ddp_bucket_mb": Uniform(1, 50)}
 
@@ -94,7 +94,7 @@ def test_a_search_space_takes_new_names_only() -> None:
         make_space(Searched(), 1, 1.0)
 
 
-def test_a_config_of_an_old_run_is_read(tmp_path: Path) -> None:
+def test_config_of_an_old_run_is_read(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(OLD_CONFIG)
     assert read_file(path) == NEW_CONFIG
@@ -104,13 +104,13 @@ def test_a_config_of_an_old_run_is_read(tmp_path: Path) -> None:
     assert override(Experiment(), read_file(path)) == experiment
 
 
-def test_an_old_run_gives_its_experiment_back(tmp_path: Path) -> None:
+def test_experiment_of_an_old_run_is_restored(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, experiment_file=str(FIXTURES / "tiny.py"))
     folder.config.write_text(OLD_CONFIG)
     assert experiment_of(folder).train.checkpoints == Train.Checkpoints(save_every=7, keep=4)
 
 
-def test_the_new_name_counts_if_a_file_has_both() -> None:
+def test_new_name_wins_if_a_file_has_both() -> None:
     both = {"train.checkpoints.keep": 1, "train.keep": 2, "lr": 3}
     assert with_new_names(both) == {"train.checkpoints.keep": 1, "lr": 3}
 
@@ -124,7 +124,7 @@ def test_reports_and_lists_show_new_names_for_old_runs(tmp_path: Path) -> None:
         assert run.params["train.checkpoints.keep"] == "3" and "train.keep" not in run.params
 
 
-def test_a_list_that_an_old_version_cached_shows_new_names(tmp_path: Path) -> None:
+def test_cached_list_of_an_old_version_shows_new_names(tmp_path: Path) -> None:
     append(make_folder(tmp_path), started(**OLD_PARAMS), ended())
     lookup.listed(tmp_path / "runs")
     cache = tmp_path / "runs" / lookup.CACHE
@@ -134,7 +134,7 @@ def test_a_list_that_an_old_version_cached_shows_new_names(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("key", ["train.keep", "train.checkpoints.keep"])
-def test_a_filter_takes_either_name(tmp_path: Path, key: str) -> None:
+def test_filter_takes_either_name(tmp_path: Path, key: str) -> None:
     new = {**OLD_PARAMS, "train.checkpoints.keep": "5"}
     del new["train.keep"]
     for params in (OLD_PARAMS, new):
@@ -147,7 +147,7 @@ def test_a_filter_takes_either_name(tmp_path: Path, key: str) -> None:
     assert len(kept(f"{key}>2")) == 2 and len(kept(f"{key}=5")) == 1 and not kept(f"{key}<2")
 
 
-def test_the_params_of_a_users_own_loop_keep_their_names(tmp_path: Path) -> None:
+def test_params_of_a_users_own_loop_keep_their_names(tmp_path: Path) -> None:
     own = {"train.keep": "7"}
     assert params_with_new_names(own) == own
     append(make_folder(tmp_path), started(**own), ended())
@@ -159,7 +159,7 @@ def test_every_run_of_an_experiment_is_recognised() -> None:
     assert "train.micro_batch" in rendered(Experiment())
 
 
-def test_a_study_of_an_old_version_gives_parameters_with_new_names(tmp_path: Path) -> None:
+def test_study_of_an_old_version_gives_parameters_with_new_names(tmp_path: Path) -> None:
     study = open_study(default_storage(tmp_path), "old", sampler="random", pruner="none", seed=0)
     study.draw_from({"train.ddp_bucket_mb": Uniform(1, 50), "lr_factor": Uniform(1, 2)})
     study.note(FIRST, [{"train.ddp_bucket_mb": 25.0, "lr_factor": 1.0}])

@@ -1,4 +1,4 @@
-"""The experiments that come with RankZero: they load, train on fake data, and say what is missing."""
+"""The example experiments load, train on fake data, and name missing data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def experiment(file: str) -> Experiment:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_its_settings_survive_text_and_yaml(file: str) -> None:
+def test_settings_survive_text_and_yaml(file: str) -> None:
     config = override(experiment(file), {"lr": 0.0123, "train.steps": 7})
     assert from_yaml(type(config), to_yaml(config)) == config
     assert (
@@ -52,13 +52,13 @@ def test_its_settings_survive_text_and_yaml(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_what_is_searched_is_a_setting(file: str) -> None:
+def test_search_space_names_settings(file: str) -> None:
     config = experiment(file)
     assert config.search and set(config.search) <= set(flatten(config))
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_step_can_be_taken(file: str) -> None:
+def test_experiment_can_take_a_step(file: str) -> None:
     config = experiment(file)
     train, val = config.data()
     model = config.model()
@@ -74,7 +74,7 @@ def test_a_step_can_be_taken(file: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_fake_digits_are_shaped_like_the_real_ones() -> None:
+def test_fake_digits_have_the_shape_of_real_ones() -> None:
     pixels, label = experiment("mnist.py").data()[0][0]
     assert (pixels.shape, pixels.dtype, label.dtype) == ((784,), torch.float32, torch.int64)
 
@@ -88,7 +88,7 @@ def test_images_are_augmented_for_training_only() -> None:
     assert torch.equal(val[0][0], val[0][0])
 
 
-def test_the_resnet_is_the_one_for_small_images() -> None:
+def test_resnet_has_the_stem_for_small_images() -> None:
     model = experiment("cifar10.py").model()
     assert model.conv1.stride == (1, 1) and model.conv1.weight.is_contiguous(
         memory_format=torch.channels_last
@@ -111,7 +111,7 @@ def test_labels_are_smoothed_in_training_only() -> None:
 @pytest.mark.parametrize(
     ("file", "folder"), [("mnist.py", "MNIST/raw"), ("cifar10.py", "cifar-10-batches-py")]
 )
-def test_missing_data_is_told_with_its_folder(
+def test_missing_data_error_names_the_folder(
     file: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
@@ -142,7 +142,7 @@ class Downloads:
             raise RuntimeError("Dataset not found")
 
 
-def test_what_is_there_is_not_downloaded_again(
+def test_existing_data_is_not_downloaded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment("mnist.py")  # puts the folder of vision_data.py on the path
@@ -156,7 +156,7 @@ def test_what_is_there_is_not_downloaded_again(
     assert Downloads.times == 1
 
 
-def test_digits_reach_their_target_in_ones_own_loop() -> None:
+def test_digits_reach_their_target_in_an_own_loop() -> None:
     torch.manual_seed(0)
     digits = experiment("digits.py")
     train, val = digits.data()

@@ -1,4 +1,4 @@
-"""Running the examples that users start from, and looking at what they left in MLflow."""
+"""Run the example files, and read what they left in MLflow."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ SECONDS = 240
 
 
 def needs(framework: str, extra: str | None = None) -> None:
-    """Skip where a framework is not installed; not by importing it: that takes seconds, and each warns of something."""
+    """Skip if a framework is not installed."""
+    # An import would take seconds, and each framework warns of something.
     if find_spec(framework) is None:
         pytest.skip(f"an extra: pip install rankzero[{extra or framework}]")
 
 
 def start(folder: Path, *command: str, **environ: str) -> subprocess.Popen[str]:
-    """Start a command as a user would, in a folder of its own, with the environment's programs at hand."""
+    """Start a command as a user would, in its own folder, with the environment's programs."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     quiet = {
         "OMP_NUM_THREADS": "1",
@@ -65,7 +66,7 @@ def tracker(folder: Path) -> MlflowRuns:
 
 
 def all_tracked(folder: Path) -> list[RunRecord]:
-    """Return the runs, once everything is in MLflow: on a busy machine, idle processor time is long in coming."""
+    """Return the runs, once everything is in MLflow."""
     assert all(
         deliver(found, patience=SECONDS).done for found in folders(folder / "mlruns" / "runs")
     )

@@ -1,4 +1,4 @@
-"""A Lightning file with everything that is taken over: a data module, metrics objects, a scheduler, hyperparameters."""
+"""A Lightning file with a data module, metric objects, a scheduler and hyperparameters."""
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from tests_data import points

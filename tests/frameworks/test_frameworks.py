@@ -1,4 +1,4 @@
-"""The adapters against the real frameworks: the examples that users start from, and how their runs end."""
+"""The adapters with the real frameworks: the examples, and how their runs end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FRAMEWORKS = ("lightning", "transformers", "accelerate", "ignite")
 
 
 @pytest.mark.parametrize("framework", [*FRAMEWORKS, "keras"])
-def test_an_adapter_without_its_framework_names_the_extra(
+def test_adapter_without_its_framework_names_the_extra(
     framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, framework, None)
@@ -28,7 +28,7 @@ def test_an_adapter_without_its_framework_names_the_extra(
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_the_example_is_tracked_to_its_end(framework: str, tmp_path: Path) -> None:
+def test_example_is_tracked_to_its_end(framework: str, tmp_path: Path) -> None:
     needs(framework)
     code, output = run(str(EXAMPLES / f"{framework}_digits.py"), tmp_path, "3")
     assert code == 0, output
@@ -40,7 +40,7 @@ def test_the_example_is_tracked_to_its_end(framework: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_an_exception_in_the_training_is_a_failed_run(framework: str, tmp_path: Path) -> None:
+def test_exception_in_the_training_fails_the_run(framework: str, tmp_path: Path) -> None:
     needs(framework)
     script = tmp_path / "broken.py"
     script.write_text(f"""

@@ -1,4 +1,4 @@
-"""The Keras callback against Keras and TensorFlow: on two replicas, on two workers, and how its runs end."""
+"""The Keras callback with Keras and TensorFlow: replicas, workers, and how its runs end."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_two_replicas_are_one_run_with_every_batch(tmp_path: Path) -> None:
     )
 
 
-def test_a_checkpoint_gives_the_weights_and_the_optimizer_back(tmp_path: Path) -> None:
+def test_checkpoint_restores_weights_and_optimizer(tmp_path: Path) -> None:
     code, output = run(
         script(
             tmp_path,
@@ -80,7 +80,8 @@ from pathlib import Path
 
 class Keep(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
-        self.all = [np.array(array) for array in self.model.get_weights()], int(self.model.optimizer.iterations.numpy())
+        weights = [np.array(array) for array in self.model.get_weights()]
+        self.all = weights, int(self.model.optimizer.iterations.numpy())
 
 keep = Keep()
 example.main(1, keep)
@@ -103,7 +104,7 @@ except ValueError as error:
     assert tracked(tmp_path).status == "FINISHED"
 
 
-def test_an_exception_in_the_training_is_a_failed_run(tmp_path: Path) -> None:
+def test_exception_in_the_training_fails_the_run(tmp_path: Path) -> None:
     code, output = run(script(tmp_path, "example.main(3, Broken())"), tmp_path)
     assert code != 0 and "broken on purpose" in output
     found = tracked(tmp_path)
@@ -114,7 +115,7 @@ def test_an_exception_in_the_training_is_a_failed_run(tmp_path: Path) -> None:
     assert max(steps_of(tmp_path, found, "train/loss")) == 30
 
 
-def test_a_fit_that_was_given_up_is_a_failed_run_and_the_next_one_another(tmp_path: Path) -> None:
+def test_abandoned_fit_fails_its_run_and_the_next_fit_starts_another(tmp_path: Path) -> None:
     code, output = run(
         script(
             tmp_path,
@@ -140,7 +141,7 @@ assert "torch" not in sys.modules
     assert not checkpoints(tmp_path)
 
 
-def test_a_backend_that_calls_from_threads_loses_no_batch(tmp_path: Path) -> None:
+def test_callbacks_from_several_threads_lose_no_batch(tmp_path: Path) -> None:
     code, output = run(
         script(
             tmp_path,
@@ -156,7 +157,10 @@ class Threads(keras.callbacks.Callback):
 model = example.convnet(4)
 images, labels = np.ones((320, 8, 8, 1), "float32"), np.zeros(320)
 tracker = example.RankZeroCallback("threads")
-model.fit(images, labels, batch_size=8, epochs=2, validation_split=0.1, callbacks=[tracker, Threads()], verbose=0)
+callbacks = [tracker, Threads()]
+model.fit(
+    images, labels, batch_size=8, epochs=2, validation_split=0.1, callbacks=callbacks, verbose=0
+)
 """,
         ),
         tmp_path,

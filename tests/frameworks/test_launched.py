@@ -1,4 +1,4 @@
-"""`rankzero.track` in loops of one's own that others start: DeepSpeed's launcher, MPI, and what Horovod's would say."""
+"""`rankzero.track` under DeepSpeed's launcher, MPI, and Horovod's environment variables."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def in_mlflow(rankzero: Command) -> dict[str, RunRecord]:
     return {run.name: run for run in list_runs(f"sqlite:///{rankzero.folder}/mlruns/mlflow.db")}
 
 
-def test_it_trains_as_the_experiment_that_says_the_same(rankzero: Command) -> None:
+def test_module_trains_like_the_equal_plain_experiment(rankzero: Command) -> None:
     ran(rankzero, "train", MODULE, "--nproc", 2)
     ran(rankzero, "train", PLAIN, "--nproc", 2)
     module, plain = rankzero.runs
@@ -60,7 +60,7 @@ def test_it_trains_as_the_experiment_that_says_the_same(rankzero: Command) -> No
     )
 
 
-def test_it_goes_on_to_the_same_losses(rankzero: Command) -> None:
+def test_resume_reaches_the_same_losses(rankzero: Command) -> None:
     ran(rankzero, "train", MODULE, "train.limits.max_minutes=none", "width=4")
     whole = losses(rankzero.runs[0])
     stopped = rankzero.start(
@@ -74,7 +74,7 @@ def test_it_goes_on_to_the_same_losses(rankzero: Command) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_it_is_compared_and_searched(rankzero: Command) -> None:
+def test_compare_and_search_take_a_module(rankzero: Command) -> None:
     ran(
         rankzero,
         "compare",
@@ -111,7 +111,7 @@ def test_it_is_compared_and_searched(rankzero: Command) -> None:
         ("def __init__(self, width: int = 3): pass", "Other.__init__ has no learning rate"),
     ],
 )
-def test_what_only_lightnings_trainer_does_is_refused(
+def test_features_of_lightnings_trainer_are_refused(
     rankzero: Command, body: str, says: str
 ) -> None:
     file = rankzero.folder / "other.py"
@@ -128,7 +128,7 @@ def data():
     assert code in (1, 2) and says in output and "Traceback" not in output, output
 
 
-def test_a_file_needs_data_beside_the_module(rankzero: Command) -> None:
+def test_module_without_data_is_refused(rankzero: Command) -> None:
     file = rankzero.folder / "other.py"
     file.write_text(
         "from lightning.pytorch import LightningModule\nclass Lit(LightningModule):\n    pass\n"

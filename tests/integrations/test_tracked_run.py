@@ -301,7 +301,7 @@ def test_named_tuples_in_a_state_are_saved_as_plain_values() -> None:
 
 
 def test_second_process_cannot_write_the_same_run() -> None:
-    """The second is refused and changes nothing. Once the first has ended, the run can be continued."""
+    """The second process changes nothing. After the first, the run can be continued."""
     with subprocess.Popen(
         [sys.executable, "-c", BESIDE], stdout=subprocess.PIPE, stdin=subprocess.PIPE
     ) as beside:

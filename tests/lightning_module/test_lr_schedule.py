@@ -1,4 +1,4 @@
-"""A scheduler's learning rates as a function of the step, against the scheduler itself."""
+"""A scheduler's factors as a function of the step, compared with the scheduler itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def made(kind: Any = SGD, **settings: Any) -> Optimizer:
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_the_factors_are_what_the_scheduler_does_to_the_rates(name: str) -> None:
+def test_factors_equal_the_schedulers_own_rates(name: str) -> None:
     real = made()
     theirs = SCHEDULERS[name](real)
     with warnings.catch_warnings():
@@ -68,14 +68,14 @@ def test_the_factors_are_what_the_scheduler_does_to_the_rates(name: str) -> None
     assert backwards[::-1] == pytest.approx(wanted, abs=1e-12)
 
 
-def test_playing_a_scheduler_leaves_the_optimizer_alone() -> None:
+def test_replay_does_not_change_the_optimizer() -> None:
     optimizer = made(AdamW, weight_decay=0.3)
     before = dict(optimizer.param_groups[0])
     ReplayedScheduler(optimizer, SCHEDULERS["cosine"](optimizer)).after(20)
     assert reset_lrs(optimizer).param_groups[0] == before
 
 
-def test_a_scheduler_that_changes_more_than_one_rate_is_refused() -> None:
+def test_scheduler_that_changes_more_than_the_rate_is_refused() -> None:
     optimizer = made(AdamW)
     with pytest.raises(UserError, match="cycle_momentum=False"):
         ReplayedScheduler(optimizer, lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=50))
@@ -88,7 +88,7 @@ def test_a_scheduler_that_changes_more_than_one_rate_is_refused() -> None:
         ReplayedScheduler(groups, apart)
 
 
-def test_every_form_that_lightning_allows_is_understood() -> None:
+def test_every_result_form_of_configure_optimizers_is_read() -> None:
     optimizer = made()
     scheduler = lr_scheduler.StepLR(optimizer, 3)
     assert optimizer_and_scheduler(optimizer) == (optimizer, None, "step", 1)
@@ -118,6 +118,6 @@ def test_every_form_that_lightning_allows_is_understood() -> None:
         (([made()], [lr_scheduler.ReduceLROnPlateau(made())]), "needs a metric"),
     ],
 )
-def test_what_the_loop_does_not_do_is_refused(found: Any, message: str) -> None:
+def test_unsupported_optimizers_and_schedulers_are_refused(found: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         optimizer_and_scheduler(found)

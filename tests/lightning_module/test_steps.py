@@ -1,4 +1,4 @@
-"""What a module's steps return and log, as metrics; what its arguments are, as settings."""
+"""What a module's steps return and log becomes metrics; its arguments become settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rankzero.lightning_module.steps import metrics_of
 LOSS = torch.tensor(2.0)
 
 
-def test_a_training_step_gives_its_loss_and_what_it_logs() -> None:
+def test_training_step_gives_its_loss_and_logged_metrics() -> None:
     logged = {"train_loss": LOSS, "train_accuracy": torch.tensor([0.5]), "grad": 3}
     found = metrics_of({"loss": LOSS, "preds": [1]}, logged, training=True)
     assert found["loss"] is LOSS
@@ -26,7 +26,7 @@ def test_a_training_step_gives_its_loss_and_what_it_logs() -> None:
     assert all(value.dim() == 0 for value in found.values())
 
 
-def test_a_validation_step_may_log_its_loss_or_return_it() -> None:
+def test_validation_step_may_log_or_return_its_loss() -> None:
     assert float(metrics_of(None, {"val_loss": LOSS, "val/f1": 0.5}, training=False)["loss"]) == 2.0
     assert metrics_of(LOSS, {"val_acc": 0.5}, training=False)["loss"] is LOSS
 
@@ -34,7 +34,7 @@ def test_a_validation_step_may_log_its_loss_or_return_it() -> None:
 @pytest.mark.parametrize(
     ("training", "message"), [(True, "must return the loss"), (False, "must log val_loss")]
 )
-def test_a_step_without_a_loss_is_told(training: bool, message: str) -> None:
+def test_step_without_a_loss_is_refused(training: bool, message: str) -> None:
     with pytest.raises(UserError, match=message):
         metrics_of(None, {"acc": 0.5}, training=training)
 
@@ -53,7 +53,7 @@ class Base:
         self.got = (width, learning_rate, act, extra, data, batch_size, rest)
 
 
-def test_arguments_that_text_can_say_are_settings() -> None:
+def test_arguments_with_a_text_form_are_settings() -> None:
     fields = init_arguments.fields_of([Base])
     assert fields == {
         "width": (int, 8),
@@ -68,7 +68,7 @@ def test_arguments_that_text_can_say_are_settings() -> None:
     }
 
 
-def test_arguments_without_a_default_or_a_learning_rate_are_told() -> None:
+def test_missing_default_or_learning_rate_is_refused() -> None:
     class Needs:
         def __init__(self, classes: int, lr: float = 0.1) -> None: ...
 

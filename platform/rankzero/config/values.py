@@ -1,4 +1,4 @@
-"""One setting's value: as text, from text, by its declared type. Pure."""
+"""The value of one setting: to text, and from text by its declared type. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Literal, Union
 from rankzero.config import yaml_text
 
 NONE_WORDS = {"none", "null", "~"}
-LARGEST_EXACT = 2.0**53
-BOOLEANS = {
+_LARGEST_EXACT = 2.0**53  # A float holds every integer up to here.
+_BOOLEANS = {
     "true": True,
     "yes": True,
     "on": True,
@@ -39,7 +39,7 @@ def render(value: object) -> str:
 
 
 def describe_type(annotation: Any) -> str:
-    """Return a type as the user would say it: ``int``, ``fp32 | bf16``, ``int | none``."""
+    """Return a type as text: ``int``, ``fp32 | bf16``, ``int | none``."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return " | ".join(render(arg) for arg in args)
@@ -53,9 +53,9 @@ def describe_type(annotation: Any) -> str:
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-    """Return `value`, or what its text says, as the type `annotation`.
+    """Return `value`, which may be text, as the type `annotation`.
 
-    Raises ValueError when it is not one; never rounds, truncates or guesses.
+    Raises ValueError if it is not of that type. Never rounds, truncates or guesses.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -67,24 +67,24 @@ def coerce(value: Any, annotation: Any) -> Any:
     try:
         return _COERCE_SCALAR[annotation](value)
     except KeyError:
-        raise TypeError(illegal(annotation)) from None
+        raise TypeError(unsupported_type(annotation)) from None
 
 
-def is_setting(annotation: Any) -> bool:
-    """Tell whether a setting may have this type: one that text can say."""
+def is_setting_type(annotation: Any) -> bool:
+    """Return whether a setting may have this type: one with a form as text."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
-        return all(is_setting(arg) for arg in args)
+        return all(is_setting_type(arg) for arg in args)
     if origin is tuple:
-        return all(is_setting(arg) for arg in args if arg is not Ellipsis)
+        return all(is_setting_type(arg) for arg in args if arg is not Ellipsis)
     return origin is Literal or annotation in _COERCE_SCALAR
 
 
-def illegal(annotation: Any) -> str:
-    """Say that no setting can have this type, and which can."""
+def unsupported_type(annotation: Any) -> str:
+    """Return the error that no setting can have this type, and which types it can have."""
     return (
-        f"a setting cannot have the type {describe_type(annotation)}; use int, float, bool, str, a Literal, "
-        "a tuple of these, any of these | None, or a frozen dataclass of settings"
+        f"a setting cannot have the type {describe_type(annotation)}; use int, float, bool, str, "
+        "a Literal, a tuple of these, any of these | None, or a frozen dataclass of settings"
     )
 
 
@@ -92,23 +92,23 @@ def _coerce_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
     try:
-        return BOOLEANS[value.strip().lower()]
+        return _BOOLEANS[value.strip().lower()]
     except (KeyError, AttributeError):
         raise ValueError("not a boolean") from None
 
 
 def _coerce_int(value: Any) -> int:
     if isinstance(value, bool):
-        raise ValueError("not a whole number")
-    if isinstance(value, float) and not (value.is_integer() and abs(value) <= LARGEST_EXACT):
-        raise ValueError("not a whole number, or one that a float only comes close to")
+        raise ValueError("not an integer")
+    if isinstance(value, float) and not (value.is_integer() and abs(value) <= _LARGEST_EXACT):
+        raise ValueError("not an integer, or one that a float cannot hold exactly")
     try:
         number = int(value)
     except ValueError:
-        return _coerce_int(float(value))  # 1e5
+        return _coerce_int(float(value))  # Such as 1e5.
     except (OverflowError, TypeError) as error:
-        raise ValueError("not a whole number") from error
-    str(number)  # raises ValueError where it has more digits than Python writes
+        raise ValueError("not an integer") from error
+    str(number)  # Raises ValueError for more digits than Python writes.
     return number
 
 
@@ -122,14 +122,14 @@ def _coerce_float(value: Any) -> float:
     if number != number or (
         isinstance(value, str) and math.isinf(number) and "inf" not in value.lower()
     ):
-        raise ValueError("not a number, or none that a float holds")
+        raise ValueError("not a number that a float can hold")
     return number
 
 
 def _coerce_str(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("not text")
-    value.encode()  # raises ValueError for half a surrogate pair, which no file can hold
+    value.encode()  # Raises ValueError for half a surrogate pair, which no file can hold.
     return value
 
 
@@ -156,11 +156,11 @@ def _coerce_union(value: Any, options: tuple[Any, ...]) -> Any:
             return coerce(value, option)
         except ValueError:
             continue
-    raise ValueError("none of the types fits")
+    raise ValueError("no type fits")
 
 
 def _generality(option: Any) -> int:
-    """Rank a type by how much text fits it: none before numbers, anything before str."""
+    """Rank a type by how much text fits it: none first, then numbers, str last."""
     order = [type(None), int, float]
     return order.index(option) if option in order else len(order) + (option is str)
 
@@ -182,18 +182,14 @@ def _coerce_literal(value: Any, options: tuple[Any, ...]) -> Any:
 
 
 def _items(value: Any) -> list[Any]:
-    if isinstance(value, str):
-        return _items_of_text(value.strip())
     if isinstance(value, (list, tuple)):
         return list(value)
-    raise ValueError("not a list")
-
-
-def _items_of_text(text: str) -> list[Any]:
+    if not isinstance(value, str):
+        raise ValueError("not a list")
+    text = value.strip()
     if not text.startswith("["):
         return [item.strip() for item in text.split(",")] if text else []
+    # `render` writes JSON, and YAML reads some characters of JSON differently. So JSON comes first.
     with contextlib.suppress(ValueError, RecursionError):
-        return list(
-            json.loads(text)
-        )  # what `render` wrote; YAML reads some characters of JSON otherwise
+        return list(json.loads(text))
     return list(yaml_text.load(text))

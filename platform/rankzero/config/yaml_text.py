@@ -1,4 +1,7 @@
-"""YAML as settings need it: plain values there and back. Executes nothing, in time that follows the length. Pure."""
+"""YAML for settings: plain values to text and back. Pure.
+
+Reading executes no code and takes time in proportion to the length of the text.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +13,30 @@ import yaml
 
 
 def load(text: str) -> Any:
-    """Return the plain values that the text says. Raises ValueError for whatever is wrong with it.
-
-    Aliases are refused: a dozen lines of them are a value larger than any memory, or one without an
-    end.
-    """
+    """Return the plain values of the text. Raises ValueError for anything that is wrong with it."""
     try:
         return _Loader(text).get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(f"not valid YAML: {str(error)[:1000]}") from error
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-    ) as error:  # what its constructors raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML's constructors raise these for some texts.
         raise ValueError(f"not valid YAML: {type(error).__name__}: {str(error)[:1000]}") from error
 
 
 def dump(values: Any) -> str:
-    """Return the values as text that `load` reads back."""
+    """Return the values as text. `load` reads it back."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what makes a reader guess, or wait for ever: aliases, keys said twice, numbers that no float holds."""
+    """Refuses aliases, duplicate keys, and numbers that no float holds."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        # A dozen lines of aliases can make a value larger than any memory, or one without an end.
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(
-                None, None, "an alias (*name): say the value itself", mark
+                None, None, "an alias (*name): write the value itself", mark
             )
         return super().compose_node(parent, index)
 
@@ -50,7 +45,7 @@ class _Loader(yaml.SafeLoader):
         for key, count in keys.items():
             if count > 1:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key[:80]!r} is said twice", node.start_mark
+                    None, None, f"{key[:80]!r} occurs twice", node.start_mark
                 )
         return super().construct_mapping(node, deep)
 
@@ -65,7 +60,7 @@ def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text so that it is read back, whatever line breaks Unicode puts in it, and no aliases."""
+    """Writes no aliases, and writes any Unicode text so that it is read back."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rankzero.config.values import is_setting
+from rankzero.config.values import is_setting_type
 from rankzero.errors import UserError
 
 LEARNING_RATES = ("lr", "learning_rate")
@@ -58,7 +58,7 @@ def fields_of(classes: Iterable[type[Any]]) -> dict[str, tuple[Any, Any]]:
         hints = _hints(cls)
         for name, default in _defaults_of(cls).items():
             kind = hints.get(name, type(default))
-            if name not in _NO_FIELDS and is_setting(kind):
+            if name not in _NO_FIELDS and is_setting_type(kind):
                 fields.setdefault(_field_name(name), (kind, default))
     return fields
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.events import PicturesTaken
-from rankzero.faults import is_want
+from rankzero.faults import lacks_resources
 from rankzero.run_store import symlinks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
@@ -80,7 +80,7 @@ def read(path: Path) -> dict[str, Any]:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except Exception as error:  # a damaged archive fails in as many ways as there are bytes
-        if is_want(error):
+        if lacks_resources(error):
             raise
         raise ValueError(
             f"{path.name} holds no pictures: {type(error).__name__}: {error}"

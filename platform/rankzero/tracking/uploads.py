@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rankzero import scalars
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken
-from rankzero.faults import is_want, refusal
+from rankzero.faults import lacks_resources, refusal
 from rankzero.run_store.delivery_state import DeliveryState, Task, Upload
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.open_run import Target
@@ -120,7 +120,7 @@ def _upload_pictures(
             drawn = image_grids.draw(picture_files.read(path), event.step, Path(place))
         except Exception as error:
             # The file may be foreign, or the picture impossible. A full disk may recover.
-            if is_want(error):
+            if lacks_resources(error):
                 raise
             state = _rejected(state, what, f"{type(error).__name__}: {error}")
             drawn = {}

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankzero.faults import NeverAccepted, is_want
+from rankzero.faults import NeverAccepted, lacks_resources
 
 PICTURES = "pictures"
 _THUMBNAIL_PIXELS = 800
@@ -24,7 +24,7 @@ def write_images(
         try:
             write_image(path, folder, run_id, key, step, milliseconds)
         except Exception as error:  # PIL fails in as many ways as there are bytes
-            if is_want(error):
+            if lacks_resources(error):
                 raise
             raise NeverAccepted(f"{key}: {type(error).__name__}: {error}") from error
 
