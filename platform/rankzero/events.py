@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-LATEST = 1e11  # seconds: the year 5138; no clock says more
+LATEST = 1e11  # seconds: the year 5138, later than any clock
 
 
 @dataclasses.dataclass(frozen=True)
 class RunStarted:
-    """An attempt begins; `attempt` counts from 1, `step` is where it goes on from."""
+    """An attempt begins. `attempt` counts from 1, `step` is the step that it continues from."""
 
     time: float
     params: Mapping[str, str]
@@ -29,10 +29,10 @@ class RunStarted:
 
 @dataclasses.dataclass(frozen=True)
 class DataDescribed:
-    """What a run trains on or is validated with. The same data have the same `digest`; `how` says what it is made of.
+    """The data that a run trains on or is validated with. The same data have the same `digest`.
 
-    `columns`: what a sample is made of, by name, as far as that is known; `source`: the folder (`source_type` local)
-    or the experiment's file (code).
+    `how` names what the digest covers. `columns` gives the parts of a sample by name, as far as
+    known. `source` is the folder (`source_type` local) or the experiment's file (code).
     """
 
     time: float
@@ -48,7 +48,10 @@ class DataDescribed:
 
 @dataclasses.dataclass(frozen=True)
 class StepsLogged:
-    """Values of consecutive reports, in columns: ``metrics[name][i]`` belongs to ``steps[i]`` at ``times[i]``."""
+    """Values of consecutive reports, in columns.
+
+    ``metrics[name][i]`` belongs to ``steps[i]`` at ``times[i]``.
+    """
 
     steps: Sequence[int]
     times: Sequence[float]
@@ -57,7 +60,7 @@ class StepsLogged:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """The validation metrics after `step`; `best`: no earlier evaluation reached the goal metric's value."""
+    """The validation metrics after `step`. `best`: no earlier goal value was as good."""
 
     time: float
     step: int
@@ -78,7 +81,7 @@ class CheckpointSaved:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointDeleted:
-    """Retention removed the checkpoint of `step`; its bytes go from MLflow too."""
+    """Retention deleted the checkpoint of `step`. MLflow's copy is deleted too."""
 
     time: float
     step: int
@@ -87,7 +90,7 @@ class CheckpointDeleted:
 
 @dataclasses.dataclass(frozen=True)
 class PicturesTaken:
-    """What pictures of `step` are drawn from lies in the file `path`, relative to the run's folder."""
+    """The arrays for the pictures of `step` are in `path`, relative to the run's folder."""
 
     time: float
     step: int
@@ -96,7 +99,7 @@ class PicturesTaken:
 
 @dataclasses.dataclass(frozen=True)
 class SystemSampled:
-    """Means over an interval of what one node's GPUs and host did; `sample` counts from 0."""
+    """Means over an interval of one node's GPU and host metrics. `sample` counts from 0."""
 
     time: float
     sample: int
@@ -148,7 +151,7 @@ def encode(event: Event) -> str:
 def decode(line: str) -> Event:
     """Read what `encode` wrote. Raises ValueError for anything else.
 
-    Of the metrics it checks that they are columns or values by name; what the values are is the readers' to judge.
+    Metrics must be columns or values by name. Readers check the values themselves.
     """
     try:
         fields = json.loads(line)
@@ -183,7 +186,7 @@ def _is_encodable(text: str) -> bool:
 
 
 def _is_path(value: object) -> bool:
-    """Tell whether the system can be asked for a file of this name: no zero byte, nothing that UTF-8 has not."""
+    """Return whether the name is legal for a file: no zero byte, and encodable as UTF-8."""
     return isinstance(value, str) and "\0" not in value and _is_encodable(value)
 
 

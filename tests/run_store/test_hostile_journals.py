@@ -1,4 +1,4 @@
-"""Journals, identities and progress files that nobody of ours wrote: passed over, counted, told; never a traceback."""
+"""Foreign lines in journals, run.json, delivery.json: skipped and counted, never a traceback."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ KNOWN = [started(), steps(1, 3), evaluated(2, 0.5), ended()]
 
 @st.composite
 def lines(draw: st.DrawFn) -> bytes:
-    """Return a line as others may leave one: an event with odd fields, a torn one, bytes flipped, anything."""
+    """Return a line that RankZero did not write: odd fields, a torn line, any bytes."""
     event = json.loads(encode(draw(st.sampled_from(KNOWN))))
     match draw(st.integers(0, 4)):
         case 0:
@@ -179,7 +179,7 @@ def test_a_field_of_any_value_is_an_event_or_is_refused(value: Any, field: str) 
             assert _is_event(json.dumps(fields).encode()) in (True, False)
 
 
-def test_foreign_lines_are_counted_and_told(tmp_path: Path) -> None:
+def test_foreign_lines_are_counted_and_reported(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     append(folder, started(), steps(1, 2))
     with folder.events.open("ab") as file:
@@ -210,7 +210,7 @@ FIELDS = (
 @given(
     st.text(max_size=60) | st.dictionaries(st.sampled_from([*FIELDS, "x"]), values).map(json.dumps)
 )
-def test_any_progress_file_is_read_or_begun_anew(
+def test_any_state_file_is_read_or_replaced(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:
     folder = make_folder(tmp_path_factory.mktemp("run"))
@@ -256,7 +256,7 @@ def test_waiting_uploads_that_are_no_events_are_set_aside(tmp_path: Path) -> Non
         '{"name": "a", "uuid": "u", "experiment": "e", "tracking_uri": "x", "parent": "/etc"}',
     ],
 )
-def test_an_identity_that_is_none_of_ours_is_told_and_not_listed(text: str, tmp_path: Path) -> None:
+def test_foreign_identity_is_an_error_and_not_listed(text: str, tmp_path: Path) -> None:
     sound, broken = make_folder(tmp_path), RunFolder(tmp_path / "runs" / "broken")
     append(sound, started(), ended())
     broken.path.mkdir()
@@ -267,7 +267,7 @@ def test_an_identity_that_is_none_of_ours_is_told_and_not_listed(text: str, tmp_
     assert lookup.find(tmp_path / "runs", "some-id") is None
 
 
-def test_names_of_children_that_lead_elsewhere_are_passed_over(tmp_path: Path) -> None:
+def test_children_outside_of_the_store_are_skipped(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     (folder.path / "children.txt").write_bytes(
         b"../up\n/etc\n..\n.\nfine-1\n\xff\xfe\n" + b"x" * 5000

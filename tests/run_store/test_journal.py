@@ -178,20 +178,17 @@ def test_a_reader_follows_a_writer(tmp_path: Path) -> None:
     )
 
 
-def test_a_full_disk_loses_nothing_once_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal, room = Journal(tmp_path / "events.jsonl"), {"left": 30}
-    real = os.write
+def test_a_full_disk_loses_nothing_once_there_is_room(tmp_path: Path) -> None:
+    room = {"left": 30}
 
     def write(descriptor: int, data: Any) -> int:
         if room["left"] <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        count = real(descriptor, bytes(data)[: room["left"]])
+        count = os.write(descriptor, bytes(data)[: room["left"]])
         room["left"] -= count
         return count
 
-    monkeypatch.setattr("rankzero.run_store.journal.os.write", write)
+    journal = Journal(tmp_path / "events.jsonl", write=write)
     for number in range(5):
         journal(ended(str(number)))
     room["left"] = 1 << 20
@@ -203,20 +200,20 @@ def test_a_full_disk_loses_nothing_once_there_is_room(
     assert reasons == list("012345")
 
 
-def test_a_disk_that_stays_full_costs_metrics_that_are_counted_and_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_disk_that_stays_full_costs_counted_metrics_and_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real, room = os.write, [False]
+    room = [True]
 
     def write(descriptor: int, data: Any) -> int:
         if not room[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(descriptor, data)
+        return os.write(descriptor, data)
 
     folder = make_folder(tmp_path)
-    log = RunLog(folder, Journal(folder.events), 1, None)
-    monkeypatch.setattr("rankzero.run_store.journal.os.write", write)
-    monkeypatch.setattr("rankzero.run_store.journal.MOST_WAITING_BYTES", 1000)
+    journal = Journal(folder.events, most_waiting_bytes=1000, write=write)
+    log = RunLog(folder, journal, 1, None)
+    room[0] = False
     for number in range(1, 101):
         log(steps(number, number))
     log(saved(folder, 50))
@@ -239,20 +236,17 @@ def test_a_disk_that_stays_full_costs_metrics_that_are_counted_and_no_run(
     )
 
 
-def test_a_disk_that_cannot_sync_stops_no_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_fsync_stops_no_journal(tmp_path: Path) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr("rankzero.run_store.journal.os.fsync", full)
-    journal = Journal(tmp_path / "events.jsonl")
+    journal = Journal(tmp_path / "events.jsonl", fsync=full)
     journal(ended())
     journal.close()
     assert list(read_all(tmp_path / "events.jsonl")) == [ended()]
 
 
-def test_a_writer_that_is_killed_loses_what_it_had_not_ended(tmp_path: Path) -> None:
+def test_killed_writer_loses_only_an_unfinished_window(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     code = (
         "import os, signal, sys; from pathlib import Path; from rankzero.events import *\n"
@@ -268,7 +262,7 @@ def test_a_writer_that_is_killed_loses_what_it_had_not_ended(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "damage", [b"\xff\xfe\x00", b"\x00" * 5000, b'{"event":"RunEnded"}', b"[" * 100]
 )
-def test_a_damaged_line_is_passed_over(damage: bytes, tmp_path: Path) -> None:
+def test_damaged_line_is_skipped(damage: bytes, tmp_path: Path) -> None:
     path, line = tmp_path / "events.jsonl", encode(ended()).encode()
     path.write_bytes(b"\n".join([line, damage, line, b""]))
     assert list(read_all(path)) == [ended(), ended()]
@@ -284,7 +278,7 @@ def test_a_line_larger_than_the_limit_is_read_whole_or_not_at_all(tmp_path: Path
     assert len(events) == 1 and offset == len(line) + 1 and read(path, offset) == ([], offset)
 
 
-def test_what_is_not_there_yet_is_empty(tmp_path: Path) -> None:
+def test_missing_journal_is_empty(tmp_path: Path) -> None:
     assert read(tmp_path / "none", 7) == ([], 7) and list(read_all(tmp_path / "none")) == []
 
 
@@ -357,7 +351,7 @@ def test_a_helping_machine_takes_over_the_name_that_rank_zero_gave_the_run(tmp_p
     assert mine.identity == told, "a run that has begun keeps its own"
 
 
-def test_an_event_that_cannot_be_written_is_lost_alone_and_told(tmp_path: Path) -> None:
+def test_event_that_cannot_be_written_is_lost_alone_and_noticed(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     log = RunLog(folder, Journal(folder.events), 1, None)
     log(steps(1, 1))
@@ -367,5 +361,6 @@ def test_an_event_that_cannot_be_written_is_lost_alone_and_told(tmp_path: Path) 
     found = list(read_all(folder.events))
     assert [event.steps for event in found if isinstance(event, StepsLogged)] == [[1], [3]]
     assert [event.text for event in found if isinstance(event, Noticed)] == [
-        "a StepsLogged is lost, since it cannot be written: Object of type object is not JSON serializable"
+        "a StepsLogged is lost, since it cannot be written: "
+        "Object of type object is not JSON serializable"
     ]

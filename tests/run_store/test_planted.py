@@ -210,7 +210,7 @@ def test_code_that_came_with_a_run_is_not_executed(tmp_path: Path) -> None:
 def test_links_that_mlflow_has_for_files_are_not_used(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "config.yaml").symlink_to("/etc/passwd")
-    with pytest.raises(UserError, match="no plain file"):
+    with pytest.raises(UserError, match="not a plain file"):
         download.require_plain_files(tmp_path / "real")
 
 

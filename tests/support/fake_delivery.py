@@ -1,7 +1,7 @@
-"""Deliver a run's whole journal to a store that takes everything and keeps nothing: python fake_delivery.py FOLDER.
+"""Deliver a run's journal to a store that keeps nothing: python fake_delivery.py FOLDER.
 
-Prints how much memory the process has before it takes any of it, and the most it ever had, in bytes; then how many
-points the store was given.
+Prints the memory of the process before it reads the journal and the most it had, in bytes, and how
+many points the store got.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A training process that says much, for the memory's tests: python fake_emitter.py RUNS NAME URI STEPS STEPS …
+"""Write many steps, for the tests of memory: python fake_emitter.py RUNS NAME URI STEPS STEPS …
 
 Writes so many steps for each line that it reads, and answers each with a line.
 """
@@ -35,7 +35,7 @@ def main(runs: Path, name: str, uri: str, *parts: int) -> None:
 
 
 def windows(first: int, count: int) -> Iterator[StepsLogged]:
-    """Yield `count` steps from `first` on, at a hundred a second, with values that take their whole length in JSON."""
+    """Yield `count` steps from `first` on, a hundred a second, with values of full length."""
     began = time.time()
     for start in range(first, first + count, WINDOW):
         steps = list(range(start, min(start + WINDOW, first + count)))

@@ -1,4 +1,4 @@
-"""A training process for the recorder's tests: python fake_rank0.py FOLDER STEPS SECONDS_A_STEP END.
+"""A training process for tests: python fake_rank0.py FOLDER STEPS SECONDS_A_STEP END.
 
 END is finish, die (SIGKILL), or massacre (SIGKILL for the recorder and its courier first).
 """

@@ -1,4 +1,4 @@
-"""A tracking store in memory, for tests: what `Deliverer` needs of `MlflowRuns`, and failures on demand."""
+"""A tracking store in memory: what `Deliverer` needs of `MlflowRuns`, and failures on demand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Refused(Exception):
 
 
 class FakeTracker:
-    """Keeps what it is told. `fail`: called before each write with its name and argument; it may raise."""
+    """Keeps what it gets. `fail` is called before each write with its name and argument."""
 
     def __init__(self) -> None:
         self.points: list[MetricPoint] = []

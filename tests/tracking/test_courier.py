@@ -1,4 +1,4 @@
-"""A courier that gets no processor is given more of one: a little during the training, a fair share after it."""
+"""A courier that starves gets a little priority in the training, and a fair share after it."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def says(folder: RunFolder, error: str | None = None) -> None:
     )
 
 
-def test_one_that_never_gets_to_begin_is_started_anew_with_a_little(
+def test_courier_that_never_starts_working_is_restarted_at_a_modest_priority(
     courier: CourierSupervisor, started: Couriers
 ) -> None:
     tended(courier, 4 * IDLE_SECONDS)
     assert started.nice == [UNWANTED, MODEST]
 
 
-def test_one_that_has_begun_is_left_alone_during_the_training(
+def test_courier_that_works_is_not_restarted_during_the_training(
     courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
     says(folder)
@@ -108,7 +108,7 @@ def test_one_that_has_begun_is_left_alone_during_the_training(
     assert started.nice == [UNWANTED]
 
 
-def test_one_that_cannot_end_is_started_anew_with_a_fair_share(
+def test_courier_that_starves_after_the_end_is_restarted_at_a_fair_priority(
     courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
     says(folder)
@@ -119,7 +119,7 @@ def test_one_that_cannot_end_is_started_anew_with_a_fair_share(
     assert started.nice == [UNWANTED, FAIR]
 
 
-def test_one_that_gets_on_or_whose_mlflow_is_away_is_left_alone(
+def test_courier_that_progresses_or_whose_mlflow_is_away_is_not_restarted(
     courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
     courier.finish()
@@ -131,7 +131,7 @@ def test_one_that_gets_on_or_whose_mlflow_is_away_is_left_alone(
     assert started.nice == [UNWANTED]
 
 
-def test_one_whose_run_is_gone_is_not_started_anew(
+def test_courier_whose_run_folder_is_gone_is_not_restarted(
     courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
     folder.path.rename(folder.path.with_name("elsewhere"))
@@ -140,7 +140,7 @@ def test_one_whose_run_is_gone_is_not_started_anew(
     assert started.nice == [UNWANTED]
 
 
-def test_one_that_has_done_nothing_yet_makes_way_for_a_newer_attempts(
+def test_idle_courier_is_killed_for_a_newer_attempt(
     courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
     claims.claim(folder, 0)
@@ -151,7 +151,7 @@ def test_one_that_has_done_nothing_yet_makes_way_for_a_newer_attempts(
     assert started.processes[0].poll() is not None and len(started.processes) == 1
 
 
-def test_one_that_has_begun_may_end_by_itself_when_a_newer_attempt_begins(
+def test_working_courier_is_not_killed_for_a_newer_attempt(
     courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
     time.sleep(0.01)
@@ -161,7 +161,7 @@ def test_one_that_has_begun_may_end_by_itself_when_a_newer_attempt_begins(
     assert courier.tend() and started.processes[0].poll() is None
 
 
-def test_one_whose_right_is_held_for_long_is_waited_for_from_the_end_on(
+def test_lock_is_waited_for_during_the_grace_after_the_end(
     started: Couriers, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.5")
@@ -173,7 +173,7 @@ def test_one_whose_right_is_held_for_long_is_waited_for_from_the_end_on(
     assert waiting.tend() and len(started.processes) == 1
 
 
-def test_none_is_started_for_an_attempt_that_waited_for_the_right_until_it_was_over(
+def test_no_courier_is_started_for_an_outdated_attempt_that_waited_for_the_lock(
     started: Couriers, folder: RunFolder
 ) -> None:
     with claims.lock(folder, 0):
@@ -191,7 +191,7 @@ class TestFailingCalls:
     def hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.3")
 
-    def test_where_no_process_can_be_made_it_is_tried_again(
+    def test_starting_the_courier_is_retried_after_an_error(
         self, folder: RunFolder, started: Couriers, caplog: pytest.LogCaptureFixture
     ) -> None:
         courier = supervisor(folder, started, idle_seconds=60.0)
@@ -206,7 +206,7 @@ class TestFailingCalls:
         assert len(started.processes) == 2 and started.processes[1].poll() is None
         assert caplog.text.count("the courier ended with") == 1
 
-    def test_a_lock_that_cannot_be_made_is_waited_for_until_the_grace_is_over(
+    def test_lock_that_cannot_be_created_is_retried_until_the_grace_is_over(
         self, folder: RunFolder, started: Couriers
     ) -> None:
         (folder.path / "recorder.lock").symlink_to("nowhere")
@@ -217,14 +217,12 @@ class TestFailingCalls:
         time.sleep(0.3)
         assert not waiting.tend() and not started.processes
 
-    def test_what_is_to_end_the_process_does(self, folder: RunFolder, started: Couriers) -> None:
+    def test_system_exit_is_not_caught(self, folder: RunFolder, started: Couriers) -> None:
         started.error = SystemExit()
         with pytest.raises(SystemExit):
             supervisor(folder, started).tend()
 
-    def test_a_dead_rank_0_is_seen_and_its_end_said_once_the_disk_is_back(
-        self, folder: RunFolder
-    ) -> None:
+    def test_end_of_dead_rank_0_is_written_once_the_disk_is_back(self, folder: RunFolder) -> None:
         reader, writer = os.pipe()
         append(folder, begun())
         stale = [OSError(errno.ESTALE, "stale")] * 4
@@ -243,7 +241,7 @@ class TestFailingCalls:
         assert end.status == "FAILED" and not stale
         os.close(reader)
 
-    def test_a_journal_that_cannot_be_read_is_read_again_without_haste(
+    def test_unreadable_journal_is_retried_with_pauses(
         self, folder: RunFolder, caplog: pytest.LogCaptureFixture
     ) -> None:
         reader, writer = os.pipe()
@@ -254,7 +252,7 @@ class TestFailingCalls:
         assert 2 <= caplog.text.count("unexpected error; trying again") <= 7
         os.close(reader)
 
-    def test_the_courier_says_the_end_once_that_can_be_done(self, folder: RunFolder) -> None:
+    def test_courier_writes_the_end_once_the_disk_has_room(self, folder: RunFolder) -> None:
         reader, writer = os.pipe()
         os.close(writer)
         append(folder, begun())

@@ -78,7 +78,7 @@ def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
     assert delivery_status.status(folder)[:4] == (53, 0, 0, True)
 
 
-def test_what_is_delivered_late_is_not_written_into_another_run_of_that_name(
+def test_late_state_is_not_written_into_another_run_of_the_same_name(
     folder: RunFolder, tracker: FakeTracker, tmp_path: Path
 ) -> None:
     append(folder, started(), steps(1, 5), ended())
@@ -117,7 +117,9 @@ def test_a_server_that_is_down_loses_nothing(folder: RunFolder, tracker: FakeTra
     assert tracker.status == "FINISHED"
 
 
-def test_trouble_is_on_the_disk_and_goes_away(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_error_is_in_the_state_file_until_a_success(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     append(folder, started(), steps(1, 10))
     tracker.fail = failing(2, "log_metrics", lambda: ConnectionError("server down"))
     deliverer = deliverer_to(tracker, folder)
@@ -190,7 +192,7 @@ def test_one_bad_point_does_not_take_its_batch_along(
     assert tracker.status == "FINISHED"
 
 
-def test_what_always_fails_while_the_store_answers_is_set_aside(
+def test_item_that_always_fails_while_the_store_accepts_others_is_set_aside(
     folder: RunFolder, tracker: FakeTracker
 ) -> None:
     append(folder, started(), steps(1, 2), steps(1, 2, key="poison"), ended())
@@ -206,7 +208,7 @@ def test_what_always_fails_while_the_store_answers_is_set_aside(
     assert tracker.status == "FINISHED"
 
 
-def test_a_server_that_answers_now_and_then_is_to_blame_and_not_what_it_did_not_take(
+def test_item_is_not_blamed_for_a_server_that_answers_now_and_then(
     folder: RunFolder, tracker: FakeTracker
 ) -> None:
     append(folder, started(), steps(1, 20), ended())
@@ -272,7 +274,7 @@ NOTE = "mlflow.note.content"
 def _delivered_with_late_trouble(
     folder: RunFolder, tracker: FakeTracker, edited: str | None = None
 ) -> dict[str, str]:
-    """Deliver a run whose uploads fail some more times after its page has been written; return the tags."""
+    """Deliver a run whose uploads still fail after its page has been written; return the tags."""
     append(folder, started(), saved(folder, 10), steps(1, 20), ended())
     tracker.fail = failing(9, "save_checkpoint", lambda: OSError("no space left on device"))
     deliverer = deliverer_to(tracker, folder)
@@ -286,9 +288,7 @@ def _delivered_with_late_trouble(
     return tracker.tags
 
 
-def test_trouble_after_the_end_is_told_on_the_page_once_more(
-    folder: RunFolder, tracker: FakeTracker
-) -> None:
+def test_problems_after_the_end_update_the_page(folder: RunFolder, tracker: FakeTracker) -> None:
     tags = _delivered_with_late_trouble(folder, tracker)
     assert "9 tries to deliver failed" in tags[NOTE] and "all was delivered later" in tags[NOTE]
     assert tags["rankzero.retries"] == "9"
@@ -337,16 +337,12 @@ def test_sync_updates_the_page_after_a_courier_that_died(tmp_path: Path, sqlite:
     assert delivery_status.is_complete(delivery_status.status(folder))
 
 
-def test_a_page_that_a_user_has_rewritten_stays_theirs(
-    folder: RunFolder, tracker: FakeTracker
-) -> None:
+def test_page_that_a_user_has_rewritten_is_kept(folder: RunFolder, tracker: FakeTracker) -> None:
     tags = _delivered_with_late_trouble(folder, tracker, edited="Our best so far.")
     assert (tags[NOTE], tags["rankzero.retries"]) == ("Our best so far.", "9")
 
 
-def test_the_page_of_a_study_tells_its_troubles_too(
-    folder: RunFolder, tracker: FakeTracker
-) -> None:
+def test_problems_are_added_to_the_page_of_a_study(folder: RunFolder, tracker: FakeTracker) -> None:
     folder.description.write_text("# The sweet spot\n")
     append(folder, Noticed(T0, "a trial's folder was lost"))
     tags = _delivered_with_late_trouble(folder, tracker)
@@ -354,7 +350,9 @@ def test_the_page_of_a_study_tells_its_troubles_too(
     assert "a trial's folder was lost" in tags[NOTE] and "9 tries to deliver failed" in tags[NOTE]
 
 
-def test_a_checkpoint_that_is_gone_is_no_trouble(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_checkpoint_deleted_before_its_upload_is_no_problem(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
     event = saved(folder, 10)
     shutil.rmtree(folder.path / event.path)
     append(folder, started(), event, ended())
@@ -404,9 +402,7 @@ def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: F
     assert delivery_status.status(folder).done
 
 
-def test_lost_progress_goes_on_from_what_mlflow_has(
-    folder: RunFolder, tracker: FakeTracker
-) -> None:
+def test_lost_state_continues_from_what_mlflow_has(folder: RunFolder, tracker: FakeTracker) -> None:
     append(folder, started(), steps(1, 100))
     run(deliverer_to(tracker, folder))
     state.path_of(folder, 0).write_text("{ damaged")
@@ -416,7 +412,7 @@ def test_lost_progress_goes_on_from_what_mlflow_has(
     assert [point.step for point in tracker.points] == list(range(1, 121))
 
 
-def test_a_resume_on_another_machine_goes_on_with_the_samples(
+def test_resume_on_another_machine_continues_the_samples(
     tmp_path: Path, tracker: FakeTracker
 ) -> None:
     folder = make_folder(tmp_path, mlflow_run_id="run-1")
@@ -445,7 +441,7 @@ def test_another_node_waits_for_the_run_and_sends_its_samples_only(
     assert state.path_of(folder, 1).name == "delivery-node_1.json"
 
 
-def test_a_store_that_cannot_even_be_opened_is_no_end(folder: RunFolder) -> None:
+def test_store_that_cannot_be_opened_is_retried(folder: RunFolder) -> None:
     def broken(uri: str) -> Any:
         raise ImportError("no module named mlflow")
 
@@ -456,7 +452,7 @@ def test_a_store_that_cannot_even_be_opened_is_no_end(folder: RunFolder) -> None
     assert "no module named mlflow" in str(delivery_status.status(folder).error)
 
 
-def test_little_batches_wait_for_company(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_small_batches_are_collected(folder: RunFolder, tracker: FakeTracker) -> None:
     clock = [100.0]
     append(folder, started())
     deliverer = Deliverer(folder, 0, lambda uri: tracker, clock=lambda: clock[0])  # type: ignore[arg-type, return-value]

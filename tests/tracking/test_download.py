@@ -1,4 +1,4 @@
-"""A run's newest intact checkpoint comes back from MLflow, and takes the place of nothing better."""
+"""A run's newest intact checkpoint comes back from MLflow, and replaces nothing better."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_newest_is_fetched(uploaded: RunFolder) -> None:
     assert _fetched(uploaded) == ([3], [])
 
 
-def test_a_broken_one_is_passed_over_and_told(uploaded: RunFolder) -> None:
+def test_broken_checkpoint_is_skipped_and_reported(uploaded: RunFolder) -> None:
     state = _in_mlflow(uploaded, 3)
     state.unlink()  # it may be the very file that was uploaded
     state.write_bytes(b"torn")

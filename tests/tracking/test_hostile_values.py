@@ -1,4 +1,4 @@
-"""Names and values that MLflow does not take: all that can be stored is, the rest is told once and shown."""
+"""Names and values that MLflow refuses: stored if possible, else reported once and shown."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_no_two_params_become_one(keys: list[str]) -> None:
 @given(
     st.lists(st.tuples(names, numbers | st.none() | st.text(max_size=3)), min_size=1, max_size=10)
 )
-def test_every_value_is_sent_or_told(rows: list[tuple[str, Any]]) -> None:
+def test_every_value_is_sent_or_reported(rows: list[tuple[str, Any]]) -> None:
     metrics = dict(rows)
     items, progress = translate([Evaluated(T0, 7, metrics, False)], DeliveryState())
     sent = [point for item in items if isinstance(item, MetricBatch) for point in item.points]
@@ -98,7 +98,7 @@ def test_every_value_is_sent_or_told(rows: list[tuple[str, Any]]) -> None:
     st.dictionaries(names, numbers, max_size=8),
     st.dictionaries(names, st.text(max_size=30), max_size=8),
 )
-def test_mlflow_has_what_it_is_said_to_have(
+def test_mlflow_has_what_the_state_says(
     tmp_path_factory: pytest.TempPathFactory,
     sqlite_of_all: str,
     metrics: dict[str, Any],

@@ -1,4 +1,4 @@
-"""What a long absence of MLflow costs in memory: nothing that grows with the journal, in none of the processes."""
+"""A long absence of MLflow costs no memory that grows with the journal, in any process."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ from torture.proxy import Proxy
 PART, REST = 20_000, 180_000  # steps: about 2 MB of journal, and 20
 JOURNAL_BYTES = 18 << 20  # at least
 ALLOWED = {"emitter": 4 << 20, "recorder": 16 << 20, "courier": 32 << 20}
-"""What each may grow by meanwhile, in bytes: of 20 MiB of journal, rank 0 holds an event; the recorder takes a MiB at a
-time, about five as events; the courier another one, about ten more as points. All of it would be 200."""
+"""How much each may grow, in bytes, by 20 MiB of journal. Rank 0 holds one event. The recorder
+reads a MiB at a time, about five MiB as events, and the courier ten more as points. All of the
+journal would be 200."""
 QUICK = {"RANKZERO_DELIVERY_GRACE_SECONDS": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"}
 PATIENCE = 100.0  # seconds
 Away = Callable[
     [pytest.FixtureRequest], contextlib.AbstractContextManager[tuple[str, Callable[[], None]]]
 ]
-"""Makes what stands in a server's place; yields its address, and what sends it away if it is not."""
+"""Makes a server that is away, now or on request; yields its address and that request."""
 
 
 @dataclasses.dataclass
 class Emitting:
-    """A training process that writes on demand, its recorder and courier; `most`: the most memory of each, in bytes."""
+    """A training process that writes on demand, its recorder and courier.
+
+    `most` is the most memory of each, in bytes.
+    """
 
     process: subprocess.Popen[str]
     folder: RunFolder
@@ -97,7 +101,7 @@ class Emitting:
 
 @contextlib.contextmanager
 def emitting(root: Path, uri: str) -> Iterator[Emitting]:
-    """Start a training process; it has written its first part. It and those beside it are killed in the end."""
+    """Start a training process that has written its first part. Kill all processes in the end."""
     name = f"run-{uuid.uuid4().hex[:6]}"
     process = subprocess.Popen(
         [sys.executable, SUPPORT / "fake_emitter.py", root, name, uri, str(PART), str(REST)],
@@ -146,7 +150,7 @@ def goes_away(request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[]
 def test_memory_stays_while_the_server_is_away_and_the_journal_grows(
     tmp_path: Path, request: pytest.FixtureRequest, away: Away
 ) -> None:
-    """Rank 0, the recorder and the courier, from two tries at a tenth of the journal to one at all of it."""
+    """From two tries at a tenth of the journal to one try at all of it."""
     with away(request) as (uri, go), emitting(tmp_path / "runs", uri) as run:
         if away is goes_away:
             run.until(lambda: delivery_status.status(run.folder).run_id, "the run in MLflow")

@@ -67,7 +67,7 @@ def log_of(folder: RunFolder) -> str:
 
 
 def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
-    """All that reached the journal is in MLflow, the status is true, a forked child that lives on is no obstacle."""
+    """MLflow has the whole journal and the right status, although a forked child still lives."""
     process = rank0(folder, 40, 0.05, "die")
     until(lambda: claims.is_recording(folder))
     [beside] = [
@@ -90,7 +90,7 @@ def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
 
 
 def test_a_server_is_killed_and_comes_back(tmp_path: Path, server: Server) -> None:
-    """Training does not notice, nothing is lost, nothing is there twice; nor when the courier is killed as well."""
+    """Nothing is lost or there twice, also if the courier is killed. Training is not slowed."""
     folder = make_folder(tmp_path, server.uri)
     process = rank0(folder, 450, 0.04, "finish")
     try:
@@ -145,7 +145,7 @@ def test_starting_costs_milliseconds(tmp_path: Path) -> None:
 def test_a_newer_attempt_ends_the_older_recorder_at_once(
     recording: tuple[RunFolder, RecorderHandle], sqlite: str
 ) -> None:
-    """The older one neither delivers nor closes; the newer gives up on the dead server; `sync` delivers both."""
+    """The older does not deliver, the newer gives up on the dead server, `sync` delivers both."""
     folder, older = recording
     append(folder, started(), steps(1, 10))
     until(lambda: claims.is_recording(folder))
@@ -174,11 +174,8 @@ def test_a_newer_attempt_ends_the_older_recorder_at_once(
     assert MlflowRuns(sqlite).find_run(str(delivery.run_id)).status == "FINISHED"
 
 
-def test_a_recorder_that_waits_for_the_right_is_seen_to_live(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorder_that_waits_for_the_lock_counts_as_alive(folder: RunFolder) -> None:
     """An older attempt's may hold it for long on a busy machine; between the two nobody does."""
-    monkeypatch.setattr(delivery_status, "STARTUP_SECONDS", 0.0)
     older = claims.acquire(folder, 0)
     assert older is not None
     newer = recorder.start(folder, [], 0)
@@ -188,13 +185,13 @@ def test_a_recorder_that_waits_for_the_right_is_seen_to_live(
     os.close(older)
     assert not claims.is_recording(folder)
     begin = time.monotonic()
-    delivery_status.wait(folder, timeout=1.0)
+    delivery_status.wait(folder, timeout=1.0, startup_seconds=0.0)
     assert time.monotonic() - begin >= 1.0
     process.kill()
     newer.close()
     until(lambda: not claims.has_live_recorder(folder))
     begin = time.monotonic()
-    delivery_status.wait(folder, timeout=60.0)
+    delivery_status.wait(folder, timeout=60.0, startup_seconds=0.0)
     assert time.monotonic() - begin < 10
 
 
@@ -303,7 +300,7 @@ class TestAttempt:
         assert not folder.events.exists()
 
 
-def test_a_writer_that_lives_is_told_from_a_dead_one(tmp_path: Path) -> None:
+def test_living_writer_is_distinguished_from_a_dead_one(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     assert not claims.writer_lives(folder)
     code = (
@@ -316,7 +313,7 @@ def test_a_writer_that_lives_is_told_from_a_dead_one(tmp_path: Path) -> None:
     assert claims.writer_lives(folder)
 
 
-def test_one_holds_the_right_to_deliver(tmp_path: Path) -> None:
+def test_one_process_holds_the_delivery_lock(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     with (
         claims.lock(folder, 0) as first,
@@ -328,7 +325,7 @@ def test_one_holds_the_right_to_deliver(tmp_path: Path) -> None:
     assert not claims.is_recording(folder)
 
 
-def test_a_forked_child_lets_go_of_the_pipe() -> None:
+def test_forked_child_closes_the_pipe() -> None:
     reader, writer = os.pipe()
     kept = RecorderHandle(os.getpid(), writer)
     child = os.fork()

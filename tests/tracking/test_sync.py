@@ -1,4 +1,4 @@
-"""How long the end of a training waits for its delivery. The recorder is a lock that is held, and nothing else."""
+"""How long the end of a training waits for its delivery. A held lock stands for the recorder."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         yield made
 
 
-def waited(folder: RunFolder) -> float:
+def waited(folder: RunFolder, troubled_seconds: float = LONG) -> float:
     began = time.monotonic()
-    assert not delivery_status.wait(folder).done
+    assert not delivery_status.wait(folder, troubled_seconds=troubled_seconds).done
     return time.monotonic() - began
 
 
-def test_no_longer_than_the_grace_that_is_set(
+def test_wait_ends_after_the_grace_that_is_set(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.3")
@@ -52,26 +52,24 @@ def test_a_server_that_refuses_is_not_waited_for_as_one_that_may_answer(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
-    monkeypatch.setattr(delivery_status, "TROUBLED_SECONDS", 0.3)
     state.save(
         state.path_of(folder, 0),
         state.DeliveryState(retries=state.Retries(error="ConnectionError: refused")),
     )
-    assert 0.3 <= waited(folder) < LONG
+    assert 0.3 <= waited(folder, troubled_seconds=0.3) < LONG
 
 
 def test_another_failed_try_is_no_reason_to_wait_longer(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
-    monkeypatch.setattr(delivery_status, "TROUBLED_SECONDS", 0.5)
     with progress_of(
         folder,
         lambda number: state.DeliveryState(
             retries=state.Retries(number, error=f"try {number}: refused")
         ),
     ):
-        assert 0.5 <= waited(folder) < 5.0
+        assert 0.5 <= waited(folder, troubled_seconds=0.5) < 5.0
 
 
 def test_a_server_that_is_slow_for_ever_is_waited_for_no_longer_than_the_grace(
@@ -82,7 +80,7 @@ def test_a_server_that_is_slow_for_ever_is_waited_for_no_longer_than_the_grace(
         assert 1.0 <= waited(folder) < 5.0
 
 
-def test_who_asked_for_the_delivery_waits_while_it_goes_on(
+def test_with_a_timeout_only_time_without_progress_counts(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.5")
@@ -119,7 +117,7 @@ def progress_of(
         working.join()
 
 
-def test_what_is_missing_is_said(folder: RunFolder) -> None:
+def test_what_is_missing_is_listed(folder: RunFolder) -> None:
     assert delivery_status.status(folder).lacks == ("the whole run",)
     read = {folder.events.name: folder.events.stat().st_size}
     state.save(
@@ -148,7 +146,7 @@ def test_what_is_missing_is_said(folder: RunFolder) -> None:
     )
 
 
-def test_a_run_that_has_not_begun_is_not_ended_by_who_would_deliver_it(tmp_path: Path) -> None:
+def test_run_that_has_not_begun_is_not_ended_by_sync(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     sync.deliver(folder, patience=0.0)
     assert not folder.events.exists()
@@ -168,7 +166,7 @@ def test_a_run_whose_launcher_died_before_it_began_is_ended_at_once(tmp_path: Pa
     assert end is not None and end.status == "FAILED" and "never began" in end.reason
 
 
-def test_a_recorder_that_lives_says_the_end_itself(tmp_path: Path) -> None:
+def test_living_recorder_writes_the_end_itself(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
     append(folder, started())
     with recorder_of_a_dead_rank_0(folder):
@@ -195,10 +193,10 @@ def test_a_run_whose_end_is_still_to_be_written_is_not_called_complete(
     monkeypatch.setattr(sync, "deliver", functools.partial(sync.deliver, patience=0.3))
     with recorder_of_a_dead_rank_0(folder):
         assert sync_command.run(argparse.Namespace(dir=tmp_path, run=folder.path.name)) == 1
-    assert "is to write its end" in capsys.readouterr().out
+    assert "must write the run's end first" in capsys.readouterr().out
 
 
-def test_a_recorder_that_goes_without_a_word_keeps_no_run_open(tmp_path: Path) -> None:
+def test_recorder_that_dies_keeps_no_run_open(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
     append(folder, started())
     with recorder_of_a_dead_rank_0(folder) as recorder:
@@ -212,7 +210,7 @@ def test_a_recorder_that_goes_without_a_word_keeps_no_run_open(tmp_path: Path) -
 
 @contextlib.contextmanager
 def recorder_of_a_dead_rank_0(folder: RunFolder) -> Iterator[int]:
-    """A recorder that lives and does not deliver, as beside a search's trial; yield what says so."""
+    """A living recorder that does not deliver, like a trial's; yield the lock that shows it."""
     claim = dataclasses.replace(claims.claim(folder, 0), pid_started="0")
     (folder.path / "recorder.json").write_text(json.dumps(dataclasses.asdict(claim)))
     recorder = claims.announce_recorder(folder, 0, claim.token)

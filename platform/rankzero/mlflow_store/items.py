@@ -47,3 +47,18 @@ def name_of(item: MlflowItem) -> str:
             return f"tag {next(iter(tags))}"
         case _:
             return type(item).__name__
+
+
+def parts_of(item: MlflowItem) -> list[MlflowItem]:
+    """Return smaller items to send instead of a refused one, or [] if it cannot be divided.
+
+    Halving a batch again and again finds the points that are to blame, and saves the others.
+    """
+    match item:
+        case MetricBatch(points) if len(points) > 1:
+            half = len(points) // 2
+            return [MetricBatch(points[:half]), MetricBatch(points[half:])]
+        case Tags(tags) if len(tags) > 1:
+            return [Tags({key: value}) for key, value in tags.items()]
+        case _:
+            return []

@@ -18,7 +18,10 @@ from rankzero.run_store import claims
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, read, read_all
 
-DIED_WITHOUT_END = "rank 0 died without writing its end (killed by a signal such as SIGKILL or the out-of-memory killer)"
+DIED_WITHOUT_END = (
+    "rank 0 died without writing its end "
+    "(killed by a signal such as SIGKILL or the out-of-memory killer)"
+)
 AT_WORK = "another command still trains or delivers it: stop that command, or wait until it ends"
 
 

@@ -1,4 +1,14 @@
-"""Who launches a run, and who records it: one recorder a node at a time, the newest attempt's, or `rankzero sync`."""
+"""Claims and locks on a run's folder.
+
+    recorder.json   claim: which attempt is the latest, and which process writes its journal.
+                    Its recorder holds a flock on this file, which shows that it lives.
+    recorder.lock   flock: which process delivers the node's journals (a courier, `rankzero sync`)
+    launcher.lock   flock: which command launches the run's processes
+    the folder      flock for moments: a claim and the end of the attempt before exclude each other
+
+A flock ends with the processes that hold it, however they die. Nodes other than 0 have their own
+files, ``recorder-node_<i>.json`` and ``.lock``.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +25,34 @@ from pathlib import Path
 
 from rankzero.run_store.folder import RunFolder
 
-TURN_SECONDS = 0.2
-ABANDONED_SECONDS = 600.0  # without a word from another machine
+# A recorder that gets no processor time must not hold up the start of a training for longer.
+EXCLUSIVE_SECONDS = 0.2
+# Without a heartbeat of a writer on another machine.
+ABANDONED_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """Which attempt the run belongs to: the process that writes the journal, and when it began to."""
+    """The attempt that a run belongs to, and the process that writes its journal."""
 
     token: str
     host: str
     pid: int
     pid_started: str
-    """When that process began, in the kernel's ticks: pids are used again."""
+    """When that process began, in the kernel's ticks, because pids are used again."""
     time: float
     events_offset: int
-    """Bytes of journal that earlier attempts left."""
+    """Bytes of journal that earlier attempts wrote."""
 
 
 def claim(folder: RunFolder, node: int) -> Claim:
-    """Make this process's attempt the run's latest; an older recorder sees it and stops."""
+    """Make this process's attempt the run's latest. An older recorder sees that and stops."""
     with exclusive_end(folder):
         return _claim(folder, node)
 
 
 def claim_unless(folder: RunFolder, is_busy: Callable[[Claim], bool]) -> Claim | None:
-    """Do the same for node 0, unless the latest claim is busy; return that then."""
+    """Make a claim for node 0, unless the latest one is busy. Return that one, or None."""
     with exclusive_end(folder):
         found = latest(folder, 0)
         if found is not None and is_busy(found):
@@ -61,14 +73,13 @@ def _claim(folder: RunFolder, node: int) -> Claim:
     )
     temporary = folder.path / f".recorder-{mine.token}"
     temporary.write_text(json.dumps(dataclasses.asdict(mine)), encoding="utf-8")
-    temporary.replace(
-        _claim_path(folder, node)
-    )  # not synced to the disk: after a crash of it nobody asks
+    # It is not synced to the disk, because after a crash of the machine no process needs it.
+    temporary.replace(_claim_path(folder, node))
     return mine
 
 
 def latest(folder: RunFolder, node: int) -> Claim | None:
-    """Return the latest attempt's claim; None where there never was one."""
+    """Return the latest attempt's claim, or None if there is none."""
     try:
         return Claim(**json.loads(_claim_path(folder, node).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -76,41 +87,39 @@ def latest(folder: RunFolder, node: int) -> Claim | None:
 
 
 def is_known(folder: RunFolder) -> bool:
-    """Tell whether somebody has begun the run, or has said that it will."""
+    """Return whether a process has begun the run or claimed it."""
     return folder.events.exists() or latest(folder, 0) is not None
 
 
 def writer_lives(folder: RunFolder) -> bool:
-    """Tell whether the process that writes the journal lives; of one on another machine, whether it wrote of late."""
+    """Return whether the journal's writer lives. On another machine, whether it wrote lately."""
     found = latest(folder, 0)
     if found is None:
         return False
-    return (
-        is_alive(found)
-        if is_local(found)
-        else time.time() - last_heartbeat(folder) < ABANDONED_SECONDS
-    )
+    if is_local(found):
+        return is_alive(found)
+    return time.time() - last_heartbeat(folder) < ABANDONED_SECONDS
 
 
 def is_local(claim: Claim) -> bool:
-    """Tell whether a process of this machine made the claim."""
+    """Return whether a process of this machine made the claim."""
     return claim.host == socket.gethostname()
 
 
 def is_alive(claim: Claim) -> bool:
-    """Tell whether the process of this machine lives that made the claim."""
+    """Return whether the process that made the claim lives, on this machine."""
     return process_start(claim.pid) == claim.pid_started != ""
 
 
 def last_heartbeat(folder: RunFolder) -> float:
-    """Return when the run last gave a sign of life: when any of its journals, or else its identity, was written to."""
+    """Return when a journal of the run was last written, or else its run.json."""
     journals = (folder.events, *folder.path.glob("system-node_*.jsonl"))
     written = [path.stat().st_mtime for path in journals if path.exists()]
     return max(written, default=0.0) or (folder.path / "run.json").stat().st_mtime
 
 
 def directory(folder: RunFolder) -> tuple[int, int] | None:
-    """Return which directory the folder's path leads to: another, once a folder was moved away and made anew."""
+    """Return the identity of the path's directory. It changes if another one takes its place."""
     try:
         found = folder.path.stat()
     except OSError:
@@ -119,7 +128,7 @@ def directory(folder: RunFolder) -> tuple[int, int] | None:
 
 
 def process_start(pid: int) -> str:
-    """Return when the process began, in the kernel's ticks; an empty text when it is dead."""
+    """Return when the process began, in the kernel's ticks, or "" if it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -128,9 +137,9 @@ def process_start(pid: int) -> str:
 
 
 def acquire(folder: RunFolder, node: int) -> int | None:
-    """Take the right to deliver; return what holds it, None while somebody else does.
+    """Take the lock that permits delivery; return its file descriptor, or None if it is taken.
 
-    It is a file descriptor: the right ends when it is closed by every process that inherited it, however those die.
+    The lock ends when every process that inherited the descriptor has closed it or died.
     """
     descriptor = os.open(_lock_path(folder, node), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
     if _try_lock(descriptor):
@@ -141,7 +150,7 @@ def acquire(folder: RunFolder, node: int) -> int | None:
 
 @contextlib.contextmanager
 def lock(folder: RunFolder, node: int) -> Iterator[bool]:
-    """Hold the right to deliver, if it is free; yield whether it is held."""
+    """Hold the lock that permits delivery if it is free; yield whether it is held."""
     descriptor = acquire(folder, node)
     try:
         yield descriptor is not None
@@ -151,16 +160,17 @@ def lock(folder: RunFolder, node: int) -> Iterator[bool]:
 
 
 def is_recording(folder: RunFolder, node: int = 0) -> bool:
-    """Tell whether somebody holds the right to deliver."""
+    """Return whether a process holds the lock that permits delivery."""
     with contextlib.suppress(OSError), lock(folder, node) as free:
         return not free
     return False
 
 
 def announce_recorder(folder: RunFolder, node: int, token: str) -> int | None:
-    """Let others see that the recorder of this claim lives, right or no right; return what says so, as of `acquire`.
+    """Hold a lock that shows this recorder is alive, whether it delivers or not.
 
-    None where the claim is not the latest any more, and where somebody looks at that moment: then try again.
+    Return its file descriptor. None means that the claim is not the latest any more, or that
+    another process looks at this moment; then try again.
     """
     try:
         descriptor = os.open(_claim_path(folder, node), os.O_RDWR | os.O_NOFOLLOW)
@@ -174,7 +184,7 @@ def announce_recorder(folder: RunFolder, node: int, token: str) -> int | None:
 
 
 def has_live_recorder(folder: RunFolder, node: int = 0) -> bool:
-    """Tell whether the recorder of the latest claim lives. Any number may ask at a time."""
+    """Return whether the recorder of the latest claim lives. Several processes may ask at once."""
     with contextlib.suppress(OSError):
         descriptor = os.open(_claim_path(folder, node), os.O_RDONLY)
         try:
@@ -186,10 +196,7 @@ def has_live_recorder(folder: RunFolder, node: int = 0) -> bool:
 
 @contextlib.contextmanager
 def launching(folder: RunFolder, kind: int) -> Iterator[bool]:
-    """Hold the right to launch the run's processes, a flock of that `kind`; yield whether it is held.
-
-    However this process dies, the right ends with it.
-    """
+    """Hold the lock for launching the run, a flock of that `kind`; yield whether it is held."""
     descriptor = os.open(
         folder.path / "launcher.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666
     )
@@ -201,13 +208,13 @@ def launching(folder: RunFolder, kind: int) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def exclusive_end(folder: RunFolder) -> Iterator[None]:
-    """Keep the start of an attempt apart from the end that a recorder writes for the attempt before.
+    """Exclude the start of an attempt and the end of the attempt before from each other.
 
-    Waits a moment only: a recorder that gets no processor time must not hold up the training.
+    Waits only a moment, then goes on without the lock.
     """
     descriptor = os.open(folder.path, os.O_RDONLY)
     try:
-        deadline = time.monotonic() + TURN_SECONDS
+        deadline = time.monotonic() + EXCLUSIVE_SECONDS
         while not _try_lock(descriptor) and time.monotonic() < deadline:
             time.sleep(0.002)
         yield
@@ -221,7 +228,8 @@ def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return True  # a file system without locks: then nothing can be said, and delivering twice does no harm
+        # A file system without locks. Then a second delivery is possible, and harmless.
+        return True
     return True
 
 

@@ -1,4 +1,4 @@
-"""What a run is called, and the folder in which everything of it lies."""
+"""A run's identity, and the folder that holds everything of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FolderGone(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What a run is called and where it goes; written once, before anything happens."""
+    """A run's names and places. Written once, before anything else."""
 
     name: str
     uuid: str
@@ -33,22 +33,22 @@ class Identity:
     """The MLflow experiment."""
     tracking_uri: str
     artifact_root: str | None = None
-    """Where a new MLflow experiment keeps its artifacts; none: the server decides."""
+    """Where a new MLflow experiment keeps its artifacts. None: the server decides."""
     experiment_file: str | None = None
     """The user's file, ``path.py`` or ``path.py:Class``, absolute."""
     project_dir: str | None = None
     """The folder that the run was started in."""
     parent: str | None = None
-    """The run that this one belongs to (a trial's study), by name: its folder lies beside; its courier serves both."""
+    """Name of the run that this one belongs to (a trial's study), whose courier delivers both."""
     parent_uuid: str | None = None
-    """The run to show this one below, where another process delivers that: a study that it leads."""
+    """The run to show this one below if a process elsewhere delivers that (a shared study)."""
     parent_run_id: str | None = None
     mlflow_run_id: str | None = None
-    """The MLflow run to go on with, where it is known from elsewhere (a resume on a new machine)."""
+    """The MLflow run to continue, if it is known from elsewhere (a resume on a new machine)."""
 
 
 def read_identity(path: Path) -> Identity:
-    """Read a ``run.json``. Raises BrokenRun: a name in it becomes a folder's, so it is not believed unseen."""
+    """Read a ``run.json``. Raises InvalidRunFolder, since a name in it becomes a folder's."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         identity = Identity(**fields)
@@ -64,20 +64,21 @@ def read_identity(path: Path) -> Identity:
     ]
     if odd or folders:
         raise names.InvalidRunFolder(
-            f"{path} is none that rankzero wrote: {', '.join([*odd, *map(repr, folders)])[:200]}"
+            f"{path} was not written by RankZero (unexpected: "
+            f"{', '.join([*odd, *map(repr, folders)])[:200]}): remove the folder or restore it"
         )
     return identity
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """One run's folder, ``mlruns/runs/<name>``, and the names of what lies in it."""
+    """One run's folder, ``mlruns/runs/<name>``, and the names of its files."""
 
     path: Path
 
     @classmethod
     def create(cls, runs: Path, identity: Identity) -> RunFolder:
-        """Make the folder and write the identity. Raises UserError, FileExistsError, PermissionError."""
+        """Create the folder with its identity. Raises UserError, FileExistsError, OSError."""
         folder = cls(_place(runs, identity))
         folder.path.mkdir(parents=True)
         folder.write_identity(identity)
@@ -85,9 +86,9 @@ class RunFolder:
 
     @classmethod
     def open_or_create(cls, runs: Path, identity: Identity) -> RunFolder:
-        """Open the run's folder, or make it. Raises UserError, BrokenRun, PermissionError.
+        """Open the run's folder, or create it. Raises UserError, InvalidRunFolder, OSError.
 
-        On a machine that helps with another's run, the folder may be there under an identity of its own making.
+        A machine that helps with another's run replaces the identity that its own command wrote.
         """
         folder = cls(_place(runs, identity))
         symlinks.refuse(folder.path)
@@ -98,13 +99,13 @@ class RunFolder:
         return folder
 
     def write_identity(self, identity: Identity) -> None:
-        """Write down what the run is called; for its owner alone where the tracking URI holds a password."""
+        """Write run.json, readable for its owner alone if the tracking URI holds a password."""
         text = json.dumps(dataclasses.asdict(identity), indent=2)
         write_atomically(self.path / "run.json", text, private=url_without_secrets(text) != text)
 
     @property
     def identity(self) -> Identity:
-        """What the run is called. Raises BrokenRun where `run.json` is none that we wrote."""
+        """The run's identity. Raises InvalidRunFolder if RankZero did not write `run.json`."""
         return read_identity(self.path / "run.json")
 
     @property
@@ -113,13 +114,13 @@ class RunFolder:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Tell whether only a helping machine's part of the run is here: rank 0's is on another's disk."""
+        """Whether only a helping machine's part of the run is here, and rank 0's elsewhere."""
         nodes = self.path.glob("system-node_*.jsonl")
         return not self.events.exists() and any(path.name != self.system(0).name for path in nodes)
 
     @property
     def config(self) -> Path:
-        """The settings, whole; `artifacts` has them under the same name without secrets."""
+        """The settings with their secrets. `artifacts` has a redacted file of the same name."""
         return self.path / "config.yaml"
 
     @property
@@ -128,37 +129,37 @@ class RunFolder:
 
     @property
     def pictures(self) -> Path:
-        """What pictures are drawn from, until MLflow has them."""
+        """The arrays that pictures are drawn from, until MLflow has the pictures."""
         return self.path / "pictures"
 
     @property
     def failures(self) -> Path:
-        """Where a failing rank says why: ``rank_<r>.json`` with time, reason and error."""
+        """Where a failing rank writes ``rank_<r>.json`` with time, reason and error."""
         return self.path / "failures"
 
     @property
     def pruned(self) -> Path:
-        """Where a search says why it stops the run."""
+        """Where a search writes why it stops the run."""
         return self.path / "pruned.txt"
 
     @property
     def artifacts(self) -> Path:
-        """Files that the recorder uploads to the run as they are (the dirty diff, logs)."""
+        """Files that the courier uploads as they are (the diff, logs)."""
         return self.path / "artifacts"
 
     @property
     def late_model(self) -> Path:
-        """Says that the best model was not logged for want of time."""
+        """A file that exists if there was no time to log the best model."""
         return self.path / "best_model.late"
 
     @property
     def description(self) -> Path:
-        """Markdown for the run's page, in the place of the usual report; there need not be one."""
+        """Optional Markdown for the run's page, instead of the usual report."""
         return self.path / "description.md"
 
     @property
     def children(self) -> list[RunFolder]:
-        """The runs that belong to this one (a study's trials), in the order in which they were begun."""
+        """The runs that belong to this one (a study's trials), oldest first."""
         try:
             found = (self.path / CHILDREN).read_text(encoding="utf-8", errors="replace").split()
         except OSError:
@@ -166,12 +167,12 @@ class RunFolder:
         return [RunFolder(self.path.parent / name) for name in found if names.is_plain(name)]
 
     def add_child(self, name: str) -> None:
-        """Note that the run `name`, in a folder beside this one, belongs to it."""
+        """Note that the run `name`, in the same parent folder, belongs to this one."""
         with open(self.path / CHILDREN, "a", encoding="utf-8", opener=symlinks.no_follow) as file:
             file.write(name + "\n")
 
     def all_events(self) -> Iterator[Event]:
-        """Yield every event of the run, those of the nodes' samples last."""
+        """Yield every event of the run, the nodes' samples last."""
         for path in (self.events, *sorted(self.path.glob("system-node_*.jsonl"))):
             yield from read_all(path)
 
@@ -180,14 +181,14 @@ class RunFolder:
 
 
 def new_name(stem: str) -> str:
-    """Return a run name that sorts by time: ``digits-20261121-093005-3fa1c8``. A hundred in one second still differ."""
+    """Return a unique run name that sorts by time: ``digits-20261121-093005-3fa1c8``."""
     return f"{names.made_plain(stem)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def write_atomically(path: Path, text: str, private: bool = False) -> None:
     """Replace `path` by `text` in one step: readers see the old file or the new one.
 
-    `private`: its owner alone may read it.
+    Only its owner may read a `private` one.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8", opener=symlinks.no_follow) as file:
@@ -200,7 +201,7 @@ def write_atomically(path: Path, text: str, private: bool = False) -> None:
 
 
 def _place(runs: Path, identity: Identity) -> Path:
-    """Return where the run's folder lies. Raises UserError for names that are no folder's."""
+    """Return the path of the run's folder. Raises UserError for illegal names."""
     if not names.is_plain(identity.name):
         names.checked_run(identity.name)
     names.check_experiment(identity.experiment)

@@ -1,8 +1,7 @@
 """A run's journals: append events, read them, follow them.
 
-The journal on disk is the truth about a run. Each file has one writer, which appends whole
-lines; what a killed writer leaves of a last line is skipped by readers and closed off by
-the next writer.
+The journal on the disk is the truth about a run. Each file has one writer, which appends whole
+lines. Readers skip the part of a line that a killed writer left, and the next writer ends it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,32 +24,42 @@ from rankzero.events import (
     encode,
 )
 
-READ_BYTES = 1 << 20  # what a reader holds in memory at a time
-MOST_WAITING_BYTES = 64 << 20  # what a writer holds while it cannot write
+# What a reader holds in memory at a time, and a writer while it cannot write.
+READ_BYTES, MOST_WAITING_BYTES = 1 << 20, 64 << 20
+# Between writes of steps: a run that reports each step does not pay one write for each.
+STEPS_SECONDS = 0.5
 MILESTONES = (RunStarted, CheckpointSaved, RunEnded)
-STEPS_SECONDS = (
-    0.5  # between writes of steps: a run that reports each step does not pay a write for each
-)
 
 
 class Journal:
     """Appends events to a file. Calling it never raises: telemetry must not end a training.
 
-    Events are handed to the operating system at once, so they survive the death of the process; of
-    StepsLogged only those a while after the last, others wait in memory for the next event or `flush`.
-    RunStarted, CheckpointSaved and RunEnded are also synced to the disk. While the disk is
-    full, lines wait in memory, and the next event tries again; past `MOST_WAITING_BYTES` events other than those
-    three are lost, and counted: in `lost`, and in the journal once there is room. An event that cannot be written
-    is lost alone, and `problems` says so.
+    The operating system gets events at once, so they survive the death of the process. StepsLogged
+    are the exception: they may wait half a second, for the next event or `flush`. RunStarted,
+    CheckpointSaved and RunEnded are also synced to the disk.
+
+    While the disk is full, lines wait in memory and each event tries again. Beyond
+    `most_waiting_bytes`, other events than those three are lost. `lost` counts them, and so does
+    the journal once there is room. An event that cannot be written is lost alone, and `problems`
+    gives the reason.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        most_waiting_bytes: int = MOST_WAITING_BYTES,
+        write: Callable[[int, bytearray], int] = os.write,
+        fsync: Callable[[int], None] = os.fsync,
+    ) -> None:
         self._descriptor = os.open(
             path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644
         )
+        self._most_waiting, self._os_write, self._fsync = most_waiting_bytes, write, fsync
+        # A line that a killed writer left unfinished must not swallow the first new one.
         self._waiting = bytearray() if _ends_with_newline(path) else bytearray(b"\n")
         self._steps_written = 0.0
-        self.lost = self._untold = 0
+        self.lost = self._uncounted = 0
         self.problems: list[str] = []
 
     def __call__(self, event: Event) -> None:
@@ -62,39 +71,36 @@ class Journal:
                 f"a {type(event).__name__} is lost, since it cannot be written: {error}"
             )
 
-    def _append(self, event: Event) -> None:
-        if self._has_no_room_for(event):
-            self.lost += 1
-            self._untold += 1
-            return
-        self._waiting += _line(event)
-        if self._is_due(event):
-            self._write()
-        if isinstance(event, MILESTONES):
-            with contextlib.suppress(
-                OSError
-            ):  # network file systems tell of a full disk here; the journal goes on
-                os.fsync(self._descriptor)
-
     def flush(self) -> None:
         """Hand what waits in memory to the operating system."""
-        self._write()
+        with contextlib.suppress(OSError):
+            self._drain()
 
     def close(self) -> None:
-        """Write what waits, and close the file. Raises OSError where something stays unwritten."""
+        """Write what waits, and close the file. Raises OSError if something stays unwritten."""
         try:
             self._drain()
         finally:
             os.close(self._descriptor)
 
-    def _has_no_room_for(self, event: Event) -> bool:
-        if len(self._waiting) <= MOST_WAITING_BYTES or isinstance(event, MILESTONES):
-            return False
-        self._write()
-        return len(self._waiting) > MOST_WAITING_BYTES
+    def _append(self, event: Event) -> None:
+        is_milestone = isinstance(event, MILESTONES)
+        if len(self._waiting) > self._most_waiting and not is_milestone:
+            self.flush()
+            if len(self._waiting) > self._most_waiting:
+                self.lost += 1
+                self._uncounted += 1
+                return
+        self._waiting += _line(event)
+        if self._is_due(event):
+            self.flush()
+        if is_milestone:
+            # A network file system may report a full disk only here. The journal continues.
+            with contextlib.suppress(OSError):
+                self._fsync(self._descriptor)
 
     def _is_due(self, event: Event) -> bool:
-        """Tell whether to write now. What ends at the same time, as the events of one window do, goes together."""
+        """Return whether to write now. Events of one window have one time, and go together."""
         if not isinstance(event, StepsLogged) or not event.times:
             return True
         since = event.times[-1] - self._steps_written
@@ -103,22 +109,21 @@ class Journal:
         self._steps_written = event.times[-1]
         return True
 
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):
-            self._drain()
-
     def _drain(self) -> None:
         while self._waiting:
-            written = os.write(self._descriptor, self._waiting)
+            written = self._os_write(self._descriptor, self._waiting)
             del self._waiting[:written]
-            if not self._waiting and self._untold:
-                text = f"the disk was full for so long that {self._untold:,} events, of metrics above all, are lost"
+            if not self._waiting and self._uncounted:
+                text = (
+                    f"the disk was full for so long that {self._uncounted:,} events, "
+                    "of metrics above all, are lost"
+                )
                 self._waiting += _line(Noticed(time.time(), text))
-                self._untold = 0
+                self._uncounted = 0
 
 
 class JournalChunk(NamedTuple):
-    """What a piece of a journal holds: its events, the offset behind it, and how many of its lines are no events."""
+    """A part of a journal: its events, the offset behind it, and its lines that are no events."""
 
     events: list[Event]
     offset: int
@@ -126,9 +131,9 @@ class JournalChunk(NamedTuple):
 
 
 def take(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> JournalChunk:
-    """Return what stands after `offset`: about `limit_bytes` at most, but always a whole line.
+    """Return what follows `offset`: about `limit_bytes` at most, but always a whole line.
 
-    A line that is no event (torn by the death of its writer, or somebody else's) is passed over and counted.
+    A line that is no event (its writer died, or another program wrote it) is skipped and counted.
     """
     lines, behind = _lines(path, offset, limit_bytes)
     events, foreign = [], 0
@@ -141,9 +146,9 @@ def take(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> JournalC
 
 
 def read(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> tuple[list[Event], int]:
-    """Return the events after `offset` and the offset behind them; ([], offset) when there is nothing new."""
-    taken = take(path, offset, limit_bytes)
-    return taken.events, taken.offset
+    """Return the events after `offset`, and the offset behind them."""
+    chunk = take(path, offset, limit_bytes)
+    return chunk.events, chunk.offset
 
 
 def read_all(path: Path, offset: int = 0) -> Iterator[Event]:

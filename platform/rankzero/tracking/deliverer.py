@@ -1,23 +1,21 @@
 """Brings a run's journals to MLflow: one writer, in order, at least once.
 
-A state machine. Its states are the members of `Activity`; `Deliverer._next` decides between them,
-and nothing else does:
+It is a state machine. Its states are the members of `Activity`. `Deliverer._next` decides between
+them, by what there is to do, and nothing else does:
 
-    start
-      │      MLflow run found        journal has 1 MiB, or
-    ┌─▼──┐   or created     ┌────┐   5 s have passed     ┌────┐
-    │OPEN├─────────────────▶│IDLE├──────────────────────▶│READ│ events -> items, later uploads, end
-    └────┘                  └▲─▲┬┘                       └─┬──┘
-                             │ ││ nothing to read          │ items
-             delivery.json   │ ││                        ┌─▼──┐   a refused batch is halved,
-             is written      └─┼┼────────────────────────┤SEND│   a refused item is set aside
-                               ││                        └─▲──┘
-             delivery.json  ┌──┴▼──┐  no upload left,    ┌─┴─┐
-             is written     │UPLOAD├────────────────────▶│END│ end -> final numbers, page, status
-                            └──────┘  or one fails       └───┘
+            MLflow run found or created
+    start ─▶ OPEN ────────────────────▶ IDLE ◀────────────────────────────────┐
+                                         │                                    │
+         journal has 1 MiB,     ┌────────┼──────────────┐                     │
+         or 5 s have passed     ▼        ▼ no upload    ▼ uploads wait        │ delivery.json
+                              READ      END left, or  UPLOAD ─────────────────┤ is written
+         events -> items,       │        │  one fails                         │
+         uploads, end           └▶ SEND ◀┘ end -> final numbers, page, status │
+                                    └─────────────────────────────────────────┘
+                                    a refused batch is halved, a refused item set aside
 
-    OPEN, SEND and UPLOAD make requests. After an error each waits on its own `Backoff`, 1 to 30 s,
-    and returns to the same state. If the MLflow run was deleted, the rest of the journals is skipped.
+OPEN, SEND and UPLOAD make requests. After an error each has a wait of its own (`RetryPolicy`, 1 to
+30 s) and is then tried again. If the MLflow run was deleted, the rest of the journals is skipped.
 
 A crash before delivery.json is written replays the same items, which changes nothing in MLflow.
 Points go before uploads, so files that are large or cannot be stored never hold up the curves.
@@ -36,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero.events import DataDescribed, Event, RunEnded, RunStarted
 from rankzero.faults import refusal
-from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, name_of
+from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, name_of, parts_of
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import claims, delivery_state
@@ -45,7 +43,7 @@ from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
 from rankzero.run_store.journal import READ_BYTES, take
 from rankzero.tracking import description, open_run
 from rankzero.tracking.open_run import Target
-from rankzero.tracking.retry import HURRIED_WAIT_SECONDS, LONGEST_WAIT_SECONDS, Backoff
+from rankzero.tracking.retry import LONGEST_WAIT_SECONDS, RetryPolicy
 from rankzero.tracking.translate import ending, problem_tags, translate
 from rankzero.tracking.uploads import upload
 
@@ -101,10 +99,8 @@ class Deliverer:
         """As it is once `_items` are sent. Until then the file has the state before them."""
         self._items: deque[MlflowItem] = deque()
         self._target: Target | None = None
-        self._backoffs: dict[Activity, Backoff] = {}
-        self._longest_wait, self._hurried = longest_wait, False
-        self._read_at = 0.0
-        self._away_since: float | None = None
+        self._retry = RetryPolicy(longest_wait, clock)
+        self._hurried, self._read_at = False, 0.0
 
     @property
     def complete(self) -> bool:
@@ -140,15 +136,15 @@ class Deliverer:
         return done
 
     def hasten(self) -> None:
-        """Read at once from now on, and retry soon: the journals are complete, and a command waits."""
-        self._hurried, self._backoffs = True, {}
-        self._longest_wait = min(self._longest_wait, HURRIED_WAIT_SECONDS)
+        """Read and retry at once from now on: the journals are complete, and a command waits."""
+        self._hurried = True
+        self._retry.hasten()
 
     def commit(self) -> None:
         """Write the state to delivery.json: `state`, or while items wait, the one before them.
 
         Raises FolderGone if the folder was moved or deleted. Another run of its name must not get
-        this state. The folder's inode tells: no other folder gets it while a lock in it is open.
+        this state. No other folder gets the inode while a lock in this one is open.
         """
         if claims.directory(self._folder) != self._directory:
             raise FolderGone(f"{self._folder.path} was moved or deleted while it was delivered")
@@ -174,74 +170,57 @@ class Deliverer:
         if unread and (self._hurried or unread >= READ_BYTES or self._clock() >= self._read_at):
             return Activity.READ
         # Uploads that fail do not hold up the end.
-        failing = Activity.UPLOAD in self._backoffs
+        failing = self._retry.of(Activity.UPLOAD).failures > 0
         if queue.ending is not None and (failing or not queue.awaited):
             return Activity.END
         return self._if_due(Activity.UPLOAD) if queue.waiting else Activity.IDLE
 
     def _if_due(self, activity: Activity) -> Activity:
-        backoff = self._backoffs.get(activity)
-        return activity if backoff is None or self._clock() >= backoff.due else Activity.IDLE
+        return activity if self._retry.is_due(activity) else Activity.IDLE
 
     def _unread(self) -> int:
         return delivery_state.unread_bytes(self._folder, self.state.cursor.offsets)
 
-    def _succeeded(self, activity: Activity, done: bool) -> None:
-        self._backoffs.pop(activity, None)
-        retries = dataclasses.replace(self.state.retries, error=None)
-        if done and self._away_since is not None:
-            away = retries.away_seconds + self._clock() - self._away_since
-            retries, self._away_since = dataclasses.replace(retries, away_seconds=away), None
-        self._change(retries=retries)
+    def _succeeded(self, activity: Activity, done: bool = True) -> None:
+        self._change(retries=self._retry.succeeded(activity, self.state.retries, reached=done))
 
     def _handle(self, error: Exception, activity: Activity, target: Target | None) -> bool:
         """Set the item aside if it is to blame, else back off. Return whether anything was done."""
         try:
-            if isinstance(error, RunGone):
-                raise error
-            if target is not None:
-                reason = self._fault_of_item(error, activity, target)
-                if reason is not None:
-                    # Is it the item, or was the whole run deleted?
-                    target.store.require_run(target.run.run_id)
-                    log.warning("set aside: %s", text_without_secrets(reason))
-                    self._set_aside(activity, reason)
-                    self._succeeded(activity, done=True)
-                    return True
+            reason = None if target is None else self._fault_of_item(error, activity, target)
+            if target is not None and reason is not None:
+                # Is it the item, or was the whole run deleted?
+                target.store.require_run(target.run.run_id)
+                log.warning("set aside: %s", text_without_secrets(reason))
+                self._set_aside(activity, reason)
+                self._succeeded(activity)
+                return True
         except RunGone as gone:
             self._abandon(str(gone))
             return True
         except Exception as later:
             error = later
-        backoff = self._backoffs.get(activity, Backoff())
-        self._backoffs[activity] = backoff.failed(self._clock(), self._longest_wait)
-        retries = self.state.retries
-        outages = retries.outages + (self._away_since is None)
-        if self._away_since is None:
-            self._away_since = self._clock()
         text = line_without_secrets(f"{type(error).__name__}: {error}")
-        self._change(
-            retries=dataclasses.replace(
-                retries, failures=retries.failures + 1, outages=outages, error=text
-            )
-        )
-        log.warning("try %d failed: %s", self._backoffs[activity].failures, text)
+        self._change(retries=self._retry.failed(activity, self.state.retries, text))
+        log.warning("try %d failed: %s", self._retry.of(activity).failures, text)
         self.commit()
         return False
 
     def _fault_of_item(self, error: Exception, activity: Activity, target: Target) -> str | None:
-        """Return why MLflow will never accept the first item or upload, or None if it may."""
-        backoff = self._backoffs.get(activity, Backoff())
-        reason = refusal(error)
+        """Return why MLflow will never accept the first item or upload, or None if it may.
+
+        Raises RunGone if that is the error.
+        """
+        if isinstance(error, RunGone):
+            raise error
+        reason, failures = refusal(error), self._retry.of(activity).failures
         if activity is Activity.UPLOAD:
-            if isinstance(error, MemoryError) and backoff.failures >= MOST_WITHOUT_MEMORY:
+            if isinstance(error, MemoryError) and failures >= MOST_WITHOUT_MEMORY:
                 return "there was not enough memory for it, however often it was tried"
             return reason
-        if reason is not None or backoff.failures < SUSPICIOUS_FAILURES:
+        if reason is not None or failures < SUSPICIOUS_FAILURES:
             return reason
-        answers = backoff.answers + 1 if self._accepts_another(target) else 0
-        self._backoffs[activity] = dataclasses.replace(backoff, answers=answers)
-        if answers <= CERTAIN_ANSWERS:
+        if self._retry.answered(activity, self._accepts_another(target)) <= CERTAIN_ANSWERS:
             return None
         return f"fails while MLflow accepts other requests: {error!r}"
 
@@ -333,7 +312,7 @@ class Deliverer:
         self.commit()
 
     def _set_aside(self, activity: Activity, reason: str) -> None:
-        """Count the refused item or upload and go on. A batch is halved to find the point to blame."""
+        """Count the refused item or upload and go on. A batch is first divided."""
         if activity is Activity.UPLOAD:
             first, *rest = self.state.queue.waiting
             self._change_queue(waiting=tuple(rest))
@@ -346,21 +325,15 @@ class Deliverer:
             self.commit()
             return
         item = self._items[0]
-        parts: list[MlflowItem]
-        match item:
-            case MetricBatch(points) if len(points) > 1:
-                half = len(points) // 2
-                parts = [MetricBatch(points[:half]), MetricBatch(points[half:])]
-            case Tags(tags) if len(tags) > 1:
-                parts = [Tags({key: value}) for key, value in tags.items()]
-            case _:
-                if isinstance(item, RunEnded):
-                    self._change_queue(ending=None)
-                self._reject(name_of(item), reason)
-                self._drop_item()
-                return
-        self._items.popleft()
-        self._items.extendleft(reversed(parts))
+        parts = parts_of(item)
+        if parts:
+            self._items.popleft()
+            self._items.extendleft(reversed(parts))
+            return
+        if isinstance(item, RunEnded):
+            self._change_queue(ending=None)
+        self._reject(name_of(item), reason)
+        self._drop_item()
 
     def _abandon(self, reason: str) -> None:
         """Skip the rest: the run was deleted in MLflow. The journals keep everything."""

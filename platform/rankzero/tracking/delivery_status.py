@@ -1,4 +1,4 @@
-"""How far the delivery of a run is, and waiting for it."""
+"""How much of a run is delivered, and waiting for the rest."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.retry import grace_seconds
 
-TROUBLED_SECONDS = (
-    15.0  # where MLflow refuses or hangs: one request's time, and some; what is left comes later
-)
-STARTUP_SECONDS = 20.0  # until a recorder on a busy machine can be expected to hold its lock
+# Long enough for one request while MLflow refuses or hangs. The rest is delivered later.
+TROUBLED_SECONDS = 15.0
+# Until a recorder on a busy machine can be expected to hold its lock.
+STARTUP_SECONDS = 20.0
 
 
 class Delivery(NamedTuple):
-    """How a delivery stands: points delivered, bytes and things pending, things that MLflow refused.
-
-    `done`: MLflow has all but the page update, which no command waits for.
-    """
+    """How a delivery stands."""
 
     delivered: int
+    """Points sent."""
     pending: int
+    """Bytes of journal, uploads and ends that are not delivered yet."""
     rejected: int
+    """Things that MLflow refused."""
     done: bool
+    """Whether MLflow has all but the page update, which no command waits for."""
     error: str | None
     run_id: str | None
     experiment_id: str | None
     reasons: tuple[str, ...]
     trouble: tuple[str, ...] = ()
-    """What went wrong on the way, in words."""
+    """What went wrong, in words."""
     page_update_waits: bool = False
     """Whether problems since the run's end may be missing on its page."""
     lacks: tuple[str, ...] = ()
@@ -79,12 +80,12 @@ def _lacking(state: DeliveryState, unread: int) -> Iterator[str]:
 
 
 def is_delivered(delivery: Delivery) -> bool:
-    """Tell whether MLflow has what a run's end need not go without."""
+    """Return whether MLflow has everything that a command waits for."""
     return delivery.done
 
 
 def is_complete(delivery: Delivery) -> bool:
-    """Return whether MLflow has all there is, the page update included."""
+    """Return whether MLflow has everything, the page update included."""
     return delivery.done and not delivery.page_update_waits
 
 
@@ -93,22 +94,28 @@ def wait(
     timeout: float | None = None,
     on_progress: Callable[[Delivery], None] | None = None,
     enough: Callable[[Delivery], bool] = is_delivered,
+    *,
+    troubled_seconds: float = TROUBLED_SECONDS,
+    startup_seconds: float = STARTUP_SECONDS,
 ) -> Delivery:
-    """Return once there is `enough`, or the recorder has given up or made no progress for `timeout` seconds.
+    """Wait until the delivery is `enough` or the recorder has ended, and return how it stands.
 
-    None: as the end of a command does, `grace_seconds` in all, whatever moves, and `TROUBLED_SECONDS` without progress
-    where MLflow refuses or does not answer. A study is done when its trials are, which its recorder delivers, too.
+    A `timeout` ends it after so many seconds without progress. Without one, it ends after
+    `grace_seconds` in all, or after `troubled_seconds` without progress while MLflow fails. A study
+    is done when its trials are.
     """
     began = moved = time.monotonic()
     before = combined_status(folder)
-    while (
-        not enough(before)
-        and not _long_enough(timeout, before, began, moved)
-        and _recorder_lives(folder)
-    ):
+    while not enough(before) and _recorder_lives(folder, startup_seconds):
+        idle, total = time.monotonic() - moved, time.monotonic() - began
+        if timeout is not None and idle >= timeout:
+            break
+        troubled = before.error is not None and idle >= troubled_seconds
+        if timeout is None and (total >= grace_seconds() or troubled):
+            break
         time.sleep(0.1)
         now = combined_status(folder)
-        if _reached(now) != _reached(before):
+        if _progress(now) != _progress(before):
             moved = time.monotonic()
         if now != before and on_progress is not None:
             on_progress(now)
@@ -123,33 +130,18 @@ def wait_for_recorder(folder: RunFolder, hurried: Callable[[], bool] = lambda: F
     """
     until = time.monotonic() + grace_seconds()
     while not hurried() and time.monotonic() < until:
-        # A recorder that is still starting holds no lock yet; a written end needs no recorder.
+        # A recorder that is still starting holds no lock yet. A written end needs no recorder.
         ended = lookup.last_end(folder) is not None
-        if not (claims.has_live_recorder(folder) or (not ended and _recorder_lives(folder))):
+        starting = not ended and _recorder_lives(folder, STARTUP_SECONDS)
+        if not (claims.has_live_recorder(folder) or starting):
             return
         time.sleep(0.05)
 
 
-def _reached(delivery: Delivery) -> tuple[object, ...]:
-    """Return how far it is; another failed try, which changes the words about it, is no progress."""
-    return (
-        delivery.delivered,
-        delivery.pending,
-        delivery.rejected,
-        delivery.done,
-        delivery.page_update_waits,
-        delivery.run_id,
-    )
-
-
-def _long_enough(timeout: float | None, delivery: Delivery, began: float, moved: float) -> bool:
-    """Tell whether to wait no longer for what has not `moved` since then; without a `timeout` all of it counts."""
-    now = time.monotonic()
-    if timeout is not None:
-        return now - moved >= timeout
-    return now - began >= grace_seconds() or (
-        delivery.error is not None and now - moved >= TROUBLED_SECONDS
-    )
+def _progress(delivery: Delivery) -> tuple[object, ...]:
+    """Return what changes with progress. One more failed request, which changes words, is none."""
+    d = delivery
+    return d.delivered, d.pending, d.rejected, d.done, d.page_update_waits, d.run_id
 
 
 def combined_status(folder: RunFolder) -> Delivery:
@@ -168,8 +160,8 @@ def combined_status(folder: RunFolder) -> Delivery:
     )
 
 
-def _recorder_lives(folder: RunFolder) -> bool:
+def _recorder_lives(folder: RunFolder, startup_seconds: float) -> bool:
     if claims.is_recording(folder) or claims.has_live_recorder(folder):
         return True
     claim = claims.latest(folder, 0)
-    return claim is not None and time.time() - claim.time < STARTUP_SECONDS
+    return claim is not None and time.time() - claim.time < startup_seconds

@@ -1,11 +1,10 @@
-"""A run's folder, made again from what MLflow has of it: its settings, its newest checkpoint. Executes nothing."""
+"""Makes a run's folder from what MLflow has: settings, newest checkpoint. Executes nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from rankzero.catalog.lookup import mlflow_id
@@ -34,12 +33,15 @@ def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
         mlflow_run_id=found.run_id,
     )
     folder = RunFolder.open_or_create(runs, identity)
-    _take(folder, tracker.download_artifact, found.run_id, "config.yaml")
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder.path) as temporary:
+        settings = tracker.download_artifact(found.run_id, "config.yaml", Path(temporary))
+        require_plain_files(Path(temporary))
+        settings.replace(folder.config)
     return folder
 
 
 def _free(runs: Path, name: str, run_id: str) -> str:
-    """Return the name for a run's folder; where another run has that, one that says which this is."""
+    """Return the name for the run's folder, with the run's id if another run has the name."""
     taken = RunFolder(runs / name)
     with contextlib.suppress(UserError):
         if taken.identity.mlflow_run_id == run_id:
@@ -47,23 +49,11 @@ def _free(runs: Path, name: str, run_id: str) -> str:
     return f"{name}-{names.made_plain(run_id)[:8]}" if taken.path.exists() else name
 
 
-def _take(
-    folder: RunFolder, download: Callable[[str, str, Path], Path], run_id: str, name: str
-) -> None:
-    """Download a file beside the run's folder, and take it where it is nothing but a file."""
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder.path) as aside:
-        found = download(run_id, name, Path(aside))
-        require_plain_files(Path(aside))
-        found.replace(folder.path / name)
-
-
 def require_plain_files(folder: Path) -> None:
-    """Raise TrackingError where there are links below the folder: what they lead to is not the run's."""
+    """Raise TrackingError for a link below the folder: its target does not belong to the run."""
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise TrackingError(
-                f"{path.name!r} that MLflow has of the run is no plain file: it is not used"
-            )
+            raise TrackingError(f"{path.name!r} from MLflow is not a plain file: it is not used")
 
 
 def newest_checkpoint(folder: RunFolder) -> tuple[Path | None, list[str]]:
@@ -85,7 +75,11 @@ def newest_checkpoint(folder: RunFolder) -> tuple[Path | None, list[str]]:
         target = checkpoint_files.folder_of(folder.checkpoints, one.step)
         aside = checkpoint_files.temporary_folder(target)
         tracker.models.download_checkpoint(one.model_id, aside)
-        problem = _link_in(aside) or checkpoint_files.problem_with(aside)
+        try:
+            require_plain_files(aside)
+            problem = checkpoint_files.problem_with(aside)
+        except TrackingError as error:
+            problem = str(error)
         if problem is None:
             checkpoint_files.replace(aside, target)
             return target, problems
@@ -94,18 +88,11 @@ def newest_checkpoint(folder: RunFolder) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def _link_in(folder: Path) -> str | None:
-    try:
-        require_plain_files(folder)
-    except TrackingError as error:
-        return str(error)
-    return None
-
-
 def _here(recorded: str | None, store: Path) -> str | None:
-    """Return the experiment's file in the current folder: it is recorded relative to the folder it was started in.
+    """Return the experiment's file in the current folder, or None for one outside of it.
 
-    None for one outside of this folder, or among the store's own files: whoever writes to MLflow could name any.
+    The path was recorded relative to the folder in which the run was started. Anyone who writes to
+    MLflow could name any file, so it must not be one of the store's own either.
     """
     if recorded is None:
         return None

@@ -1,13 +1,13 @@
 """The process that records a run next to rank 0, one on each node.
 
     rank 0   start() ── pipe ──▶ python -m rankzero.tracking.recorder ── starts ──▶ courier
-             appends events.jsonl        appends system-node_<i>.jsonl              sends both to MLflow
-             close() or death            sees the pipe close, writes FAILED         sends the rest, ends
+             appends events.jsonl        appends system-node_<i>.jsonl          sends both to MLflow
+             close() or death            sees the pipe close, writes FAILED     sends the rest, ends
                                          if rank 0 wrote no end
 
 It samples the node, writes the end that a killed rank 0 could not, and keeps a courier alive. It
-costs the training process one spawn, ignores Ctrl-C, and lasts while MLflow is down. `rankzero sync`
-delivers what is left in the end.
+costs the training process one spawn, ignores Ctrl-C, and lasts while MLflow is down. In the end
+`rankzero sync` delivers what is left.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 
 
 class RecorderHandle:
-    """Rank 0's end of the pipe. The recorder ends after it is closed, or after this process's death."""
+    """Rank 0's end of the pipe. The recorder ends after it is closed or this process dies."""
 
     def __init__(self, pid: int, pipe: int) -> None:
         self.pid = pid

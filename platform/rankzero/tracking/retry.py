@@ -7,7 +7,9 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+
+from rankzero.run_store.delivery_state import Retries
 
 log = logging.getLogger("rankzero.recorder")
 
@@ -27,15 +29,58 @@ class Backoff:
     answers: int = 0
     """How often in a row MLflow accepted another request right after this one had failed."""
 
-    def failed(self, now: float, longest: float) -> Backoff:
-        """Return the state after one more failure: due in about 1, 2, 4 … `longest` seconds.
 
-        The wait is random, so that couriers do not send in step. While MLflow accepts other
-        requests it is 0, because waiting helps nobody.
-        """
-        seconds = 0.0 if self.answers else min(longest, 2.0 ** min(self.failures, 10))
-        due = now + seconds * random.uniform(0.5, 1.0)
-        return dataclasses.replace(self, failures=self.failures + 1, due=due)
+class RetryPolicy:
+    """When each kind of request is due, and what to count of the outages.
+
+    Waits grow to about 1, 2, 4 … `longest_wait` seconds. They are random, so that couriers do not
+    send in step.
+    """
+
+    def __init__(self, longest_wait: float, clock: Callable[[], float]) -> None:
+        self._longest_wait, self._clock = longest_wait, clock
+        self._backoffs: dict[Hashable, Backoff] = {}
+        self._away_since: float | None = None
+
+    def hasten(self) -> None:
+        """Try everything at once, and from now on every few seconds: a command waits."""
+        self._backoffs = {}
+        self._longest_wait = min(self._longest_wait, HURRIED_WAIT_SECONDS)
+
+    def of(self, kind: Hashable) -> Backoff:
+        """Return the failures of this kind of request since its last success."""
+        return self._backoffs.get(kind, Backoff())
+
+    def is_due(self, kind: Hashable) -> bool:
+        """Return whether the wait after the latest failure is over."""
+        return self._clock() >= self.of(kind).due
+
+    def answered(self, kind: Hashable, other: bool) -> int:
+        """Note whether MLflow accepted another request after this failed; return the streak."""
+        backoff = self.of(kind)
+        answers = backoff.answers + 1 if other else 0
+        self._backoffs[kind] = dataclasses.replace(backoff, answers=answers)
+        return answers
+
+    def failed(self, kind: Hashable, retries: Retries, error: str) -> Retries:
+        """Back off, and return the counts with this failure."""
+        now, backoff = self._clock(), self.of(kind)
+        # While MLflow accepts other requests, waiting helps nobody.
+        wait = 0.0 if backoff.answers else min(self._longest_wait, 2.0 ** min(backoff.failures, 10))
+        due = now + wait * random.uniform(0.5, 1.0)
+        self._backoffs[kind] = dataclasses.replace(backoff, failures=backoff.failures + 1, due=due)
+        outages = retries.outages + (self._away_since is None)
+        self._away_since = now if self._away_since is None else self._away_since
+        return Retries(retries.failures + 1, outages, retries.away_seconds, error)
+
+    def succeeded(self, kind: Hashable, retries: Retries, *, reached: bool) -> Retries:
+        """Reset the kind's backoff, and return the counts. `reached` ends an outage."""
+        self._backoffs.pop(kind, None)
+        away = retries.away_seconds
+        if reached and self._away_since is not None:
+            away += self._clock() - self._away_since
+            self._away_since = None
+        return dataclasses.replace(retries, away_seconds=away, error=None)
 
 
 def grace_seconds() -> float:

@@ -1,4 +1,4 @@
-"""A run as its processes write it: rank 0 appends to the journal, one process a node starts the recorder."""
+"""Writes a run: rank 0 appends events to the journal, local rank 0 starts the node's recorder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rankzero.events import Event, Noticed, RunEnded, RunStarted
 from rankzero.ranks import Ranks
@@ -17,24 +16,26 @@ from rankzero.run_store import picture_files
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import Journal, read_all
 from rankzero.tracking import recorder
+from rankzero.tracking.recorder import RecorderHandle
 
+# Beyond these, a notice is only printed: a problem of every step must not fill the run's page.
 MOST_NOTICES = 200
 FULL = "the disk has been full for so long that metrics are lost from now on, until there is room"
 
 
 class RunLog:
-    """Rank 0's way to write a run; on other ranks every call does nothing."""
+    """Writes a run's events and notices. On other ranks than 0 every call does nothing."""
 
     def __init__(
         self,
         folder: RunFolder,
         journal: Journal | None,
         attempt: int,
-        recording: Any,
+        recorder: RecorderHandle | None,
     ) -> None:
         self.folder, self.attempt = folder, attempt
-        self._journal, self._recording = journal, recording
-        self._told: list[str] = []
+        self._journal, self._recorder = journal, recorder
+        self._noticed: list[str] = []
 
     @classmethod
     def open(
@@ -46,32 +47,27 @@ class RunLog:
         *,
         offline: bool = False,
     ) -> RunLog:
-        """Open the run's folder, made where it is missing, and start this node's recorder (local rank 0).
+        """Open the run's folder, created if it is missing. Local rank 0 starts the node's recorder.
 
-        `offline`: nothing is delivered to MLflow until `rankzero sync`.
+        With `offline` nothing is delivered to MLflow until `rankzero sync`.
         """
-        folder = (
-            RunFolder.open_or_create(runs, identity)
-            if ranks.local_rank == 0
-            else RunFolder(runs / identity.name)
-        )
-        attempt = (
-            1 + sum(isinstance(event, RunStarted) for event in read_all(folder.events))
-            if ranks.first
-            else 0
-        )
+        journal, attempt, handle = None, 0, None
+        folder = RunFolder(runs / identity.name)
+        if ranks.local_rank == 0:
+            folder = RunFolder.open_or_create(runs, identity)
         if ranks.first:
+            starts = (event for event in read_all(folder.events) if isinstance(event, RunStarted))
+            attempt = 1 + sum(1 for _ in starts)
             picture_files.clear(folder)
-        journal = Journal(folder.events) if ranks.first else None
-        recording = (
-            recorder.start(folder, gpu_uuids, ranks.node_rank, ranks.node_count, offline=offline)
-            if ranks.local_rank == 0
-            else None
-        )
-        return cls(folder, journal, attempt, recording)
+            journal = Journal(folder.events)
+        if ranks.local_rank == 0:
+            handle = recorder.start(
+                folder, gpu_uuids, ranks.node_rank, ranks.node_count, offline=offline
+            )
+        return cls(folder, journal, attempt, handle)
 
     def __call__(self, event: Event) -> None:
-        """Append the event to the journal, a failure's text without secrets. Raises nothing."""
+        """Append the event to the journal, with secrets redacted from an error. Raises nothing."""
         if self._journal is None:
             return
         if isinstance(event, RunEnded):
@@ -88,20 +84,15 @@ class RunLog:
             self._journal.flush()
 
     def notice(self, text: str) -> None:
-        """Say something about the run that people should see: on the console, in the journal, on its page."""
+        """Report something to people: on the console, in the journal, on the run's page."""
         if self._journal is None:
             return
         text = text_without_secrets(text)
-        if text not in self._told and len(self._told) < MOST_NOTICES:
-            self._told.append(text)
+        if text not in self._noticed and len(self._noticed) < MOST_NOTICES:
+            self._noticed.append(text)
             self._journal(Noticed(time.time(), text))
-        _print(text)  # last: whatever becomes of the output, the journal has it
-
-    def _report_problems(self, journal: Journal) -> None:
-        while journal.problems:
-            self.notice(journal.problems.pop(0))
-        if journal.lost and FULL not in self._told:
-            self.notice(FULL)
+        # Printed last: whatever happens to the output, the journal has it.
+        _print(text)
 
     def close(self) -> None:
         """Close the journal, and let the recorder finish by itself."""
@@ -111,13 +102,20 @@ class RunLog:
                 self._journal.close()
             except OSError as error:
                 _print(f"the end of the journal could not be written: {error}")
-        if self._recording is not None:
-            self._recording.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _report_problems(self, journal: Journal) -> None:
+        while journal.problems:
+            self.notice(journal.problems.pop(0))
+        if journal.lost and FULL not in self._noticed:
+            self.notice(FULL)
 
 
 def _print(text: str) -> None:
-    """Print a notice; what the output's encoding lacks, as its escape. A notice that cannot be printed ends nothing."""
-    # A rank's output is a file in the run's folder, whose disk may be the full one; or the program has closed it.
+    """Print a notice, with escapes for characters that the output's encoding lacks."""
+    # A rank's output is a file in the run's folder, whose disk may be full. A program may also
+    # have closed its output. Neither may end the training.
     with contextlib.suppress(OSError, ValueError, LookupError):
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(f"note: {text}".encode(encoding, "backslashreplace").decode(encoding), flush=True)

@@ -147,7 +147,7 @@ class _Draft:
         )
 
     def start_attempt(self, event: RunStarted) -> None:
-        """Note what begins with an attempt, and which params and tags MLflow will not have whole."""
+        """Note the new attempt, and which params and tags MLflow will not have whole."""
         if event.attempt > self._curves.attempt:
             self._change(floor=dict(self._marks), attempt=event.attempt)
         self._change(goal=event.params.get("goal.metric"))
@@ -247,7 +247,7 @@ class _Draft:
         self._waiting.append(upload)
 
     def _name(self, key: str) -> str:
-        """Return the metric's name in MLflow, which is its own from now on. Remark a changed one."""
+        """Return the metric's name in MLflow, and keep it for this metric. Remark a changed one."""
         if key not in self._names:
             name = metric_name(key, self._curves)
             if name not in self._owners:

@@ -17,7 +17,7 @@ LOOK_SECONDS = 1.0
 
 
 class TrialDeliverers:
-    """The deliverers of the runs that name `folder` their parent. Most runs have no such children."""
+    """The deliverers of the runs that name `folder` their parent. Most runs have none."""
 
     def __init__(
         self,
