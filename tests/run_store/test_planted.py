@@ -1,4 +1,4 @@
-"""Runs that somebody else made: nothing in them executes code, reads or writes outside of the run's folder."""
+"""Runs of somebody else: nothing in them runs code, or reads or writes outside their folder."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ EVIL = [
 
 
 @pytest.mark.parametrize("name", EVIL)
-def test_a_run_cannot_be_called_so(name: str, tmp_path: Path) -> None:
+def test_a_run_name_that_is_not_plain_is_refused(name: str, tmp_path: Path) -> None:
     identity = Identity(name, "u", "tests", "sqlite:///x.db")
     for make in (RunFolder.create, RunFolder.open_or_create):
         with pytest.raises(UserError, match="a run's name may have"):
@@ -73,7 +73,7 @@ def test_any_text_makes_a_name_that_is_one_folder(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "a\x00b", "x" * 501, "\ud800"])
-def test_an_experiment_cannot_be_called_so(name: str, tmp_path: Path) -> None:
+def test_an_experiment_name_that_cannot_be_printed_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="an experiment's name"):
         RunFolder.create(tmp_path / "runs", Identity("fine", "u", name, "sqlite:///x.db"))
     assert list(tmp_path.iterdir()) == []
@@ -84,7 +84,7 @@ def test_an_experiment_cannot_be_called_so(name: str, tmp_path: Path) -> None:
     st.text(min_size=1, max_size=300)
     | st.sampled_from(["..", ".", "../..", "/etc", "x" * 500, "ü" * 500])
 )
-def test_an_experiments_artifacts_lie_in_one_folder(name: str) -> None:
+def test_the_artifacts_of_an_experiment_are_in_one_folder(name: str) -> None:
     try:
         names.check_experiment(name)
     except UserError:
@@ -108,7 +108,7 @@ def test_an_experiment_of_any_name_stays_in_the_store(
     )
 
 
-def test_uploads_that_lead_out_of_the_run_are_refused_and_told(tmp_path: Path) -> None:
+def test_uploads_that_lead_out_of_the_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("not yours")
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "key").write_text("not yours")
@@ -145,7 +145,7 @@ def test_uploads_that_lead_out_of_the_run_are_refused_and_told(tmp_path: Path) -
 def fetched(
     sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[MlflowRuns, RunFolder, Path]:
-    """A run that MLflow has and this disk has not; the current folder is a project of its own."""
+    """Return a store, a run that only MLflow has, and the current folder."""
     made = make_folder(tmp_path / "other", sqlite)
     project = tmp_path / "project"
     project.mkdir()
@@ -207,7 +207,7 @@ def test_code_that_came_with_a_run_is_not_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-def test_links_that_mlflow_has_for_files_are_not_used(tmp_path: Path) -> None:
+def test_links_among_downloaded_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "config.yaml").symlink_to("/etc/passwd")
     with pytest.raises(UserError, match="not a plain file"):
@@ -216,7 +216,7 @@ def test_links_that_mlflow_has_for_files_are_not_used(tmp_path: Path) -> None:
 
 @pytest.fixture
 def lying_server() -> Iterator[str]:
-    """An MLflow server whose artifacts claim to lie elsewhere."""
+    """Yield the URI of a server that lists artifacts with paths out of their folder."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -272,7 +272,7 @@ LINKED = [
 
 
 def planted_link(tmp_path: Path, name: str) -> tuple[RunFolder, Path]:
-    """A run of somebody else's, as if it had died, in which something is a link out of it."""
+    """Return a dead run in which one file is a link out of it, and the link's target."""
     made, target = make_folder(tmp_path), tmp_path / "mine"
     target.write_text("# mine\n")
     made.failures.mkdir()
@@ -315,23 +315,23 @@ def test_nothing_is_written_through_a_link_in_a_run(
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "artifacts", "logs", "failures", "pictures"])
-def test_no_folder_of_a_run_may_be_elsewhere(name: str, tmp_path: Path) -> None:
+def test_no_folder_of_a_run_may_be_a_link_out_of_it(name: str, tmp_path: Path) -> None:
     folder, target = make_folder(tmp_path), tmp_path / "mine"
     target.mkdir()
     (folder.path / name).symlink_to(target)
-    with pytest.raises(names.InvalidRunFolder, match="put what a link leads to in its place"):
+    with pytest.raises(names.InvalidRunFolder, match="Replace each link with the file"):
         lookup.require(folder.path.parent, folder.path.name)
 
 
-def test_a_pipe_in_a_run_hangs_nobody(tmp_path: Path) -> None:
+def test_a_pipe_in_a_run_blocks_no_list(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     os.mkfifo(folder.events)
     told: list[str] = []
     assert lookup.listed(folder.path.parent, told.append) == [] and "events.jsonl" in told[0]
 
 
-def test_what_users_put_beside_our_files_is_theirs(tmp_path: Path) -> None:
-    """A link to the best checkpoint, a socket of a tool: nothing of it leads out, and nothing of it is read."""
+def test_other_files_of_a_user_may_be_of_any_kind(tmp_path: Path) -> None:
+    """Such as a link to the best checkpoint, or a tool's socket."""
     folder = make_folder(tmp_path)
     saved(folder, 4)
     (folder.path / "best").symlink_to("checkpoints/step_4")
@@ -340,13 +340,13 @@ def test_what_users_put_beside_our_files_is_theirs(tmp_path: Path) -> None:
     assert [one.name for one in lookup.listed(folder.path.parent)] == [folder.path.name]
 
 
-def test_a_run_is_not_ended_by_a_link_that_is_made_while_it_trains(tmp_path: Path) -> None:
+def test_a_link_made_during_the_training_does_not_end_the_run(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     (folder.path / "data").symlink_to("/")
-    assert folder.identity.name == folder.path.name, "who has opened it may finish it"
+    assert folder.identity.name == folder.path.name, "an open run may finish"
 
 
-def test_a_file_that_goes_while_the_folder_is_looked_at_is_no_link(
+def test_a_file_that_is_deleted_during_the_check_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_folder(tmp_path)
@@ -356,7 +356,7 @@ def test_a_file_that_goes_while_the_folder_is_looked_at_is_no_link(
     symlinks.refuse(folder.path)
 
 
-def test_a_folder_that_is_passed_over_is_in_the_exit_code_beside_runs_that_are_delivered(
+def test_sync_fails_for_a_refused_folder_and_delivers_the_others(
     sqlite: str, tmp_path: Path
 ) -> None:
     planted_link(tmp_path, "recorder.log")
@@ -366,8 +366,8 @@ def test_a_folder_that_is_passed_over_is_in_the_exit_code_beside_runs_that_are_d
     assert delivery_status.status(whole).done
 
 
-def test_a_run_that_is_known_by_its_id_is_looked_at_too(tmp_path: Path) -> None:
-    """Its summary is kept from before the link was there."""
+def test_a_run_found_by_its_id_is_checked_too(tmp_path: Path) -> None:
+    """Its summary was cached before the link was made."""
     folder = make_folder(tmp_path, mlflow_run_id="a" * 32)
     append(folder, started(), ended())
     assert lookup.find(folder.path.parent, "a" * 32) == folder
@@ -376,7 +376,7 @@ def test_a_run_that_is_known_by_its_id_is_looked_at_too(tmp_path: Path) -> None:
         lookup.find(folder.path.parent, "a" * 32)
 
 
-def test_a_run_whose_folder_is_a_link_is_the_users_own_arrangement(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_may_itself_be_a_link(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     moved = tmp_path / "another-disk"
     folder.path.rename(moved)
@@ -385,10 +385,10 @@ def test_a_run_whose_folder_is_a_link_is_the_users_own_arrangement(tmp_path: Pat
 
 
 @pytest.mark.parametrize("write", [claims.acquire, lambda folder, _: Journal(folder.events)])
-def test_who_opens_a_file_of_a_run_follows_no_link(
+def test_files_of_a_run_are_not_opened_through_links(
     write: Callable[[RunFolder, int], object], tmp_path: Path
 ) -> None:
-    """As another sees it who plants a link after the folder was looked at."""
+    """Somebody may plant a link after the folder was checked."""
     folder = make_folder(tmp_path)
     for name in ("events.jsonl", "recorder.lock"):
         (folder.path / name).symlink_to(tmp_path / "new")
@@ -397,7 +397,7 @@ def test_who_opens_a_file_of_a_run_follows_no_link(
     assert not (tmp_path / "new").exists()
 
 
-def test_what_is_replaced_is_the_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+def test_a_link_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
     folder, target = make_folder(tmp_path), tmp_path / "mine"
     target.write_text("# mine\n")
     place = folder.artifacts / "provenance"
@@ -409,7 +409,7 @@ def test_what_is_replaced_is_the_link_and_not_what_it_leads_to(tmp_path: Path) -
     assert target.read_text() == "# mine\n" and not (place / "packages.txt").is_symlink()
     place.rename(tmp_path / "away")
     place.symlink_to(tmp_path / "away")
-    with pytest.raises(names.InvalidRunFolder, match="is a link"):
+    with pytest.raises(names.InvalidRunFolder, match="is a symbolic link"):
         provenance.write_packages(folder.artifacts)
     temporary = folder.path / f".config.yaml.{os.getpid()}"
     temporary.symlink_to(target)
@@ -418,9 +418,7 @@ def test_what_is_replaced_is_the_link_and_not_what_it_leads_to(tmp_path: Path) -
     assert target.read_text() == "# mine\n"
 
 
-def test_a_trial_that_is_none_of_ours_keeps_no_other_from_mlflow(
-    sqlite: str, tmp_path: Path
-) -> None:
+def test_a_refused_trial_does_not_stop_the_delivery_of_others(sqlite: str, tmp_path: Path) -> None:
     study = make_folder(tmp_path, sqlite)
     append(study, started(), ended())
     trials = [make_folder(tmp_path, sqlite) for _ in range(2)]

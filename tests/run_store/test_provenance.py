@@ -1,12 +1,12 @@
-"""Where a run comes from, and that no secret comes with it."""
+"""The provenance of a run: complete, without secrets, without running foreign programs."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -51,7 +51,7 @@ def found_in(folder: Path) -> Provenance:
     return collect(folder, ["rankzero", "train"], {})
 
 
-def test_a_clean_tree(repository: Path) -> None:
+def test_a_clean_tree_has_a_commit_and_no_diff(repository: Path) -> None:
     git(repository, "remote", "add", "origin", f"https://me:{TOKEN}@example.invalid/x.git")
     found = found_in(repository)
     assert (found.commit, found.branch, found.diff) == (
@@ -63,7 +63,7 @@ def test_a_clean_tree(repository: Path) -> None:
     assert environment(found)["rankzero.dirty"] == "false"
 
 
-def test_a_dirty_tree_keeps_its_diff(repository: Path, tmp_path: Path) -> None:
+def test_a_dirty_tree_has_a_diff(repository: Path, tmp_path: Path) -> None:
     (repository / "a.py").write_text(f"x = 2\npassword = '{TOKEN}'\n")
     (repository / "new.py").write_text("y = 1\n")
     found = found_in(repository)
@@ -77,7 +77,7 @@ def test_a_dirty_tree_keeps_its_diff(repository: Path, tmp_path: Path) -> None:
     assert json.loads((written / "environment.json").read_text())["commit"] == found.commit
 
 
-def test_a_tree_with_new_files_only_is_dirty_wherever_the_run_starts(repository: Path) -> None:
+def test_new_files_make_a_tree_dirty_from_any_folder(repository: Path) -> None:
     (repository / "sub").mkdir()
     (repository / "new.py").write_text("y = 1\n")
     (repository / ".gitignore").write_text("ignored\n")
@@ -92,18 +92,18 @@ def test_a_detached_head_has_a_commit_and_no_branch(repository: Path) -> None:
     assert "mlflow.source.git.branch" not in environment(found)
 
 
-def test_a_diff_that_takes_too_long_is_not_taken_for_a_clean_tree(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_diff_that_takes_too_long_does_not_make_the_tree_clean(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
-        if "diff" in command:
-            raise subprocess.TimeoutExpired(command, 5)
-        return real(command, **options)
-
-    real = subprocess.run
-    monkeypatch.setattr(subprocess, "run", run)
-    found = found_in(repository)
-    assert "could not say" in str(found.diff) and environment(found)["rankzero.dirty"] == "true"
+    slow = tmp_path_factory.mktemp("slow") / "git"
+    slow.write_text(
+        f'#!/bin/sh\ncase "$*" in *" diff "*) sleep 60;; esac\nexec {shutil.which("git")} "$@"\n'
+    )
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
+    found = collect(repository, ["rankzero", "train"], {}, git_seconds=1.0)
+    assert "did not list the changes within 1 seconds" in str(found.diff)
+    assert environment(found)["rankzero.dirty"] == "true"
 
 
 def test_a_large_diff_is_cut_at_a_line(repository: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_large_diff_is_cut_at_a_line(repository: Path) -> None:
     assert lines[-2] in ("+x = 1", f"+{'y = 2' * 20}")
 
 
-def test_without_a_commit_or_a_repository_git_is_left_out(
+def test_without_a_commit_or_a_repository_there_are_no_git_facts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
@@ -126,7 +126,7 @@ def test_without_a_commit_or_a_repository_git_is_left_out(
     assert found_in(tmp_path).commit is None
 
 
-def test_a_repositorys_settings_run_nothing(repository: Path) -> None:
+def test_the_settings_of_a_repository_run_nothing(repository: Path) -> None:
     attributes = ["*.py diff=x filter=y=z\n", "*.md filter=process\n"]
     (repository / ".gitattributes").write_text("".join(attributes))
     (repository / "b.md").touch()
@@ -152,7 +152,7 @@ def test_a_repositorys_settings_run_nothing(repository: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["diff", "log"])
-def test_a_submodules_settings_run_nothing(repository: Path, how: str) -> None:
+def test_the_settings_of_a_submodule_run_nothing(repository: Path, how: str) -> None:
     inner = repository / "inner"
     inner.mkdir()
     git(inner, "init", "-q", "-b", "trunk")
@@ -193,8 +193,8 @@ def test_a_submodules_settings_run_nothing(repository: Path, how: str) -> None:
     assert not (repository / "executed").exists()
 
 
-def test_objects_that_are_missing_are_not_fetched(repository: Path) -> None:
-    """Of a partial clone, git would fetch them in the middle of a diff, by a program that the repository names."""
+def test_missing_objects_are_not_fetched(repository: Path) -> None:
+    """In a partial clone, git would fetch them during a diff, by a program that the repository names."""
     blob = git(repository, "rev-parse", "HEAD:a.py")
     (repository / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
     for key, value in {
@@ -207,7 +207,7 @@ def test_objects_that_are_missing_are_not_fetched(repository: Path) -> None:
     }.items():
         git(repository, "config", key, value)
     (repository / "a.py").write_text("x = 3\n")
-    assert "could not say" in str(found_in(repository).diff)
+    assert "did not list the changes" in str(found_in(repository).diff)
     assert not (repository / "executed").exists()
 
 
@@ -217,7 +217,7 @@ def test_packages_are_listed(tmp_path: Path) -> None:
     assert any(line.startswith("torch==") for line in lines) and len(lines) > 20
 
 
-def test_only_listed_variables_are_kept() -> None:
+def test_only_listed_variables_are_recorded() -> None:
     environ = {
         "CUDA_VISIBLE_DEVICES": "0,1",
         "NCCL_DEBUG": "INFO",
@@ -227,7 +227,9 @@ def test_only_listed_variables_are_kept() -> None:
     assert allowed(environ) == {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO"}
 
 
-def test_a_secret_does_not_survive_wherever_it_is_planted(repository: Path, tmp_path: Path) -> None:
+def test_a_secret_is_redacted_in_each_part_of_the_provenance(
+    repository: Path, tmp_path: Path
+) -> None:
     secret = "correct/horse,battery;staple"
     git(
         repository,
@@ -255,7 +257,7 @@ def test_a_secret_does_not_survive_wherever_it_is_planted(repository: Path, tmp_
     )
 
 
-def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+def test_a_run_folder_that_is_gone_is_not_created_again(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_packages(tmp_path / "moved away" / "artifacts")
     assert not (tmp_path / "moved away").exists()

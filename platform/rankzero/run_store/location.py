@@ -10,7 +10,10 @@ from pathlib import Path
 
 
 def root_of(folder: str | Path | None) -> Path:
-    """Return the folder of the embedded store and of the runs: this one, else $RANKZERO_DIR, else ./mlruns."""
+    """Return the folder of the embedded store and the runs.
+
+    It is `folder`, else $RANKZERO_DIR, else ``./mlruns``.
+    """
     return Path(folder or os.environ.get("RANKZERO_DIR") or "mlruns")
 
 

@@ -1,4 +1,4 @@
-"""What runs and experiments may be called: their names become folders' names, and MLflow's. Pure."""
+"""Names of runs and experiments. They become names of folders, and names in MLflow."""
 
 from __future__ import annotations
 
@@ -6,50 +6,53 @@ import re
 
 from rankzero.errors import UserError
 
-LONGEST_BYTES = 200  # a folder's name may have 255
-LONGEST_GIVEN_BYTES = 160  # others are made from it: a study's trials
-LONGEST_STEM_BYTES = 80
-LONGEST_EXPERIMENT = 500  # MLflow's limit
+_MAX_BYTES = 200
+"""A folder's name may have 255."""
+_MAX_GIVEN_BYTES = 160
+"""Other names are derived from it, such as those of a study's trials."""
+_MAX_STEM_BYTES = 80
+_MAX_EXPERIMENT = 500
+"""MLflow's limit."""
 _PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*")
 _NOT_PLAIN = re.compile(r"[^\w.\-]+")
 
 
 class InvalidRunFolder(UserError, ValueError):
-    """A run's folder that is none: the message names the file."""
+    """The folder of a run cannot be used; the message names the file."""
 
 
 def is_plain(name: object) -> bool:
-    """Tell whether this is a run's name: one folder below the runs' folder, whatever the file system."""
+    """Return whether this is a run's name: one folder, whatever the file system."""
     return (
         isinstance(name, str)
         and _PLAIN.fullmatch(name) is not None
-        and len(_bytes(name)) <= LONGEST_BYTES
+        and len(_bytes(name)) <= _MAX_BYTES
     )
 
 
 def checked_run(name: str) -> str:
-    """Return the name that somebody gives a run. Raises UserError where it is not plain."""
-    if not is_plain(name) or len(_bytes(name)) > LONGEST_GIVEN_BYTES:
+    """Return the name that a user gives a run. Raises UserError if it is not plain."""
+    if not is_plain(name) or len(_bytes(name)) > _MAX_GIVEN_BYTES:
         raise UserError(
-            "a run's name may have letters, digits, '.', '_' and '-', starts with a letter or a digit, and has at "
-            f"most {LONGEST_GIVEN_BYTES} bytes: got {shown(name)}"
+            "a run's name may have letters, digits, '.', '_' and '-', starts with a letter or a "
+            f"digit, and has at most {_MAX_GIVEN_BYTES} bytes: got {shown(name)}"
         )
     return name
 
 
 def made_plain(text: str) -> str:
     """Return the beginning of a run's name for any text."""
-    plain = _bytes(_NOT_PLAIN.sub("-", text).lstrip("-._"))[:LONGEST_STEM_BYTES].decode(
-        "utf-8", "ignore"
-    )
+    stem = _bytes(_NOT_PLAIN.sub("-", text).lstrip("-._"))[:_MAX_STEM_BYTES]
+    plain = stem.decode("utf-8", "ignore")
     return plain if is_plain(plain) else f"run-{plain}".rstrip("-")
 
 
 def check_experiment(name: str) -> None:
-    """Raise UserError for the name of an MLflow experiment that MLflow, or a line of text, cannot hold."""
-    if not name.strip() or not name.isprintable() or len(name) > LONGEST_EXPERIMENT:
+    """Raise UserError if MLflow, or a line of text, cannot hold an experiment's name."""
+    if not name.strip() or not name.isprintable() or len(name) > _MAX_EXPERIMENT:
         raise UserError(
-            f"an experiment's name is 1 to {LONGEST_EXPERIMENT} characters that can be printed: got {shown(name)}"
+            f"an experiment's name has 1 to {_MAX_EXPERIMENT} printable characters: "
+            f"got {shown(name)}"
         )
 
 

@@ -1,6 +1,6 @@
-"""Where a run comes from: commit, diff, packages, host, command line. Never a secret.
+"""Where a run comes from: code, diff, packages, host, command line. Never a secret.
 
-Imports no torch and no pynvml: what the run computes with, the trainer says.
+Imports neither torch nor pynvml: the trainer reports the devices.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rankzero.redaction.assignments import is_secret_name
 from rankzero.redaction.text import command_without_secrets, text_without_secrets
 from rankzero.run_store.folder import write_atomically
 from rankzero.run_store.names import InvalidRunFolder
 
-GIT_SECONDS = 5.0
-MOST_DIFF_BYTES = 1_000_000
-MOST_UNTRACKED = 200
-UNKNOWN = f"# git could not say within {GIT_SECONDS:.0f} seconds what has changed\n"
-# A repository's own settings must not run programs of their choosing: no external diff, no text conversion, no
-# filters, and no looking into submodules, which have settings of their own: diff.submodule=diff begins a git in each.
-DIFF_OPTIONS = (
+_MAX_DIFF_BYTES = 1_000_000
+_MAX_UNTRACKED = 200
+# Settings of a repository must not run programs of its choice: no external diff, no text
+# conversion, no filters. diff.submodule=diff would start a git in each submodule, which has
+# settings of its own.
+_DIFF_OPTIONS = (
     "--no-ext-diff",
     "--no-textconv",
     "--no-color",
     "--ignore-submodules=dirty",
     "--submodule=short",
 )
-FILTERS = r"^filter\..*\.(clean|process|required)$"
-PACKAGES = ("torch", "torchvision", "mlflow", "optuna", "numpy", "nvidia-ml-py", "rankzero")
-VARIABLES = {
+_FILTERS = r"^filter\..*\.(clean|process|required)$"
+_PACKAGES = ("torch", "torchvision", "mlflow", "optuna", "numpy", "nvidia-ml-py", "rankzero")
+_VARIABLES = {
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
     "OMP_NUM_THREADS",
@@ -50,12 +50,12 @@ VARIABLES = {
     "SLURM_NNODES",
     "SLURM_NTASKS",
 }
-VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
+_VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """Where a run comes from. Git's fields are None outside a repository, and where there is no git."""
+    """Where a run comes from. Git's fields are None outside a repository and without git."""
 
     command: str
     host: str
@@ -69,11 +69,13 @@ class Provenance:
     branch: str | None = None
     repository: str | None = None
     diff: str | None = None
-    """What the working tree has that the commit has not, secrets blotted out; None where it is clean."""
+    """The uncommitted changes without secrets, or None without changes."""
 
 
-def collect(project_dir: Path, argv: Sequence[str], environ: Mapping[str, str]) -> Provenance:
-    """Look around. Never raises for lack of git, a user name or a package."""
+def collect(
+    project_dir: Path, argv: Sequence[str], environ: Mapping[str, str], git_seconds: float = 5.0
+) -> Provenance:
+    """Collect everything. Never raises for lack of git, a user name or a package."""
     return Provenance(
         command=command_without_secrets(argv),
         host=socket.gethostname(),
@@ -81,9 +83,9 @@ def collect(project_dir: Path, argv: Sequence[str], environ: Mapping[str, str]) 
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu_count=os.cpu_count() or 1,
         python=platform.python_version(),
-        packages={name: version for name in PACKAGES if (version := _version(name))},
+        packages={name: version for name in _PACKAGES if (version := _version(name))},
         variables=allowed(environ),
-        **_git_facts(project_dir),
+        **_git_facts(_Git(project_dir, git_seconds)),
     )
 
 
@@ -109,23 +111,24 @@ def environment(found: Provenance) -> dict[str, str]:
 
 
 def write_artifacts(found: Provenance, folder: Path) -> None:
-    """Write ``provenance/environment.json``, and ``provenance/diff.patch`` where the working tree is dirty."""
-    target = _made(folder)
+    """Write ``provenance/environment.json``, and ``provenance/diff.patch`` if there are changes."""
+    target = _artifact_folder(folder)
     facts = {name: value for name, value in dataclasses.asdict(found).items() if name != "diff"}
     write_atomically(target / "environment.json", json.dumps(facts, indent=2))
     if found.diff is not None:
         write_atomically(target / "diff.patch", found.diff)
 
 
-def changed_between(project_dir: Path, one: str, other: str) -> str:
-    """Return what changed between two commits, as ``git diff --stat`` says it; empty where git cannot say."""
-    if not all(part and not part.startswith("-") for part in (one, other)):
-        return ""
-    return _git(project_dir, "diff", "--stat=76", *DIFF_OPTIONS, one, other, "--") or ""
+def write_packages(folder: Path) -> None:
+    """Write ``provenance/packages.txt``: each installed distribution, as ``name==version``."""
+    # Importing all metadata takes a second, so the recorder does it and not the training.
+    target = _artifact_folder(folder)
+    lines = {f"{found.name}=={found.version}" for found in importlib.metadata.distributions()}
+    write_atomically(target / "packages.txt", "\n".join(sorted(lines, key=str.lower)) + "\n")
 
 
 def read_packages(folder: Path) -> dict[str, str]:
-    """Return what `write_packages` wrote, version by name; empty where it did not."""
+    """Return what `write_packages` wrote, version by name, or nothing."""
     try:
         lines = (folder / "provenance" / "packages.txt").read_text().splitlines()
     except OSError:
@@ -134,135 +137,126 @@ def read_packages(folder: Path) -> dict[str, str]:
 
 
 def read_diff(folder: Path) -> str:
-    """Return the uncommitted changes that `write_artifacts` wrote; empty where there were none."""
+    """Return the uncommitted changes that `write_artifacts` wrote, or an empty text."""
     try:
         return (folder / "provenance" / "diff.patch").read_text(errors="replace")
     except OSError:
         return ""
 
 
-def write_packages(folder: Path) -> None:
-    """Write ``provenance/packages.txt``: every installed distribution, as ``name==version``. Takes a while."""
-    target = _made(folder)
-    lines = {f"{found.name}=={found.version}" for found in importlib.metadata.distributions()}
-    write_atomically(target / "packages.txt", "\n".join(sorted(lines, key=str.lower)) + "\n")
+def changed_between(project_dir: Path, one: str, other: str) -> str:
+    """Return ``git diff --stat`` between two commits, or an empty text if git fails."""
+    if not all(commit and not commit.startswith("-") for commit in (one, other)):
+        return ""
+    return _Git(project_dir)("diff", "--stat=76", *_DIFF_OPTIONS, one, other, "--") or ""
 
 
-def _made(folder: Path) -> Path:
-    """Return the place for provenance below the artifacts, made if need be; the run's folder is not: it may be gone."""
+def allowed(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that may be recorded, without secrets."""
+    return {
+        name: text_without_secrets(value)
+        for name, value in sorted(environ.items())
+        if (name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES)) and not is_secret_name(name)
+    }
+
+
+def _artifact_folder(folder: Path) -> Path:
+    # The run's own folder is not created again: somebody may have moved it away.
     target = folder / "provenance"
     folder.mkdir(exist_ok=True)
     if target.is_symlink():
-        raise InvalidRunFolder(
-            f"{target} is a link, through which nothing is written: take it away"
-        )
+        raise InvalidRunFolder(f"{target} is a symbolic link: delete it")
     target.mkdir(exist_ok=True)
     return target
 
 
-def allowed(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that may be recorded: a list of names, and no value that looks secret."""
-    return {
-        name: text_without_secrets(value)
-        for name, value in sorted(environ.items())
-        if (name in VARIABLES or name.startswith(VARIABLE_PREFIXES)) and not is_secret_name(name)
-    }
+class _Git(NamedTuple):
+    """Runs git in a folder."""
+
+    folder: Path
+    seconds: float = 5.0
+
+    def __call__(self, *words: str, settings: Mapping[str, str] | None = None) -> str | None:
+        """Return git's output, or None if it fails or takes too long."""
+        # As variables behind those that are set: on a command line, a name may not have a "=".
+        first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
+        variables = {
+            f"GIT_CONFIG_{part}_{number}": text
+            for number, setting in enumerate((settings or {}).items(), first)
+            for part, text in zip(("KEY", "VALUE"), setting, strict=True)
+        }
+        environ = {
+            **os.environ,
+            **variables,
+            "GIT_CONFIG_COUNT": str(first + len(settings or {})),
+            "GIT_TERMINAL_PROMPT": "0",
+            "GIT_OPTIONAL_LOCKS": "0",
+            # A partial clone must not fetch objects by a program that the repository names. An old
+            # git knows the second of these variables only.
+            "GIT_NO_LAZY_FETCH": "1",
+            "GIT_ALLOW_PROTOCOL": "",
+        }
+        command = ["git", "-c", "core.fsmonitor=false", "--no-pager", *words]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=self.folder,
+                env=environ,
+                capture_output=True,
+                timeout=self.seconds,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.decode(errors="replace") if done.returncode == 0 else None
 
 
-def _git_facts(project_dir: Path) -> dict[str, str | None]:
-    found = _git(project_dir, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+def _git_facts(git: _Git) -> dict[str, str | None]:
+    found = git("rev-parse", "HEAD", "--abbrev-ref", "HEAD")
     if found is None:
         return {}
     commit, _, branch = found.strip().partition("\n")
-    remote = _git(project_dir, "config", "--get", "remote.origin.url")
+    remote = git("config", "--get", "remote.origin.url")
     return {
         "commit": commit,
-        "branch": None if branch.strip() == "HEAD" else branch.strip(),  # detached
+        # Git calls a detached head "HEAD".
+        "branch": None if branch.strip() == "HEAD" else branch.strip(),
         "repository": text_without_secrets(remote.strip()) if remote else None,
-        "diff": _diff(project_dir),
+        "diff": _diff(git),
     }
 
 
-def _diff(project_dir: Path) -> str | None:
-    changes = _git(
-        project_dir, "diff", "HEAD", *DIFF_OPTIONS, settings=_without_filters(project_dir)
-    )
-    untracked = _git(project_dir, "ls-files", "--others", "--exclude-standard", "--full-name", ":/")
+def _diff(git: _Git) -> str | None:
+    filters = git("config", "--show-scope", "--name-only", "--get-regexp", _FILTERS) or ""
+    without_filters = {
+        name: "false" if name.endswith(".required") else ""
+        for scope, _, name in (line.partition("\t") for line in filters.splitlines())
+        if scope in ("local", "worktree")
+    }
+    changes = git("diff", "HEAD", *_DIFF_OPTIONS, settings=without_filters)
+    untracked = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/")
     if changes == untracked == "":
         return None
-    return text_without_secrets(
-        _untracked_lines(untracked or "") + _cut(UNKNOWN if changes is None else changes)
-    )
-
-
-def _without_filters(project_dir: Path) -> dict[str, str]:
-    """Return the settings that keep git from running the filters that the repository itself defines."""
-    found = (
-        _git(project_dir, "config", "--show-scope", "--name-only", "--get-regexp", FILTERS) or ""
-    )
-    settings = [line.partition("\t") for line in found.splitlines()]
-    own = [name for scope, _, name in settings if scope in ("local", "worktree")]
-    return {name: "false" if name.endswith(".required") else "" for name in own}
-
-
-def _untracked_lines(listed: str) -> str:
-    names = listed.splitlines()
-    lines = [f"# untracked: {name}\n" for name in names[:MOST_UNTRACKED]]
-    more = len(names) - MOST_UNTRACKED
-    return "".join(lines) + (f"# untracked: {more} more\n" if more > 0 else "")
-
-
-def _cut(changes: str) -> str:
-    """Return the first whole lines, `MOST_DIFF_BYTES` at most: half a secret would not be recognised."""
-    whole = changes.encode()
-    if len(whole) <= MOST_DIFF_BYTES:
-        return changes
-    kept = whole[: whole.rfind(b"\n", 0, MOST_DIFF_BYTES) + 1]
-    return kept.decode(errors="ignore") + "# cut: the diff is larger\n"
-
-
-def _git(project_dir: Path, *words: str, settings: Mapping[str, str] | None = None) -> str | None:
-    command = ["git", "-c", "core.fsmonitor=false", "--no-pager", *words]
-    environ = {
-        **os.environ,
-        **_as_variables(settings or {}),
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_OPTIONAL_LOCKS": "0",
-    }
-    environ["GIT_NO_LAZY_FETCH"] = "1"
-    environ["GIT_ALLOW_PROTOCOL"] = ""  # the same, for a git that does not know that variable yet
-    try:
-        done = subprocess.run(
-            command,
-            cwd=project_dir,
-            env=environ,
-            capture_output=True,
-            timeout=GIT_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
-
-
-def _as_variables(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return git's settings as variables, behind those that are there: on a command line, a name may not hold a =."""
-    if not settings:
-        return {}
-    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
-    pairs = {
-        f"GIT_CONFIG_{part}_{first + number}": text
-        for number, setting in enumerate(settings.items())
-        for part, text in zip(("KEY", "VALUE"), setting, strict=True)
-    }
-    return {**pairs, "GIT_CONFIG_COUNT": str(first + len(settings))}
+    if changes is None:
+        changes = f"# git did not list the changes within {git.seconds:g} seconds\n"
+    elif len(changes.encode()) > _MAX_DIFF_BYTES:
+        # Whole lines only: half a secret would not be recognised.
+        whole = changes.encode()
+        kept = whole[: whole.rfind(b"\n", 0, _MAX_DIFF_BYTES) + 1]
+        changes = kept.decode(errors="ignore") + "# cut: the diff is larger\n"
+    names = (untracked or "").splitlines()
+    lines = [f"# untracked: {name}\n" for name in names[:_MAX_UNTRACKED]]
+    if len(names) > _MAX_UNTRACKED:
+        lines.append(f"# untracked: {len(names) - _MAX_UNTRACKED} more\n")
+    return text_without_secrets("".join(lines) + changes)
 
 
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
+    except (KeyError, OSError):
+        # A container may run under a user id that has no name.
         return str(os.getuid())
 
 

@@ -1,7 +1,7 @@
-"""Links in a run's folder, which somebody else may have made: nothing is read or written through one that leads out.
+"""Symbolic links in a run's folder: nothing is read or written through one that leads out.
 
-A run's folder may itself be a link, as the user's own way to keep a run on another disk. Looked at where a run is
-opened; in the middle of one nobody is held up by what lies beside our files.
+A run that somebody else made may contain them. The run's folder itself may be a link, for example
+to another disk. The check happens when a run is opened.
 """
 
 from __future__ import annotations
@@ -12,28 +12,30 @@ from pathlib import Path
 
 from rankzero.run_store.names import InvalidRunFolder
 
-OURS = (".json", ".jsonl", ".lock", ".log", ".md", ".txt", ".yaml")
+_OURS = (".json", ".jsonl", ".lock", ".log", ".md", ".txt", ".yaml")
 
 
 def refuse(folder: Path) -> None:
-    """Raise BrokenRun where the folder holds a link out of it, or a pipe (which hangs) in the place of a file of ours.
+    """Raise InvalidRunFolder if the folder contains a link out of it, or a pipe with our names.
 
-    What users put beside our files is theirs.
+    A pipe would block its reader. Other files of a user may be of any kind.
     """
     try:
         found = list(folder.iterdir())
     except OSError:
-        return  # gone, or not ours to read: who opens it says so
+        # It is gone or not readable. The code that opens it reports that.
+        return
     odd = sorted(path.name for path in found if _is_odd(path))
     if odd:
         raise InvalidRunFolder(
-            f"{folder} holds what rankzero made none of: {', '.join(map(repr, odd))[:200]}; nothing in a run's folder "
-            "may lead out of it: put what a link leads to in its place, or take it away"
+            f"{folder} contains links that lead out of it, or pipes: "
+            f"{', '.join(map(repr, odd))[:200]}. Replace each link with the file that it leads to, "
+            "or delete it"
         )
 
 
 def no_follow(path: str, flags: int) -> int:
-    """Open a file, not what a link leads to: an `opener` for ``open``. Raises OSError."""
+    """Open a file, but not through a link: an `opener` for ``open``. Raises OSError."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -41,14 +43,12 @@ def _is_odd(path: Path) -> bool:
     try:
         mode = path.lstat().st_mode
     except OSError:
-        return False  # gone meanwhile: files are replaced all the time
-    if stat.S_ISLNK(mode):
-        return _leads_out(path)
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and path.name.endswith(OURS)
-
-
-def _leads_out(link: Path) -> bool:
+        # Files are replaced all the time.
+        return False
+    if not stat.S_ISLNK(mode):
+        return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and path.name.endswith(_OURS)
     try:
-        return not link.resolve().is_relative_to(link.parent.resolve())
-    except (OSError, RuntimeError):  # to itself, in a circle
+        return not path.resolve().is_relative_to(path.parent.resolve())
+    except (OSError, RuntimeError):
+        # The link leads to itself.
         return True
