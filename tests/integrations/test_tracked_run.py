@@ -308,7 +308,7 @@ def test_second_process_cannot_write_the_same_run() -> None:
         assert beside.stdout is not None and beside.stdin is not None
         assert beside.stdout.readline() == b"open\n"
         with pytest.raises(
-            rankzero.UserError, match=rf"process {beside.pid} is writing r1: stop it first"
+            rankzero.UserError, match=rf"process {beside.pid} is writing r1: stop it"
         ):
             rankzero.track("mine", name="r1", offline=True)
         beside.stdin.write(b"on\n")
