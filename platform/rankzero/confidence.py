@@ -17,6 +17,7 @@ def student_t(freedom: int, probability: float = 0.975) -> float:
     `freedom`: at least 1. Source: the closed form of the distribution in Abramowitz & Stegun,
     26.7.3 and 26.7.4, solved by bisection for the angle whose tangent is t / sqrt(freedom).
     """
+    # SciPy has this function, but RankZero does not depend on SciPy.
     low, high = 0.0, math.pi / 2
     for _ in range(_ANGLE_BITS):
         middle = (low + high) / 2

@@ -39,6 +39,7 @@ class Leaf:
 
 def leaves(config: object, prefix: str = "") -> Iterator[Leaf]:
     """Yield every setting of `config`, in the order of declaration."""
+    # Modules with `from __future__ import annotations` hold the types as text.
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         key, value = prefix + field.name.rstrip("_"), getattr(config, field.name)
@@ -198,6 +199,7 @@ def _nested(config: object, instead: Mapping[str, str], prefix: str = "") -> dic
         if dataclasses.is_dataclass(value):
             value = _nested(value, instead, f"{prefix}{name}.")
         value = instead.get(prefix + name, value)
+        # YAML has no tuples.
         nested[name] = list(value) if isinstance(value, tuple) else value
     return nested
 

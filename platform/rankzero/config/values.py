@@ -98,6 +98,7 @@ def _coerce_bool(value: Any) -> bool:
 
 
 def _coerce_int(value: Any) -> int:
+    # bool is a subclass of int, and `epochs=true` is a mistake.
     if isinstance(value, bool):
         raise ValueError("not an integer")
     if isinstance(value, float) and not (value.is_integer() and abs(value) <= _LARGEST_EXACT):
@@ -150,19 +151,17 @@ _COERCE_SCALAR: dict[Any, Any] = {
 def _coerce_union(value: Any, options: tuple[Any, ...]) -> Any:
     if value is None and type(None) in options:
         return None
+    # A value that has one of the types keeps it. Text takes the narrowest type that it fits: none
+    # before numbers, and str last.
     exact = [option for option in options if type(value) is option and option is not str]
-    for option in (*exact, *sorted(options, key=_generality)):
+    narrow = [option for option in (type(None), int, float) if option in options]
+    others = [option for option in options if option not in narrow and option is not str]
+    for option in (*exact, *narrow, *others, *({str} & set(options))):
         try:
             return coerce(value, option)
         except ValueError:
             continue
     raise ValueError("no type fits")
-
-
-def _generality(option: Any) -> int:
-    """Rank a type by how much text fits it: none first, then numbers, str last."""
-    order = [type(None), int, float]
-    return order.index(option) if option in order else len(order) + (option is str)
 
 
 def _coerce_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ class RankZeroTracker(GeneralTracker):
 
     name = "rankzero"
     requires_logging_directory = False
+    # Accelerate then calls the tracker on the main process alone.
     main_process_only = True
 
     def __init__(self, experiment: str = "accelerate", **options: Any) -> None:

@@ -41,6 +41,7 @@ class DeferredRun:
         if self._run is None:
             self._run = track(self._experiment, self._params, **self._options)
             self._run.__enter__()
+            # A script that just ends must not leave a run that seems to be running.
             atexit.register(self.end_unreported)
         return self._run
 

@@ -49,4 +49,5 @@ class RankZeroHandler:
 
     def _exception(self, _: Engine, error: BaseException) -> None:
         self._run.end(error)
+        # Ignite does not raise an exception that has a handler.
         raise error

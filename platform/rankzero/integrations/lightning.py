@@ -90,6 +90,7 @@ class RankZeroCallback(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the validation metrics in their group, and keep a checkpoint."""
+        # Lightning validates a few batches before the training, which is not an evaluation.
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         metrics = {

@@ -36,6 +36,7 @@ from rankzero.run_store.folder import Identity, RunFolder, new_name
 from rankzero.run_store.location import is_offline, root_of
 from rankzero.tracking.run_log import RunLog
 
+# Values wait on their device until then. A reader sees a new step after two seconds at most.
 FLUSH_SECONDS = 2.0
 FLUSH_ROWS = 500
 
@@ -62,13 +63,15 @@ def track(
 
     The process group of torch.distributed determines the rank if it is initialised, otherwise the
     launcher's environment variables do. So under ``torch.multiprocessing.spawn``, initialise the
-    group first. Other launchers must set RANK and WORLD_SIZE. Raises TrackingError if the store
-    cannot be used, and UserError if another process writes that run. Inside the block, tracking
-    never raises.
+    group first. Other launchers must set RANK and WORLD_SIZE.
+
+    Raises TrackingError if the store cannot be used, and UserError if another process writes that
+    run. Inside the block, tracking never raises.
     """
     mine = _detected_ranks()
     if not mine.first:
         return NullTrackedRun()
+    # A wrong config must fail before anything is on the disk.
     params = params_of(config)
     if goal is not None:
         params |= {f"goal.{key}": value for key, value in params_of(goal).items()}
@@ -136,6 +139,7 @@ class TrackedRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # The end must reach the journal, even if a failed GPU cannot give the last values.
         self._guarded("the values logged last are lost", self._flush)
         self._guarded("the last checkpoint is not kept", self._close_checkpoints)
         status, reason = _status(error)
@@ -150,6 +154,7 @@ class TrackedRun:
         Any other value is logged as NaN, with one warning. A step that is not an integer is
         replaced by the previous step.
         """
+        # The loop may overwrite a tensor in place before it is read.
         values = {str(name): snapshot(value) for name, value in metrics.items()}
         self._rows.append((snapshot(step), time.time(), values))
         due = time.monotonic() - self._flushed > FLUSH_SECONDS
@@ -181,6 +186,7 @@ class TrackedRun:
         )
 
     def _writer(self) -> Any:
+        # Imports torch, which a program without checkpoints may not even have.
         from rankzero.training.checkpoints.writer import Checkpoints
 
         if self._checkpoints is None:
@@ -197,7 +203,7 @@ class TrackedRun:
         """Run the action. If it fails, as with a failed GPU, log the consequence."""
         try:
             action()
-        except Exception as error:  # tracking must not end a training
+        except Exception as error:  # Tracking must not end a training.
             self._log.notice(f"{consequence}: {type(error).__name__}: {error}")
 
     def _log_all(self, events: Iterable[Event]) -> None:
@@ -307,6 +313,7 @@ def _as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _detected_ranks() -> ranks.Ranks:
     launched = ranks.detect()
+    # A program that has not imported torch has no process group. Importing it here costs seconds.
     if "torch.distributed" not in sys.modules:
         return launched
     from rankzero.training.distributed.world import process_group_ranks

@@ -21,6 +21,7 @@ def experiments_in(module: ModuleType) -> dict[str, type[Experiment]]:
     modules = _defined_in(module, "LightningModule")
     if not modules:
         return {}
+    # The import needs torch, which a file without a LightningModule may not have loaded.
     from rankzero.lightning_module.experiment import adopt
 
     data_modules = list(_defined_in(module, "LightningDataModule").values())

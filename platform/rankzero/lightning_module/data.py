@@ -65,6 +65,7 @@ def has_loaders(cls: type[Any]) -> bool:
 
 def _loader(source: Any, name: str) -> DataLoader[Any]:
     found, where = getattr(source, name)(), f"{type(source).__name__}.{name}"
+    # Lightning allows a list of validation loaders.
     if isinstance(found, (list, tuple)) and len(found) == 1:
         found = found[0]
     if not isinstance(found, DataLoader):
@@ -85,6 +86,8 @@ def _loader(source: Any, name: str) -> DataLoader[Any]:
 @contextlib.contextmanager
 def _one_at_a_time(name: str) -> Iterator[None]:
     """Let one process of this user and machine at a time into the block."""
+    # The lock is in the temporary folder: the working directory may be read-only, or on a disk
+    # without locks.
     key = hashlib.sha256(f"{os.getuid()} {Path.cwd()} {name}".encode()).hexdigest()[:16]
     with (Path(tempfile.gettempdir()) / f"rankzero-{key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

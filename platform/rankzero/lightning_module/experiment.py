@@ -32,6 +32,7 @@ from rankzero.lightning_module.lr_schedule import (
 from rankzero.lightning_module.steps import LightningSteps
 from rankzero.lightning_module.trainer_stub import TrainerStub
 
+# These hooks only matter to Lightning's own checkpoints and devices. Without them nothing is lost.
 _HARMLESS = {"on_fit_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint", "on_gpu"}
 # A `Trainer` calls these and RankZero's loop does not, and everything that begins with on_.
 _HOOKS = {
@@ -76,12 +77,15 @@ class LightningExperiment(Experiment):
     def data(self) -> tuple[Any, Any]:
         return self._loaded.train, self._loaded.val
 
+    # A property, not a method: a loader process needs the user's own function, because a method
+    # would carry the whole experiment there.
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
         collate: Callable[[list[Any]], Any] = self._loaded.collate
-        return collate  # The user's own function, which can be sent to loader processes.
+        return collate
 
     def model(self) -> LightningSteps:
+        # The data come first: the trainer stub tells the module how many steps an epoch has.
         trainer = self._fit.trainer
         return LightningSteps(self._instance(self.source.module), trainer)
 
@@ -99,6 +103,7 @@ class LightningExperiment(Experiment):
                     "train.schedule=constant and train.warmup_steps=0"
                 )
             self._fit.scheduler = ReplayedScheduler(optimizer, scheduler)
+            # Lightning's default interval is an epoch, RankZero's loop counts steps.
             epoch = self._fit.trainer.num_training_batches
             self._fit.steps_per_change = frequency * (epoch if interval == "epoch" else 1)
         return reset_lrs(optimizer)
@@ -111,6 +116,7 @@ class LightningExperiment(Experiment):
             return super().schedule(step, total_steps)
         return fit.scheduler.after(step // fit.steps_per_change)
 
+    # cached_property writes to the instance's dictionary, so it also works on a frozen dataclass.
     @functools.cached_property
     def _fit(self) -> _Fit:
         return _Fit(TrainerStub(self.train, len(self._loaded.train), self._data_module))
@@ -130,6 +136,7 @@ class LightningExperiment(Experiment):
         values = {
             field.name.rstrip("_"): getattr(self, field.name) for field in dataclasses.fields(self)
         }
+        # A class may call its learning rate either name, and an experiment has only `lr`.
         rates = dict.fromkeys(LEARNING_RATES, self.lr)
         return cls(**arguments_for(cls, {**values, **rates, BATCH_SIZE: self.train.batch_size}))
 
@@ -164,6 +171,7 @@ def adopt(
     fields = fields_of(classes)
     batch_sizes = [size for size in map(batch_size_of, classes) if size is not None]
     kinds = {"train": Train, "goal": Goal, "search": Mapping}
+    # Each module gets a class of its own, because the fields of an experiment belong to its class.
     namespace = {
         "__module__": module.__module__,
         "__qualname__": module.__qualname__,
@@ -185,6 +193,7 @@ def adopt(
 
 def _refuse_hooks(cls: type[Any]) -> None:
     """Raise UserError if a class defines hooks that RankZero's loop does not call."""
+    # Lightning's base classes define every hook, so only the classes of the user count.
     own = {
         name
         for parent in cls.__mro__

@@ -12,6 +12,7 @@ from rankzero.errors import UserError
 
 LEARNING_RATES = ("lr", "learning_rate")
 BATCH_SIZE = "batch_size"
+# Every experiment has these already.
 _NO_FIELDS = {"train", "goal", "search", *LEARNING_RATES}
 _METHODS = {
     "data",

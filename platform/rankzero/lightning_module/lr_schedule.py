@@ -18,10 +18,8 @@ _CYCLED = ("momentum", "betas")  # Some schedulers change these, too.
 def optimizer_and_scheduler(found: Any) -> tuple[Optimizer, Any, str, int]:
     """Return (optimizer, scheduler or None, interval, frequency).
 
-    `found`: the result of `configure_optimizers`.
-
-    Raises UserError for what RankZero's loop does not do: several optimizers, none, or a scheduler
-    that needs a metric.
+    `found`: the result of `configure_optimizers`. Raises UserError for what RankZero's loop does
+    not do: several optimizers, none, or a scheduler that needs a metric.
     """
     optimizers, schedulers = _pair(found)
     if len(optimizers) != 1 or len(schedulers) > 1:
@@ -61,6 +59,7 @@ class ReplayedScheduler:
         self._factors: list[float] = []
         _rebind(scheduler, optimizer, self._shadow)
         self._record_factor()
+        # One step finds out now, not in the middle of the training, what the scheduler changes.
         self.after(1)
 
     def after(self, count: int) -> float:
@@ -97,12 +96,14 @@ class ReplayedScheduler:
 
 def reset_lrs(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer with the learning rates from before the scheduler was made."""
+    # A scheduler's constructor sets the rates of its first step and keeps the old ones here.
     for group in optimizer.param_groups:
         group["lr"] = group.pop("initial_lr", group["lr"])
     return optimizer
 
 
 def _pair(found: Any) -> tuple[list[Any], list[Any]]:
+    # Lightning accepts an optimizer, a dict, a list of either, and a pair of lists.
     if isinstance(found, Optimizer):
         return [found], []
     if isinstance(found, Mapping):

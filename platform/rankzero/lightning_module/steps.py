@@ -35,7 +35,8 @@ class LightningSteps(nn.Module):
         self.trainer = trainer
         self._logged: dict[str, Any] = {}
         module.trainer = trainer
-        for part in module.modules():  # A module inside the module logs, too.
+        # A module inside the module logs, too.
+        for part in module.modules():
             if hasattr(part, "training_step"):
                 part.log = self._keep
         self._steps = {True: _caller(module.training_step), False: _caller(module.validation_step)}
@@ -48,6 +49,7 @@ class LightningSteps(nn.Module):
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Return the step's loss and what it logs, by names without ``train_`` and ``val_``."""
+        # A step may log other names than the step before.
         self._logged.clear()
         trainer = self.trainer
         trainer.training = self.training
@@ -71,7 +73,8 @@ class LightningSteps(nn.Module):
 def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dict[str, Tensor]:
     """Return what a step returned and logged, loss first. Raises UserError without a loss."""
     named = {_without_prefix(name, _PREFIXES[training]): value for name, value in logged.items()}
-    loss = _returned_loss(result)
+    returned = result.get("loss") if isinstance(result, Mapping) else result
+    loss = returned if isinstance(returned, Tensor) and not returned.dim() else None
     if loss is None and not training:
         loss = _value("loss", named["loss"], None) if "loss" in named else None
     if loss is None:
@@ -87,11 +90,6 @@ def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dic
         name: _value(name, value, loss.device) for name, value in named.items() if name != "loss"
     }
     return {"loss": loss, **others}
-
-
-def _returned_loss(result: Any) -> Tensor | None:
-    found = result.get("loss") if isinstance(result, Mapping) else result
-    return found if isinstance(found, Tensor) and not found.dim() else None
 
 
 def _value(name: str, value: Any, device: torch.device | None) -> Tensor:

@@ -68,6 +68,7 @@ class TrainerStub:
         return ranks.detect().first
 
     def __getattr__(self, name: str) -> Any:
+        # copy and pickle ask for special methods, and must get an AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
         raise UserError(
