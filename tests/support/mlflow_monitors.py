@@ -1,6 +1,8 @@
-"""Print what MLflow's own system monitors say, as JSON: ``python mlflow_monitors.py GPU CPU Disk Network``.
+"""Print the readings of MLflow's own system monitors as JSON.
 
-Empty packages lead to MLflow's modules, because importing all of mlflow takes five seconds.
+    python mlflow_monitors.py GPU CPU Disk Network
+
+Empty packages lead to MLflow's modules, because importing all of mlflow takes seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The environment in which the real pynvml finds `nvml_stub.c`, which answers as `recorded_gpu.json` says."""
+"""Environments in which pynvml loads `nvml_stub.c`, which answers from `recorded_gpu.json`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from typing import Any
 HERE = Path(__file__).parent
 RECORDED: dict[str, Any] = json.loads((HERE / "recorded_gpu.json").read_text())
 MIB = 1 << 20
-NOT_SUPPORTED, UNKNOWN, GPU_IS_LOST, DRIVER_NOT_LOADED, RESET_REQUIRED = (
-    "E3",
-    "E999",
-    "E15",
-    "E9",
-    "E16",
-)
+NOT_SUPPORTED, UNKNOWN, GPU_IS_LOST = "E3", "E999", "E15"
+DRIVER_NOT_LOADED, RESET_REQUIRED = "E9", "E16"
 
 
 def uuid(card: int) -> str:
@@ -28,7 +23,7 @@ def mig_uuid(number: int) -> str:
 
 
 def card(number: int, state: str = "whole_load", **script: str) -> dict[str, str]:
-    """Return the stub's variables for one recorded card; `script`: what some calls answer instead."""
+    """Return the stub's variables for one recorded card. `script` replaces some answers."""
     seen = RECORDED[state]
     busy = seen["utilization_percent"]
     answers = {

@@ -1,4 +1,4 @@
-"""The host's readings, their names, their means and their rhythm. No GPU is asked here."""
+"""The host's readings, their names, their means and their intervals, without a GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestMean:
             assert mean_of([{name: 1.0}, {name: 7.0}, {}]) == {name: 7.0}
 
     @given(samples)
-    def test_lies_between_the_extremes(self, samples: list[dict[str, float]]) -> None:
+    def test_is_between_the_extremes(self, samples: list[dict[str, float]]) -> None:
         means = mean_of(samples)
         assert set(means) == {name for sample in samples for name in sample}
         for name, mean in means.items():
@@ -63,7 +63,7 @@ class TestMean:
         assert all(math.isclose(mean, value, rel_tol=1e-9) for mean in mean_of(constant).values())
 
 
-class TestRhythm:
+class TestPublishInterval:
     def test_slows_down(self) -> None:
         seconds = (0, 59.9, 60, 599, 600, 1e6)
         assert [publish_interval(elapsed) for elapsed in seconds] == [2, 2, 5, 5, 10, 10]
@@ -105,13 +105,13 @@ class TestHost:
             and sample["system_memory_usage_percentage"] == 40
         )
 
-    def test_the_disk_is_the_folders(self) -> None:
+    def test_the_disk_is_that_of_the_folder(self) -> None:
         shared_memory = Path("/dev/shm")
         sample = HostSampler(shared_memory).sample()
         size = sample["disk_usage_megabytes"] + sample["disk_available_megabytes"]
         assert size == pytest.approx(psutil.disk_usage(str(shared_memory)).total / 1e6, rel=0.01)
 
-    def test_a_folder_that_is_gone_costs_only_the_disk(self, tmp_path: Path) -> None:
+    def test_a_missing_folder_leaves_out_only_the_disk(self, tmp_path: Path) -> None:
         sample = two_samples(HostSampler(tmp_path / "gone"))
         assert {name.split("_")[0] for name in sample} == {"cpu", "system", "network"}
 
@@ -123,8 +123,8 @@ class TestHost:
         monkeypatch.setattr(psutil, "net_io_counters", lambda: None)
         assert not any(name.startswith("network") for name in HostSampler().sample())
 
-    def test_a_threads_first_sample_has_no_processor_load(self) -> None:
-        """psutil would say 0, which is a lie."""
+    def test_the_first_sample_of_a_thread_has_no_processor_load(self) -> None:
+        """psutil returns 0, which is wrong."""
         sampler, seen = HostSampler(), list[dict[str, float]]()
         thread = threading.Thread(target=lambda: seen.extend(sampler.sample() for _ in range(2)))
         two_samples(sampler)
@@ -140,15 +140,12 @@ class TestHost:
             pass
         assert sampler.sample()["cpu_utilization_percentage"] > 0
 
-    def test_the_jobs_memory_is_its_process_tree(self) -> None:
+    def test_the_memory_of_the_job_is_its_process_tree(self) -> None:
         sampler = HostSampler(process=os.getpid())
         alone = sampler.sample()["process_memory_megabytes"]
         hold = "held = b'x' * 200_000_000; print('ready', flush=True); input()"
-        command = [
-            "sh",
-            "-c",
-            f'{sys.executable} -c "{hold}"; true',
-        ]  # a grandchild, as a launcher's worker is
+        # A grandchild, as a launcher's worker is.
+        command = ["sh", "-c", f'{sys.executable} -c "{hold}"; true']
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as child:
@@ -164,16 +161,16 @@ class TestHost:
 
 
 class TestSampler:
-    def test_one_node_has_mlflows_names(self, tmp_path: Path) -> None:
+    def test_one_node_has_the_names_of_mlflow(self, tmp_path: Path) -> None:
         sample = two_samples(NodeSampler((), 0, 1, folder=tmp_path))
         assert "system/cpu_utilization_percentage" in sample
         assert all(re.fullmatch(r"system/[a-z_]+", name) for name in sample)
 
-    def test_several_nodes_have_theirs(self) -> None:
+    def test_several_nodes_have_their_number_in_the_name(self) -> None:
         sample = NodeSampler((), 3, 4).sample()
         assert sample and all(re.fullmatch(r"system/node_3/[a-z_]+", name) for name in sample)
 
-    def test_a_job_without_gpus_has_nothing_to_say(self) -> None:
+    def test_a_job_without_gpus_has_no_notices(self) -> None:
         sampler = NodeSampler((), 0, 1)
         assert list(sampler.notices) == [] and sampler.describe() == {}
 
@@ -186,7 +183,7 @@ class TestSampler:
     @pytest.mark.parametrize(
         "broken", ["cpu_percent", "virtual_memory", "disk_usage", "net_io_counters"]
     )
-    def test_a_failing_reading_costs_only_itself(
+    def test_a_failing_reading_leaves_out_only_itself(
         self, monkeypatch: pytest.MonkeyPatch, broken: str
     ) -> None:
         sampler = NodeSampler((), 0, 1)
@@ -194,7 +191,7 @@ class TestSampler:
         monkeypatch.setattr(psutil, broken, failing(PermissionError("/proc")))
         assert 0 < len(sampler.sample()) < len(everything)
 
-    def test_never_raises_and_says_so_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unexpected_error_is_one_notice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sampler = NodeSampler((), 0, 1)
         monkeypatch.setattr(psutil, "virtual_memory", failing(KeyError("MemTotal")))
         assert [sampler.sample(), sampler.sample()] == [{}, {}]

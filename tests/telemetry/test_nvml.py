@@ -1,8 +1,8 @@
 """The GPU sampler against NVML, through the real pynvml.
 
-The contract holds for every NVML there is: always for a stub in C that answers with what a
-real card was seen to say (`recorded_gpu.json`), and for the installed driver where there is one.
-Each probe is a process of its own, because a process loads one NVML for good.
+A stub in C answers with recorded values of a real card (`recorded_gpu.json`). The tests of every
+driver also use the installed one if there is a GPU. Each probe is a process of its own, because a
+process can load only one NVML.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from support.stubbed_nvml import (
     uuid,
 )
 
-# A stub's environment must not decide what a real driver's probe sees, nor the other way round.
+# The environment of the tests must not decide what a probe sees.
 INHERITED = {
     key: value
     for key, value in os.environ.items()
@@ -106,12 +106,12 @@ DRIVERS = ["stub", *(["installed"] if installed_gpus() else [])]
 
 @pytest.fixture(params=DRIVERS)
 def driver(request: pytest.FixtureRequest, stub: dict[str, str]) -> dict[str, str]:
-    """The environment of a process that finds a driver with at least one GPU."""
+    """Return the environment of a process that finds a driver with at least one GPU."""
     return {"stub": {**stub, **card(0), **card(1, "whole_idle")}, "installed": {}}[request.param]
 
 
 class TestEveryDriver:
-    """What holds for any driver with a GPU."""
+    """Tests of any driver with a GPU."""
 
     def test_names_are_in_mlflows_style(self, driver: dict[str, str]) -> None:
         seen = probe(driver)
@@ -140,7 +140,8 @@ class TestEveryDriver:
         assert theirs
         for name, value in theirs.items():
             assert name in ours
-            if "memory" in name:  # the load of a real GPU changes between the two readings
+            # The load of a real GPU changes between the two readings.
+            if "memory" in name:
                 assert ours[name] == pytest.approx(value, rel=0.02, abs=0.06)
 
     def test_the_chosen_gpu_is_ordinal_0(self, driver: dict[str, str]) -> None:
@@ -154,7 +155,9 @@ class TestEveryDriver:
         for seen in (probe(driver, []), probe({**driver, "CUDA_VISIBLE_DEVICES": ""})):
             assert seen == Seen([{}], [], {})
 
-    def test_an_unknown_uuid_is_said_and_keeps_its_ordinal(self, driver: dict[str, str]) -> None:
+    def test_an_unknown_uuid_is_a_notice_and_keeps_its_ordinal(
+        self, driver: dict[str, str]
+    ) -> None:
         known = probe(driver).devices["gpu_0"].split(", ")[1]
         seen = probe(driver, ["GPU-unknown", known])
         assert list(seen.devices) == ["gpu_1"]
@@ -176,7 +179,8 @@ def test_readings_are_the_recorded_ones(stub: dict[str, str]) -> None:
             "gpu_0_throttled_power_percentage": 0,
             "gpu_0_throttled_thermal_percentage": 0,
             "gpu_0_throttled_hardware_percentage": 0,
-            "gpu_0_energy_joules": 1.255,  # since the sampler began, not since the driver did
+            # Since the sampler began, not since the driver did.
+            "gpu_0_energy_joules": 1.255,
         }
     )
 
@@ -206,7 +210,7 @@ def test_several_gpus_are_summarised(stub: dict[str, str]) -> None:
         ("0x48", 0, 100, 100),
     ],
 )
-def test_throttling_has_its_reason(
+def test_each_reason_of_throttling_has_a_metric(
     stub: dict[str, str], reasons: str, power: int, thermal: int, hardware: int
 ) -> None:
     (sample,) = probe({**stub, **card(0, nvmlDeviceGetCurrentClocksEventReasons=reasons)}).samples
@@ -230,7 +234,7 @@ CALLS = {
 }
 
 
-def test_what_is_not_supported_is_left_out_and_nothing_else(stub: dict[str, str]) -> None:
+def test_only_unsupported_readings_are_left_out(stub: dict[str, str]) -> None:
     """One card for each call, and each card lacks that one; the last lacks none."""
     environment = dict(stub)
     for number, call in enumerate(CALLS):
@@ -258,7 +262,7 @@ def test_a_sum_that_lacks_a_card_is_left_out(stub: dict[str, str]) -> None:
     assert "gpu_power_usage_watts" not in sample and "gpu_0_power_usage_watts" in sample
 
 
-def test_a_reading_that_fails_once_comes_back(stub: dict[str, str]) -> None:
+def test_a_reading_that_fails_once_is_tried_again(stub: dict[str, str]) -> None:
     script = {
         "nvmlDeviceGetUtilizationRates": f"100,{UNKNOWN},99",
         "nvmlDeviceGetPowerUsage": f"{UNKNOWN},627400",
@@ -271,7 +275,7 @@ def test_a_reading_that_fails_once_comes_back(stub: dict[str, str]) -> None:
     ]
 
 
-def test_readings_that_go_on_failing_are_said_once_a_gpu(stub: dict[str, str]) -> None:
+def test_readings_that_fail_repeatedly_are_one_notice_for_each_gpu(stub: dict[str, str]) -> None:
     failing = {
         "nvmlDeviceGetTemperature": f"52,{UNKNOWN}",
         "nvmlDeviceGetPowerUsage": f"627400,627400,{UNKNOWN}",
@@ -287,13 +291,15 @@ def test_readings_that_go_on_failing_are_said_once_a_gpu(stub: dict[str, str]) -
     )
 
 
-def test_a_reading_that_fails_now_and_then_is_nothing_to_tell_of(stub: dict[str, str]) -> None:
+def test_a_reading_that_fails_now_and_then_is_no_notice(stub: dict[str, str]) -> None:
     failing = {"nvmlDeviceGetTemperature": f"52,{UNKNOWN},{UNKNOWN},52,{UNKNOWN},{UNKNOWN},52"}
     assert probe({**stub, **card(0, **failing)}, samples=7).notices == []
 
 
 @pytest.mark.parametrize("error", [GPU_IS_LOST, RESET_REQUIRED])
-def test_a_lost_gpu_is_said_once_and_the_others_go_on(stub: dict[str, str], error: str) -> None:
+def test_a_lost_gpu_is_one_notice_and_the_others_are_still_read(
+    stub: dict[str, str], error: str
+) -> None:
     lost = card(1, nvmlDeviceGetTemperature=f"52,52,{error}")
     seen = probe({**stub, **card(0), **lost, **card(2)}, samples=6)
     per_sample = [
@@ -327,9 +333,10 @@ class TestEnergy:
             for s in probe(environment, samples=5, pause_seconds=0.05).samples
         ]
         assert first == 0
-        assert last >= 627.40 * 4 * 0.05 * 0.99  # the pauses are at least that long
+        # The pauses are at least that long.
+        assert last >= 627.40 * 4 * 0.05 * 0.99
 
-    def test_has_gaps_but_no_holes_when_power_fails(self, stub: dict[str, str]) -> None:
+    def test_counts_the_time_in_which_power_failed(self, stub: dict[str, str]) -> None:
         script = {
             "nvmlDeviceGetTotalEnergyConsumption": NOT_SUPPORTED,
             "nvmlDeviceGetPowerUsage": f"500000,{UNKNOWN},500000",
@@ -389,7 +396,7 @@ class TestWithoutADriver:
         seen = probe({**stub, "nvmlInitWithFlags": DRIVER_NOT_LOADED}, samples=3)
         assert seen == Seen([{}, {}, {}], ["no GPU metrics: Driver Not Loaded"], {})
 
-    def test_a_library_that_is_none(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_no_library(self, tmp_path: Path) -> None:
         (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
         seen = probe({"LD_LIBRARY_PATH": str(tmp_path)}, samples=2)
         assert seen == Seen([{}, {}], ["no GPU metrics: NVML Shared Library Not Found"], {})
@@ -405,12 +412,12 @@ class TestWithoutADriver:
         ]
 
 
-def test_old_drivers_call_it_throttling(tmp_path: Path) -> None:
+def test_old_drivers_have_another_name_for_throttling(tmp_path: Path) -> None:
     old = compile_stub(tmp_path, "-DDRIVER_BEFORE_R535")
     environment = {**old, **card(0, nvmlDeviceGetCurrentClocksThrottleReasons="0x4")}
     assert probe(environment).samples[0]["gpu_0_throttled_power_percentage"] == 100
 
 
-def test_the_temperature_has_a_successor(stub: dict[str, str]) -> None:
+def test_the_new_call_for_the_temperature_is_tried(stub: dict[str, str]) -> None:
     answers = {"nvmlDeviceGetTemperature": "E13", "nvmlDeviceGetTemperatureV": "53"}
     assert probe({**stub, **card(0, **answers)}).samples[0]["gpu_0_temperature_celsius"] == 53

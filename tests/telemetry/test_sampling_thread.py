@@ -1,4 +1,4 @@
-"""The thread that samples a node: what it writes down of what goes wrong. In a process of its own, with a driver."""
+"""The thread that samples a node: its notices, in a process of its own with a driver."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rankzero.events import Noticed, SystemSampled
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import RunFolder
 from rankzero.telemetry import sampling_thread
+from rankzero.telemetry.node_sampler import NodeSampler
 from support.runs import make_folder
 from support.stubbed_nvml import GPU_IS_LOST, card, compile_stub, uuid
 
@@ -22,8 +23,8 @@ SAMPLE = """
 import json, sys, time
 from pathlib import Path
 from rankzero.run_store.folder import RunFolder
-from rankzero.telemetry.sampling_thread import Sampling
-sampling = Sampling(RunFolder(Path(sys.argv[1])), json.loads(sys.argv[2]), 0, 1, 1)
+from rankzero.telemetry.sampling_thread import SamplingThread
+sampling = SamplingThread(RunFolder(Path(sys.argv[1])), json.loads(sys.argv[2]), 0, 1, 1)
 time.sleep(3.5)
 sampling.stop()
 """
@@ -35,7 +36,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def notices(folder: RunFolder, environment: Mapping[str, str], gpus: str) -> list[str]:
-    """Sample for a few seconds; return what was told."""
+    """Sample for a few seconds and return the notices."""
     kept = {
         key: value
         for key, value in os.environ.items()
@@ -49,7 +50,9 @@ def notices(folder: RunFolder, environment: Mapping[str, str], gpus: str) -> lis
     return fold(events).notices
 
 
-def test_a_lost_gpu_is_told_once_in_the_nodes_journal(folder: RunFolder, tmp_path: Path) -> None:
+def test_a_lost_gpu_is_one_notice_in_the_journal_of_the_node(
+    folder: RunFolder, tmp_path: Path
+) -> None:
     lost = card(1, nvmlDeviceGetTemperature=f"52,{GPU_IS_LOST}")
     told = notices(
         folder, {**compile_stub(tmp_path), **card(0), **lost}, f'["{uuid(0)}", "{uuid(1)}"]'
@@ -59,20 +62,17 @@ def test_a_lost_gpu_is_told_once_in_the_nodes_journal(folder: RunFolder, tmp_pat
     )
 
 
-def test_sampling_that_ends_before_its_time_is_told(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: object) -> None:
+def test_an_error_that_ends_the_sampling_is_a_notice(folder: RunFolder) -> None:
+    def fail(*arguments: object, **options: object) -> NodeSampler:
         raise RuntimeError("no /proc")
 
-    monkeypatch.setattr(sampling_thread.SystemSampler, "sample", fail)
-    sampling_thread.SamplingThread(folder, [], 0, 1, 1).stop()
+    sampling_thread.SamplingThread(folder, [], 0, 1, 1, make_sampler=fail).stop()
     assert fold(folder.all_events()).notices == [
         "no more system metrics of this machine: RuntimeError: no /proc",
     ]
 
 
-def test_no_driver_is_news_to_a_job_that_names_its_gpus_alone(
+def test_a_missing_driver_is_a_notice_only_for_a_job_that_names_gpus(
     folder: RunFolder, tmp_path: Path
 ) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
@@ -83,7 +83,7 @@ def test_no_driver_is_news_to_a_job_that_names_its_gpus_alone(
     ]
 
 
-def test_where_no_thread_can_be_made_there_are_no_metrics_and_it_is_said(
+def test_a_thread_that_cannot_start_is_a_notice(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(_: threading.Thread) -> None:

@@ -126,7 +126,7 @@ def test_without_the_variable_every_card() -> None:
 
 
 @given(st.permutations(WHOLE + MIG), st.sampled_from(["NVML", "torch", "torch, taken for a GPU"]))
-def test_the_trainers_uuids_win(order: list[Device], spelling: str) -> None:
+def test_the_uuids_of_the_trainer_win(order: list[Device], spelling: str) -> None:
     bare = [device.uuid[4:] for device in order]
     uuids = {"NVML": [device.uuid for device in order], "torch": bare}.get(
         spelling, ["GPU-" + uuid for uuid in bare]

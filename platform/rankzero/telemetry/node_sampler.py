@@ -1,4 +1,4 @@
-"""One node's system metrics under MLflow's names: what to sample, how to average, when to publish."""
+"""One node's system metrics under MLflow's names: what to sample, how to average, how often."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rankzero.telemetry.nvml import GpuSampler
 
 SAMPLE_SECONDS = 1.0
 
-# Counters since the start; their last value says it all.
+# Counters since the start: their last value is the result.
 _CUMULATIVE = ("_energy_joules", "network_receive_megabytes", "network_transmit_megabytes")
 
 
 class NodeSampler:
-    """Samples the GPUs that the job uses and the host; make it, use it and close it in one process.
+    """Samples the job's GPUs and the host. Use it in the process that creates it.
 
-    `gpus`: UUIDs in the order of the job's CUDA ordinals, as torch or NVML spells them; an
-    empty sequence: the job uses none; None: take what CUDA_VISIBLE_DEVICES leaves.
-    `folder`: its disk is watched. `process`: the pid at the root of the job's process tree.
+    `gpus`: UUIDs in the order of the job's CUDA ordinals, as torch or NVML spells them. An empty
+    sequence means no GPU, None those that CUDA_VISIBLE_DEVICES leaves. `folder`: any path on the
+    disk to watch. `process`: the pid at the root of the job's process tree.
     """
 
     def __init__(
@@ -36,35 +36,33 @@ class NodeSampler:
         self._gpus = GpuSampler(gpus, os.environ)
         self._host = HostSampler(folder, process)
         self.notices = self._gpus.notices
-        """What a person should hear once, in order; grows when something changes (a GPU is lost)."""
+        """Messages for the user, in order. The list grows, for example when a GPU is lost."""
 
     def describe(self) -> dict[str, str]:
-        """Return what each ordinal is, ``{"gpu_0": "NVIDIA H200, GPU-…, index 3"}``, for the run's tags."""
+        """Return the GPU of each ordinal: ``{"gpu_0": "NVIDIA H200, GPU-…, index 3"}``."""
         return self._gpus.describe()
 
     def sample(self) -> dict[str, float]:
-        """Return this moment's readings by full metric name; never raises."""
+        """Return the present readings by metric name; never raises."""
         try:
             readings = self._host.sample() | self._gpus.sample()
-        except Exception as error:  # telemetry cannot kill a run; what went wrong is said once
-            self._say(f"no system metrics: {error!r}")
+        except Exception as error:
+            # Telemetry must not end a run. The user gets one message.
+            notice = f"no system metrics: {error!r}"
+            if notice not in self.notices:
+                self.notices.append(notice)
             return {}
         return {self._prefix + name: value for name, value in readings.items()}
 
-    def _say(self, notice: str) -> None:
-        if notice not in self.notices:
-            self.notices.append(notice)
-
     def close(self) -> None:
-        """Let go of the driver; never raises, and may be called twice."""
+        """Release the driver. Never raises, also not the second time."""
         self._gpus.close()
 
 
 def publish_interval(elapsed_seconds: float) -> float:
-    """Return how long the next published mean covers, in seconds.
+    """Return the seconds that the next published mean covers.
 
-    Short while the run is young, so that a trial of ten seconds has a curve; long later, so
-    that a week's run stays within what a chart can show.
+    A trial of ten seconds needs a curve, and a chart of a week's run has a limited width.
     """
     if elapsed_seconds < 60:
         return 2.0
@@ -78,10 +76,6 @@ def mean_of(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in sample.items():
             columns.setdefault(name, []).append(value)
     return {
-        name: values[-1] if name.endswith(_CUMULATIVE) else _mean(values)
+        name: values[-1] if name.endswith(_CUMULATIVE) else sum(values) / len(values)
         for name, values in columns.items()
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

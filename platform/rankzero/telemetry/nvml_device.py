@@ -1,4 +1,4 @@
-"""One GPU's readings. The driver's binding comes in as `nvml`: `gpu.py` alone imports it."""
+"""The readings of one GPU. The caller passes the driver's binding: `nvml.py` alone imports it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-MEGABYTE = 1e6
-MANY_FAILURES = 3  # of one reading in a row: one alone is nothing to tell of
-MILLIS = 1e3  # milliwatts in a watt, millijoules in a joule
+_MEGABYTE = 1e6
+_MILLI = 1e3
+"""Milliwatts in a watt, millijoules in a joule."""
+_MANY_FAILURES = 3
+"""Failures of one reading in a row that the user is notified of. Single ones are common."""
 
-# By number, not by class: which classes there are depends on the binding's version.
-_UNINITIALIZED, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND = (
-    1,
-    2,
-    3,
-    4,
-    13,
-)
-_GPU_IS_LOST, _RESET_REQUIRED, _VERSION_MISMATCH, _DEPRECATED = 15, 16, 25, 26
+# By number, because the binding's version decides which exception classes exist.
+_UNINITIALIZED, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION = 1, 2, 3, 4
+_FUNCTION_NOT_FOUND, _GPU_IS_LOST, _RESET_REQUIRED = 13, 15, 16
+_VERSION_MISMATCH, _DEPRECATED = 25, 26
 _NEVER = {
     _INVALID_ARGUMENT,
     _NOT_SUPPORTED,
@@ -32,22 +29,26 @@ _GONE = {_UNINITIALIZED, _GPU_IS_LOST, _RESET_REQUIRED}
 
 _TEMPERATURE_OF_GPU, _CLOCK_OF_SM = 0, 1
 
-# Why the clocks are lower than asked for; bits of nvmlClocksEventReasons.
+# Why the clocks are lower than requested: bits of nvmlClocksEventReasons.
 _THROTTLED = {
-    "throttled_power_percentage": 0x04 | 0x80,  # the power limit; the power supply's brake
+    # The power limit, and the brake of the power supply.
+    "throttled_power_percentage": 0x04 | 0x80,
     "throttled_thermal_percentage": 0x20 | 0x40,
-    "throttled_hardware_percentage": 0x08,  # the hardware halved the clocks, whatever for
+    # The hardware halved the clocks, for any reason.
+    "throttled_hardware_percentage": 0x08,
 }
 
 
 class GpuLostError(Exception):
-    """The GPU fell off the bus, or needs a reset before it answers again."""
+    """The GPU is off the bus, or needs a reset before it answers again."""
 
 
 class GpuReader:
-    """Reads one device. `card`: whom to ask for what only whole cards have; None: nobody.
+    """Reads one device.
 
-    `trouble`: the first reading that failed `MANY_FAILURES` times in a row, and why; it is asked for all the same.
+    `card`: the handle for readings that only whole cards have, or None to leave them out.
+    `trouble`: the first reading that failed several times in a row, with the error. The reader
+    still tries it.
     """
 
     def __init__(self, nvml: Any, handle: Any, card: Any | None) -> None:
@@ -69,10 +70,12 @@ class GpuReader:
                 self._clock,
                 self._throttled,
             ]
-            self._reads.append(self._choose_energy())
+            self._energy_read = or_none(nvml, nvml.nvmlDeviceGetTotalEnergyConsumption, card)
+            has_counter = self._energy_read is not None
+            self._reads.append(self._counted_energy if has_counter else self._integrated_energy)
 
     def sample(self) -> dict[str, float]:
-        """Return what the device tells now; raises GpuLostError."""
+        """Return the present readings. Raises GpuLostError."""
         metrics: dict[str, float] = {}
         self._watts = None
         for read in list(self._reads):
@@ -84,54 +87,45 @@ class GpuReader:
                     raise GpuLostError(str(error)) from None
                 if error.value in _NEVER:
                     self._reads.remove(read)
-                else:
-                    self._count_failure(read.__name__, error)
+                    continue
+                self._failures[read.__name__] += 1
+                if self._failures[read.__name__] == _MANY_FAILURES and self.trouble is None:
+                    name = read.__name__.strip("_").replace("_", " ")
+                    self.trouble = f"{name}: {error}"
         return metrics
 
-    def _count_failure(self, name: str, error: Exception) -> None:
-        self._failures[name] += 1
-        if self._failures[name] == MANY_FAILURES and self.trouble is None:
-            self.trouble = f"{name.strip('_').replace('_', ' ')}: {error}"
-
     def _utilization(self) -> dict[str, float]:
-        return {
-            "utilization_percentage": float(
-                self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
-            )
-        }
+        rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+        return {"utilization_percentage": float(rates.gpu)}
 
     def _memory(self) -> dict[str, float]:
-        memory = self._nvml.nvmlDeviceGetMemoryInfo(
-            self._handle
-        )  # used: what the driver reserves included
+        # What the driver reserves counts as used.
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         if not memory.total:
             return {}
         return {
             "memory_usage_percentage": memory.used / memory.total * 100,
-            "memory_usage_megabytes": memory.used / MEGABYTE,
+            "memory_usage_megabytes": memory.used / _MEGABYTE,
         }
 
     def _power(self) -> dict[str, float]:
-        # Of this moment up to the A100; later cards answer with the mean of the last second.
-        self._watts = self._nvml.nvmlDeviceGetPowerUsage(self._card) / MILLIS
+        # Up to the A100 the present value, on later cards the mean of the last second.
+        self._watts = self._nvml.nvmlDeviceGetPowerUsage(self._card) / _MILLI
         return {"power_usage_watts": self._watts}
 
     def _share_of_limit(self) -> dict[str, float]:
-        limit = self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._card) / MILLIS
-        return (
-            {"power_usage_percentage": self._watts / limit * 100}
-            if self._watts is not None and limit
-            else {}
-        )
+        limit = self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._card) / _MILLI
+        if self._watts is None or not limit:
+            return {}
+        return {"power_usage_percentage": self._watts / limit * 100}
 
     def _temperature(self) -> dict[str, float]:
         calls = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
         return {"temperature_celsius": float(self._first_known(calls, _TEMPERATURE_OF_GPU))}
 
     def _clock(self) -> dict[str, float]:
-        return {
-            "sm_clock_megahertz": float(self._nvml.nvmlDeviceGetClockInfo(self._card, _CLOCK_OF_SM))
-        }
+        clock = self._nvml.nvmlDeviceGetClockInfo(self._card, _CLOCK_OF_SM)
+        return {"sm_clock_megahertz": float(clock)}
 
     def _throttled(self) -> dict[str, float]:
         calls = (
@@ -139,11 +133,11 @@ class GpuReader:
             "nvmlDeviceGetCurrentClocksThrottleReasons",
         )
         reasons = self._first_known(calls)
-        # 0 or 100 now, so that the mean is the share of the time.
+        # 0 or 100, so that the mean is the share of the time.
         return {name: 100.0 if reasons & bits else 0.0 for name, bits in _THROTTLED.items()}
 
     def _first_known(self, calls: Sequence[str], *args: int) -> int:
-        """Call the first function that binding and driver both have; they were renamed over the years."""
+        """Call the first function that binding and driver have. Versions renamed some of them."""
         for call in calls:
             try:
                 return int(getattr(self._nvml, call)(self._card, *args))
@@ -154,23 +148,16 @@ class GpuReader:
                     raise
         raise self._nvml.NVMLError(_FUNCTION_NOT_FOUND)
 
-    def _choose_energy(self) -> Callable[[], dict[str, float]]:
-        self._energy_read = or_none(
-            self._nvml, self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._card
-        )
-        return self._integrated_energy if self._energy_read is None else self._counted_energy
-
     def _counted_energy(self) -> dict[str, float]:
         now = float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._card))
         if self._energy_read is not None:
-            self._joules += (
-                max(0.0, now - self._energy_read) / MILLIS
-            )  # the counter restarts with the driver
+            # The counter restarts with the driver.
+            self._joules += max(0.0, now - self._energy_read) / _MILLI
         self._energy_read = now
         return {"energy_joules": self._joules}
 
     def _integrated_energy(self) -> dict[str, float]:
-        """Sum up power over time, for GPUs without a counter (before Volta)."""
+        """Integrate power over time, for GPUs before Volta, which have no energy counter."""
         if self._watts is None:
             return {}
         now = time.monotonic()
@@ -182,7 +169,7 @@ class GpuReader:
 
 
 def or_none(nvml: Any, call: Callable[..., Any], *args: Any) -> Any:
-    """Call the driver; None when it refuses."""
+    """Return the driver's answer, or None if it raises."""
     try:
         return call(*args)
     except nvml.NVMLError:

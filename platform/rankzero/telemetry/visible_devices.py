@@ -1,13 +1,12 @@
-"""Which of a node's GPUs are the job's. Pure: the driver's list comes in as data.
+"""Which of a node's GPUs are the job's. The driver's list is an argument.
 
-CUDA_VISIBLE_DEVICES is read as CUDA and torch read it: comma-separated indices, or UUIDs
-that may be shortened; what cannot be resolved ends the list; a repetition empties it.
+CUDA_VISIBLE_DEVICES is read as CUDA and torch read it: comma-separated indices, or UUIDs that may
+be shortened. An entry that cannot be resolved ends the list, and a repeated one empties it.
 
-Indices are taken in the order of the PCI bus, which is NVML's order. CUDA itself counts so
-only under CUDA_DEVICE_ORDER=PCI_BUS_ID; by default it puts the fastest GPU first, so on a
-node with different GPUs an index can mean another card. UUIDs have no such doubt, nor do
-launchers that show each process its own GPU only: a trainer should pass the UUIDs of the
-node's ranks.
+Indices follow the order of the PCI bus, as NVML's do. CUDA itself counts so only with
+CUDA_DEVICE_ORDER=PCI_BUS_ID. By default it puts the fastest GPU first, so on a node with different
+GPUs an index may mean another card. UUIDs are unambiguous, also if a launcher shows each process
+only its own GPU. Therefore a trainer passes the UUIDs of the node's ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-_LEADING_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")  # "1gpu" is 1, as strtoul reads it
+# strtoul reads "1gpu" as 1.
+_LEADING_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ def select_devices(
 ) -> dict[int, Device]:
     """Return the job's devices by its CUDA ordinals, 0 to n-1.
 
-    `uuids`, in ordinal order, win over `environ`; one that the driver does not list leaves
-    its ordinal out. `listed`: whole cards in PCI order, and the MIG devices of each.
+    `listed`: whole cards in PCI order, and the MIG devices of each. `uuids`, in the order of the
+    ordinals, win over `environ`. A UUID that the driver does not list leaves its ordinal out.
     """
     if uuids is not None:
         found = {ordinal: _by_whole_uuid(listed, uuid) for ordinal, uuid in enumerate(uuids)}
@@ -54,13 +54,18 @@ def select_devices(
 def parse_visible(value: str) -> list[int | str]:
     """Return the indices, or the UUIDs, that a value of CUDA_VISIBLE_DEVICES lists.
 
-    The first entry decides which of the two; the list ends before an entry of another kind
-    and is empty when one is repeated.
+    The first entry decides which of the two. The list ends before an entry of another kind, and
+    is empty if an entry is repeated.
     """
     prefix = value[:4] if value.startswith(("GPU-", "MIG-")) else None
     found: list[int | str] = []
     for entry in value.split(","):
-        token = _index(entry) if prefix is None else _with_prefix(entry, prefix)
+        token: int | str | None
+        if prefix is None:
+            match = _LEADING_INTEGER.match(entry.strip())
+            token = int(match.group()) if match and int(match.group()) >= 0 else None
+        else:
+            token = entry if entry.startswith(prefix) else None
         if token is None:
             break
         if token in found:
@@ -69,23 +74,16 @@ def parse_visible(value: str) -> list[int | str]:
     return found
 
 
-def _index(entry: str) -> int | None:
-    match = _LEADING_INTEGER.match(entry.strip())
-    index = int(match.group()) if match else -1
-    return index if index >= 0 else None
-
-
-def _with_prefix(entry: str, prefix: str) -> str | None:
-    return entry if entry.startswith(prefix) else None
-
-
 def _visible(listed: Sequence[Device], value: str | None) -> list[Device]:
     cards = [device for device in listed if device.instance is None]
     if value is None:
         return _as_cuda_opens(cards, listed)
     found: list[Device] = []
     for entry in parse_visible(value):
-        device = _by_index(cards, entry) if isinstance(entry, int) else _by_uuid(listed, entry)
+        if isinstance(entry, str):
+            device = _by_uuid(listed, entry)
+        else:
+            device = cards[entry] if entry < len(cards) else None
         if device is None:
             break
         if device in found:
@@ -95,20 +93,16 @@ def _visible(listed: Sequence[Device], value: str | None) -> list[Device]:
 
 
 def _as_cuda_opens(devices: Sequence[Device], listed: Sequence[Device]) -> list[Device]:
-    """Put a partitioned card's first MIG device in its place.
+    """Return the devices that CUDA opens: of a partitioned card, only its first MIG device.
 
-    CUDA opens no partitioned card as a whole, and when it opens a MIG device so, it opens
-    nothing else. Several MIG devices that were named one by one stay: a launcher deals them out.
+    CUDA then opens nothing else. Several MIG devices that were named stay, because a launcher
+    gives each process its own.
     """
     for card in devices:
         for device in listed:
             if card.instance is None and device.instance is not None and device.card == card.uuid:
                 return [device]
     return list(devices)
-
-
-def _by_index(cards: Sequence[Device], index: int) -> Device | None:
-    return cards[index] if index < len(cards) else None
 
 
 def _by_uuid(listed: Sequence[Device], start: str) -> Device | None:
@@ -121,7 +115,7 @@ def _by_uuid(listed: Sequence[Device], start: str) -> Device | None:
 
 
 def _by_whole_uuid(listed: Sequence[Device], uuid: str) -> Device | None:
-    """Find a device by its UUID, whatever its prefix: torch says none, and does not tell a MIG device from a GPU."""
+    """Return the device of this UUID. Torch leaves out the prefix, GPU- or MIG-."""
     bare = uuid.removeprefix("GPU-")
     spellings = (uuid, "GPU-" + bare, "MIG-" + bare)
     return next(
@@ -131,5 +125,5 @@ def _by_whole_uuid(listed: Sequence[Device], uuid: str) -> Device | None:
 
 
 def _former_uuid(device: Device) -> str | None:
-    """Return how drivers before R470 called a MIG device."""
+    """Return the name that drivers before R470 gave a MIG device."""
     return device.instance and "MIG-{}/{}/{}".format(device.card, *device.instance)
