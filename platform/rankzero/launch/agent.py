@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
 # The first optimizer imports torch._dynamo, which takes about as long as PyTorch itself. It is a
 # private name: if it goes, the server ignores it, and runs start a second later.
-PRELOAD = ["torch", "torch._dynamo", "torch.utils.data", "numpy", "rankzero.training.worker"]
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.utils.data",
+    "numpy",
+    "rankzero.launch.torch_compat",
+    "rankzero.training.worker",
+]
 _NOISY_LOGGERS = (
     "torch.distributed",
     "torch.multiprocessing",
