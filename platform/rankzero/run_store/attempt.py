@@ -59,6 +59,7 @@ class LiveAttempt:
 
     def wait(self, seconds: float) -> None:
         """Wait, but not longer than rank 0 runs."""
+        # A closed pipe is always readable, so `select` would not wait any more.
         if self.over:
             time.sleep(min(seconds, 0.05))
             return
@@ -69,6 +70,7 @@ class LiveAttempt:
         """Append RunEnded if rank 0 did not and no newer attempt has begun. Only node 0 does it."""
         if self.node != 0:
             return
+        # Without the lock a new attempt could begin between the look and the append.
         with claims.exclusive_end(self.folder):
             self._look_for_end()
             if not self._end_written and self.is_latest:

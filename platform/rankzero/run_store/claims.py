@@ -133,6 +133,7 @@ def process_start(pid: int) -> str:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
+    # A zombie counts as dead. Field 22 of proc(5), the start time, is the 20th after the name.
     return "" if fields[0] in "ZX" else fields[19]
 
 
@@ -141,7 +142,8 @@ def acquire(folder: RunFolder, node: int) -> int | None:
 
     The lock ends when every process that inherited the descriptor has closed it or died.
     """
-    descriptor = os.open(_lock_path(folder, node), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
+    name = "recorder.lock" if node == 0 else f"recorder-node_{node}.lock"
+    descriptor = os.open(folder.path / name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
     if _try_lock(descriptor):
         return descriptor
     os.close(descriptor)
@@ -176,6 +178,7 @@ def announce_recorder(folder: RunFolder, node: int, token: str) -> int | None:
         descriptor = os.open(_claim_path(folder, node), os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return None
+    # A newer claim replaces the file, and then this lock is on a file that nobody looks at.
     found = latest(folder, node)
     if _try_lock(descriptor) and found is not None and found.token == token:
         return descriptor
@@ -210,7 +213,7 @@ def launching(folder: RunFolder, kind: int) -> Iterator[bool]:
 def exclusive_end(folder: RunFolder) -> Iterator[None]:
     """Exclude the start of an attempt and the end of the attempt before from each other.
 
-    Waits only a moment, then goes on without the lock.
+    Waits only a moment, then continues without the lock.
     """
     descriptor = os.open(folder.path, os.O_RDONLY)
     try:
@@ -235,7 +238,3 @@ def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 def _claim_path(folder: RunFolder, node: int) -> Path:
     return folder.path / ("recorder.json" if node == 0 else f"recorder-node_{node}.json")
-
-
-def _lock_path(folder: RunFolder, node: int) -> Path:
-    return folder.path / ("recorder.lock" if node == 0 else f"recorder-node_{node}.lock")

@@ -195,6 +195,7 @@ def write_atomically(path: Path, text: str, private: bool = False) -> None:
         if private:
             os.fchmod(file.fileno(), 0o600)
         file.write(text)
+        # Without it, a crash of the machine may leave an empty file under the final name.
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

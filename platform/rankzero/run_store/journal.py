@@ -140,6 +140,7 @@ def take(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> JournalC
     for line in lines:
         try:
             events.append(decode(line))
+        # An empty line comes from closing off what a killed writer left, and is none to report.
         except ValueError:
             foreign += bool(line.strip())
     return JournalChunk(events, behind, foreign)
@@ -172,6 +173,7 @@ def _lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[str], int]:
         return [], offset
     with file:
         file.seek(offset)
+        # One event may be longer than the limit, and half of a line is no event.
         chunk = file.read(limit_bytes)
         if b"\n" not in chunk and len(chunk) == limit_bytes:
             chunk += file.readline()

@@ -61,15 +61,18 @@ def deliver_attempt(
             end_written = write_end()
             deliverer.hasten()
             trials.hasten()
+        # Each for itself: one whose folder was moved must not stop the others.
         worked = [run(each.work) for each in (deliverer, *trials)]
         if any(worked):
             moved = time.monotonic()
             continue
+        # Complete counts only after the end: before it, more events may come.
         complete = end_written and run(lambda: deliverer.complete and trials.complete)
         if ended and (complete or time.monotonic() - moved > grace_seconds()):
             break
         end_written = end_written or (ended and write_end())
         run(lambda: attempt.wait(tick_seconds))
+    # The last write: retries may have changed the counts since the last batch.
     run(trials.close)
     run(deliverer.commit)
 

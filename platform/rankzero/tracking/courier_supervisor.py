@@ -81,10 +81,18 @@ class CourierSupervisor:
         if process is None:
             return self._start() or self._finished is None
         code = process.poll()
+        if code == 0:
+            return False
         if code is not None:
-            return code != 0 and self._restart(code)
+            # An import that fails, for example, fails every time.
+            self._deaths += 1
+            if self._deaths <= MOST_DEATHS:
+                log.warning("the courier ended with %d, %d times by now", code, self._deaths)
+            return self._deaths < MOST_DEATHS and self._start()
         self._look()
-        if self._only_blocks_a_newer_attempt():
+        # A courier that has done nothing yet only keeps the lock from a newer attempt's courier.
+        outdated = self._finished is not None and not self._attempt.is_latest
+        if outdated and self._wrote_at <= self._started:
             process.kill()
             process.wait()
             return False
@@ -108,12 +116,6 @@ class CourierSupervisor:
             return
         if self._written != (file.st_ino, file.st_mtime_ns):
             self._written, self._wrote_at = (file.st_ino, file.st_mtime_ns), time.monotonic()
-
-    def _only_blocks_a_newer_attempt(self) -> bool:
-        """Return whether the courier has done nothing, and a newer attempt waits for its lock."""
-        if self._finished is None or self._attempt.is_latest:
-            return False
-        return self._wrote_at <= self._started
 
     def _starves(self) -> bool:
         """Return whether the courier makes no progress for want of a processor.
@@ -143,6 +145,7 @@ class CourierSupervisor:
         folder, node = self._attempt.folder, self._attempt.node
         if self._lock is None:
             self._lock = claims.acquire(folder, node)
+        # An older attempt's courier may still deliver. It sees this attempt's claim and ends soon.
         if self._lock is None:
             return time.monotonic() - (self._finished or self._started) < grace_seconds()
         self._look()
@@ -158,10 +161,3 @@ class CourierSupervisor:
             command, pass_fds=(self._reader, self._lock), start_new_session=True
         )
         return True
-
-    def _restart(self, code: int) -> bool:
-        if self._deaths == MOST_DEATHS:
-            return False
-        self._deaths += 1
-        log.warning("the courier ended with %d, %d times by now", code, self._deaths)
-        return self._deaths < MOST_DEATHS and self._start()

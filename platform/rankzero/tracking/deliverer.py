@@ -38,7 +38,7 @@ from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, 
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import claims, delivery_state
-from rankzero.run_store.delivery_state import DeliveryState, Task
+from rankzero.run_store.delivery_state import Task
 from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
 from rankzero.run_store.journal import READ_BYTES, take
 from rankzero.tracking import description, open_run
@@ -94,9 +94,13 @@ class Deliverer:
         self._directory = claims.directory(folder)
         system = folder.system(node).name
         self._journals = [EVENTS, system] if node == 0 else [system]
-        self._committed = self._with_journals(delivery_state.load(self._path))
-        self.state = self._committed
+        state = delivery_state.load(self._path)
+        offsets = {**dict.fromkeys(self._journals, 0), **state.cursor.offsets}
+        self.state = dataclasses.replace(
+            state, cursor=dataclasses.replace(state.cursor, offsets=offsets)
+        )
         """As it is once `_items` are sent. Until then the file has the state before them."""
+        self._committed = self.state
         self._items: deque[MlflowItem] = deque()
         self._target: Target | None = None
         self._retry = RetryPolicy(longest_wait, clock)
@@ -200,6 +204,7 @@ class Deliverer:
             return True
         except Exception as later:
             error = later
+        # The store's address, and with it a password, may be part of the message.
         text = line_without_secrets(f"{type(error).__name__}: {error}")
         self._change(retries=self._retry.failed(activity, self.state.retries, text))
         log.warning("try %d failed: %s", self._retry.of(activity).failures, text)
@@ -214,6 +219,7 @@ class Deliverer:
         if isinstance(error, RunGone):
             raise error
         reason, failures = refusal(error), self._retry.of(activity).failures
+        # An upload is never blamed by the answers to others, since its size alone may explain it.
         if activity is Activity.UPLOAD:
             if isinstance(error, MemoryError) and failures >= MOST_WITHOUT_MEMORY:
                 return "there was not enough memory for it, however often it was tried"
@@ -242,6 +248,7 @@ class Deliverer:
         target = open_run.open_run(self._folder, self._node, self._connect)
         if target is None:
             return False
+        # Without a state of our own, MLflow may have points that another process sent.
         if self.state.run_id is None:
             from_elsewhere = self._folder.identity.mlflow_run_id is not None
             self.state = open_run.adopt(self.state, target.run, from_elsewhere)
@@ -291,6 +298,7 @@ class Deliverer:
                 store.set_tags(run.run_id, tags)
             case RunEnded():
                 store.close_run(run.run_id, item)
+                # Uploads that still fail may add problems, which belong on the page as well.
                 waiting = (*self.state.queue.awaited, Task.PAGE_UPDATE)
                 self._change_queue(ending=None, ended=True, waiting=waiting)
         self._drop_item()
@@ -308,6 +316,7 @@ class Deliverer:
         else:
             for state in upload(item, target, self._folder, self.state):
                 self.state = state
+        # Only now: a crash before this repeats the upload, which is harmless.
         self._change_queue(waiting=self.state.queue.waiting[1:])
         self.commit()
 
@@ -345,10 +354,6 @@ class Deliverer:
         self._change(cursor=dataclasses.replace(self.state.cursor, offsets=offsets))
         self._change_queue(waiting=(), ending=None, ended=True)
         self.commit()
-
-    def _with_journals(self, state: DeliveryState) -> DeliveryState:
-        offsets = {**dict.fromkeys(self._journals, 0), **state.cursor.offsets}
-        return dataclasses.replace(state, cursor=dataclasses.replace(state.cursor, offsets=offsets))
 
     def _reject(self, what: str, reason: str) -> None:
         self._change(problems=self.state.problems.reject(what, reason))

@@ -164,4 +164,5 @@ def _recorder_lives(folder: RunFolder, startup_seconds: float) -> bool:
     if claims.is_recording(folder) or claims.has_live_recorder(folder):
         return True
     claim = claims.latest(folder, 0)
+    # A recorder that was only just started may not hold a lock yet.
     return claim is not None and time.time() - claim.time < startup_seconds

@@ -36,12 +36,14 @@ def open_run(folder: RunFolder, node: int, connect: Callable[[str], MlflowRuns])
     Node 0 creates the run, and other nodes look for it. A child waits for its parent's run.
     """
     identity = folder.identity
+    # A process elsewhere delivers a shared study, so only MLflow knows its run.
     if identity.parent_uuid is not None:
         parent = dataclasses.replace(identity, uuid=identity.parent_uuid, mlflow_run_id=None)
         study = connect(identity.tracking_uri).find_open_run(parent)
         if study is None:
             return None
         identity = dataclasses.replace(identity, parent_run_id=study.run_id)
+    # This courier delivers the study too, and its state is on this disk.
     elif identity.parent is not None:
         run_id = load(path_of(RunFolder(folder.path.parent / identity.parent), 0)).run_id
         if run_id is None:
@@ -51,6 +53,7 @@ def open_run(folder: RunFolder, node: int, connect: Callable[[str], MlflowRuns])
     if node > 0:
         run = store.find_open_run(identity)
     else:
+        # The run's start time in MLflow is the first event's, however late it is delivered.
         events, _ = read(folder.events, 0, 1)
         starts = (event.time for event in events if isinstance(event, RunStarted))
         run = store.open_run(identity, next(starts, time.time()))

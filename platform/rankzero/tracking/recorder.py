@@ -53,7 +53,7 @@ class RecorderHandle:
 
 
 # The recorders that this process has started and not yet reaped. The set is global because a fork
-# copies the pipes of all of them, whoever started them.
+# copies the pipes of all of them.
 _handles: set[RecorderHandle] = set()
 
 
@@ -81,6 +81,7 @@ def start(
     Call it before the attempt's first event. `gpu_uuids` are the GPUs to sample; None means all
     in CUDA_VISIBLE_DEVICES. With `offline` the recorder starts no courier.
     """
+    # The claim comes first: an older recorder sees it and stops before this one delivers.
     claim = claims.claim(folder, node)
     # The process above all of this node's ranks.
     several = ranks.detect(os.environ).local_world_size > 1
@@ -104,7 +105,8 @@ def start(
             start_new_session=True,
         )
     os.close(reader)
-    process.returncode = 0  # It outlives us, so Popen is not to warn that nobody waited for it.
+    # It outlives this process, so Popen is not to warn that nobody waited for it.
+    process.returncode = 0
     _reap()
     return RecorderHandle(process.pid, writer)
 
@@ -153,6 +155,7 @@ def follow(
     """Keep the courier alive until rank 0 has ended or a newer attempt begins."""
     from rankzero.tracking.retry import guarded
 
+    # A lock that others test to learn whether this recorder lives. It is never closed.
     announced = None
     while attempt.is_latest and not attempt.over:
         if announced is None:

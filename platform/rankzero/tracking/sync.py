@@ -54,6 +54,7 @@ def _deliver_node(
 ) -> bool:
     """Deliver a node's journals, or return False if another process holds its lock."""
     with claims.lock(folder, node) as mine:
+        # A living courier delivers. Two at once would do no harm, and double the work.
         if not mine:
             return False
         if node == 0:

@@ -29,7 +29,7 @@ from rankzero.mlflow_store.items import (
     MlflowItem,
     Tags,
 )
-from rankzero.run_store.delivery_state import Curves, DeliveryState, Task, Upload
+from rankzero.run_store.delivery_state import Curves, DeliveryState, Task
 
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
 
@@ -148,6 +148,7 @@ class _Draft:
 
     def start_attempt(self, event: RunStarted) -> None:
         """Note the new attempt, and which params and tags MLflow will not have whole."""
+        # A replay of the same attempt after a crash must not skip the points it sends again.
         if event.attempt > self._curves.attempt:
             self._change(floor=dict(self._marks), attempt=event.attempt)
         self._change(goal=event.params.get("goal.metric"))
@@ -171,7 +172,11 @@ class _Draft:
         try:
             match event:
                 case CheckpointSaved() | CheckpointDeleted() | PicturesTaken():
-                    self._queue(event)
+                    if isinstance(event, CheckpointSaved):
+                        # `linked` looks these names up later, so they get their owners here.
+                        for key in event.metrics:
+                            self._name(key)
+                    self._waiting.append(event)
                 case RunEnded():
                     self._ending = event
                     self._waiting.append(Task.ARTIFACTS)
@@ -231,6 +236,7 @@ class _Draft:
     def _evaluation(self, event: Evaluated) -> list[MetricPoint]:
         milliseconds = scalars.milliseconds(event.time)
         if milliseconds is not None:
+            # The first one counts: its points are those that MLflow keeps after a resume.
             self._evaluated.setdefault(str(event.step), milliseconds)
             while len(self._evaluated) > STEPS_REMEMBERED:
                 del self._evaluated[next(iter(self._evaluated))]
@@ -238,13 +244,6 @@ class _Draft:
         if event.best and goal is not None:
             self._change(best=scalars.number(event.metrics.get(goal)))
         return self.keep(_rows(event.metrics, event.step, event.time))
-
-    def _queue(self, upload: Upload) -> None:
-        if isinstance(upload, CheckpointSaved):
-            # `linked` looks these names up after the chunk, so they get their owners here.
-            for key in upload.metrics:
-                self._name(key)
-        self._waiting.append(upload)
 
     def _name(self, key: str) -> str:
         """Return the metric's name in MLflow, and keep it for this metric. Remark a changed one."""

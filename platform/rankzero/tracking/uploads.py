@@ -29,7 +29,7 @@ def upload(
     """
     match item:
         case Task.ARTIFACTS:
-            yield from upload_artifacts(target, folder, state)
+            yield from _upload_artifacts(target, folder, state)
         case CheckpointDeleted():
             target.store.models.delete_checkpoints(target.run, item.step)
         case CheckpointSaved():
@@ -43,22 +43,24 @@ def upload(
             yield _upload_pictures(item, target, folder, state)
 
 
-def upload_artifacts(
+def _upload_artifacts(
     target: Target, folder: RunFolder, state: DeliveryState
 ) -> Iterator[DeliveryState]:
     """Upload the files below `artifacts` and `failures` that are new or changed since."""
     for base, parent in ((folder.artifacts, None), (folder.failures, "failures")):
         for path in sorted(base.rglob("*")):
+            # A name with a dot is a file that is still being written.
             if not path.is_file() or path.name.startswith("."):
                 continue
             name = str(path.relative_to(folder.path))
-            if leads_out(path, base):
+            if _leads_out(path, base):
                 problems = state.problems.reject_once(
                     f"artifact {name}", "it leads out of the run's folder"
                 )
                 state = dataclasses.replace(state, problems=problems)
                 yield state
                 continue
+            # A hash would read every file again at each of a run's ends.
             stat = path.stat()
             signature = f"{stat.st_size}:{stat.st_mtime_ns}"
             if state.queue.uploaded.get(name) == signature:
@@ -78,7 +80,7 @@ def upload_artifacts(
             yield state
 
 
-def leads_out(path: Path, base: Path) -> bool:
+def _leads_out(path: Path, base: Path) -> bool:
     """Return whether a path, or a symbolic link at it or below it, leads out of folder `base`."""
     inside = path.resolve() != base.resolve() and path.resolve().is_relative_to(base.resolve())
     return not inside or any(below.is_symlink() for below in path.rglob("*"))
@@ -88,7 +90,7 @@ def _upload_checkpoint(
     event: CheckpointSaved, target: Target, folder: RunFolder, state: DeliveryState
 ) -> DeliveryState:
     path = folder.path / event.path
-    if leads_out(path, folder.checkpoints):
+    if _leads_out(path, folder.checkpoints):
         what = f"{event.path!r} leads out of the run's folder"
         return _rejected(state, f"checkpoint of step {event.step}", what)
     try:
@@ -111,7 +113,7 @@ def _upload_pictures(
     from rankzero.run_store import picture_files
 
     path, what = folder.path / event.path, f"pictures of step {event.step}"
-    if leads_out(path, folder.pictures):
+    if _leads_out(path, folder.pictures):
         return _rejected(state, what, f"{event.path!r} leads out of the run's folder")
     if not path.exists():
         return state  # A courier that died before it could write its state has uploaded them.
