@@ -25,8 +25,8 @@ import traceback
 from multiprocessing import util
 from typing import Any
 
-import rankzero.cli.launch_run
-import rankzero.launch.agent
+import rankzero.cli.launch_run  # noqa: F401
+import rankzero.launch.agent  # noqa: F401
 import rankzero.training.worker  # noqa: F401
 
 

@@ -97,7 +97,7 @@ def _mistakes(arrays: Mapping[str, Any], classes: Sequence[str], step: int) -> A
     return _grid(arrays["mistakes"], words, "Hardest mistakes", says, key)
 
 
-def _training_batch(arrays: Mapping[str, Any], classes: Sequence[str], step: int) -> Any:
+def _training_batch(arrays: Mapping[str, Any], classes: Sequence[str], _step: int) -> Any:
     words = [[(_name(label, classes), INK)] for label in arrays["batch_labels"]]
     says = "as the model gets it, after augmentation · rank 0's first"
     return _grid(arrays["batch"], words, "Training batch", says, ())

@@ -160,6 +160,7 @@ def _elapse(facts: Facts, at: float) -> None:
 
 
 def goal_of(params: Mapping[str, str]) -> Goal | None:
+    """Return the goal in a run's params, or None if there is none."""
     target = number(params.get("goal.target"))
     try:
         return Goal(params["goal.metric"], params["goal.mode"], target)  # type: ignore[arg-type]

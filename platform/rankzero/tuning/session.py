@@ -208,7 +208,8 @@ class Session:
     def _end(self, number: int, experiment: Experiment, result: TrialResult | None) -> None:
         """Write a trial's result into the study, and print it. None: it was interrupted."""
         if result is None:
-            return self._abandon(number, "the search was interrupted")
+            self._abandon(number, "the search was interrupted")
+            return
         facts = follower.facts(result, experiment, self._label(number))
         self._study.tell(number, result.state, result.value, result.constraints, facts)
         what = f"batch {facts['batch_size']}, {facts['precision']}, lr {facts['lr']:.2g}"

@@ -118,5 +118,6 @@ def _show_study_or_raise(arguments: argparse.Namespace, name: str) -> None:
     """Show a study that has no run on this disk. Raises UserError, naming the newest runs."""
     if (arguments.dir / "studies.db").exists():
         with contextlib.suppress(UserError):
-            return _show_study(arguments, name)
+            _show_study(arguments, name)
+            return
     lookup.require(arguments.dir / "runs", name)

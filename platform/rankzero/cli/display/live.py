@@ -43,7 +43,7 @@ class Console:
         goal: Goal,
         root: Path,
         rank: int = 0,
-        advise: Callable[[Event], str | None] = lambda event: None,
+        advise: Callable[[Event], str | None] = lambda _: None,
     ) -> None:
         self._folder, self._root, self._rank, self._advise = folder, root, rank, advise
         self._terminal = text_console(soft_wrap=True)  # metrics and paths may contain brackets

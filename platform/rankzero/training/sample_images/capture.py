@@ -56,7 +56,7 @@ class ImageCapture:
         total: int = 0,
         classes: Sequence[str] = (),
         own: Callable[[Any, Any], Mapping[str, Any]] | None = None,
-        notice: Callable[[str], None] = lambda text: None,
+        notice: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.own = own
         self.first_batch: Any = None
@@ -176,7 +176,7 @@ def caught(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
             outputs.append(output)
 
     if compiled is None:
-        with model.register_forward_hook(lambda module, given, output: keep(output)):
+        with model.register_forward_hook(lambda _module, _args, output: keep(output)):
             yield
         return
 
