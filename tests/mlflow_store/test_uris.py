@@ -119,7 +119,8 @@ def test_a_server_is_not_prepared() -> None:
 
 def test_uris_recorder_and_sync_import_no_mlflow() -> None:
     code = (
-        "import sys, rankzero.mlflow_store.uris, rankzero.tracking.recorder, rankzero.tracking.sync;"
+        "import sys\n"
+        "import rankzero.mlflow_store.uris, rankzero.tracking.recorder, rankzero.tracking.sync\n"
         "sys.exit(bool({'mlflow', 'torch', 'numpy', 'psutil'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

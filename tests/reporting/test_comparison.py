@@ -1,4 +1,4 @@
-"""What differs between two runs, and how to do one again."""
+"""The differences between two runs, and the commands that repeat one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def side(*events: object, **changes: object) -> RunSide:
     return dataclasses.replace(one, **changes)  # type: ignore[arg-type]
 
 
-def test_only_what_differs_is_told() -> None:
+def test_only_differences_are_shown() -> None:
     left = side(
         started(lr="0.1"),
         steps(1, 4),
@@ -74,7 +74,7 @@ def test_uncommitted_changes_are_compared_by_file() -> None:
     ]
 
 
-def test_the_commands_that_do_it_again() -> None:
+def test_the_commands_that_repeat_a_run() -> None:
     def commands(*events: object) -> list[str]:
         return reproduce.commands("mine", fold(events))  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""A run's description."""
+"""The report of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def report(*events: Event, **end: object) -> str:
     return markdown("digits-1", fold(events), ended(**end))  # type: ignore[arg-type]
 
 
-def test_the_report_says_what_happened(tmp_path: Path) -> None:
+def test_the_report_of_a_finished_run(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     text = report(
         started(
@@ -49,7 +49,7 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
         "**0.6** at step 25",
         "**reached**",
         "| 85 % |",
-        "Steps 25 (best), 50. Go on from the latest:",
+        "Steps 25 (best), 50. Continue from the latest:",
         "rankzero resume digits-1 train.epochs=10\n",
         "`bf16`",
         "2.0% of the training time",
@@ -69,7 +69,7 @@ def test_a_failure_shows_the_end_of_its_traceback() -> None:
     assert "line 50" not in text
 
 
-def test_attempts_add_up_their_time() -> None:
+def test_the_times_of_attempts_are_added() -> None:
     text = report(started(), steps(1, 10), started(2, step=50), steps(51, 60), ended(at=T0 + 60))
     assert "20.0 s in 2 attempts" in text
 
@@ -80,7 +80,7 @@ def test_deleted_checkpoints_are_left_out(tmp_path: Path) -> None:
     assert "Steps 20 (best)." in text
 
 
-def test_nothing_a_user_writes_breaks_the_page() -> None:
+def test_no_text_of_a_user_breaks_the_page() -> None:
     text = report(
         started(evil="a|b\n# big <script>`"),
         evaluated(1, math.nan),
@@ -93,11 +93,11 @@ def test_nothing_a_user_writes_breaks_the_page() -> None:
     assert "'''" in text
 
 
-def test_a_run_that_did_nothing_has_a_report() -> None:
+def test_a_run_without_steps_has_a_report() -> None:
     assert report(status="FAILED", reason="died") == "### FAILED: died\n"
 
 
-def test_what_limited_the_speed() -> None:
+def test_the_report_names_what_limited_the_speed() -> None:
     def said(wait: float, **params: str) -> str:
         return report(started(**params), metrics={"data_wait_fraction": wait})
 
@@ -110,11 +110,11 @@ def test_what_limited_the_speed() -> None:
     )
 
 
-def test_a_run_that_goes_on_has_a_report() -> None:
+def test_a_run_without_an_end_has_a_report() -> None:
     facts = fold([started(), steps(1, 10)])
     assert "### RUNNING: at step 10 of 100" in markdown("digits-1", facts, so_far(facts, "RUNNING"))
 
 
-def test_the_terminal_needs_no_spaces_of_the_page() -> None:
+def test_the_text_for_the_terminal_has_no_spaces_of_the_page() -> None:
     text = for_terminal(report(started(width="3"), steps(1, 2)))
     assert "&" not in text and "| `width` | `3` |" in text

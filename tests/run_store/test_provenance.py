@@ -194,7 +194,7 @@ def test_the_settings_of_a_submodule_run_nothing(repository: Path, how: str) -> 
 
 
 def test_missing_objects_are_not_fetched(repository: Path) -> None:
-    """In a partial clone, git would fetch them during a diff, by a program that the repository names."""
+    """In a partial clone, git would fetch them by a program that the repository names."""
     blob = git(repository, "rev-parse", "HEAD:a.py")
     (repository / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
     for key, value in {

@@ -116,7 +116,7 @@ class TestEveryDriver:
     def test_names_are_in_mlflows_style(self, driver: dict[str, str]) -> None:
         seen = probe(driver)
         assert seen.samples[0] and seen.notices == []
-        units = "percentage|megabytes|watts|celsius|megahertz|joules|percentage_min|percentage_max|celsius_max"
+        units = "percentage(_min|_max)?|megabytes|watts|celsius(_max)?|megahertz|joules"
         for name in seen.samples[0]:
             assert re.fullmatch(rf"gpu_([0-9]+_)?[a-z_]+_({units})", name), name
 

@@ -14,7 +14,8 @@ from rankzero.telemetry.visible_devices import Device, parse_visible, select_dev
 
 UUIDS = [
     "GPU-27b94a00-ed54-5c24-b1fd-1054085de32a",
-    "GPU-27b94a00-9bdd-d28c-78be-e05a47c7049e",  # as the first up to here: shortened it is ambiguous
+    # It begins like the first: shortened, it is ambiguous.
+    "GPU-27b94a00-9bdd-d28c-78be-e05a47c7049e",
     "GPU-7fdaf0a5-179b-f636-d15d-daf243e3ff16",
     "GPU-513536b6-7d19-9063-b049-1e69664bb298",
 ]

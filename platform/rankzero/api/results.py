@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankzero.catalog import filters as selection
 from rankzero.catalog import lookup
+from rankzero.catalog.summary import read_summary
 from rankzero.reporting import metric_table, run_facts, run_report
-from rankzero.reporting.run_page import page, status
+from rankzero.reporting.run_page import page
 from rankzero.run_store.checkpoint_files import folder_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
@@ -95,7 +96,7 @@ class Run:
     @property
     def status(self) -> str:
         """FINISHED, FAILED, KILLED, RUNNING, or DIED if its end was not recorded."""
-        return status(self._folder)
+        return read_summary(self._folder).status
 
     @property
     def reason(self) -> str:

@@ -21,15 +21,15 @@ _ILLEGAL = re.compile(r"[^/\w.\- ]")
 def name(key: str) -> str:
     """Return a legal name for a metric, a param or a tag: ``tps(GPU)`` becomes ``tps_GPU_``.
 
-    Two keys that differ only in illegal characters get the same name. See `apart`.
+    Two keys that differ only in illegal characters get the same name. See `unique_name`.
     """
     legal = _legal(key)
     if legal in ("", "."):
         return "unnamed"
-    return legal if len(legal) <= KEY_LENGTH else apart(key)
+    return legal if len(legal) <= KEY_LENGTH else unique_name(key)
 
 
-def apart(key: str) -> str:
+def unique_name(key: str) -> str:
     """Return a legal name that no other key has, for a key whose own name is taken or too long."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     return f"{_legal(key)[: KEY_LENGTH - 9]}-{digest}"
@@ -45,12 +45,12 @@ def names(keys: Iterable[str]) -> dict[str, str]:
     taken: set[str] = set()
     # Legal keys come first, so that they keep their names.
     for key in sorted(set(keys), key=lambda key: (name(key) != key, key)):
-        found[key] = name(key) if name(key) not in taken else apart(key)
+        found[key] = name(key) if name(key) not in taken else unique_name(key)
         taken.add(found[key])
     return found
 
 
-def lost(value: object, length: int) -> str | None:
+def loss(value: object, length: int) -> str | None:
     """Return what MLflow would not keep of the value's text, or None if it keeps everything."""
     text = str(value)
     if len(text) > length:

@@ -1,4 +1,4 @@
-"""What differs between two runs: results, speed, settings, code, packages, machine, side by side. Pure."""
+"""The differences between two runs: results, speed, settings, code, packages, machine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rankzero.reporting import reproduce
 from rankzero.reporting.run_facts import Facts
 from rankzero.scalars import number
 
-PACKAGE, VARIABLE = "rankzero.package.", "rankzero.env."
-CODE = {
+_PACKAGE, _VARIABLE = "rankzero.package.", "rankzero.env."
+_CODE = {
     "commit": "mlflow.source.git.commit",
     "branch": "mlflow.source.git.branch",
     "uncommitted changes": "rankzero.dirty",
     "experiment": "rankzero.experiment_file",
 }
-MACHINE = ("host", "system", "cpu_count", "python", "torch", "gpu", "cuda", "driver", "nccl")
-SPEEDS = {
+_MACHINE = ("host", "system", "cpu_count", "python", "torch", "gpu", "cuda", "driver", "nccl")
+_SPEEDS = {
     "samples_per_second": "samples/s",
     "data_wait_fraction": "waiting for data",
     "train_seconds": "training, s",
@@ -31,20 +31,20 @@ SPEEDS = {
 
 @dataclasses.dataclass(frozen=True)
 class RunSide:
-    """One of the two."""
+    """One of the two runs."""
 
     name: str
     status: str
     facts: Facts
     packages: Mapping[str, str]
-    """All that was installed, by name; empty where that was not written down."""
+    """Versions of all installed distributions by name; empty if they were not recorded."""
     patch: str
     """The uncommitted changes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonRow:
-    """One thing in both; empty where a run does not have it."""
+    """One value in both runs; empty if a run does not have it."""
 
     key: str
     left: str
@@ -53,19 +53,20 @@ class ComparisonRow:
 
     @property
     def differs(self) -> bool:
+        """Whether the runs have different values."""
         return self.left != self.right
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Things of a kind."""
+    """Values of one kind."""
 
     title: str
     rows: tuple[ComparisonRow, ...]
 
 
 def sections(left: RunSide, right: RunSide, *, everything: bool = False) -> list[Section]:
-    """Return what differs, by kind; `everything`: what is alike, too."""
+    """Return the different values by kind; `everything`: equal values, too."""
     kinds = {
         "Result": _results(left, right),
         "Speed": _numbers(_speeds(left.facts), _speeds(right.facts)),
@@ -74,27 +75,32 @@ def sections(left: RunSide, right: RunSide, *, everything: bool = False) -> list
         "Packages": _texts(_packages(left), _packages(right)),
         "Machine": _texts(_machine(left.facts), _machine(right.facts)),
     }
-    kept = {
-        title: tuple(row for row in rows if everything or row.differs)
+    found = (
+        Section(title, tuple(row for row in rows if everything or row.differs))
         for title, rows in kinds.items()
-    }
-    return [Section(title, rows) for title, rows in kept.items() if rows]
+    )
+    return [section for section in found if section.rows]
 
 
 def patches(left: str, right: str) -> Iterator[str]:
-    """Yield how uncommitted changes differ: a file's name, ``-`` and what only the left has, ``+`` what the right."""
-    one, other = _by_file(left), _by_file(right)
-    for name in dict.fromkeys([*one, *other]):
-        if one.get(name) != other.get(name):
-            yield name + (
-                ""
-                if name in one and name in other
-                else f" ({'first' if name in one else 'second'} only)"
-            )
-            lines = difflib.unified_diff(one.get(name, []), other.get(name, []), lineterm="", n=0)
-            yield from (
-                line for line in itertools.islice(lines, 2, None) if line[1:2] in ("+", "-")
-            )
+    """Yield the differences of two uncommitted diffs.
+
+    For each file its name, then its lines, with ``-`` if only the left diff has them and ``+`` if
+    only the right has them.
+    """
+    first, second = _by_file(left), _by_file(right)
+    for name in dict.fromkeys([*first, *second]):
+        if first.get(name) == second.get(name):
+            continue
+        if name in first and name in second:
+            yield name
+        else:
+            yield f"{name} ({'first' if name in first else 'second'} only)"
+        lines = difflib.unified_diff(first.get(name, []), second.get(name, []), lineterm="", n=0)
+        # The first two lines are a header.
+        for line in itertools.islice(lines, 2, None):
+            if line[1:2] in ("+", "-"):
+                yield line
 
 
 def _results(left: RunSide, right: RunSide) -> Iterator[ComparisonRow]:
@@ -103,17 +109,14 @@ def _results(left: RunSide, right: RunSide) -> Iterator[ComparisonRow]:
 
 
 def _metrics(facts: Facts) -> dict[str, float]:
-    best = (
-        {}
-        if facts.best is None
-        else {f"best {facts.goal.metric}": facts.best, "best at step": facts.best_step}
-    )
-    others = {
-        key: value
-        for key, value in sorted(facts.metrics.items())
-        if not key.startswith("throughput/")
-    }
-    return {**best, "steps": facts.steps, **others}
+    found: dict[str, float] = {}
+    if facts.best is not None:
+        found = {f"best {facts.goal.metric}": facts.best, "best at step": facts.best_step}
+    found["steps"] = facts.steps
+    for key, value in sorted(facts.metrics.items()):
+        if not key.startswith("throughput/"):
+            found[key] = value
+    return found
 
 
 def _speeds(facts: Facts) -> dict[str, float]:
@@ -121,36 +124,35 @@ def _speeds(facts: Facts) -> dict[str, float]:
     if facts.speed is not None:
         summary.setdefault("samples_per_second", facts.metrics[SPEED])
     known = {
-        title: summary[key] for key, title in SPEEDS.items() if number(summary.get(key)) is not None
+        title: summary[key]
+        for key, title in _SPEEDS.items()
+        if number(summary.get(key)) is not None
     }
     gpu = {f"GPU {key.replace('_', ' ')}": value for key, value in facts.gpu_means.items()}
     return {**known, "duration, s": facts.duration, **gpu}
 
 
 def _code(side: RunSide) -> dict[str, str]:
-    known = {title: side.facts.environment.get(tag, "") for title, tag in CODE.items()}
+    known = {title: side.facts.environment.get(tag, "") for title, tag in _CODE.items()}
     files = len(_by_file(side.patch))
     changes = f"{files} file{'s' * (files != 1)}" if side.patch else "none"
-    return {
-        **known,
-        "uncommitted changes": changes,
-        "commands": "\n".join(map(reproduce.plain, side.facts.commands)),
-    }
+    commands = "\n".join(map(reproduce.plain, side.facts.commands))
+    return {**known, "uncommitted changes": changes, "commands": commands}
 
 
 def _packages(side: RunSide) -> dict[str, str]:
     tags = side.facts.environment.items()
     return dict(side.packages) or {
-        key.removeprefix(PACKAGE): text for key, text in tags if key.startswith(PACKAGE)
+        key.removeprefix(_PACKAGE): text for key, text in tags if key.startswith(_PACKAGE)
     }
 
 
 def _machine(facts: Facts) -> dict[str, str]:
-    known = {name: facts.environment.get(f"rankzero.{name}", "") for name in MACHINE}
+    known = {name: facts.environment.get(f"rankzero.{name}", "") for name in _MACHINE}
     variables = {
-        key.removeprefix(VARIABLE): text
+        key.removeprefix(_VARIABLE): text
         for key, text in facts.environment.items()
-        if key.startswith(VARIABLE)
+        if key.startswith(_VARIABLE)
     }
     return {**{name: text for name, text in known.items() if text}, **variables}
 
@@ -162,9 +164,8 @@ def _texts(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[Compar
 
 def _numbers(left: Mapping[str, float], right: Mapping[str, float]) -> Iterator[ComparisonRow]:
     for key in dict.fromkeys([*left, *right]):
-        yield ComparisonRow(
-            key, _text(left.get(key)), _text(right.get(key)), _change(left.get(key), right.get(key))
-        )
+        before, after = left.get(key), right.get(key)
+        yield ComparisonRow(key, _text(before), _text(after), _change(before, after))
 
 
 def _text(value: float | None) -> str:
@@ -176,20 +177,16 @@ def _text(value: float | None) -> str:
 
 def _change(left: float | None, right: float | None) -> str:
     before, after = number(left), number(right)
-    if (
-        before is None
-        or after is None
-        or not before
-        or not abs(after / before) < 1e6
-        or after == before
-    ):
+    if not before or after is None or after == before:
         return ""
     ratio = after / before
+    if not abs(ratio) < 1e6:
+        return ""
     return f"{ratio:.2f}x" if ratio >= 2 or ratio <= 0.5 else f"{ratio - 1:+.1%}"
 
 
 def _by_file(patch: str) -> dict[str, list[str]]:
-    """Return a patch's lines, by file; of files that git does not know, their names."""
+    """Return a patch's lines by file. An untracked file has none."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in patch.splitlines():

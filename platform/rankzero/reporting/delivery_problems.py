@@ -1,4 +1,4 @@
-"""What went wrong on the way to MLflow, in words: for the end of a run, its page, and `rankzero doctor RUN`. Pure."""
+"""The problems of a delivery as text: for a run's end, its page and ``rankzero doctor RUN``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Iterator, Sequence
 from rankzero.run_store.delivery_state import DeliveryState, Retries
 
 UNDELIVERED = "not everything is delivered"
-"""How the line begins that says what the latest try failed with."""
+"""The beginning of the line with the latest error."""
 
 
 def trouble(state: DeliveryState) -> list[str]:
-    """Return a line for each kind of trouble that the delivery had; none where all went well."""
+    """Return the lines of each kind of problem that the delivery had."""
+    problems = state.problems
     return [
         *_retries(state.retries),
-        *_listed(
-            state.problems.rejected, "refused by MLflow, or no events", state.problems.reasons
-        ),
-        *_listed(state.problems.altered, "not in MLflow as they were", state.problems.remarks),
+        *_listed(problems.rejected, "refused by MLflow, or no events", problems.reasons),
+        *_listed(problems.altered, "not in MLflow as they were", problems.remarks),
     ]
 
 
@@ -25,8 +24,8 @@ def _retries(retries: Retries) -> Iterator[str]:
     if retries.failures:
         made_up = "" if retries.error else "; all was delivered later"
         yield (
-            f"{_count(retries.failures, 'try', 'tries')} to deliver failed, MLflow was away {retries.outages} times, "
-            f"{retries.away_seconds:.0f} s in all{made_up}"
+            f"{_count(retries.failures, 'try', 'tries')} to deliver failed, MLflow was away "
+            f"{retries.outages} times, {retries.away_seconds:.0f} s in all{made_up}"
         )
     if retries.error:
         yield f"{UNDELIVERED}: {retries.error}"
@@ -34,11 +33,11 @@ def _retries(retries: Retries) -> Iterator[str]:
 
 def _listed(count: int, what: str, lines: Sequence[str]) -> Iterator[str]:
     if count:
-        more = count - len(lines)
         yield f"{_count(count, 'thing', 'things')} {what}:"
         yield from (f"- {line}" for line in lines)
-        if more > 0:
-            yield f"- and {more:,} more"
+        # Only some of the lines are stored.
+        if count > len(lines):
+            yield f"- and {count - len(lines):,} more"
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -1,4 +1,4 @@
-"""The learning curves of a run as a PNG, for ``rankzero export``. Imports matplotlib when called."""
+"""The learning curves of a run as a PNG, for ``rankzero export``. Imports matplotlib if called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's metrics as tables: a row for each step. pandas is imported when a table is made."""
+"""A run's metrics as tables with a row for each step. Imports pandas when it is called."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from rankzero.run_store.journal import read_all
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-Cell = tuple[str, int, float, float]  # metric, step, time, value
+_Cell = tuple[str, int, float, float]
+"""Metric, step, time, value."""
 
 
 def metrics(folder: RunFolder, names: Sequence[str] = ()) -> DataFrame:
-    """Return the metrics by step, or only these: columns ``step``, ``time``, and one for each metric.
+    """Return the metrics by step, with columns ``step``, ``time``, and one for each metric.
 
-    A step that was done again after a crash has its first values, as in MLflow. What was not measured at a step is NaN.
+    `names`: only these metrics. A step that was repeated after a crash has its first values, as in
+    MLflow. A metric that a step does not have is NaN.
     """
-    return table(cell for cell in cells(read_all(folder.events)) if not names or cell[0] in names)
+    return _table(cell for cell in _cells(read_all(folder.events)) if not names or cell[0] in names)
 
 
 def system(folder: RunFolder) -> DataFrame:
-    """Return what GPUs and host did, by sample: columns ``step`` (the sample's number), ``time``, the metrics."""
-    return table(cells(event for event in folder.all_events() if isinstance(event, SystemSampled)))
+    """Return the system metrics by sample; the column ``step`` is the sample's number."""
+    return _table(
+        _cells(event for event in folder.all_events() if isinstance(event, SystemSampled))
+    )
 
 
-def cells(events: Iterable[Event]) -> Iterator[Cell]:
-    """Yield every value, in the order of the journal; not what is no number."""
+def _cells(events: Iterable[Event]) -> Iterator[_Cell]:
+    """Yield every number, in the order of the journal."""
     for key, step, at, value in _written(events):
         whole, when, real = scalars.step(step), scalars.number(at), scalars.number(value)
         if whole is not None and when is not None and real is not None:
@@ -38,7 +42,7 @@ def cells(events: Iterable[Event]) -> Iterator[Cell]:
 
 
 def _written(events: Iterable[Event]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield every value as the journal has it: whatever is written there."""
+    """Yield every value of the journal, of whatever type."""
     for event in events:
         match event:
             case StepsLogged():
@@ -52,21 +56,18 @@ def _written(events: Iterable[Event]) -> Iterator[tuple[str, Any, Any, Any]]:
                 pass
 
 
-def table(found: Iterable[Cell]) -> DataFrame:
+def _table(cells: Iterable[_Cell]) -> DataFrame:
     """Return the values as a table, sorted by step."""
     import pandas
 
     rows: dict[int, dict[str, float]] = {}
     times: dict[int, float] = {}
-    for key, step, at, value in found:
+    for key, step, at, value in cells:
         rows.setdefault(step, {}).setdefault(key, value)
         times.setdefault(step, at)
     steps = sorted(rows)
     frame = pandas.DataFrame.from_records([rows[step] for step in steps])
     frame.insert(0, "step", pandas.Series(steps, dtype="int64"))
-    frame.insert(
-        1,
-        "time",
-        pandas.to_datetime([times[step] for step in steps], unit="s", utc=True, errors="coerce"),
-    )
+    seconds = [times[step] for step in steps]
+    frame.insert(1, "time", pandas.to_datetime(seconds, unit="s", utc=True, errors="coerce"))
     return frame

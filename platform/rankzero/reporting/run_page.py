@@ -1,4 +1,4 @@
-"""What a run's page in MLflow says, from its folder."""
+"""The text of a run's page in MLflow, from the run's folder."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from rankzero.run_store.folder import RunFolder
 
 
 def page(folder: RunFolder) -> str:
-    """Return the Markdown of the run's description in MLflow, or what it would be if the run ended now."""
+    """Return the Markdown of the page, as if a run without an end ended now."""
     return written(folder, load(path_of(folder, 0)))
 
 
 def written(folder: RunFolder, progress: DeliveryState, end: RunEnded | None = None) -> str:
-    """Return the page with this delivery's troubles on it, and this end; None: the last that the journal tells."""
+    """Return the page with the problems of this delivery.
+
+    `end`: how the run ended; None for the end in the journal.
+    """
     facts = fold(folder.all_events())
     if folder.description.exists():
         return run_report.with_notes(
             folder.description.read_text(encoding="utf-8"), facts.notices, trouble(progress)
         )
-    end = end or facts.end or run_report.so_far(facts, status(folder))
+    end = end or facts.end or run_report.so_far(facts, read_summary(folder).status)
     return run_report.markdown(folder.identity.name, facts, end, trouble(progress))
-
-
-def status(folder: RunFolder) -> str:
-    """Return the run's status: FINISHED, FAILED, KILLED, STARTING, RUNNING or DIED. Raises BrokenRun."""
-    return read_summary(folder).status

@@ -1,16 +1,16 @@
-"""A run's description for its MLflow page and for the terminal: what happened, in Markdown. Pure."""
+"""A run's report in Markdown, for its MLflow page and for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rankzero.events import DataDescribed, RunEnded
+from rankzero.events import RunEnded
 from rankzero.reporting import reproduce
 from rankzero.reporting.run_facts import Facts
 from rankzero.scalars import number
 
-HIGHLIGHTS = (
+_SETTINGS = (
     "train.batch_size",
     "train.micro_batch",
     "train.precision",
@@ -18,23 +18,26 @@ HIGHLIGHTS = (
     "train.steps",
     "train.seed",
 )
-ERROR_LINES = 25
-MOST_NOTES = 30
-EM_SPACES = "&emsp;&emsp;"
-GAP = "&nbsp;\n\n"  # MLflow's page puts headings right below what is above
-DATA_BOUND = 0.1  # of the training time: from there on, the data are what to look at
-BUSY_GPU = 70.0  # percent
+_ERROR_LINES = 25
+_MAX_NOTES = 30
+# MLflow's page puts headings and columns without any space between them.
+_EM_SPACES = "&emsp;&emsp;"
+_GAP = "&nbsp;\n\n"
+_DATA_BOUND = 0.1
+"""The share of the training time from which waiting for data limits the speed."""
+_BUSY_GPU = 70.0
+"""Percent."""
 
 
 def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()) -> str:
-    """Return the report. `name` is what `rankzero resume` takes, `end` how it ended, `trouble` the delivery's."""
+    """Return the report of the run `name`. `trouble`: the problems of its delivery."""
     parts = [
-        _headline(end),
+        f"### {end.status}: {_inline(end.reason)}",
         _lead(facts, end),
         _results(facts, end),
         _error(end),
         _checkpoints(name, facts, end),
-        _notes("What went wrong on the way", facts.notices),
+        _notes("Problems during the run", facts.notices),
         _notes("Delivery to MLflow", trouble),
         _origin(facts),
         _reproduce(name, facts),
@@ -44,28 +47,24 @@ def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()
 
 
 def with_notes(page: str, notices: Sequence[str], trouble: Sequence[str]) -> str:
-    """Return a page that was written otherwise, as a study's is, with what went wrong at its end."""
-    notes = [_notes("What went wrong on the way", notices), _notes("Delivery to MLflow", trouble)]
+    """Return a page of other text, such as a study's, with the problems at its end."""
+    notes = [_notes("Problems during the run", notices), _notes("Delivery to MLflow", trouble)]
     return "\n\n".join([page.rstrip(), *filter(None, notes)]) + "\n"
 
 
 def so_far(facts: Facts, status: Any) -> RunEnded:
-    """Return how a run stands that has not ended, or not said so: what `markdown` takes for its end."""
+    """Return an end for `markdown` of a run that has none yet."""
     total = f" of {facts.total_steps:,}" if facts.total_steps else ""
     return RunEnded(facts.last_time, status, f"at step {facts.steps:,}{total}", None, {})
 
 
 def for_terminal(text: str) -> str:
-    """Return the Markdown without the spaces that only MLflow's page needs."""
-    return text.replace(GAP, "").replace(EM_SPACES, "").replace("&emsp;", "")
-
-
-def _headline(end: RunEnded) -> str:
-    return f"### {end.status}: {_inline(end.reason)}"
+    """Return the Markdown without the space that only MLflow's page needs."""
+    return text.replace(_GAP, "").replace(_EM_SPACES, "").replace("&emsp;", "")
 
 
 def _lead(facts: Facts, end: RunEnded) -> str:
-    """Return the line that MLflow shows before "Show more"."""
+    """Return the line that MLflow shows above "Show more"."""
     parts = []
     if facts.best is not None:
         parts.append(f"`{facts.goal.metric}` **{_number(facts.best)}**")
@@ -79,9 +78,7 @@ def _lead(facts: Facts, end: RunEnded) -> str:
 
 def _results(facts: Facts, end: RunEnded) -> str:
     rows = [*_goal_rows(facts), *_progress_rows(facts), *_speed_rows(facts, end), *_gpu_rows(facts)]
-    if not rows:
-        return ""
-    return _table(("Result", ""), rows)
+    return _table(("Result", ""), rows) if rows else ""
 
 
 def _goal_rows(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -124,11 +121,9 @@ def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
 
 
 def straggler(metrics: Mapping[str, float]) -> str | None:
-    """Say which rank kept the others waiting, by a run's summary; None where none did."""
-    rank, ratio = (
-        number(metrics.get("straggler_rank")),
-        number(metrics.get("straggler_forward_ratio")),
-    )
+    """Return which rank held up the others, by a run's results, or None."""
+    rank = number(metrics.get("straggler_rank"))
+    ratio = number(metrics.get("straggler_forward_ratio"))
     wait = number(metrics.get("straggler_data_wait_fraction"))
     if rank is None:
         return None
@@ -141,15 +136,18 @@ def straggler(metrics: Mapping[str, float]) -> str | None:
 
 
 def _limit(facts: Facts, wait: float) -> str:
-    """Return what limited the speed, as far as what is always measured tells."""
+    """Return what limited the speed, as far as the metrics of every run show it."""
     busy = facts.gpu_means.get("utilization_percentage")
-    if wait >= DATA_BOUND:
+    if wait >= _DATA_BOUND:
         return "data: load faster (`train.workers`), or keep the data set in memory"
-    if busy is not None and busy < BUSY_GPU:
-        return "neither data nor arithmetic: `rankzero profile` says whether it is communication or small steps"
+    if busy is not None and busy < _BUSY_GPU:
+        return (
+            "neither data nor arithmetic: `rankzero profile` shows whether it is communication "
+            "or small steps"
+        )
     if facts.params.get("world_size", "1") == "1":
         return "compute"
-    return "compute or communication: `rankzero profile` says which"
+    return "compute or communication: `rankzero profile` shows which"
 
 
 def _gpu_rows(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -167,9 +165,9 @@ def _error(end: RunEnded) -> str:
     if not end.error:
         return ""
     lines = end.error.rstrip().splitlines()
-    cut = ["…"] if len(lines) > ERROR_LINES else []
-    body = "\n".join([*cut, *lines[-ERROR_LINES:]]).replace("```", "'''")
-    return f"{GAP}### Error\n\n```text\n{body}\n```"
+    cut = ["…"] if len(lines) > _ERROR_LINES else []
+    body = "\n".join([*cut, *lines[-_ERROR_LINES:]]).replace("```", "'''")
+    return f"{_GAP}### Error\n\n```text\n{body}\n```"
 
 
 def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
@@ -180,22 +178,22 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
         f"{step:,}" + (" (best)" if facts.checkpoints[step] else "") for step in steps
     )
     finished, epochs = end.status == "FINISHED", facts.params.get("train.epochs", "")
-    verb = "Go on" if finished else "Resume"
+    verb = "Continue" if finished else "Resume"
     further = f" train.epochs={2 * int(epochs)}" if finished and epochs.isdecimal() else ""
     command = f"```sh\nrankzero resume {name}{further}\n```"
-    return f"{GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n{command}"
+    return f"{_GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n{command}"
 
 
 def _notes(heading: str, lines: Sequence[str]) -> str:
     if not lines:
         return ""
-    shown = [f"- {_inline(line).removeprefix('- ')}" for line in lines[:MOST_NOTES]]
-    more = [f"- and {len(lines) - MOST_NOTES} more"] if len(lines) > MOST_NOTES else []
-    return f"{GAP}### {heading}\n\n" + "\n".join([*shown, *more])
+    shown = [f"- {_inline(line).removeprefix('- ')}" for line in lines[:_MAX_NOTES]]
+    more = [f"- and {len(lines) - _MAX_NOTES} more"] if len(lines) > _MAX_NOTES else []
+    return f"{_GAP}### {heading}\n\n" + "\n".join([*shown, *more])
 
 
 def _origin(facts: Facts) -> str:
-    """Return what was run: the file, the code's version, the machine."""
+    """Return the experiment's file, the code's version, the data and the machine."""
     known = facts.environment
     code = (known.get("mlflow.source.git.commit") or "")[:12]
     changed = ", with uncommitted changes" if known.get("rankzero.dirty") == "true" else ""
@@ -203,7 +201,13 @@ def _origin(facts: Facts) -> str:
     torch = known.get("rankzero.torch") or known.get("rankzero.package.torch")
     rows = [
         ("Experiment", known.get("rankzero.experiment_file")),
-        *((f"{context.capitalize()} data", _data(one)) for context, one in facts.data.items()),
+        *(
+            (
+                f"{context.capitalize()} data",
+                f"{data.name}, {data.samples:,} samples, digest {data.digest}",
+            )
+            for context, data in facts.data.items()
+        ),
         ("Commit", code and f"{code}{changed}"),
         (
             "Processes",
@@ -213,16 +217,12 @@ def _origin(facts: Facts) -> str:
         ("PyTorch", torch),
     ]
     found = [(title, _inline(value)) for title, value in rows if value]
-    return GAP + "### What was run\n\n" + _table(("Origin", ""), found) if found else ""
-
-
-def _data(one: DataDescribed) -> str:
-    return f"{one.name}, {one.samples:,} samples, digest {one.digest}"
+    return _GAP + "### What was run\n\n" + _table(("Origin", ""), found) if found else ""
 
 
 def _reproduce(name: str, facts: Facts) -> str:
     lines = [line.replace("```", "'''") for line in reproduce.commands(name, facts)]
-    return "\n".join([f"{GAP}### Reproduce\n", "```sh", *lines, "```"]) if lines else ""
+    return "\n".join([f"{_GAP}### Reproduce\n", "```sh", *lines, "```"]) if lines else ""
 
 
 def _setting(facts: Facts) -> str:
@@ -230,20 +230,20 @@ def _setting(facts: Facts) -> str:
     own = [key for key in params if "." not in key]
     rows = [
         (f"`{key}`", f"`{_inline(params[key])}`")
-        for key in (*own, *HIGHLIGHTS)
+        for key in (*own, *_SETTINGS)
         if key in params and params[key] != "none"
     ]
-    return GAP + "### Setting\n\n" + _table(("Setting", "Value"), rows) if rows else ""
+    return _GAP + "### Setting\n\n" + _table(("Setting", "Value"), rows) if rows else ""
 
 
 def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
-    # The em spaces keep the columns apart: MLflow's page gives tables no padding.
-    body = (f"| {left}{EM_SPACES} | {right} |" for left, right in rows)
+    # MLflow's page gives tables no padding.
+    body = (f"| {left}{_EM_SPACES} | {right} |" for left, right in rows)
     return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *body])
 
 
 def _inline(text: str) -> str:
-    """Return the text on one line, so that no value of the user's breaks the page."""
+    """Return the text on one line, so that no value of a user breaks the page."""
     return " ".join(text.split()).replace("|", "\\|").replace("`", "'").replace("<", "‹")
 
 

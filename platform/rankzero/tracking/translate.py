@@ -112,7 +112,7 @@ def linked(event: CheckpointSaved, curves: Curves, model_id: str) -> list[Metric
 def metric_name(key: str, curves: Curves) -> str:
     """Return the metric's name in MLflow: its own, unless that is illegal or another metric's."""
     name = limits.name(key)
-    return name if curves.owners.get(name, key) == key else limits.apart(key)
+    return name if curves.owners.get(name, key) == key else limits.unique_name(key)
 
 
 class _Draft:
@@ -163,7 +163,7 @@ class _Draft:
             ("tag", event.environment, limits.TAG_LENGTH),
         ):
             for key, text in texts.items():
-                lost = limits.lost(text, length)
+                lost = limits.loss(text, length)
                 if lost is not None:
                     self._remark(f"{kind} {key!r}", f"{lost}; events.jsonl has it whole")
 

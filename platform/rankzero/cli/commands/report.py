@@ -13,12 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rankzero.catalog import lookup
+from rankzero.catalog.summary import read_summary
 from rankzero.cli.display.terminal import is_interactive, table_console
 from rankzero.errors import UserError
 from rankzero.events import RunStarted
 from rankzero.reporting import comparison, run_facts, run_report
 from rankzero.reporting.comparison import RunSide
-from rankzero.reporting.run_page import page, status
+from rankzero.reporting.run_page import page
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _side(folder: RunFolder) -> RunSide:
     return RunSide(
         name=folder.identity.name,
-        status=status(folder),
+        status=read_summary(folder).status,
         facts=run_facts.fold(folder.all_events()),
         packages=provenance.read_packages(folder.artifacts),
         patch=provenance.read_diff(folder.artifacts),

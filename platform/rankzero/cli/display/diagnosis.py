@@ -72,7 +72,7 @@ def _current_state(folder: RunFolder, status: str) -> Iterator[str]:
 
 
 def _timeline(folder: RunFolder) -> Iterator[str]:
-    for line in timeline.tell(read_all(folder.events)):
+    for line in timeline.lines(read_all(folder.events)):
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line.time))
         text = escape(_one_line(line.text))
         yield f"[dim]{moment}[/]  {f'[yellow]{text}[/]' if line.grave else text}"
