@@ -30,7 +30,7 @@ from harness import RESULTS, save
 
 from rankzero import Experiment, Goal, Train
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
-from rankzero.experiment import LogUniform
+from rankzero.search_ranges import LogUniform
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import grid as ladder

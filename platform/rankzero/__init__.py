@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from rankzero.config import override as override
     from rankzero.config import to_yaml as to_yaml
     from rankzero.errors import UserError as UserError
-    from rankzero.experiment import Choice as Choice
     from rankzero.experiment import Experiment as Experiment
     from rankzero.experiment import Goal as Goal
-    from rankzero.experiment import Integer as Integer
-    from rankzero.experiment import LogUniform as LogUniform
     from rankzero.experiment import Train as Train
-    from rankzero.experiment import Uniform as Uniform
     from rankzero.integrations.tracked_run import track as track
+    from rankzero.search_ranges import Choice as Choice
+    from rankzero.search_ranges import Integer as Integer
+    from rankzero.search_ranges import LogUniform as LogUniform
+    from rankzero.search_ranges import Uniform as Uniform
 
 __version__ = "0.1.0"
 
@@ -35,15 +35,8 @@ _HOMES = {
     "rankzero.api.results": ("run", "runs"),
     "rankzero.config": ("ConfigError", "flatten", "from_yaml", "override", "to_yaml"),
     "rankzero.errors": ("UserError",),
-    "rankzero.experiment": (
-        "Choice",
-        "Experiment",
-        "Goal",
-        "Integer",
-        "LogUniform",
-        "Train",
-        "Uniform",
-    ),
+    "rankzero.experiment": ("Experiment", "Goal", "Train"),
+    "rankzero.search_ranges": ("Choice", "Integer", "LogUniform", "Uniform"),
     "rankzero.integrations.tracked_run": ("track",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

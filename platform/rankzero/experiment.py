@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, Self, dataclass_transform
 from rankzero.config import check_types
 from rankzero.config.renamed import new_name
 from rankzero.lr_schedules import factor
+from rankzero.search_ranges import Range
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Schedule = Literal["constant", "linear", "cosine", "one_cycle"]
@@ -196,43 +197,6 @@ class Train:
         )
         _require_all(self, ("warmup_steps", "workers", "seed"), at_least=0)
         _require_all(self, ("clip",), above=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """One of the options, which have no order."""
-
-    options: tuple[Any, ...]
-
-    def __init__(self, *options: Any) -> None:
-        object.__setattr__(self, "options", options)
-
-
-@dataclasses.dataclass(frozen=True)
-class Uniform:
-    """A real number between `low` and `high`."""
-
-    low: float
-    high: float
-
-
-@dataclasses.dataclass(frozen=True)
-class LogUniform:
-    """A positive number between `low` and `high`, uniform in its logarithm."""
-
-    low: float
-    high: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Integer:
-    """An integer from `low` to `high`, both included."""
-
-    low: int
-    high: int
-
-
-Range = Choice | Uniform | LogUniform | Integer
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -14,8 +14,8 @@ from rankzero.catalog import filters, lookup
 from rankzero.catalog.summary import Summary
 from rankzero.config import ConfigError, read_file, rendered
 from rankzero.config.renamed import NEW_NAMES, params_with_new_names, with_new_names
-from rankzero.experiment import Range
 from rankzero.reporting import run_facts
+from rankzero.search_ranges import Range
 from rankzero.training.checkpoints.best_model import experiment_of
 from rankzero.tuning.search import FIRST, first_guesses
 from rankzero.tuning.space import make_space

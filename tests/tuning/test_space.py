@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero import Choice, ConfigError, Experiment, Integer, LogUniform, Train, Uniform, flatten
-from rankzero.experiment import Range
+from rankzero.search_ranges import Range
 from rankzero.tuning.space import BATCH, BATCH_INDEX, FACTOR, PRECISION, make_space, narrowed
 
 

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankzero.config import ConfigError, flatten, override
-from rankzero.experiment import Choice, Experiment, Integer, LogUniform, Range, Uniform
+from rankzero.experiment import Experiment
+from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 
 BATCH, PRECISION, LR = "train.batch_size", "train.precision", "lr"
 BATCH_INDEX, FACTOR = "batch_index", "lr_factor"

@@ -27,9 +27,9 @@ from optuna.trial import TrialState
 
 from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
-from rankzero.experiment import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.mlflow_store.uris import require_plain
 from rankzero.redaction.text import text_without_secrets, url_without_secrets
+from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.tuning import members
 from rankzero.tuning.options import PRUNERS, SAMPLERS
 from rankzero.tuning.trial import State, Trial

@@ -17,7 +17,8 @@ from typing import Any
 
 from rankzero import config, experiment_file
 from rankzero.errors import RunFailed, UserError
-from rankzero.experiment import Experiment, Range
+from rankzero.experiment import Experiment
+from rankzero.search_ranges import Range
 
 ADAPTIVE_EXPONENT, SGD_EXPONENT = 0.5, 1.0  # of the batch size, in the learning rate's rule
 
