@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 CACHE = ".summaries.jsonl"
 _IDENTITY = "run.json"
 _SUMMARISED = (_IDENTITY, EVENTS, "system-node_0.jsonl", "delivery.json")
+# Outdated lines of the cache before it is deleted.
 _SPARE_LINES = 1000
-"""Outdated lines of the cache before it is deleted."""
 
 
 def folders(runs: Path) -> list[RunFolder]:

@@ -23,10 +23,10 @@ ELSEWHERE = "ELSEWHERE"
 STARTING_SECONDS = 120.0
 """From a run's folder to its first process, on a busy machine."""
 _TAIL_BYTES, _MAX_TAIL_BYTES = 1 << 12, 1 << 20
+# The tag with the digest of the training data.
 _TRAINING_DATA = "rankzero.data.training"
-"""The tag with the digest of the training data."""
+# Metrics that the loop logs with each report, besides those of `measure`.
 _LOOP_METRICS = 4
-"""Metrics that the loop logs with each report, besides those of `measure`."""
 
 
 @dataclasses.dataclass(frozen=True)

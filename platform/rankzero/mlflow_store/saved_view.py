@@ -25,10 +25,10 @@ _FIRST = "What matters first"
 # MLflow's names for the columns that are always there.
 _RUN_NAME = "attributes.`Run Name`"
 _ALWAYS = ("1", _RUN_NAME, "runDateAndNestInfo", "duration")
+# Wide enough for the end of a trial's name. In MLflow's 190, a study's trials all look alike.
 _RUN_NAME_PIXELS = 260
-"""Wide enough for the end of a trial's name. In MLflow's 190, a study's trials all look alike."""
+# MLflow's sections of charts.
 _FOLDED = ("val", "train", "throughput", WHOLE_RUN, "search", "Model metrics", "System metrics")
-"""MLflow's sections of charts."""
 _LINE: dict[str, Any] = {
     "lineSmoothness": 0,
     "xAxisScaleType": "linear",

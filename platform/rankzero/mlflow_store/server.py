@@ -22,8 +22,8 @@ LOOPBACK = "127.0.0.1"
 _ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - the server listens there only if a user says so
 _USERS, _SETTINGS = "auth.db", "auth.ini"
 _USER, PASSWORD = "MLFLOW_AUTH_ADMIN_USERNAME", "MLFLOW_AUTH_ADMIN_PASSWORD"
+# Characters of a password, MLflow's own rule.
 _MIN_PASSWORD = 12
-"""Characters of a password, MLflow's own rule."""
 
 
 class Access(NamedTuple):

@@ -62,8 +62,8 @@ _BELOW = re.compile(r"(?:[!&]\S{1,64}\s{0,8}){0,2}(?:[|>][+\-\d]{0,2}\s{0,32})?(
 _KEY_ALONE = re.compile(r"[+\- ]?[ \t]{0,128}(?:-[ \t]{1,8}){0,4}[\w.\-\"'\\<{]{0,64}")
 _STATEMENT = re.compile(r"[+\- ]?[ \t]{0,128}(?:if|elif|while|case|for|with)\b")
 _HUNK = re.compile(r"@@ |diff --git ")
+# Lines that one value may have.
 _MAX_LINES = 40
-"""Lines that one value may have."""
 
 
 def is_secret_name(name: str) -> bool:

@@ -17,8 +17,8 @@ from rankzero.redaction.assignments import (
     without_assigned,
 )
 
+# Values of a setting that is not used.
 _UNSET = ("", "none", "true", "false")
-"""Values of a setting that is not used."""
 _KEY = re.compile(r"[\w.\-+~@/\[\]]{1,256}")
 _OPTION = re.compile(
     rf"(?P<name>(?<![\w\-])--[\w\-]{{0,40}}?(?:{WORD})[\w.\-]{{0,64}}[ \t]{{1,32}})"

@@ -114,6 +114,7 @@ def _metrics(facts: Facts) -> dict[str, float]:
         found = {f"best {facts.goal.metric}": facts.best, "best at step": facts.best_step}
     found["steps"] = facts.steps
     for key, value in sorted(facts.metrics.items()):
+        # The section about speed has these.
         if not key.startswith("throughput/"):
             found[key] = value
     return found
@@ -141,6 +142,7 @@ def _code(side: RunSide) -> dict[str, str]:
 
 
 def _packages(side: RunSide) -> dict[str, str]:
+    # A run that did not write packages.txt has the versions of a few packages as tags.
     tags = side.facts.environment.items()
     return dict(side.packages) or {
         key.removeprefix(_PACKAGE): text for key, text in tags if key.startswith(_PACKAGE)
@@ -180,6 +182,7 @@ def _change(left: float | None, right: float | None) -> str:
     if not before or after is None or after == before:
         return ""
     ratio = after / before
+    # Also for NaN.
     if not abs(ratio) < 1e6:
         return ""
     return f"{ratio:.2f}x" if ratio >= 2 or ratio <= 0.5 else f"{ratio - 1:+.1%}"

@@ -25,14 +25,15 @@ def commands(name: str, facts: Facts) -> list[str]:
 
 def _attempts(name: str, facts: Facts) -> Iterator[str]:
     all_words = [_plain(command) for command in facts.commands]
-    again = f"{name}-again" if any(words[1:2] == ["resume"] for words in all_words) else None
+    # Only a resume needs to know the new run's name.
+    again = f"{name}-again" if any(words[1:2] == ["resume"] for words in all_words) else ""
     for words in all_words:
         if words[:1] != ["rankzero"]:
             yield shlex.join(words)
         elif words[1:2] == ["train"]:
             yield shlex.join([*words, *([_RUN_NAME, again] if again else [])])
         elif words[1:2] == ["resume"]:
-            yield shlex.join(again if word == name else word for word in words if again)
+            yield shlex.join(again if word == name else word for word in words)
         else:
             # A search's trial: the recorded command made many runs.
             file = facts.environment.get("rankzero.experiment_file", "EXP")

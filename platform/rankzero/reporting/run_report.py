@@ -18,15 +18,21 @@ _SETTINGS = (
     "train.steps",
     "train.seed",
 )
+_GPU_ROWS = (
+    ("utilization_percentage", "GPU busy, mean", "%"),
+    ("memory_usage_percentage", "GPU memory, mean", "%"),
+    ("power_usage_watts", "GPU power, mean", "W"),
+)
+# The end of a traceback names the error. The journal has all of it.
 _ERROR_LINES = 25
 _MAX_NOTES = 30
 # MLflow's page puts headings and columns without any space between them.
 _EM_SPACES = "&emsp;&emsp;"
 _GAP = "&nbsp;\n\n"
+# The share of the training time from which waiting for data limits the speed.
 _DATA_BOUND = 0.1
-"""The share of the training time from which waiting for data limits the speed."""
+# Percent. Below it, a GPU waits for something else than data: launches or communication.
 _BUSY_GPU = 70.0
-"""Percent."""
 
 
 def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()) -> str:
@@ -68,6 +74,7 @@ def _lead(facts: Facts, end: RunEnded) -> str:
     parts = []
     if facts.best is not None:
         parts.append(f"`{facts.goal.metric}` **{_number(facts.best)}**")
+    # The line has no room for explanations.
     parts += [
         f"{value} steps" if title == "Steps" else value
         for title, value in (*_speed_rows(facts, end), *_progress_rows(facts))
@@ -77,24 +84,23 @@ def _lead(facts: Facts, end: RunEnded) -> str:
 
 
 def _results(facts: Facts, end: RunEnded) -> str:
-    rows = [*_goal_rows(facts), *_progress_rows(facts), *_speed_rows(facts, end), *_gpu_rows(facts)]
+    goal, rows = facts.goal, list[tuple[str, str]]()
+    if facts.best is not None:
+        best = f"**{_number(facts.best)}** at step {facts.best_step:,}"
+        rows.append((f"Best `{goal.metric}` ({goal.mode})", best))
+        if goal.target is not None:
+            verdict = "reached" if goal.reached(facts.best) else "not reached"
+            rows.append((f"Target {_number(goal.target)}", f"**{verdict}**"))
+        # The best checkpoint has these values, too.
+        others = {key: value for key, value in facts.best_metrics.items() if key != goal.metric}
+        rows += [(f"`{key}` at that step", _number(value)) for key, value in others.items()]
+    rows += [*_progress_rows(facts), *_speed_rows(facts, end)]
+    rows += [
+        (title, f"{_number(facts.gpu_means[key])} {unit}")
+        for key, title, unit in _GPU_ROWS
+        if key in facts.gpu_means
+    ]
     return _table(("Result", ""), rows) if rows else ""
-
-
-def _goal_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    goal = facts.goal
-    if facts.best is None:
-        return
-    yield (
-        f"Best `{goal.metric}` ({goal.mode})",
-        f"**{_number(facts.best)}** at step {facts.best_step:,}",
-    )
-    if goal.target is not None:
-        verdict = "reached" if goal.reached(facts.best) else "not reached"
-        yield f"Target {_number(goal.target)}", f"**{verdict}**"
-    for key, value in facts.best_metrics.items():
-        if key != goal.metric:
-            yield f"`{key}` at that step", _number(value)
 
 
 def _progress_rows(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -150,17 +156,6 @@ def _limit(facts: Facts, wait: float) -> str:
     return "compute or communication: `rankzero profile` shows which"
 
 
-def _gpu_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    names = {
-        "utilization_percentage": ("GPU busy, mean", "%"),
-        "memory_usage_percentage": ("GPU memory, mean", "%"),
-        "power_usage_watts": ("GPU power, mean", "W"),
-    }
-    for key, (title, unit) in names.items():
-        if key in facts.gpu_means:
-            yield title, f"{_number(facts.gpu_means[key])} {unit}"
-
-
 def _error(end: RunEnded) -> str:
     if not end.error:
         return ""
@@ -177,6 +172,7 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
     listed = ", ".join(
         f"{step:,}" + (" (best)" if facts.checkpoints[step] else "") for step in steps
     )
+    # A finished run can only continue with more epochs.
     finished, epochs = end.status == "FINISHED", facts.params.get("train.epochs", "")
     verb = "Continue" if finished else "Resume"
     further = f" train.epochs={2 * int(epochs)}" if finished and epochs.isdecimal() else ""
@@ -227,6 +223,7 @@ def _reproduce(name: str, facts: Facts) -> str:
 
 def _setting(facts: Facts) -> str:
     params = facts.params
+    # Keys without a dot are the experiment's own.
     own = [key for key in params if "." not in key]
     rows = [
         (f"`{key}`", f"`{_inline(params[key])}`")

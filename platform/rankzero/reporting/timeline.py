@@ -19,8 +19,8 @@ from rankzero.events import (
     SystemSampled,
 )
 
+# Evaluations or checkpoints of an attempt: the first and the last of them.
 _MAX_OF_A_KIND = 8
-"""Evaluations or checkpoints of an attempt: the first and the last of them."""
 _LONGEST_SILENCE = 60.0
 
 

@@ -6,13 +6,13 @@ import re
 
 from rankzero.errors import UserError
 
+# A folder's name may have 255.
 _MAX_BYTES = 200
-"""A folder's name may have 255."""
+# Other names are derived from it, such as those of a study's trials.
 _MAX_GIVEN_BYTES = 160
-"""Other names are derived from it, such as those of a study's trials."""
 _MAX_STEM_BYTES = 80
+# MLflow's limit.
 _MAX_EXPERIMENT = 500
-"""MLflow's limit."""
 _PLAIN = re.compile(r"[A-Za-z0-9][\w.\-]*")
 _NOT_PLAIN = re.compile(r"[^\w.\-]+")
 

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 
 _MEGABYTE = 1e6
+# Samples between two looks at the process tree, which reads all of /proc.
 _PROCESS_EVERY = 10
-"""Samples between two looks at the process tree, which reads all of /proc."""
 
 
 def usable_cores() -> list[int]:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _MEGABYTE = 1e6
+# Milliwatts in a watt, millijoules in a joule.
 _MILLI = 1e3
-"""Milliwatts in a watt, millijoules in a joule."""
+# Failures of one reading in a row that the user is notified of. Single ones are common.
 _MANY_FAILURES = 3
-"""Failures of one reading in a row that the user is notified of. Single ones are common."""
 
 # By number, because the binding's version decides which exception classes exist.
 _UNINITIALIZED, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION = 1, 2, 3, 4

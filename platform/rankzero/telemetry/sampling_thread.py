@@ -14,8 +14,8 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, read
 from rankzero.telemetry.node_sampler import SAMPLE_SECONDS, NodeSampler, mean_of, publish_interval
 
+# The first interval is short, so that a run of five seconds has values.
 _FIRST_SECONDS = 1.0
-"""The first interval is short, so that a run of five seconds has values."""
 _TAIL_BYTES = 1 << 16
 
 log = logging.getLogger("rankzero.recorder")

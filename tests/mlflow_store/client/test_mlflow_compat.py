@@ -161,7 +161,7 @@ def test_a_server_that_is_not_mlflow_is_an_error(answer: bytes, tmp_path: Path) 
             lambda: tracker.find_run(run_id),
         ):
             with pytest.raises(
-                Exception, match=r"is it MLflow.s|none of MLflow.s|not in a valid JSON"
+                Exception, match=r"is it MLflow.s|not MLflow|not in a valid JSON"
             ) as raised:
                 ask()
             assert refusal(raised.value) is None  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ def test_an_upload_is_answered_by_nothing_or_by_json(
     with (
         contextlib.nullcontext()
         if taken
-        else pytest.raises(Exception, match=r"upload is none of MLflow.s")
+        else pytest.raises(Exception, match=r"upload is not MLflow.s")
     ):
         upload_to_a_server_that_answers(answer, tmp_path)
 

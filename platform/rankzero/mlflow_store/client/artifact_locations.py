@@ -22,8 +22,8 @@ from rankzero.mlflow_store.client.records import require_id
 
 _RUN_ID, _MODEL_ID = re.compile(r"[0-9a-f]{32}"), re.compile(r"m-[0-9a-f]{32}")
 _MODELS, _ARTIFACTS = "models", "artifacts"
+# Schemes for which MLflow asks the server for the place, and takes any answer.
 _RESOLVED_BY_SERVER = ("runs", "models")
-"""Schemes for which MLflow asks the server for the place, and takes any answer."""
 _REFUSED = (
     "; nothing is written or deleted there: correct the location in MLflow, "
     "or use another tracking store"

@@ -69,7 +69,7 @@ def refuse_false_answers() -> None:
 def _verified(response: Any, endpoint: str, *arguments: Any, **options: Any) -> Any:
     if response.status_code == 200 and response.text.strip() in _EMPTY:
         raise MlflowException(
-            f"the answer to {endpoint} is empty: it was cut off, or it is none of MLflow's"
+            f"the answer to {endpoint} is empty: it was cut off, or the server is not MLflow"
         )
     return _verify_rest_response(response, endpoint, *arguments, **options)
 
@@ -78,9 +78,7 @@ def _received(response: Any) -> None:
     _raise_for_status(response)
     asked = (*response.history, response)[0].request.method
     if asked != "GET" and (response.request.method != asked or not _may_be_receipt(response)):
-        raise MlflowException(
-            f"the answer to an upload is none of MLflow's: {response.text[:100]!r}"
-        )
+        raise MlflowException(f"the answer to an upload is not MLflow's: {response.text[:100]!r}")
 
 
 def _may_be_receipt(response: Any) -> bool:
