@@ -42,7 +42,6 @@ def test_a_page_uses_no_retired_word(page: Path) -> None:
     assert [found.group() for found in RETIRED.finditer(prose(page))] == []
 
 
-@pytest.mark.xfail(reason="the rooms are being rewritten one by one", strict=False)
 def test_docstrings_and_messages_use_no_retired_word() -> None:
     found = [
         f"{module.relative_to(ROOT)}:{line}: {match.group()}"

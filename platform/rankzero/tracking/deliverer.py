@@ -321,7 +321,7 @@ class Deliverer:
         self.commit()
 
     def _set_aside(self, activity: Activity, reason: str) -> None:
-        """Count the refused item or upload and go on. A batch is first divided."""
+        """Count the refused item or upload and continue. A batch is first divided."""
         if activity is Activity.UPLOAD:
             first, *rest = self.state.queue.waiting
             self._change_queue(waiting=tuple(rest))
