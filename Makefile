@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo test test-integrations docs torture fuzz check lint audit format bench lock clean
+.PHONY: setup demo test test-slow test-integrations docs torture fuzz check lint audit format bench lock clean
 .PHONY: test-with-integrations test-with-keras test-with-deepspeed
 
 setup: $(STAMP)
@@ -21,9 +21,16 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup
 	@$(BIN)/rankzero train experiments/digits.py --nproc 2
 
-# Three at a time: most tests wait for processes. The frameworks have a command of their own, below.
+# Three at a time: most tests wait for processes. Tests that share an expensive fixture run in one process (loadgroup).
+# The frameworks have a command of their own, below.
+PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadgroup --ignore tests/frameworks --durations 20
+
 test: setup
-	$(BIN)/pytest --numprocesses 3 --dist worksteal --ignore tests/frameworks
+	$(PYTEST) -m "not slow"
+
+# Long tests of what seldom breaks: browsers, whole searches, short fault campaigns.
+test-slow: setup
+	$(PYTEST) -m slow
 
 # The adapters against the real frameworks, which are extras. TensorFlow and DeepSpeed have environments of their own:
 # whoever finds them imports them, too. What needs Debian's openmpi-bin or a C++ compiler says so where it is skipped.

@@ -26,6 +26,8 @@ from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store.folder import RunFolder
 from support.commands import TINY, Command, command_in, free_port
 
+pytestmark = pytest.mark.xdist_group("browse")  # one process makes what its tests share
+
 CHATTY = """
 from tiny import Tiny
 

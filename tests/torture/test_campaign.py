@@ -11,6 +11,8 @@ from torture.campaign import Field, prepared, tried
 from torture.results import Result, report, summary, verdict
 from torture.scenarios import processes
 
+pytestmark = pytest.mark.xdist_group("campaign")  # one process makes what its tests share
+
 SEED = 20
 
 
