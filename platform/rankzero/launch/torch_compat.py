@@ -1,6 +1,6 @@
 """Everything that depends on private names of PyTorch's elastic agent and of multiprocessing.
 
-Seen with torch 2.11 to 2.15 and Python 3.11 to 3.14. ``tests/launch/test_torch_compat.py`` fails
+Seen with PyTorch 2.15 and Python 3.11. ``tests/launch/test_torch_compat.py`` fails
 when one of these names goes or changes its meaning:
 
     ObservedAgent           LocalElasticAgent._start_workers, _stop_workers, _remaining_restarts

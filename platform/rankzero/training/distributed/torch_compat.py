@@ -1,6 +1,6 @@
 """The private names and message texts of torch.distributed that this package depends on.
 
-Seen in PyTorch 2.11 to 2.15. tests/training/distributed/test_torch_compat.py fails once one is
+Seen in PyTorch 2.15. tests/training/distributed/test_torch_compat.py fails once one is
 gone.
 """
 

@@ -55,7 +55,7 @@ class TraceEvent:
 def recorded_events(profiler: Any) -> list[TraceEvent]:
     """Return the events of a `torch.profiler.profile` that has ended."""
     # `kineto_results` is private to torch. Only these events contain which operator launched a
-    # kernel; `profiler.events()` does not. Seen in torch 2.11 to 2.15. If the name goes, the test
+    # kernel; `profiler.events()` does not. Seen in torch 2.15. If the name goes, the test
     # test_the_installed_profiler_has_operators_and_ranges fails.
     found = []
     for event in profiler.profiler.kineto_results.events():

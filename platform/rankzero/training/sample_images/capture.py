@@ -38,7 +38,7 @@ _MAX_CLASS_NAME = 60
 
 # nn.Module.compile() stores the compiled call in this private attribute, and nn.Module.__call__
 # calls it. Hooks would become part of the compiled code, so `caught` replaces the call instead.
-# Seen in torch 2.1 to 2.15. If the name goes, test_compiled_call_attribute_exists fails.
+# Seen in torch 2.15. If the name goes, test_compiled_call_attribute_exists fails.
 _COMPILED_CALL = "_compiled_call_impl"
 
 
