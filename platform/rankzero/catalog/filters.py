@@ -14,9 +14,9 @@ from rankzero.catalog.summary import Summary
 from rankzero.config.renamed import new_name
 from rankzero.errors import UserError
 
-Value = str | float | bool | None
+_Value = str | float | bool | None
 
-COLUMNS: dict[str, Callable[[Summary], Value]] = {
+COLUMNS: dict[str, Callable[[Summary], _Value]] = {
     "run": lambda run: run.name,
     "experiment": lambda run: run.experiment,
     "status": lambda run: run.status,
@@ -106,7 +106,7 @@ def select(
     return [*have, *lack]
 
 
-def value_of(run: Summary, key: str) -> Value:
+def value_of(run: Summary, key: str) -> _Value:
     """Return a run's value: a column, else the goal's best value, else a param, else a metric."""
     if key in COLUMNS:
         return COLUMNS[key](run)
@@ -128,11 +128,11 @@ def _require(key: str, runs: Sequence[Summary]) -> None:
     raise UserError(f"no run has {key!r}; {hint}")
 
 
-def _is_missing(value: Value) -> bool:
+def _is_missing(value: _Value) -> bool:
     return value is None or value != value
 
 
-def _number(value: Value) -> float | None:
+def _number(value: _Value) -> float | None:
     """Return a number, a text that is one, or a time such as 90s, 5min, 2h, 1d in seconds."""
     if isinstance(value, str) and (span := _SPAN.fullmatch(value)):
         return float(span[1]) * _SECONDS[span[2]]

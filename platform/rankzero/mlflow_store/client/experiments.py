@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable
 
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
@@ -34,26 +33,6 @@ def find_or_create(client: MlflowClient, tracking_uri: str, identity: Identity) 
         with contextlib.suppress(MlflowException):
             return _create(client, tracking_uri, identity)
     return _create(client, tracking_uri, identity)
-
-
-def set_tag(
-    client: MlflowClient,
-    experiment: str,
-    tag: str,
-    value: str,
-    may_replace: Callable[[str | None], bool],
-) -> str | None:
-    """Set an experiment's tag if its present value `may_replace`.
-
-    Returns the experiment's id, or None if there is no such experiment.
-    """
-    found = client.get_experiment_by_name(experiment)
-    if found is None or found.lifecycle_stage == "deleted":
-        return None
-    present = found.tags.get(tag)
-    if present != value and may_replace(present):
-        client.set_experiment_tag(found.experiment_id, tag, value)
-    return str(found.experiment_id)
 
 
 def folder_for(experiment: str) -> str:

@@ -188,7 +188,13 @@ class MlflowRuns:
 
         Returns the experiment's id, or None if there is no such experiment.
         """
-        return experiments.set_tag(self._client, experiment, tag, value, may_replace)
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None or found.lifecycle_stage == "deleted":
+            return None
+        present = found.tags.get(tag)
+        if present != value and may_replace(present):
+            self._client.set_experiment_tag(found.experiment_id, tag, value)
+        return str(found.experiment_id)
 
     def download_artifact(self, run_id: str, name: str, folder: Path) -> Path:
         """Download one of the run's artifacts into the folder and return its path.
