@@ -71,7 +71,7 @@ def parse(text: str) -> Condition:
     if found is None or not found["key"].strip():
         raise UserError(
             f"{text!r} is not a filter: write KEY=VALUE, or with !=, <, <=, > or >=; "
-            "quote < and > for the shell: 'val/accuracy>0.9'"
+            "in quotes, because the shell reads < and >: 'val/accuracy>0.9'"
         )
     key, sign, value = found["key"].strip(), found["sign"].replace("==", "="), found["value"]
     condition = Condition(key, sign, value.strip())
