@@ -43,7 +43,7 @@ LEAST_CROWD, RUN_BYTES = 6, 900 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Field:
+class SharedSetup:
     """What all scenarios of a campaign share."""
 
     folder: Path
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     options, began = _parse(words), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="rankzero-torture-board-"))
-    parts = [_part(words, folder) for _ in range(options.parallel)]
+    parts = [_start_part(words, folder) for _ in range(options.parallel)]
     codes = [part.wait() for part in parts]
     results, minutes = Board(folder).results(), (time.monotonic() - began) / 60
     fuzzed = fuzz(options.fuzz) if options.fuzz else None
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def _part(words: Sequence[str], board: Path) -> subprocess.Popen[bytes]:
+def _start_part(words: Sequence[str], board: Path) -> subprocess.Popen[bytes]:
     """Start a part of a campaign, which enters a room of its own: what is left there is one scenario's."""
     return subprocess.Popen(
         [sys.executable, "-m", "torture.campaign", *words, "--board", str(board)]
@@ -99,7 +99,7 @@ def take_part(arguments: Sequence[str]) -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)
     if not room.is_mine():
         print(room.UNCHECKED, flush=True)
-    with prepared(options.crowd) as field:
+    with shared_setup(options.crowd) as setup:
         board, names = Board(options.board), options.only or list(SCENARIOS)
         until = time.monotonic() + 60 * options.minutes
         while (
@@ -111,7 +111,7 @@ def take_part(arguments: Sequence[str]) -> None:
             turn = Turn(options.seed, number // len(names))
             scenario = names[number % len(names)]
             with board.room(alone=scenario in ALONE):
-                result = tried(field, scenario, options.seed + number, turn)
+                result = run_scenario(setup, scenario, options.seed + number, turn)
             board.put(number, result)
             print(_line(result, board.injected()), flush=True)
 
@@ -121,17 +121,17 @@ def _all_omitted(board: Board, names: Sequence[str]) -> bool:
     return set(names) == {result.scenario for result in board.results() if result.not_run}
 
 
-def tried(field: Field, scenario: str, seed: int, turn: Turn = FIRST) -> Result:
+def run_scenario(setup: SharedSetup, scenario: str, seed: int, turn: Turn = FIRST) -> Result:
     """Run one scenario in a folder of its own."""
-    folder = field.folder / f"{seed}-{scenario.replace(' ', '-')}"
+    folder = setup.folder / f"{seed}-{scenario.replace(' ', '-')}"
     folder.mkdir()
-    ground = Ground(folder, seed, field.store, field.crowd, turn)
-    ground.environ["TORTURE_SERVER"] = field.server
+    ground = Ground(folder, seed, setup.store, setup.crowd, turn)
+    ground.environ["TORTURE_SERVER"] = setup.server
     began, broken, not_run = time.monotonic(), None, None
     try:
-        SCENARIOS[scenario](ground, field.reference)
+        SCENARIOS[scenario](ground, setup.reference)
         promises.nothing_is_left(ground)
-        promises.nobody_saw_a_traceback(ground)
+        promises.no_traceback_is_printed(ground)
     except Broken as error:
         broken = str(error)
     except NotRun as error:
@@ -148,7 +148,7 @@ def tried(field: Field, scenario: str, seed: int, turn: Turn = FIRST) -> Result:
 
 
 @contextlib.contextmanager
-def prepared(crowd: int = CROWD) -> Iterator[Field]:
+def shared_setup(crowd: int = CROWD) -> Iterator[SharedSetup]:
     """Make what all scenarios share: an empty store, a server, the undisturbed losses."""
     folder = Path(tempfile.mkdtemp(prefix="rankzero-torture-"))
     store = folder / "empty.db"
@@ -160,7 +160,7 @@ def prepared(crowd: int = CROWD) -> Iterator[Field]:
         ground.run("train", TINY, *SETTINGS)
         run = ground.the_run()
         assert run is not None
-        yield Field(folder, store, server.uri, curves.latest(run), crowd)
+        yield SharedSetup(folder, store, server.uri, curves.latest(run), crowd)
     with contextlib.suppress(OSError):
         shutil.rmtree(folder / "reference")
         shutil.rmtree(folder / "server")

@@ -100,7 +100,7 @@ def failing_disk(path: Path, image: Path) -> Iterator[FailingDisk]:
     try:
         disk.mount()
     except subprocess.CalledProcessError as error:  # who is root in a room of its own alone
-        raise NotRun(f"{UNALLOWED}: {_said(error.stderr)}") from None
+        raise NotRun(f"{UNALLOWED}: {_reason_of(error.stderr)}") from None
     try:
         shutil.copytree(kept, path, dirs_exist_ok=True)
         yield disk
@@ -108,7 +108,7 @@ def failing_disk(path: Path, image: Path) -> Iterator[FailingDisk]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-def _said(errors: str) -> str:
+def _reason_of(errors: str) -> str:
     """Return why a mount was refused, without the folder, which is another each time."""
     return next(iter(errors.splitlines()), "").rpartition(": ")[2].rstrip(".")
 
@@ -129,7 +129,7 @@ def small_disk(path: Path, megabytes: int = 24) -> Iterator[Disk]:
     words = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(path)]
     mounted = subprocess.run(words, capture_output=True, text=True, check=False)
     if mounted.returncode:
-        raise NotRun(f"no small disk can be mounted here: {_said(mounted.stderr)}")
+        raise NotRun(f"no small disk can be mounted here: {_reason_of(mounted.stderr)}")
     try:
         shutil.copytree(kept, path, dirs_exist_ok=True)
         yield Disk(path)

@@ -175,7 +175,7 @@ class Ground:
         """Return the two whose turn it is together: in the end, each of these met each of those."""
         return self.turn.pair(choices, others)
 
-    def hurt(self, what: str) -> None:
+    def note_fault(self, what: str) -> None:
         """Note a fault that was injected."""
         self.faults.append(what)
 

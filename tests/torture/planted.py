@@ -19,7 +19,7 @@ REFERENCE = {
 REFERENCE["val/loss"] = {4: 0.5}
 
 
-def refused(begin: str, check: Any, *arguments: Any, **options: Any) -> None:
+def expect_broken(begin: str, check: Any, *arguments: Any, **options: Any) -> None:
     with pytest.raises(Broken, match=f"^{begin}"):
         check(*arguments, **options)
 

@@ -31,7 +31,7 @@ LOGGED = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z]+ ", re.MULTILINE
 """How a line begins that a recorder or courier logs."""
 
 
-def nobody_is_left(
+def no_process_is_left(
     ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS
 ) -> None:
     """Every process of the scenario ends by itself, and with it goes its port: soon, or once it has delivered.
@@ -47,10 +47,10 @@ def nobody_is_left(
 
 def _have_left(found: Callable[[], list[psutil.Process]], seconds: float) -> None:
     if not wait_for(lambda: not found(), seconds) and (left := found()):
-        raise Broken(f"orphan: {'; '.join(map(_told, left))}")
+        raise Broken(f"orphan: {'; '.join(map(_describe, left))}")
 
 
-def _told(process: psutil.Process) -> str:
+def _describe(process: psutil.Process) -> str:
     """Return a process in words: its number, its command, the ports that it listens on."""
     told, ports = f"{process.pid} (gone by now)", []
     with contextlib.suppress(psutil.Error):
@@ -92,7 +92,7 @@ def nothing_is_lost(
         curves.have_all(mine, reference)
 
 
-def arrived_by_itself(run: RunFolder) -> None:
+def delivered_without_sync(run: RunFolder) -> None:
     """MLflow was given everything by the run's own recorder, which knows it: there is nothing for `sync` to do."""
     run_id = mlflow_id(run)
     if run_id is None:
@@ -212,7 +212,7 @@ def no_run_is_running(ground: Ground) -> None:
         raise Broken(f"wrong status: still RUNNING in MLflow: {', '.join(left)}")
 
 
-def nobody_saw_a_traceback(ground: Ground) -> None:
+def no_traceback_is_printed(ground: Ground) -> None:
     """Whatever went wrong was told in words, to users; and what works beside the training did not die of it."""
     for output in sorted(ground.folder.glob("output-*.txt")):
         _, found, rest = output.read_text(errors="replace").partition(TRACEBACK)
@@ -230,7 +230,7 @@ def nothing_is_left(
     ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS
 ) -> None:
     """No process of the scenario lives, so none of its ports is open, and none of its shared memory is left."""
-    nobody_is_left(ground, seconds, leave)
+    no_process_is_left(ground, seconds, leave)
     files = sorted(shared_memory() - ground.shared_memory)
     if files:
         raise Broken(f"orphan: shared memory {', '.join(files)}")

@@ -136,7 +136,7 @@ class Proxy:
                 client.shutdown(socket.SHUT_RDWR)
 
     def _hang(self, met: threading.Event) -> None:
-        """Answer nothing while the mode stands, which is met once it stood longer than a client waits."""
+        """Answer nothing while the mode is_consistent, which is met once it stood longer than a client waits."""
         began = time.monotonic()
         while self.mode == "hang" and not self._over:
             time.sleep(POLL_SECONDS)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from torture import disks, fuzzing, room
-from torture.campaign import Field, prepared, tried
+from torture.campaign import SharedSetup, run_scenario, shared_setup
 from torture.results import Result, report, summary, verdict
 from torture.scenarios import processes
 
@@ -17,8 +17,8 @@ SEED = 20
 
 
 @pytest.fixture(scope="module")
-def field() -> Iterator[Field]:
-    with prepared() as found:
+def setup() -> Iterator[SharedSetup]:
+    with shared_setup() as found:
         yield found
 
 
@@ -26,9 +26,9 @@ def field() -> Iterator[Field]:
 @pytest.mark.parametrize(
     "scenario", ["killed ranks", "damaged checkpoints", "full disk", "jumping clock"]
 )
-def test_promises_hold(field: Field, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promises_hold(setup: SharedSetup, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "MOST_KILLS", 3)
-    result = tried(field, scenario, SEED)
+    result = run_scenario(setup, scenario, SEED)
     if result.not_run:
         pytest.skip(result.not_run)
     assert result.broken is None
@@ -56,11 +56,11 @@ def test_what_is_broken_is_counted_by_its_kind() -> None:
 
 
 def test_what_was_not_tried_or_not_looked_at_is_told(
-    field: Field, monkeypatch: pytest.MonkeyPatch
+    setup: SharedSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disks, "can_fail", lambda: False)
     monkeypatch.delenv(room.INSIDE, raising=False)
-    result = tried(field, "failing disk", SEED)
+    result = run_scenario(setup, "failing disk", SEED)
     assert result.not_run and not result.faults and result.broken is None
     told = [
         f"not run: failing disk: {result.not_run} (1 of 2 scenarios)",

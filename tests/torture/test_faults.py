@@ -18,7 +18,7 @@ from support.runs import started, steps
 from torture import ground, results
 from torture.board import Board
 from torture.ground import Command, Ground, Turn
-from torture.planted import STEPS, refused, run_of
+from torture.planted import STEPS, expect_broken, run_of
 from torture.proxy import EVERYTHING, UPLOADS, Proxy
 from torture.results import Result
 from torture.scenarios import server, signals
@@ -41,13 +41,13 @@ def test_a_command_without_end_is_a_hang_in_every_loop(
     with sleeping(tmp_path) as command:
         assert command.busy()
         monkeypatch.setattr(ground, "DEADLINE_SECONDS", 0.0)
-        refused("hang", command.busy)
-        refused("hang", command.wait)
+        expect_broken("hang", command.busy)
+        expect_broken("hang", command.wait)
     with sleeping(tmp_path, "raise SystemExit(143)") as command:
         monkeypatch.setattr(ground, "DEADLINE_SECONDS", 60.0)
-        refused("wrong status: exit code 143, wanted 75", signals._ends_soon, command, 75)
+        expect_broken("wrong status: exit code 143, wanted 75", signals._ends_soon, command, 75)
         monkeypatch.setattr(signals, "STOP_SECONDS", -1.0)
-        refused("hang: the command ended", signals._ends_soon, command, 143)
+        expect_broken("hang: the command ended", signals._ends_soon, command, 143)
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def test_variants_are_gone_round_and_each_campaign_has_its_order() -> None:
         )
         > 1
     )
-    assert {blow.number for blow in signals.ONCE} == {
+    assert {fault.number for fault in signals.ONCE} == {
         signal.SIGTERM,
         signal.SIGINT,
         signal.SIGHUP,

@@ -27,7 +27,7 @@ from rankzero.tracking import sync
 from support.runs import T0, append, deleted, ended, evaluated, make_folder, started, steps
 from torture import curves, promises, room
 from torture.ground import DELIVERERS, Ground
-from torture.planted import REFERENCE, STEPS, refused, run_of
+from torture.planted import REFERENCE, STEPS, expect_broken, run_of
 from torture.scenarios import checkpoints, signals, training
 from torture.scenarios.checkpoints import _one_before_is_offered as _offered
 from torture.servers import free_port
@@ -58,13 +58,13 @@ def _save(step: int) -> Any:
 
 
 def test_what_is_planted_in_a_run_is_found(whole: RunFolder) -> None:
-    promises.arrived_by_itself(whole)
+    promises.delivered_without_sync(whole)
     promises.nothing_is_lost(whole, REFERENCE, steps=STEPS)
     assert promises.checkpoints_are_intact(whole) == STEPS
     assert promises.status_is(whole, "FINISHED") == "FINISHED"
-    refused("wrong status", promises.status_is, whole, "KILLED")
+    expect_broken("wrong status", promises.status_is, whole, "KILLED")
     _another_value(whole, '"val/loss":0.5', '"val/loss":0.25')
-    refused(
+    expect_broken(
         "wrong: MLflow has|wrong: in MLflow val/loss of step 4 is 0.5",
         promises.nothing_is_lost,
         whole,
@@ -72,23 +72,27 @@ def test_what_is_planted_in_a_run_is_found(whole: RunFolder) -> None:
     )
     _another_value(whole, '"val/loss":0.25', '"val/loss":0.5')
     append(whole, steps(STEPS + 1, STEPS + 1))
-    refused("lost: 1 points of train/loss are not in MLflow", promises.arrived_by_itself, whole)
-    refused("wrong status: the journal says FAILED", _ended_otherwise, whole)
+    expect_broken(
+        "lost: 1 points of train/loss are not in MLflow", promises.delivered_without_sync, whole
+    )
+    expect_broken("wrong status: the journal says FAILED", _ended_otherwise, whole)
 
 
 def test_a_recorder_that_does_not_know_that_it_is_done_is_found(whole: RunFolder) -> None:
     path = state.path_of(whole, 0)
     known = state.load(path)
     state.save(path, dataclasses.replace(known, queue=state.Queue(ended=False)))
-    refused(
+    expect_broken(
         "wrong: all of .* is in MLflow, and the recorder leaves it",
-        promises.arrived_by_itself,
+        promises.delivered_without_sync,
         whole,
     )
     state.save(
         path, dataclasses.replace(known, queue=state.Queue((state.Task.ARTIFACTS,), ended=True))
     )
-    refused("lost: 1 of .* are not in MLflow without `sync`", promises.arrived_by_itself, whole)
+    expect_broken(
+        "lost: 1 of .* are not in MLflow without `sync`", promises.delivered_without_sync, whole
+    )
 
 
 def _another_value(run: RunFolder, was: str, becomes: str) -> None:
@@ -108,9 +112,9 @@ def test_a_torn_checkpoint_is_found_older_ones_too(saved: RunFolder, name: str) 
         torn = checkpoint_files.folder_of(saved.checkpoints, step) / name
         content = torn.read_bytes()
         torn.write_bytes(content[:-9])
-        refused("corrupt", promises.checkpoints_are_intact, saved)
+        expect_broken("corrupt", promises.checkpoints_are_intact, saved)
         torn.unlink()
-        refused("corrupt", promises.checkpoints_are_intact, saved)
+        expect_broken("corrupt", promises.checkpoints_are_intact, saved)
         torn.write_bytes(content)
     assert promises.checkpoints_are_intact(saved) == STEPS
 
@@ -119,19 +123,19 @@ def test_a_checkpoint_of_another_step_is_found(saved: RunFolder) -> None:
     checkpoint_files.folder_of(saved.checkpoints, 2).rename(
         checkpoint_files.folder_of(saved.checkpoints, 3)
     )
-    refused("corrupt: step_00000003 holds step 2", promises.checkpoints_are_intact, saved)
+    expect_broken("corrupt: step_00000003 holds step 2", promises.checkpoints_are_intact, saved)
 
 
 def test_a_checkpoint_that_is_gone_is_found_and_one_that_was_superseded_is_not_missed(
     saved: RunFolder,
 ) -> None:
-    _tell(saved, 2, best=True)
-    _tell(saved, STEPS, best=False)
+    _journal_checkpoint(saved, 2, best=True)
+    _journal_checkpoint(saved, STEPS, best=False)
     assert promises.checkpoints_are_intact(saved) == STEPS
     _moved(saved, STEPS, ".tmp-replaced-")
     assert promises.checkpoints_are_intact(saved) == STEPS, "an interrupted replacement is put back"
     aside = _moved(saved, STEPS, "gone-")
-    refused(
+    expect_broken(
         r"lost: the newest checkpoint, of step 4, is gone: there are \[2\]",
         promises.checkpoints_are_intact,
         saved,
@@ -140,7 +144,7 @@ def test_a_checkpoint_that_is_gone_is_found_and_one_that_was_superseded_is_not_m
     assert promises.checkpoints_are_intact(saved) == 2
     aside.rename(checkpoint_files.folder_of(saved.checkpoints, STEPS))
     best = _moved(saved, 2, "gone-")
-    refused(
+    expect_broken(
         r"lost: the best checkpoint, of step 2, is gone: there are \[4\]",
         promises.checkpoints_are_intact,
         saved,
@@ -157,7 +161,7 @@ def test_a_checkpoint_that_is_gone_is_found_and_one_that_was_superseded_is_not_m
     shutil.rmtree(best)
 
 
-def _tell(run: RunFolder, step: int, *, best: bool) -> None:
+def _journal_checkpoint(run: RunFolder, step: int, *, best: bool) -> None:
     path = checkpoint_files.folder_of(run.checkpoints, step)
     append(run, CheckpointSaved(T0 + step, step, str(path.relative_to(run.path)), best, {}))
 
@@ -172,14 +176,14 @@ def test_a_damaged_checkpoint_that_is_used_is_found(saved: RunFolder, tmp_path: 
     shutil.copytree(saved.checkpoints, whole)
     newest, before = (checkpoint_files.folder_of(saved.checkpoints, step) for step in (STEPS, 2))
     wanted = "wanted step_00000002"
-    refused(
+    expect_broken(
         f"corrupt: after nothing, step_00000004 is offered, {wanted}",
         _offered,
         saved,
         whole,
         "nothing",
     )
-    refused(
+    expect_broken(
         "corrupt: step_00000004 is loaded, though damaged",
         checkpoints._is_not_loaded,
         newest,
@@ -189,17 +193,21 @@ def test_a_damaged_checkpoint_that_is_used_is_found(saved: RunFolder, tmp_path: 
     _offered(saved, whole, "emptied")
     checkpoints._is_not_loaded(newest, "emptied")
     checkpoint_files.write(before, _save(1), 2, {}, best=False)
-    refused("corrupt: after emptied, step_00000002 is another", _offered, saved, whole, "emptied")
+    expect_broken(
+        "corrupt: after emptied, step_00000002 is another", _offered, saved, whole, "emptied"
+    )
     shutil.rmtree(before)
-    refused(f"corrupt: after emptied, None is offered, {wanted}", _offered, saved, whole, "emptied")
-    refused(
+    expect_broken(
+        f"corrupt: after emptied, None is offered, {wanted}", _offered, saved, whole, "emptied"
+    )
+    expect_broken(
         f"corrupt: the run went on from step 0, {wanted}",
-        checkpoints._went_on_from,
+        checkpoints._resumed_from,
         saved,
         whole / before.name,
     )
     append(saved, started(attempt=2, step=2))
-    checkpoints._went_on_from(saved, whole / before.name)
+    checkpoints._resumed_from(saved, whole / before.name)
 
 
 def _points(*values: tuple[int, float]) -> list[MetricPoint]:
@@ -220,7 +228,9 @@ def _points(*values: tuple[int, float]) -> list[MetricPoint]:
     ],
 )
 def test_what_is_wrong_in_mlflow_is_found(points: Sequence[MetricPoint], begin: str) -> None:
-    refused(begin, curves.have_arrived, {"train/loss": {1: 1.0, 2: 0.5}}, {"train/loss": points})
+    expect_broken(
+        begin, curves.have_arrived, {"train/loss": {1: 1.0, 2: 0.5}}, {"train/loss": points}
+    )
 
 
 @pytest.mark.parametrize("name", ["lr", "throughput/step_seconds", "grad_norm"])
@@ -233,16 +243,16 @@ def test_a_window_that_did_not_arrive_is_found_and_what_is_cut_anew_is_not_misse
     record = promises.delivered(run)
     points = curves.in_mlflow(run, record.run_id, [name])
     curves.have_arrived({name: curves.first(run)[name]}, points)
-    refused(
+    expect_broken(
         f"lost: 1 points of {name}",
         curves.have_arrived,
         {name: curves.first(run)[name]},
         {name: points[name][1:]},
     )
     append(run, _window(7, name))
-    refused(
+    expect_broken(
         f"lost: 1 points of {name} are not in MLflow, the first of step 7",
-        promises.arrived_by_itself,
+        promises.delivered_without_sync,
         run,
     )
 
@@ -256,10 +266,10 @@ def test_what_is_wrong_in_a_journal_is_found() -> None:
         {"train/loss": {1: 1.0, 2: math.nan, 3: math.nan}},
         {"train/loss": {1: 1.0, 3: 1 / 3}},
     )
-    refused(
+    expect_broken(
         "wrong: in the journal train/loss of step 2 is nan", curves.are_undisturbed, nan, REFERENCE
     )
-    refused(
+    expect_broken(
         "wrong: in the journal train/loss of step 2 is nan",
         curves.are_undisturbed,
         nan,
@@ -267,15 +277,17 @@ def test_what_is_wrong_in_a_journal_is_found() -> None:
         3,
     )
     curves.are_undisturbed(nan, REFERENCE, 2)
-    refused(
+    expect_broken(
         "wrong: in the journal val/loss of step 4",
         curves.are_undisturbed,
         {"val/loss": {4: 0.75}},
         REFERENCE,
     )
-    refused("lost: the journal has 2 steps up to 3, wanted no gap", curves.have_no_gap, gap, None)
-    refused("lost: the journal has 3 steps up to 3, wanted 4", curves.have_no_gap, nan, 4)
-    refused(
+    expect_broken(
+        "lost: the journal has 2 steps up to 3, wanted no gap", curves.have_no_gap, gap, None
+    )
+    expect_broken("lost: the journal has 3 steps up to 3, wanted 4", curves.have_no_gap, nan, 4)
+    expect_broken(
         "lost: 1 points of val/accuracy",
         curves.have_all,
         {"train/loss": REFERENCE["train/loss"]},
@@ -286,14 +298,14 @@ def test_what_is_wrong_in_a_journal_is_found() -> None:
 def test_a_run_without_a_journal_is_told_and_so_is_one_that_finished_too_early(
     place: Ground,
 ) -> None:
-    refused("lost: there is no run", training.goes_on, place, REFERENCE, ("FINISHED",))
+    expect_broken("lost: there is no run", training.resumes, place, REFERENCE, ("FINISHED",))
     run = run_of(place)
     run.events.unlink(missing_ok=True)
-    refused("lost: the run has no journal", training.goes_on, place, REFERENCE, ("FINISHED",))
+    expect_broken("lost: the run has no journal", training.resumes, place, REFERENCE, ("FINISHED",))
     append(run, started(), steps(1, STEPS), ended())
-    refused(
+    expect_broken(
         "wrong status: FINISHED after 4 of 200 steps",
-        training.goes_on,
+        training.resumes,
         place,
         REFERENCE,
         ("FINISHED",),
@@ -302,15 +314,15 @@ def test_a_run_without_a_journal_is_told_and_so_is_one_that_finished_too_early(
 
 def test_a_training_that_was_begun_again_or_stopped_elsewhere_is_found(place: Ground) -> None:
     run = run_of(place, started(), steps(1, STEPS), ended("KILLED", "stopped by SIGTERM"))
-    signals._was_begun_once(place)
+    signals._began_once(place)
     sync.deliver(run)
-    refused("lost: stopped at step 4, the newest checkpoint is of step 0", _stopped, place)
+    expect_broken("lost: stopped at step 4, the newest checkpoint is of step 0", _stopped, place)
     checkpoint_files.write(
         checkpoint_files.folder_of(run.checkpoints, STEPS), _save(STEPS), STEPS, {}, best=False
     )
     _stopped(place)
     append(run, started(attempt=2))
-    refused("wrong: told to stop, the training was begun 2 times", signals._was_begun_once, place)
+    expect_broken("wrong: told to stop, the training was begun 2 times", signals._began_once, place)
 
 
 def _stopped(place: Ground) -> None:
@@ -341,26 +353,28 @@ def test_a_process_that_is_left_is_found_and_one_that_is_gone_is_not(
 ) -> None:
     promises.nothing_is_left(place, 0.2, 0.2)
     with _left_over(place, marked=marked) as pid:
-        refused(f"orphan: {pid} ", promises.nobody_is_left, place, 0.2, 0.2)
-        refused(f"orphan: {pid} ", promises.nothing_is_left, place, 0.2, 0.2)
+        expect_broken(f"orphan: {pid} ", promises.no_process_is_left, place, 0.2, 0.2)
+        expect_broken(f"orphan: {pid} ", promises.nothing_is_left, place, 0.2, 0.2)
     promises.nothing_is_left(place, 0.2, 0.2)
     assert 0.0 < place.leaving < 10.0
 
 
 def test_who_delivers_gets_longer_than_who_has_nothing_to_do(place: Ground) -> None:
     with _left_over(place, words=DELIVERERS[:1]) as pid:
-        refused(f"orphan: {pid} ", promises.nobody_is_left, place, 0.3, 0.1)
+        expect_broken(f"orphan: {pid} ", promises.no_process_is_left, place, 0.3, 0.1)
         threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
-        promises.nobody_is_left(place, 60.0, 0.1)
+        promises.no_process_is_left(place, 60.0, 0.1)
     with _left_over(place) as pid:
-        refused(f"orphan: {pid} ", promises.nobody_is_left, place, 60.0, 0.1)
+        expect_broken(f"orphan: {pid} ", promises.no_process_is_left, place, 60.0, 0.1)
 
 
 def test_a_port_that_somebody_listens_on_is_found(place: Ground) -> None:
     port = free_port()
     listens = f"import socket; held = socket.create_server(('127.0.0.1', {port}))"
     with _left_over(place, listens, marked=False):
-        refused(f"orphan: .* listens on port {port}$", promises.nothing_is_left, place, 0.2, 0.2)
+        expect_broken(
+            f"orphan: .* listens on port {port}$", promises.nothing_is_left, place, 0.2, 0.2
+        )
     promises.nothing_is_left(place, 0.2, 0.2)
 
 
@@ -375,34 +389,34 @@ def test_shared_memory_that_is_left_is_found_and_what_was_there_before_is_not(
     place = Ground(tmp_path / "ground", 1, empty)
     promises.nothing_is_left(place)
     (memory / "torch_1_2").touch()
-    refused("orphan: shared memory torch_1_2$", promises.nothing_is_left, place)
+    expect_broken("orphan: shared memory torch_1_2$", promises.nothing_is_left, place)
     monkeypatch.delenv(room.INSIDE)
     promises.nothing_is_left(place)  # whose it is cannot be known without a room of its own
 
 
 def test_a_traceback_that_a_user_would_see_is_found(place: Ground) -> None:
     (place.folder / "output-0.txt").write_text("error: the disk is full\n")
-    promises.nobody_saw_a_traceback(place)
+    promises.no_traceback_is_printed(place)
     (place.folder / "output-1.txt").write_text(
         'Traceback (most recent call last):\n  File "x.py"\nBrokenPipeError\n'
     )
-    refused(
+    expect_broken(
         r"wrong: a traceback in output-1.txt: (?s:.*)BrokenPipeError",
-        promises.nobody_saw_a_traceback,
+        promises.no_traceback_is_printed,
         place,
     )
     (place.folder / "output-1.txt").unlink()
     log = run_of(place).path / "recorder-node_1.log"
     log.write_text("Traceback (most recent call last):\nKeyError: 'run'\n")
-    refused(
+    expect_broken(
         r"wrong: recorder-node_1.log ends with a traceback: (?s:.*)'run'",
-        promises.nobody_saw_a_traceback,
+        promises.no_traceback_is_printed,
         place,
     )
     log.write_text(f"{log.read_text()}  File 'x.p")
-    promises.nobody_saw_a_traceback(place)
+    promises.no_traceback_is_printed(place)
     log.write_text("Traceback (most recent call last):\nKeyError: 'run'\n")
     log.write_text(
         f"{log.read_text()}2026-11-22 17:33:55,944 WARNING try 1 failed: KeyError: 'run'\n"
     )
-    promises.nobody_saw_a_traceback(place)
+    promises.no_traceback_is_printed(place)

@@ -18,7 +18,7 @@ from torture.scenarios.training import Scenario
 SCENARIOS: dict[str, Scenario] = {
     "killed ranks": processes.killed_ranks,
     "killed launcher": processes.killed_launcher,
-    "courier amid uploads": processes.courier_killed_amid_uploads,
+    "courier amid uploads": processes.courier_killed_during_uploads,
     "signals": signals.signals,
     "signals twice": signals.signals_twice,
     "early signals": signals.early_signals,
@@ -36,7 +36,7 @@ SCENARIOS: dict[str, Scenario] = {
     "torn journal": disk.torn_journal,
     "damaged checkpoints": checkpoints.damaged_checkpoints,
     "checkpoint disk": checkpoints.checkpoint_disk,
-    "hurt ranks": ranks.hurt_ranks,
+    "hurt ranks": ranks.failing_ranks,
     "jumping clock": ranks.jumping_clock,
     "crowd": crowds.crowd,
     "killed search": search.killed_search,

@@ -44,7 +44,7 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
     shutil.copytree(run.checkpoints, whole)
     for damage in itertools.islice(itertools.cycle(DAMAGES), DAMAGES_EACH):
         newest = _newest(run)
-        ground.hurt(f"checkpoint {damage}")
+        ground.note_fault(f"checkpoint {damage}")
         proof = ground.folder / "executed"
         DAMAGES[damage](newest, ground.random, proof)
         _is_not_loaded(newest, damage)
@@ -63,7 +63,7 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
     ground.run(
         "resume", "run", f"train.steps={STEPS}", "train.checkpoints.keep=1"
     )  # the damaged one must not outlive the others
-    _went_on_from(run, sorted(whole.glob("step_*"))[-2])
+    _resumed_from(run, sorted(whole.glob("step_*"))[-2])
     finished(ground, reference)
 
 
@@ -89,7 +89,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def _went_on_from(run: RunFolder, wanted: Path) -> None:
+def _resumed_from(run: RunFolder, wanted: Path) -> None:
     """The last attempt began at the step of the checkpoint that was wanted."""
     begun = [event.step for event in read_all(run.events) if isinstance(event, RunStarted)]
     if begun[-1] != checkpoint_files.read_manifest(wanted).step:
@@ -109,7 +109,7 @@ def _is_refused(ground: Ground, run: RunFolder, damage: str) -> None:
     """A real resume ends with exit code 1 and words that name the checkpoint; nothing of that is executed."""
     newest, proof = _newest(run), ground.folder / "executed"
     REFUSED[damage](newest, ground.random, proof)
-    ground.hurt(f"resume from a checkpoint that is {damage}")
+    ground.note_fault(f"resume from a checkpoint that is {damage}")
     command = ground.run("resume", "run", f"train.steps={STEPS}", code=1)
     if proof.exists():
         raise Broken(f"executed: a resume from a checkpoint that is {damage} ran its code")
@@ -117,7 +117,7 @@ def _is_refused(ground: Ground, run: RunFolder, damage: str) -> None:
         raise Broken(
             f"wrong: a resume that is refused, {damage}, does not name {newest.name}: {command.tail()}"
         )
-    promises.nobody_is_left(ground)
+    promises.no_process_is_left(ground)
     promises.status_is(run, "FAILED")
 
 
@@ -130,7 +130,7 @@ def checkpoint_disk(ground: Ground, reference: Curves) -> None:
         at_a_random_moment(ground, command, LATER)
         ways = ground.turn.of(("full", "read-only"))
         while command.busy() and len(ground.faults) < MOST_FULL:
-            _hurt(ground, disk, next(ways))
+            _break_disk(ground, disk, next(ways))
             time.sleep(ground.random.uniform(0.3, 1.5))
         ends(command, 0)
         disk.allow()
@@ -138,13 +138,13 @@ def checkpoint_disk(ground: Ground, reference: Curves) -> None:
         finished(ground, reference)
 
 
-def _hurt(ground: Ground, disk: Disk, way: str) -> None:
+def _break_disk(ground: Ground, disk: Disk, way: str) -> None:
     """Make the disk read-only, or full, for a while; perhaps it stays so."""
     if way == "full":
         disk.fill()
-        ground.hurt("checkpoints' disk full")
+        ground.note_fault("checkpoints' disk full")
     elif disk.protect():
-        ground.hurt("checkpoints' disk read-only")
+        ground.note_fault("checkpoints' disk read-only")
     time.sleep(ground.random.uniform(0.5, 2.0))
     if ground.random.random() < 0.7:
         disk.allow()

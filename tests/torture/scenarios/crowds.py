@@ -26,14 +26,14 @@ def crowd(ground: Ground, _: Curves) -> None:
     """Many runs on one embedded store, begun in the same second: each is another, each is whole. One dies, perhaps."""
     asked = [ground.start("train", TINY, *SMALL) for _ in range(ground.crowd)]
     named = [ground.start("train", TINY, *SMALL, "--run-name", "same") for _ in range(2)]
-    ground.hurt(f"{len(asked) + len(named)} runs at once")
+    ground.note_fault(f"{len(asked) + len(named)} runs at once")
     killed = kill_one_of(ground, "courier") if ground.random.random() < 0.5 else False
     _all_end([*asked, *named])
     for command in asked:
         ends(command, 0)
     _one_has_the_name(named)
     seconds = SECONDS_EACH * ground.crowd
-    promises.nobody_is_left(ground, seconds, seconds)
+    promises.no_process_is_left(ground, seconds, seconds)
     promises.no_run_is_running(ground)
     _all_are_whole(ground, 1 + len(asked))
     _none_was_refused([*asked, *named], killed)

@@ -18,9 +18,9 @@ from torture.scenarios.training import (
     SLOW,
     at,
     at_a_random_moment,
-    goes_on,
+    never_began,
+    resumes,
     the_run,
-    unbegun,
 )
 
 MOST_FULL = 8
@@ -40,7 +40,7 @@ def full_disk(ground: Ground, reference: Curves) -> None:
         moment, room = at_a_random_moment(ground, command), True
         while command.busy() and len(ground.faults) < MOST_FULL:
             disk.fill()
-            ground.hurt(f"disk full, from {moment} on")
+            ground.note_fault(f"disk full, from {moment} on")
             time.sleep(ground.random.uniform(0.5, 2.0))
             room = ground.random.random() < 0.7
             if room:
@@ -49,10 +49,10 @@ def full_disk(ground: Ground, reference: Curves) -> None:
             time.sleep(ground.random.uniform(0.2, 1.0))
         command.wait()
         disk.empty()
-        promises.nobody_is_left(ground)
-        if moment == "start" and unbegun(ground):
+        promises.no_process_is_left(ground)
+        if moment == "start" and never_began(ground):
             return
-        goes_on(
+        resumes(
             ground,
             reference,
             ("FINISHED",) if room and moment != "start" else ("FINISHED", "FAILED", "KILLED"),
@@ -65,13 +65,13 @@ def failing_disk(ground: Ground, reference: Curves) -> None:
         command = ground.start("train", CLOCK, *SLOW)
         moment = at_a_random_moment(ground, command)
         if command.running and disk.fail():
-            ground.hurt(f"disk read-only at {moment}")
+            ground.note_fault(f"disk read-only at {moment}")
         command.wait()
-        promises.nobody_is_left(ground)
+        promises.no_process_is_left(ground)
         disk.repair()
-        if moment == "start" and unbegun(ground):
+        if moment == "start" and never_began(ground):
             return
-        goes_on(ground, reference, ("FINISHED", "FAILED", "KILLED"))
+        resumes(ground, reference, ("FINISHED", "FAILED", "KILLED"))
 
 
 def torn_journal(ground: Ground, reference: Curves) -> None:
@@ -81,12 +81,12 @@ def torn_journal(ground: Ground, reference: Curves) -> None:
     at(ground, command, moment)
     _kill_all(ground)
     command.wait()
-    promises.nobody_is_left(ground)
+    promises.no_process_is_left(ground)
     run = the_run(ground)
     with run.events.open("ab") as file:
         file.write(TAILS[tail])
-    ground.hurt(f"journal {tail}, all killed at {moment}")
-    goes_on(ground, reference, ("FAILED", "FINISHED"))
+    ground.note_fault(f"journal {tail}, all killed at {moment}")
+    resumes(ground, reference, ("FAILED", "FINISHED"))
 
 
 def _kill_all(ground: Ground) -> None:
@@ -94,4 +94,4 @@ def _kill_all(ground: Ground) -> None:
     for role, victim in ground.roles().items():
         with contextlib.suppress(psutil.Error):
             victim.kill()
-            ground.hurt(f"SIGKILL of {role}")
+            ground.note_fault(f"SIGKILL of {role}")

@@ -26,11 +26,11 @@ from torture.scenarios.training import (
     at_a_random_moment,
     ends,
     finished,
-    finished_by_itself,
-    goes_on,
+    finished_without_sync,
     kill,
+    never_began,
+    resumes,
     the_run,
-    unbegun,
 )
 
 ROLES = ("rank 0", "other rank", "recorder", "courier")
@@ -64,16 +64,16 @@ def killed_launcher(ground: Ground, reference: Curves) -> None:
     at(ground, command, moment)
     kill(ground, role, f" at {moment}")
     command.wait()
-    promises.nobody_is_left(ground)
+    promises.no_process_is_left(ground)
     if moment == "start":
-        if unbegun(ground):
+        if never_began(ground):
             return
     else:
-        promises.arrived_by_itself(the_run(ground))
-    goes_on(ground, reference, ("KILLED", "FAILED", "FINISHED"))
+        promises.delivered_without_sync(the_run(ground))
+    resumes(ground, reference, ("KILLED", "FAILED", "FINISHED"))
 
 
-def courier_killed_amid_uploads(ground: Ground, reference: Curves) -> None:
+def courier_killed_during_uploads(ground: Ground, reference: Curves) -> None:
     """SIGKILL of the courier whenever it has something to upload: another takes over, and nothing is sent twice."""
     command = ground.start("train", IMAGED, *SETTINGS, "step_seconds=0.05")
     while command.busy() and len(ground.faults) < 3:
@@ -81,7 +81,7 @@ def courier_killed_amid_uploads(ground: Ground, reference: Curves) -> None:
         kill(ground, "courier", " amid uploads")
         wait_for(lambda: not command.running or "courier" in ground.roles(), 10.0)
     ends(command, 0)
-    finished_by_itself(ground, reference)
+    finished_without_sync(ground, reference)
     promises.pictures_are_there(ground, the_run(ground))
 
 
@@ -93,7 +93,7 @@ def stopped_ranks(ground: Ground, reference: Curves) -> None:
         time.sleep(ground.random.uniform(0.2, 1.5))
         _pause(ground, next(roles))
     ends(command, 0)
-    finished_by_itself(ground, reference)
+    finished_without_sync(ground, reference)
 
 
 def _pause(ground: Ground, role: str) -> None:
@@ -101,7 +101,7 @@ def _pause(ground: Ground, role: str) -> None:
     if victim is not None:
         with contextlib.suppress(psutil.Error):
             victim.suspend()
-            ground.hurt(f"SIGSTOP of {role} for a while")
+            ground.note_fault(f"SIGSTOP of {role} for a while")
             time.sleep(ground.random.uniform(0.1, 1.5))
             victim.resume()
 
@@ -116,15 +116,15 @@ def stopped_for_ever(ground: Ground, reference: Curves) -> None:
         ends(command, 0)  # it was over before the blow: no fault, none counted
         return
     victim.suspend()
-    ground.hurt(f"SIGSTOP of {role} for ever at {moment}")
+    ground.note_fault(f"SIGSTOP of {role} for ever at {moment}")
     began = time.monotonic()
     ends(command, 1)
     if time.monotonic() - began > HANG_SECONDS * WAITING_FACTOR + AGENT_SECONDS:
         raise Broken(f"hang: a stopped rank held the run up for {time.monotonic() - began:.0f} s")
-    promises.nobody_is_left(ground)
-    promises.arrived_by_itself(the_run(ground))
+    promises.no_process_is_left(ground)
+    promises.delivered_without_sync(the_run(ground))
     _is_named(ground, 0 if role == "rank 0" else 1)
-    goes_on(ground, reference, ("FAILED",))
+    resumes(ground, reference, ("FAILED",))
 
 
 def _is_named(ground: Ground, rank: int) -> None:

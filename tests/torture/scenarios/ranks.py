@@ -15,19 +15,21 @@ from torture.scenarios.training import (
     SETTINGS,
     STEPS,
     ends,
-    finished_by_itself,
-    stands,
+    finished_without_sync,
+    is_consistent,
     the_run,
 )
 
-HURTS = tuple(itertools.product(("raise", "nan", "memory", "exit", "segfault", "hang"), (0, 1)))
-HURTS_EACH = 3
+RANK_FAULTS = tuple(
+    itertools.product(("raise", "nan", "memory", "exit", "segfault", "hang"), (0, 1))
+)
+RANK_FAULTS_EACH = 3
 WATCHERS = ("launcher", "recorder", "courier")
 SITE = Path(__file__).parents[1] / "clock"
 """What makes their clocks jump."""
 
 
-def hurt_ranks(ground: Ground, reference: Curves) -> None:
+def failing_ranks(ground: Ground, reference: Curves) -> None:
     """One rank raises, has no memory, is NaN, at a random step: the run has failed, and goes on without that."""
     words: tuple[object, ...] = (
         "train",
@@ -36,11 +38,13 @@ def hurt_ranks(ground: Ground, reference: Curves) -> None:
         "train.limits.oom=fail",
         "train.limits.hang_minutes=0.1",
     )
-    for what, rank in itertools.islice(ground.turn.of(HURTS, HURTS_EACH), HURTS_EACH):
+    for what, rank in itertools.islice(
+        ground.turn.of(RANK_FAULTS, RANK_FAULTS_EACH), RANK_FAULTS_EACH
+    ):
         _fails(ground, reference, words, what, rank)
         words = ("resume", "run")
     ground.run(*words)
-    finished_by_itself(ground, reference)
+    finished_without_sync(ground, reference)
 
 
 def _fails(
@@ -49,14 +53,14 @@ def _fails(
     """Begin an attempt, or go on, and have a rank hurt: it has failed, and nothing before that is lost or wrong."""
     begun = ground.the_run()
     at = 0 if begun is None else promises.checkpoints_are_intact(begun)
-    step = ground.random.randrange(EVERY + 1, STEPS // HURTS_EACH)
+    step = ground.random.randrange(EVERY + 1, STEPS // RANK_FAULTS_EACH)
     ground.environ["TORTURE_RANK"] = f"{what} {rank} {step}"
     ends(ground.start(*words), 1)
     del ground.environ["TORTURE_RANK"]
-    ground.hurt(f"{what} on rank {rank}")
-    promises.nobody_is_left(ground)
-    promises.arrived_by_itself(the_run(ground))
-    stands(ground, reference, ("FAILED",), spoiled=at + step if what == "nan" else None)
+    ground.note_fault(f"{what} on rank {rank}")
+    promises.no_process_is_left(ground)
+    promises.delivered_without_sync(the_run(ground))
+    is_consistent(ground, reference, ("FAILED",), spoiled=at + step if what == "nan" else None)
 
 
 def jumping_clock(ground: Ground, reference: Curves) -> None:
@@ -76,10 +80,10 @@ def jumping_clock(ground: Ground, reference: Curves) -> None:
     ground.run("train", CLOCK, *SETTINGS, "step_seconds=0.05")
     del ground.environ["TORTURE_JUMPS"]
     for path in sorted(marks.iterdir()):
-        ground.hurt(f"clock of {path.name.partition('-')[0]} jumps")
+        ground.note_fault(f"clock of {path.name.partition('-')[0]} jumps")
     for who in ("both ranks", "rank 0", "rank 1"):
-        ground.hurt(f"clock of {who} jumps")
-    finished_by_itself(ground, reference)
+        ground.note_fault(f"clock of {who} jumps")
+    finished_without_sync(ground, reference)
 
 
 def _step(ground: Ground) -> int:

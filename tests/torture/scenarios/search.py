@@ -40,7 +40,7 @@ SEARCH = (
     "--challengers",
     1,
 )
-MOST_SITTINGS = 6
+MOST_REPEATS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +66,9 @@ def killed_search(ground: Ground, _: Curves) -> None:
     for runs in itertools.islice(ground.turn.of(range(TRIALS + 3), 2), 2):
         command = ground.start(*SEARCH)
         _once_there_are(ground, command, runs)
-        _kill(ground, command, f"the search, {_told(runs)}")
+        _kill(ground, command, f"the search, {_phase(runs)}")
         command.wait()
-        promises.nobody_is_left(ground)
+        promises.no_process_is_left(ground)
     ground.run(*SEARCH)
     _study_is_whole(ground, find_study(storage, "s"), TRIALS)
 
@@ -90,22 +90,22 @@ def shared_study(ground: Ground, _: Curves) -> None:
         )
     for worker in workers:
         worker.wait()
-    promises.nobody_is_left(ground)
+    promises.no_process_is_left(ground)
     _decide(ground, words)
     _study_is_whole(ground, find_study(storage, "s"), company.trials)
 
 
-def _told(runs: int) -> str:
+def _phase(runs: int) -> str:
     return "confirming" if runs > TRIALS else "trying" if runs else "beginning"
 
 
 def _decide(ground: Ground, words: tuple[object, ...]) -> None:
     """Give the same command until there is a verdict: whoever led may have died, and then another process leads."""
-    for _ in range(MOST_SITTINGS):
+    for _ in range(MOST_REPEATS):
         last = ground.run(*words)
         if "use:" in last.output.read_text():
             return
-    raise Broken(f"hang: no verdict after {MOST_SITTINGS} sittings: {last.tail()}")
+    raise Broken(f"hang: no verdict after {MOST_REPEATS} sittings: {last.tail()}")
 
 
 def _once_there_are(ground: Ground, command: Command, wanted: int) -> None:
@@ -118,12 +118,12 @@ def _kill(ground: Ground, command: Command, what: str) -> None:
     if command.running:
         with contextlib.suppress(ProcessLookupError):
             command.process.kill()
-            ground.hurt(f"SIGKILL of {what}")
+            ground.note_fault(f"SIGKILL of {what}")
 
 
 def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
     """As many trials as asked for, each of a run of its own that has an end; a verdict; nobody is left."""
-    promises.nobody_is_left(ground)
+    promises.no_process_is_left(ground)
     promises.no_run_is_running(ground)
     trials = study.trials()
     counted = next_trial.ended(trials, study.abandoned)

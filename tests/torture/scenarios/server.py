@@ -40,11 +40,11 @@ UNHURRIED = "step_seconds=0.25"
 """A training of most of a minute: a courier sends every five seconds."""
 MEET_SECONDS = 45.0
 """How long a fault waits for somebody to meet it: a writer waits for a lock half of it."""
-BLOWS = (
+SERVER_FAULTS = (
     *((mode, EVERYTHING) for mode in MODES),
     *((mode, UPLOADS) for mode in ("500", "half", "close", "hang")),
 )
-BLOWS_EACH = 5
+SERVER_FAULTS_EACH = 5
 MOST_LOCKS, MOST_FULL = 4, 8
 AWAY = ("refuse", "hang", "500", "429", "garbage", "empty", "login", "slow")
 
@@ -52,16 +52,16 @@ AWAY = ("refuse", "hang", "500", "429", "garbage", "empty", "login", "slow")
 def bad_server(ground: Ground, reference: Curves) -> None:
     """An MLflow server that refuses, hangs, answers nonsense, is slow: training ends well, and nothing is lost."""
     with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
-        blows = ground.turn.of(BLOWS, BLOWS_EACH)
+        modes = ground.turn.of(SERVER_FAULTS, SERVER_FAULTS_EACH)
         if ground.random.random() < 0.3:  # from the very start
-            proxy.misbehave(*next(blows))
+            proxy.misbehave(*next(modes))
         command = ground.start(
             "train", TINY, *named(ground), UNHURRIED, "--tracking-uri", proxy.uri
         )
         while command.busy():
             _until_met(ground, command, proxy)
             time.sleep(ground.random.uniform(0.5, 2.0))
-            proxy.misbehave(*next(blows))
+            proxy.misbehave(*next(modes))
         proxy.behave()
         ends(command, 0)
         finished(ground, reference)
@@ -89,13 +89,13 @@ def killed_server(ground: Ground, reference: Curves) -> None:
         at(ground, command, moment)
         for back, when in zip(ways, (f"at {moment}", "once more"), strict=False):
             server.kill()
-            ground.hurt(f"SIGKILL of the server {when}, back {back}")
+            ground.note_fault(f"SIGKILL of the server {when}, back {back}")
             if back == "soon":
                 time.sleep(ground.random.uniform(0.0, 3.0))
                 server.start()
                 time.sleep(ground.random.uniform(0.0, 2.0))
         ends(command, 0)
-        promises.nobody_is_left(ground)
+        promises.no_process_is_left(ground)
         server.start()
         ground.run("sync")
         finished(ground, reference)
@@ -111,10 +111,10 @@ def server_away(ground: Ground, reference: Curves) -> None:
         )
         ends(command, 0)
         _ends_within_the_grace(ground, command)
-        promises.nobody_is_left(ground, SLOW_SECONDS if mode == "slow" else ORPHAN_SECONDS)
+        promises.no_process_is_left(ground, SLOW_SECONDS if mode == "slow" else ORPHAN_SECONDS)
         if not proxy.met.is_set():
             raise Broken(f"error: nobody met a server away: {mode}")
-        ground.hurt(f"server away: {mode}")
+        ground.note_fault(f"server away: {mode}")
         if mode != "slow" and ground.random.random() < 0.3:  # too early: it tries for a minute
             ground.run("sync", code=1)
         proxy.behave()
@@ -159,13 +159,13 @@ def _fill_now_and_then(ground: Ground, command: Command, disk: Disk, what: str) 
     moment = at_a_random_moment(ground, command)
     while command.busy() and len(ground.faults) < MOST_FULL:
         disk.fill()
-        ground.hurt(f"{what}, from {moment} on")
+        ground.note_fault(f"{what}, from {moment} on")
         time.sleep(ground.random.uniform(0.5, 3.0))
         if ground.random.random() < 0.7:
             disk.empty()
         time.sleep(ground.random.uniform(0.2, 1.0))
     ends(command, 0)
-    promises.nobody_is_left(ground)
+    promises.no_process_is_left(ground)
     disk.empty()
     ground.run("sync")
 
@@ -190,7 +190,7 @@ def _until_met(ground: Ground, command: Command, proxy: Proxy) -> None:
     wait_for(lambda: proxy.met.is_set() or not command.running, MEET_SECONDS)
     time.sleep(ground.random.uniform(0.0, 2.0))
     if proxy.behave():
-        ground.hurt(f"server {mode}{' at an upload' if aim == UPLOADS else ''}")
+        ground.note_fault(f"server {mode}{' at an upload' if aim == UPLOADS else ''}")
 
 
 def _lock(ground: Ground, command: Command, what: str, met: Callable[[Delivery], bool]) -> None:
@@ -205,7 +205,7 @@ def _lock(ground: Ground, command: Command, what: str, met: Callable[[Delivery],
         wait_for(lambda: not command.running or met(_delivery(ground)), MEET_SECONDS)
         time.sleep(ground.random.uniform(0.0, 1.0))
         if met(_delivery(ground)):
-            ground.hurt(f"database locked, {what}")
+            ground.note_fault(f"database locked, {what}")
         other.execute("ROLLBACK")
 
 

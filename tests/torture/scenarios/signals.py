@@ -25,10 +25,10 @@ from torture.scenarios.training import (
     TINY,
     ends,
     finished,
-    finished_by_itself,
-    goes_on,
+    finished_without_sync,
+    is_consistent,
     named,
-    stands,
+    resumes,
     the_run,
 )
 
@@ -44,7 +44,7 @@ CODES = {"FINISHED": (FINISHED,), "KILLED": (RESUMABLE, FAILED), "FAILED": (FAIL
 
 
 @dataclasses.dataclass(frozen=True)
-class Blow:
+class SignalFault:
     """A signal to one of a training's processes, once or twice, and what else the command was told."""
 
     number: signal.Signals
@@ -54,7 +54,7 @@ class Blow:
     evaluating: bool = False
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """Return what the fault is called."""
         twice = " twice" if self.times > 1 else ""
         amid = " amid an evaluation" if self.evaluating else ""
@@ -66,86 +66,91 @@ class Blow:
         return (f"evaluation_seconds={EVALUATION_SECONDS if self.evaluating else 0.0}",)
 
 
-def at_both_moments(*blows: Blow) -> tuple[Blow, ...]:
-    """Return the same blows amid steps and amid evaluations."""
+def at_both_moments(*faults: SignalFault) -> tuple[SignalFault, ...]:
+    """Return the same faults amid steps and amid evaluations."""
     return tuple(
-        dataclasses.replace(blow, evaluating=amid) for blow in blows for amid in (False, True)
+        dataclasses.replace(fault, evaluating=amid) for fault in faults for amid in (False, True)
     )
 
 
 ONCE = at_both_moments(
-    Blow(signal.SIGTERM),
-    Blow(signal.SIGINT),
-    Blow(signal.SIGHUP),
-    Blow(signal.SIGUSR1),
-    Blow(signal.SIGTERM, "rank 0"),
-    Blow(signal.SIGINT, "rank 0"),
-    Blow(signal.SIGUSR1, "rank 0"),
-    Blow(signal.SIGTERM, "other rank"),
-    Blow(signal.SIGINT, "other rank"),
-    Blow(signal.SIGHUP, "other rank"),
-    Blow(signal.SIGUSR1, "other rank"),
+    SignalFault(signal.SIGTERM),
+    SignalFault(signal.SIGINT),
+    SignalFault(signal.SIGHUP),
+    SignalFault(signal.SIGUSR1),
+    SignalFault(signal.SIGTERM, "rank 0"),
+    SignalFault(signal.SIGINT, "rank 0"),
+    SignalFault(signal.SIGUSR1, "rank 0"),
+    SignalFault(signal.SIGTERM, "other rank"),
+    SignalFault(signal.SIGINT, "other rank"),
+    SignalFault(signal.SIGHUP, "other rank"),
+    SignalFault(signal.SIGUSR1, "other rank"),
 )
 TWICE = at_both_moments(
-    Blow(signal.SIGTERM, times=2),
-    Blow(signal.SIGINT, times=2),
-    Blow(signal.SIGUSR1, "rank 0", times=2),
-    Blow(signal.SIGTERM, "rank 0", times=2),
-    Blow(signal.SIGHUP, "other rank", times=2),
-    Blow(signal.SIGTERM, times=2, words=("--max-restarts", 3)),
-    Blow(signal.SIGINT, times=2, words=("--max-restarts", 3)),
+    SignalFault(signal.SIGTERM, times=2),
+    SignalFault(signal.SIGINT, times=2),
+    SignalFault(signal.SIGUSR1, "rank 0", times=2),
+    SignalFault(signal.SIGTERM, "rank 0", times=2),
+    SignalFault(signal.SIGHUP, "other rank", times=2),
+    SignalFault(signal.SIGTERM, times=2, words=("--max-restarts", 3)),
+    SignalFault(signal.SIGINT, times=2, words=("--max-restarts", 3)),
 )
-EDGES = (Blow(signal.SIGTERM), Blow(signal.SIGINT), Blow(signal.SIGHUP), Blow(signal.SIGUSR1))
+EDGES = (
+    SignalFault(signal.SIGTERM),
+    SignalFault(signal.SIGINT),
+    SignalFault(signal.SIGHUP),
+    SignalFault(signal.SIGUSR1),
+)
 
 
 def signals(ground: Ground, reference: Curves) -> None:
     """One signal amid the training, to command or rank: 75, KILLED, a checkpoint of that step, resumed exactly."""
     words: tuple[object, ...] = TRAIN
-    for blow in itertools.islice(ground.turn.of(ONCE, 2), 2):
-        command = ground.start(*words, *blow.settings)
-        _amid(ground, command, blow)
-        _strike(ground, blow)
+    for fault in itertools.islice(ground.turn.of(ONCE, 2), 2):
+        command = ground.start(*words, *fault.settings)
+        _wait_for_moment(ground, command, fault)
+        _send(ground, fault)
         _ends_soon(command, RESUMABLE)
         _stopped_where_it_was(ground, reference)
         words = ("resume", "run")
     ground.run(*words, "evaluation_seconds=0")
-    finished_by_itself(ground, reference)
+    finished_without_sync(ground, reference)
 
 
 def signals_twice(ground: Ground, reference: Curves) -> None:
     """Two signals amid the training: it ends fast, says truly how, is not begun again, and goes on when told to."""
-    blow = ground.next_of(TWICE)
-    command = ground.start(*TRAIN, *blow.settings, *blow.words)
-    _amid(ground, command, blow)
-    _strike(ground, blow)
+    fault = ground.next_of(TWICE)
+    command = ground.start(*TRAIN, *fault.settings, *fault.words)
+    _wait_for_moment(ground, command, fault)
+    _send(ground, fault)
     _ends_soon(command, *CODES["KILLED"])
-    promises.nobody_is_left(ground)
-    status = stands(ground, reference, ("KILLED", "FAILED"))
+    promises.no_process_is_left(ground)
+    status = is_consistent(ground, reference, ("KILLED", "FAILED"))
     if command.wait() not in CODES[status]:
         raise Broken(
             f"wrong status: exit code {command.wait()} of a run that is {status}: {command.tail()}"
         )
-    _was_begun_once(ground)
-    goes_on(ground, reference, (status,), settings=("evaluation_seconds=0",))
+    _began_once(ground)
+    resumes(ground, reference, (status,), settings=("evaluation_seconds=0",))
 
 
 def early_signals(ground: Ground, reference: Curves) -> None:
     """A signal while the ranks start: the command ends and trains no further, whether there is a run by then or not."""
-    blow = ground.next_of(EDGES)
+    fault = ground.next_of(EDGES)
     command = ground.start(*TRAIN)
     wait_for(lambda: not command.running or "server" in ground.roles())
     time.sleep(ground.random.uniform(0.0, 4.0))
     if _steps(ground):
         ends(command, FINISHED)  # too late to be early: no fault, none counted
         return
-    _strike(ground, blow, "while ranks start")
-    code = _ends_soon(command, *CODES["KILLED"], -blow.number)
-    promises.nobody_is_left(ground)
+    _send(ground, fault, "while ranks start")
+    code = _ends_soon(command, *CODES["KILLED"], -fault.number)
+    promises.no_process_is_left(ground)
     run = ground.the_run()
     if run is None or not run.events.exists():
         return
-    status = stands(ground, reference, ("KILLED", "FAILED"))
-    if code not in (*CODES[status], -blow.number):
+    status = is_consistent(ground, reference, ("KILLED", "FAILED"))
+    if code not in (*CODES[status], -fault.number):
         raise Broken(f"wrong status: exit code {code} of a run that is {status}: {command.tail()}")
 
 
@@ -154,7 +159,7 @@ def late_signals(ground: Ground, reference: Curves) -> None:
 
     A server that is slow from the last steps on has it wait for long enough to be told something.
     """
-    blow = ground.next_of(EDGES)
+    fault = ground.next_of(EDGES)
     with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
         command = ground.start(
             "train", TINY, *named(ground), "step_seconds=0.03", "--tracking-uri", proxy.uri
@@ -166,18 +171,18 @@ def late_signals(ground: Ground, reference: Curves) -> None:
         )
         time.sleep(ground.random.uniform(0.6, 1.5))  # the agent looks for them every half second
         if command.running:
-            _strike(ground, blow, "after the training")
+            _send(ground, fault, "after the training")
         _ends_soon(command, FINISHED)
         proxy.behave()
-        promises.nobody_is_left(ground)
+        promises.no_process_is_left(ground)
         ground.run("sync")
         finished(ground, reference)
 
 
-def _amid(ground: Ground, command: Command, blow: Blow) -> None:
+def _wait_for_moment(ground: Ground, command: Command, fault: SignalFault) -> None:
     """Wait for a moment to strike at: an evaluation that has just begun, or some step."""
-    if not blow.evaluating:
-        _amid_the_training(ground, command)
+    if not fault.evaluating:
+        _wait_for_steps(ground, command)
         return
     ground.evaluating.unlink(missing_ok=True)
     if (
@@ -188,7 +193,7 @@ def _amid(ground: Ground, command: Command, blow: Blow) -> None:
     time.sleep(ground.random.uniform(0.0, 0.9 * EVALUATION_SECONDS))
 
 
-def _amid_the_training(ground: Ground, command: Command) -> None:
+def _wait_for_steps(ground: Ground, command: Command) -> None:
     """Wait until some more steps are journaled, of 200 that take half a minute together with what comes before."""
     wanted = _steps(ground) + ground.random.randrange(4, FURTHEST)
     if not wait_for(lambda: not command.running or _steps(ground) >= wanted) or not command.running:
@@ -205,15 +210,15 @@ def _has_ended(ground: Ground) -> bool:
     return run is not None and run.events.exists() and last_end(run) is not None
 
 
-def _strike(ground: Ground, blow: Blow, when: str = "") -> None:
-    victim = ground.roles().get(blow.target)
+def _send(ground: Ground, fault: SignalFault, when: str = "") -> None:
+    victim = ground.roles().get(fault.target)
     if victim is None:
-        raise Broken(f"error: there is no {blow.target} to be told")
-    for number in range(blow.times):
+        raise Broken(f"error: there is no {fault.target} to be told")
+    for number in range(fault.times):
         time.sleep(ground.random.uniform(0.0, 0.5) if number else 0.0)
         with contextlib.suppress(psutil.Error):
-            victim.send_signal(blow.number)
-    ground.hurt(f"{blow.told} {when}".strip())
+            victim.send_signal(fault.number)
+    ground.note_fault(f"{fault.label} {when}".strip())
 
 
 def _ends_soon(command: Command, *codes: int) -> int:
@@ -232,10 +237,10 @@ def _ends_soon(command: Command, *codes: int) -> int:
 
 def _stopped_where_it_was(ground: Ground, reference: Curves) -> None:
     """The run is KILLED, says by what, and its newest checkpoint is of the last step that it has told of."""
-    promises.nobody_is_left(ground)
+    promises.no_process_is_left(ground)
     run = the_run(ground)
-    promises.arrived_by_itself(run)
-    stands(ground, reference, ("KILLED",))
+    promises.delivered_without_sync(run)
+    is_consistent(ground, reference, ("KILLED",))
     step, last, ended = (
         promises.checkpoints_are_intact(run),
         max(promises.journaled(run), default=0),
@@ -249,7 +254,7 @@ def _stopped_where_it_was(ground: Ground, reference: Curves) -> None:
         )
 
 
-def _was_begun_once(ground: Ground) -> None:
+def _began_once(ground: Ground) -> None:
     begun = sum(isinstance(event, RunStarted) for event in read_all(the_run(ground).events))
     if begun != 1:
         raise Broken(f"wrong: told to stop, the training was begun {begun} times")

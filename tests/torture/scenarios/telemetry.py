@@ -20,7 +20,7 @@ from support.stubbed_nvml import (
 )
 from torture.ground import Broken, Ground
 from torture.promises import Curves
-from torture.scenarios.training import CLOCK, SETTINGS, ends, finished_by_itself, the_run
+from torture.scenarios.training import CLOCK, SETTINGS, ends, finished_without_sync, the_run
 
 CALLS = ("nvmlDeviceGetTemperature", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage")
 Driver = Callable[[Ground], dict[str, str]]
@@ -30,14 +30,14 @@ def gpu_telemetry(ground: Ground, reference: Curves) -> None:
     """NVML is absent, fails, loses a device, is divided (MIG): training goes on, and what went wrong is told once."""
     kind = ground.next_of(tuple(DRIVERS))
     driver, told, times = DRIVERS[kind]
-    ground.hurt(f"GPU telemetry: {kind}")
+    ground.note_fault(f"GPU telemetry: {kind}")
     ground.environ |= {"TORTURE_GPUS": f"{uuid(0)} {uuid(1)}", **driver(ground)}
     ends(ground.start("train", CLOCK, *SETTINGS, "step_seconds=0.03"), 0)
-    finished_by_itself(ground, reference)
-    _is_told(the_run(ground), told, times, kind)
+    finished_without_sync(ground, reference)
+    _is_reported(the_run(ground), told, times, kind)
 
 
-def _is_told(run: RunFolder, wanted: str, times: int, kind: str) -> None:
+def _is_reported(run: RunFolder, wanted: str, times: int, kind: str) -> None:
     """The journals have the samples that there were, and a notice of what went wrong; none where nothing did."""
     events = list(run.all_events())
     told = [event.text for event in events if isinstance(event, Noticed) and "GPU" in event.text]

@@ -53,7 +53,7 @@ def kill(ground: Ground, role: str, when: str = "") -> None:
     if victim is not None:
         with contextlib.suppress(psutil.Error):
             victim.kill()
-            ground.hurt(f"SIGKILL of {role}{when}")
+            ground.note_fault(f"SIGKILL of {role}{when}")
 
 
 def kill_one_of(ground: Ground, role: str) -> bool:
@@ -123,24 +123,24 @@ def ends(command: Command, code: int) -> None:
 
 def finished(ground: Ground, reference: Curves) -> None:
     """Nobody is left, everything is in MLflow, the run has finished."""
-    promises.nobody_is_left(ground)
+    promises.no_process_is_left(ground)
     run = the_run(ground)
     promises.nothing_is_lost(run, reference, steps=STEPS)
     promises.status_is(run, "FINISHED")
     promises.checkpoints_are_intact(run)
-    promises.nobody_saw_a_traceback(
+    promises.no_traceback_is_printed(
         ground
     )  # here, too: some disks are there only as long as the scenario
 
 
-def finished_by_itself(ground: Ground, reference: Curves) -> None:
+def finished_without_sync(ground: Ground, reference: Curves) -> None:
     """The same, and nobody had to ask for it: neither recorder nor server was hurt for long."""
-    promises.nobody_is_left(ground)
-    promises.arrived_by_itself(the_run(ground))
+    promises.no_process_is_left(ground)
+    promises.delivered_without_sync(the_run(ground))
     finished(ground, reference)
 
 
-def unbegun(ground: Ground) -> bool:
+def never_began(ground: Ground) -> bool:
     """Tell whether the command was hurt before there was a run to be true of; then MLflow knows of none either."""
     run = ground.the_run()
     if run is not None and run.events.exists():
@@ -151,7 +151,7 @@ def unbegun(ground: Ground) -> bool:
     return True
 
 
-def stands(
+def is_consistent(
     ground: Ground, reference: Curves, allowed: tuple[str, ...], spoiled: int | None = None
 ) -> str:
     """What there is of the run is true and whole; return its status, one of `allowed`."""
@@ -160,7 +160,7 @@ def stands(
         raise Broken("lost: the run has no journal")
     promises.nothing_is_lost(run, reference, spoiled=spoiled)
     promises.checkpoints_are_intact(run)
-    promises.nobody_saw_a_traceback(ground)
+    promises.no_traceback_is_printed(ground)
     status = promises.status_is(run, *allowed)
     if status == "FINISHED" and len(promises.journaled(run)) < STEPS:
         raise Broken(
@@ -169,7 +169,7 @@ def stands(
     return status
 
 
-def goes_on(
+def resumes(
     ground: Ground,
     reference: Curves,
     allowed: tuple[str, ...],
@@ -177,7 +177,7 @@ def goes_on(
     settings: tuple[str, ...] = (),
 ) -> None:
     """What there is of the run is true and whole; it goes on to the end of a training that nobody disturbed."""
-    status = stands(ground, reference, allowed, spoiled)
+    status = is_consistent(ground, reference, allowed, spoiled)
     run = the_run(ground)
     if status != "FINISHED" and promises.checkpoints_are_intact(run):
         ground.run("resume", run.path.name, *settings)
