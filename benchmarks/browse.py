@@ -310,7 +310,8 @@ def _measure(root: Path, copy: Path, options: argparse.Namespace) -> dict[str, A
     for name, found in readings.items():
         for what, values in found.items():
             print(
-                f"{name:14} {what:18} {statistics.median(values):5.2f} s  ({min(values):.2f} to {max(values):.2f})"
+                f"{name:14} {what:18} {statistics.median(values):5.2f} s  "
+                f"({min(values):.2f} to {max(values):.2f})"
             )
     medians = {
         name: {what: statistics.median(values) for what, values in found.items()}

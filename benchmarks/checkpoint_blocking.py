@@ -71,7 +71,8 @@ def main() -> None:
     ratio, slower = ratios(ours[1:], theirs[1:]), ratios(busy[1:], quiet[1:])
     print(
         f"{size / 1e6:.0f} MB; first checkpoint {ours[0] * 1e3:.0f} ms (fresh memory), later "
-        f"{statistics.median(ours[1:]) * 1e3:.1f} ms; torch.save {statistics.median(theirs) * 1e3:.0f} ms"
+        f"{statistics.median(ours[1:]) * 1e3:.1f} ms; "
+        f"torch.save {statistics.median(theirs) * 1e3:.0f} ms"
     )
     print(line("training blocked", ratio, f"<= {WANTED}"))
     print(line("a step while the thread writes", slower, "near 1"))

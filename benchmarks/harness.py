@@ -77,7 +77,8 @@ def interval(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
 
 def line(label: str, ratio: Mapping[str, float], wanted: str) -> str:
     """Return a row of a results table."""
-    return f"{label:34} {ratio['median']:6.3f}  ({ratio['least']:.3f} to {ratio['most']:.3f})   wanted {wanted}"
+    spread = f"({ratio['least']:.3f} to {ratio['most']:.3f})"
+    return f"{label:34} {ratio['median']:6.3f}  {spread}   wanted {wanted}"
 
 
 def run(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:

@@ -472,7 +472,8 @@ def main() -> None:
     table = load(longer)
     quarter = budget(table)
     print(
-        f"the grid: {len(table.keys)} cells, {GRID_SEEDS} seeds, {4 * quarter:.0f} s; a quarter of it: {quarter:.0f} s"
+        f"the grid: {len(table.keys)} cells, {GRID_SEEDS} seeds, {4 * quarter:.0f} s; "
+        f"a quarter of it: {quarter:.0f} s"
     )
     truth = {key: table.truth(key) for key in table.keys}
     shares = [number / 100 for number in range(2, 102, 2)]

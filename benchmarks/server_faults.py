@@ -17,9 +17,9 @@ The proxy of the fault-injection campaign stands between them and the server for
 
 After each run, MLflow receives the rest and must have every step.
 
-One pair of processes runs all candidates, interleaved, after a warm-up turn: undisturbed, disturbed,
-away, disturbed, undisturbed. A block's ratio is that of the means, without the first fifth of the
-steps. Many short turns are better than a few long ones, because a shared machine's speed drifts.
+One pair of processes runs all candidates, interleaved, after a warm-up turn: undisturbed,
+disturbed, away, disturbed, undisturbed. A block's ratio is that of the means, without the first
+fifth of the steps. Many short turns are better than a few long ones, because a shared machine's speed drifts.
 Only faults that a request has met count.
 """
 
@@ -195,7 +195,8 @@ def main() -> None:
     print(line(f"{WORKLOAD}, away", found[ABSENT], f">= {WANTED}"))
     for who, ratio in found.items():
         print(
-            f"{who}: geometric mean {ratio['mean']:.3f}, 95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}"
+            f"{who}: geometric mean {ratio['mean']:.3f}, "
+            f"95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}"
         )
     print(met)
     if not options.quick:

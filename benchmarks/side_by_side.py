@@ -4,9 +4,9 @@
 
 The order of two is one, other, other, one. The order of three is one, other, third, other, one.
 
-A candidate without a tracking URI is the bare loop. Each tracked turn is a complete run with its own
-recorder and courier. All candidates share one pair of processes, because a new pair runs up to 15 %
-faster or slower than the previous one.
+A candidate without a tracking URI is the bare loop. Each tracked turn is a complete run with its
+own recorder and courier. All candidates share one pair of processes, because a new pair runs up to
+15 % faster or slower than the previous one.
 """
 
 import contextlib

@@ -61,7 +61,8 @@ def main() -> None:
     ours, theirs = zip(*readings, strict=True)
     ratio = ratios(ours, theirs)
     print(
-        f"seconds, tracked: {[round(s, 2) for s in ours]}\nseconds, bare:    {[round(s, 2) for s in theirs]}"
+        f"seconds, tracked: {[round(s, 2) for s in ours]}\n"
+        f"seconds, bare:    {[round(s, 2) for s in theirs]}"
     )
     print(line("command to first step", ratio, f"<= {WANTED}"))
     if rounds > 2:

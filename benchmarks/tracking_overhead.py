@@ -5,9 +5,10 @@
 Takes about 20 minutes. The stores are SQLite, and an HTTP server on the same two cores.
 
 Two gloo processes have one thread each, and the same model, data, order and optimizer. The tracked
-run puts one `train/loss` point per step into MLflow (checked after each run) and samples the machine.
-One pair of processes runs both, interleaved. A block is bare, tracked, tracked, bare, and its ratio
-is that of the two means. Rank 0's clock measures. Evaluation and checkpoint come after the last step.
+run puts one `train/loss` point per step into MLflow (checked after each run) and samples the
+machine. One pair of processes runs both, interleaved. A block is bare, tracked, tracked, bare, and
+its ratio is that of the two means. Rank 0's clock measures. Evaluation and checkpoint come after
+the last step.
 
 A run takes about twenty seconds and gives two figures. `whole` covers all steps, and with them the
 import of MLflow on the same cores. `steady` covers all but the first fifth.

@@ -2,8 +2,8 @@
 
     python benchmarks/turnaround.py [--rounds 7]
 
-Takes about 3 minutes, with two processes. A round is one search of five trials with MLflow tracking,
-which has four turn-arounds, and one bare script from the command to its first step.
+Takes about 3 minutes, with two processes. A round is one search of five trials with MLflow
+tracking, which has four turn-arounds, and one bare script from the command to its first step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def main() -> None:
     ours, theirs = zip(*readings, strict=True)
     ratio = ratios(ours, theirs)
     print(
-        f"seconds, turn-around: {[round(s, 2) for s in ours]}\nseconds, torchrun:    {[round(s, 2) for s in theirs]}"
+        f"seconds, turn-around: {[round(s, 2) for s in ours]}\n"
+        f"seconds, torchrun:    {[round(s, 2) for s in theirs]}"
     )
     print(line("a trial's end to the next's first step", ratio, f"<= {WANTED}"))
     if rounds > 2:

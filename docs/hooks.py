@@ -1,4 +1,7 @@
-"""What MkDocs adds to the pages: the references, made from the config classes and the parser; links out of the site."""
+"""MkDocs hooks: generate the reference pages, and replace links that leave the site.
+
+The references come from the config classes and the argument parsers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links to files of the repository, which the site does not have, into their text."""
+    """Replace links to files that the site does not have by their text."""
     return (
         markdown if page.file.src_uri.startswith("decisions/") else OUTSIDE.sub(r"`\1`", markdown)
     )
@@ -38,7 +41,8 @@ def settings() -> str:
     """Return the page of all settings, from the classes that define them."""
     parts = [
         "# Settings\n",
-        "Every field is a key on the command line and a param in MLflow: `rankzero train EXP train.batch_size=512`.",
+        "Every field is a key on the command line and a param in MLflow: "
+        "`rankzero train EXP train.batch_size=512`.",
         "`rankzero config EXP` shows an experiment's own as well.\n",
     ]
     for prefix, cls in (("train", Train), ("goal", Goal)):
@@ -57,20 +61,20 @@ def settings() -> str:
 
 
 def _rows(prefix: str, cls: type[Any]) -> Iterator[str]:
-    said, defaults = _docstrings(cls), cls()
+    texts, defaults = _docstrings(cls), cls()
     for leaf in leaves(defaults):
         group, _, name = leaf.key.rpartition(".")
         text = (
             _docstrings(type(getattr(defaults, group))).get(name, "")
             if group
-            else said.get(name, "")
+            else texts.get(name, "")
         )
         kind, default = describe_type(leaf.annotation).replace("|", "\\|"), render(leaf.value)
         yield f"| `{prefix}.{leaf.key}` | {kind} | `{default}` | {text} |"
 
 
 def _docstrings(cls: type[Any]) -> dict[str, str]:
-    """Return what stands below each field of a class."""
+    """Return the docstring below each field of a class."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     found = {}

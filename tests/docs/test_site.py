@@ -1,4 +1,4 @@
-"""The documentation: its site builds without a broken link, its code runs, its commands are legal."""
+"""The documentation: its site has no broken link, its code runs, its commands are legal."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Command:
         """Return the exit code and all that was printed."""
         process = self.start(*words, cold=cold)
         output, _ = process.communicate(timeout=SECONDS)
-        return process.returncode, output
+        return process.wait(), output
 
     @property
     def runs(self) -> list[RunFolder]:

@@ -1,4 +1,4 @@
-"""How many cases the fuzz tests try: a few hundred, or as many as ``RANKZERO_FUZZ_CASES`` says (`make torture`)."""
+"""The number of cases of the fuzz tests: a few hundred, or ``RANKZERO_FUZZ_CASES``."""
 
 from __future__ import annotations
 

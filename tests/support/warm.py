@@ -19,7 +19,7 @@ from pathlib import Path
 from support.paths import SUPPORT
 
 COLD = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "MALLOC_")
-"""Beginnings of variables that a process reads when it starts, so that a fork cannot take them on."""
+"""Prefixes of variables that a process reads only when it starts, so a fork cannot adopt them."""
 
 
 class Warm:
@@ -29,7 +29,7 @@ class Warm:
         self._folder = tempfile.TemporaryDirectory(prefix="rankzero-warm-")
         self._path = Path(self._folder.name) / "socket"
         self._environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-P", SUPPORT / "warm_server.py", self._path]
+        words = [sys.executable, "-P", str(SUPPORT / "warm_server.py"), str(self._path)]
         self._server = subprocess.Popen(words, env=self._environ, start_new_session=True)
 
     def can(self, environ: Mapping[str, str]) -> bool:

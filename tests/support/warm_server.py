@@ -104,7 +104,7 @@ def fork_the_forkserver() -> None:
 
 
 def run_to_the_end() -> None:
-    """Run the command and exit as the interpreter would, but leave PyTorch's memory to the kernel."""
+    """Run the command and exit as Python would, but leave PyTorch's memory to the kernel."""
     code: Any = 0
     try:
         runpy.run_module("rankzero", run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""Where parts of a campaign that go on side by side take scenarios and put results: a folder."""
+"""A folder from which the processes of a campaign take scenarios, and to which they add results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torture.results import Result
 
 
 class Board:
-    """Each scenario of a campaign has a number, which one part alone takes."""
+    """Numbers the scenarios of a campaign. Only one process takes each number."""
 
     def __init__(self, folder: Path) -> None:
         self._taken, self._results = folder / "taken", folder / "results"
@@ -24,32 +24,34 @@ class Board:
 
     @contextlib.contextmanager
     def room(self, *, alone: bool) -> Iterator[None]:
-        """Have the machine for a scenario, with the other parts or alone; who waits for that is waited for."""
+        """Use the machine for a scenario: together with the other processes, or alone."""
         with self._gate.open("w") as gate, self._hall.open("w") as hall:
+            # A process that waits for the machine holds the gate, so that no other overtakes it.
             fcntl.flock(gate, fcntl.LOCK_EX)
             fcntl.flock(hall, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
             fcntl.flock(gate, fcntl.LOCK_UN)
             yield
 
     def take(self) -> int:
-        """Return the next number that nobody has taken."""
+        """Take the next free number and return it."""
         return next(number for number in itertools.count() if self._is_mine(number))
 
     def put(self, number: int, result: Result) -> None:
-        """Add what a scenario came to."""
+        """Add the result of a scenario."""
         path = self._results / f"{number:06d}.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(dataclasses.asdict(result)))
-        partial.rename(path)  # whole for whoever reads
+        # Another process may read at any time, and must not find half a file.
+        partial.rename(path)
 
     def results(self) -> list[Result]:
-        """Return what there is by now, in the order of the numbers."""
+        """Return the results so far, in the order of the numbers."""
         return [
             Result(**json.loads(path.read_text())) for path in sorted(self._results.glob("*.json"))
         ]
 
     def injected(self) -> int:
-        """Return how many faults there were by now."""
+        """Return the number of faults injected so far."""
         return sum(len(result.faults) for result in self.results())
 
     def _is_mine(self, number: int) -> bool:

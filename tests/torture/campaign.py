@@ -1,8 +1,11 @@
-"""A seeded campaign of faults against the real command.     make torture [ARGS="--faults 50 --seed 7"]
+"""Run a seeded campaign of faults against the real command.
 
-Each scenario hurts a real training (two ranks, MLflow) at random moments, then asks what users are promised: nothing
-lost, no corrupt restore, no wrong status, no hang, no orphan. What it tries of its variants goes round from one time to
-the next. The folder of a scenario that broke a promise is kept.
+    make torture [ARGS="--faults 50 --seed 7"]
+
+Each scenario injects faults into a real training (two ranks, MLflow) at random moments. Then it
+checks the promises to users: nothing lost, no corrupt restore, no wrong status, no hang, no orphan.
+A scenario that runs again takes its next variants. The folder of a scenario that broke a promise is
+kept.
 """
 
 from __future__ import annotations
@@ -36,29 +39,29 @@ from torture.scenarios import SCENARIOS
 from torture.scenarios.training import SETTINGS, TINY
 from torture.servers import Server
 
+# These scenarios use all processor time, so another one at the same time would miss its deadlines.
 ALONE = ("crowd",)
-"""Scenarios that leave no processor time for another beside them: what ends in time elsewhere would not."""
+# A run, with its launcher, recorder and courier, takes three quarters of a gigabyte.
 LEAST_CROWD, RUN_BYTES = 6, 900 << 20
-"""A run, with its launcher, recorder and courier, takes three quarters of a gigabyte."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedSetup:
-    """What all scenarios of a campaign share."""
+    """Things that all scenarios of a campaign share."""
 
     folder: Path
     store: Path
-    """An MLflow database without a run: a copy is quicker than a new one."""
+    """An MLflow database without a run. To copy it is quicker than to create one."""
     server: str
-    """An MLflow server's address."""
+    """The address of an MLflow server."""
     reference: Curves
-    """The metrics of a training that nobody disturbed."""
+    """The metrics of an undisturbed training."""
     crowd: int = CROWD
-    """How many runs a crowd is."""
+    """Number of runs in the crowd scenario."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a campaign; return 1 where a promise was broken."""
+    """Run a campaign. Return 1 if a promise was broken, else 0."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     options, began = _parse(words), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="rankzero-torture-board-"))
@@ -68,11 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fuzzed = fuzz(options.fuzz) if options.fuzz else None
     print(summary(results) + (f"\n{fuzzed.line}" if fuzzed else ""))
     if options.report:
-        told = report(results, options.seed, fuzzed) | {
+        content = report(results, options.seed, fuzzed) | {
             "minutes": round(minutes, 1),
             "side_by_side": options.parallel,
         }
-        Path(options.report).write_text(json.dumps(told, indent=1) + "\n")
+        Path(options.report).write_text(json.dumps(content, indent=1) + "\n")
     if fuzzed is not None and not fuzzed.passed:
         print(fuzzed.output)
     shutil.rmtree(folder)
@@ -84,18 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _start_part(words: Sequence[str], board: Path) -> subprocess.Popen[bytes]:
-    """Start a part of a campaign, which enters a room of its own: what is left there is one scenario's."""
+    """Start a process that runs scenarios, one after the other, in namespaces of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "torture.campaign", *words, "--board", str(board)]
     )
 
 
 def take_part(arguments: Sequence[str]) -> None:
-    """Try the scenarios that nobody has taken, until there are so many faults, or the time is over."""
+    """Run scenarios that no other process has taken, until enough faults or minutes have passed."""
     options = _parse(arguments)
-    if (
-        signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    ):  # as under nohup: commands would take it for their users' wish
+    # Under nohup, the commands would inherit that SIGHUP is ignored, and the scenarios send it.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
     if not room.is_mine():
         print(room.UNCHECKED, flush=True)
@@ -117,12 +119,12 @@ def take_part(arguments: Sequence[str]) -> None:
 
 
 def _all_omitted(board: Board, names: Sequence[str]) -> bool:
-    """Tell whether this machine allows none of the scenarios: there will never be a fault."""
+    """Return whether this machine allows none of the scenarios, so that no fault can occur."""
     return set(names) == {result.scenario for result in board.results() if result.not_run}
 
 
 def run_scenario(setup: SharedSetup, scenario: str, seed: int, turn: Turn = FIRST) -> Result:
-    """Run one scenario in a folder of its own."""
+    """Run one scenario in its own folder, and return its result."""
     folder = setup.folder / f"{seed}-{scenario.replace(' ', '-')}"
     folder.mkdir()
     ground = Ground(folder, seed, setup.store, setup.crowd, turn)
@@ -149,12 +151,13 @@ def run_scenario(setup: SharedSetup, scenario: str, seed: int, turn: Turn = FIRS
 
 @contextlib.contextmanager
 def shared_setup(crowd: int = CROWD) -> Iterator[SharedSetup]:
-    """Make what all scenarios share: an empty store, a server, the undisturbed losses."""
+    """Yield an empty store, a server, and the metrics of an undisturbed training."""
     folder = Path(tempfile.mkdtemp(prefix="rankzero-torture-"))
     store = folder / "empty.db"
     MlflowRuns(f"sqlite:///{store}")
     with contextlib.closing(sqlite3.connect(store)) as database:
-        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all of it into the one file
+        # Moves everything into the one file that scenarios copy.
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with Server(folder / "server", store) as server:
         ground = Ground(folder / "reference", 0, store)
         ground.run("train", TINY, *SETTINGS)
@@ -174,7 +177,7 @@ def _line(result: Result, faults: int) -> str:
 
 
 def _bearable() -> int:
-    """Return how many runs at once the memory bears."""
+    """Return how many simultaneous runs fit into the free memory."""
     return max(LEAST_CROWD, min(CROWD, psutil.virtual_memory().available // RUN_BYTES))
 
 
@@ -184,30 +187,33 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--faults", type=int, default=500, help="how many to inject (default: 500, most of an hour)"
+        "--faults", type=int, default=500, help="faults to inject (default: 500, most of an hour)"
     )
     parser.add_argument(
         "--minutes",
         type=float,
         default=math.inf,
-        help="stop after so long; with --faults 1000000, for hours of it",
+        help="stop after this time; use --faults 1000000 for a campaign of hours",
     )
     parser.add_argument(
-        "--parallel", type=int, default=2, help="how many scenarios side by side (%(default)s)"
+        "--parallel", type=int, default=2, help="scenarios at the same time (default: %(default)s)"
     )
     parser.add_argument(
-        "--only", nargs="*", choices=list(SCENARIOS), default=[], help="these scenarios"
+        "--only", nargs="*", choices=list(SCENARIOS), default=[], help="run only these scenarios"
     )
     parser.add_argument(
         "--crowd",
         type=int,
         default=_bearable(),
-        help=f"how many runs at once are a crowd (up to {CROWD}: %(default)s)",
+        help=f"simultaneous runs of the crowd, up to {CROWD} (default: %(default)s)",
     )
     parser.add_argument(
-        "--fuzz", type=int, default=0, help="then so many cases for each fuzz test (default: none)"
+        "--fuzz",
+        type=int,
+        default=0,
+        help="then try this many cases of each fuzz test (default: 0)",
     )
-    parser.add_argument("--report", help="a file for the results")
+    parser.add_argument("--report", help="write the results to this file")
     parser.add_argument("--board", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -1,4 +1,4 @@
-"""An empty store, and a ground on which nothing was begun."""
+"""An empty store, and a scenario's folder without a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torture.ground import Ground
 
 @pytest.fixture(scope="session")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow database without a run: a copy is quicker than a new one."""
+    """An MLflow database without a run. To copy it is quicker than to create one."""
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
     MlflowRuns(f"sqlite:///{path}")
     with contextlib.closing(sqlite3.connect(path)) as database:
@@ -24,5 +24,5 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path, empty: Path) -> Ground:
-    """A ground on which nothing was begun."""
+    """A scenario's folder in which no command has run yet."""
     return Ground(tmp_path / "ground", 1, empty)

@@ -1,4 +1,7 @@
-"""A run's metrics as its journal, MLflow and an undisturbed training have them. Each check raises `Broken`."""
+"""Compare a run's metrics in its journal, in MLflow and in an undisturbed training.
+
+Each check raises `Broken` if it fails.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from torture.ground import Broken
 
+# Values by metric and step.
 Curves = Mapping[str, Mapping[int, float]]
-"""Values by metric and step."""
+# Metrics of each step. The others are of windows. A resumed attempt may divide its steps into other
+# windows, and it logs those that end after the last window of the attempt before.
 WHOLE = ("train/", "val/")
-"""Metrics of each step: the others are of windows, which an attempt that goes on may cut anew, and those behind the
-last one that was told before are told then."""
+# Metrics that are the same, bit for bit, in every training with the same seed.
 EXACT = (*WHOLE, "lr")
-"""Metrics that are the same, bit for bit, in every training with the same seed."""
 ORIGIN = "train/loss"
 
 
 def latest(run: RunFolder) -> Curves:
-    """Return what the journal says; a later attempt's values replace an earlier one's."""
+    """Return the journal's values. Those of a later attempt replace those of an earlier one."""
     found: dict[str, dict[int, float]] = {}
     for name, step, value in _journaled(run):
         found.setdefault(name, {})[step] = value
@@ -31,16 +34,16 @@ def latest(run: RunFolder) -> Curves:
 
 
 def first(run: RunFolder) -> Curves:
-    """Return what the journal says, the first attempt's that came so far: what MLflow keeps."""
+    """Return the values that MLflow keeps: those of the first attempt that reached a step."""
     found: dict[str, dict[int, float]] = {}
-    told: dict[str, int] = {}
+    last: dict[str, int] = {}
     for event in read_all(run.events):
         if isinstance(event, RunStarted):
-            told = {
+            last = {
                 name: max(values) for name, values in found.items() if not name.startswith(WHOLE)
             }
         for name, step, value in _points_of(event):
-            if step > told.get(name, step - 1):
+            if step > last.get(name, step - 1):
                 found.setdefault(name, {}).setdefault(step, value)
     return found
 
@@ -52,47 +55,50 @@ def in_mlflow(run: RunFolder, run_id: str, names: Iterable[str]) -> dict[str, li
 
 
 def have_arrived(journaled: Curves, points: Mapping[str, Sequence[MetricPoint]]) -> None:
-    """MLflow has each journaled step once, with the value that was journaled first."""
+    """Check that MLflow has each journaled step once, with the value that was journaled first."""
     for name, wanted in journaled.items():
-        told = {point.step: point.value for point in points[name]}
-        if len(told) != len(points[name]):
+        found = {point.step: point.value for point in points[name]}
+        if len(found) != len(points[name]):
             raise Broken(
-                f"wrong: MLflow has {len(points[name])} points of {name} for {len(told)} steps"
+                f"wrong: MLflow has {len(points[name])} points of {name} for {len(found)} steps"
             )
-        if missing := sorted(set(wanted) - set(told)):
+        if missing := sorted(set(wanted) - set(found)):
             raise Broken(
-                f"lost: {len(missing)} points of {name} are not in MLflow, the first of step {missing[0]}"
+                f"lost: {len(missing)} points of {name} are not in MLflow, "
+                f"the first of step {missing[0]}"
             )
-        _require_same("MLflow", name, told, wanted)
+        _require_same("MLflow", name, found, wanted)
 
 
 def have_no_gap(journaled: Curves, steps: int | None) -> None:
-    """The journal has all steps from the first on, `steps` of them; None: as far as it goes."""
+    """Check that the journal has all steps from 1 to `steps`, or to its last one if None."""
     mine = journaled.get(ORIGIN, {})
     if sorted(mine) != list(range(1, (steps or len(mine)) + 1)):
         raise Broken(
-            f"lost: the journal has {len(mine)} steps up to {max(mine, default=0)}, wanted {steps or 'no gap'}"
+            f"lost: the journal has {len(mine)} steps up to {max(mine, default=0)}, "
+            f"wanted {steps or 'no gap'}"
         )
 
 
 def are_undisturbed(journaled: Curves, reference: Curves, spoiled: int | None = None) -> None:
-    """Exact metrics have an undisturbed training's values, before the step that the scenario has spoiled, if any."""
-    for name, told in journaled.items():
+    """Check exact metrics against an undisturbed training, only before step `spoiled` if given."""
+    for name, found in journaled.items():
         wanted = reference.get(name, {})
         if name.startswith(WHOLE):
-            _require_same("the journal", name, _before(told, spoiled), wanted)
+            _require_same("the journal", name, _before(found, spoiled), wanted)
         elif name.startswith(EXACT):
-            shared = {step: value for step, value in told.items() if step in wanted}
+            shared = {step: value for step, value in found.items() if step in wanted}
             _require_same("the journal", name, _before(shared, spoiled), wanted)
 
 
 def have_all(journaled: Curves, reference: Curves) -> None:
-    """A training that got to its end has what an undisturbed one has, evaluations included."""
+    """Check that a finished training has all steps and evaluations of an undisturbed one."""
     for name in (name for name in reference if name.startswith(WHOLE)):
         missing = sorted(set(reference[name]) - set(journaled.get(name, {})))
         if missing:
             raise Broken(
-                f"lost: {len(missing)} points of {name} are not in the journal, the first of step {missing[0]}"
+                f"lost: {len(missing)} points of {name} are not in the journal, "
+                f"the first of step {missing[0]}"
             )
 
 
@@ -111,20 +117,20 @@ def _points_of(event: Event) -> Iterator[tuple[str, int, float]]:
         yield from ((name, event.step, value) for name, value in event.metrics.items())
 
 
-def _before(told: Mapping[int, float], spoiled: int | None) -> Mapping[int, float]:
-    return {step: value for step, value in told.items() if spoiled is None or step < spoiled}
+def _before(values: Mapping[int, float], spoiled: int | None) -> Mapping[int, float]:
+    return {step: value for step, value in values.items() if spoiled is None or step < spoiled}
 
 
 def _require_same(
-    whose: str, name: str, told: Mapping[int, float], wanted: Mapping[int, float]
+    source: str, name: str, found: Mapping[int, float], wanted: Mapping[int, float]
 ) -> None:
-    """Raise Broken where a value is another than the one wanted; steps that are not wanted are foreign."""
-    for step, value in sorted(told.items()):
+    """Raise Broken if a value differs from the wanted one, or if its step is not wanted."""
+    for step, value in sorted(found.items()):
         if step not in wanted:
-            raise Broken(f"wrong: {whose} has {name} of step {step}, which nobody told of")
+            raise Broken(f"wrong: {source} has {name} of step {step}, which was never logged")
         if not _same(value, wanted[step]):
             raise Broken(
-                f"wrong: in {whose} {name} of step {step} is {value}, wanted {wanted[step]}"
+                f"wrong: in {source} {name} of step {step} is {value}, wanted {wanted[step]}"
             )
 
 

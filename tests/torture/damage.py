@@ -1,4 +1,4 @@
-"""Ways for a checkpoint to be damaged, each in place."""
+"""Ways to damage a checkpoint in place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bit_flipped(step: Path, choose: random.Random, _: Path) -> None:
 
 
 def half_renamed(step: Path, _choose: random.Random, _: Path) -> None:
-    step.rename(step.with_name(f".{step.name}.partial"))
+    step.rename(step.with_name(checkpoint_files.TEMPORARY + step.name))
 
 
 def without_manifest(step: Path, _choose: random.Random, _: Path) -> None:
@@ -47,20 +47,20 @@ def emptied(step: Path, choose: random.Random, _: Path) -> None:
 
 
 def zeroed(step: Path, choose: random.Random, _: Path) -> None:
-    """As a file system leaves a file whose blocks were never written."""
+    """Fill a file with zeros, as a file system does if its blocks were never written."""
     path = _file(step, choose)
     path.write_bytes(bytes(path.stat().st_size))
 
 
 def another_runs(step: Path, choose: random.Random, _: Path) -> None:
-    """The state of another model, under this manifest."""
+    """Put the state of another model under this manifest."""
     torch.save(
         {"model": {"weight": torch.zeros(3)}, "step": choose.randrange(1000)}, step / "state.pt"
     )
 
 
 def malicious(step: Path, _choose: random.Random, proof: Path) -> None:
-    """A pickle that runs code, with a manifest that is right about its size and checksum."""
+    """Write a pickle that runs code, and a manifest with its size and checksum."""
     import hashlib
     import pickle
 
@@ -68,32 +68,31 @@ def malicious(step: Path, _choose: random.Random, proof: Path) -> None:
         def __reduce__(self) -> Any:
             return os.system, (f"touch {proof}",)
 
-    content = pickle.dumps(
-        {"model": Attack(), "step": 1}, protocol=2
-    )  # which PyTorch reads without a warning
+    # PyTorch reads protocol 2 without a warning.
+    content = pickle.dumps({"model": Attack(), "step": 1}, protocol=2)
     (step / "state.pt").write_bytes(content)
     seen = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    told = checkpoint_files.read_manifest(step)
-    right = dataclasses.replace(told, files=dict.fromkeys(told.files, seen))
-    (step / "manifest.json").write_text(right.to_json())
+    manifest = checkpoint_files.read_manifest(step)
+    matching = dataclasses.replace(manifest, files=dict.fromkeys(manifest.files, seen))
+    (step / "manifest.json").write_text(matching.to_json())
 
 
 def another_models(step: Path, choose: random.Random, _: Path) -> None:
-    """A whole checkpoint, right in every checksum, of a training of another model."""
-    told, saved = checkpoint_files.read_manifest(step), restore.load(step)
+    """Write an intact checkpoint of another model, with correct checksums."""
+    manifest, saved = checkpoint_files.read_manifest(step), restore.load(step)
     saved["model"] = {"weight": torch.zeros(choose.randrange(1, 9))}
     checkpoint_files.write(
         step,
         lambda path: torch.save(saved, path),
-        told.step,
-        told.metrics,
-        told.best,
-        told.world_size,
+        manifest.step,
+        manifest.metrics,
+        manifest.best,
+        manifest.world_size,
     )
 
 
 def a_file(step: Path, _choose: random.Random, _: Path) -> None:
-    """A file where a folder should be."""
+    """Put a file in place of the folder."""
     shutil.rmtree(step)
     step.write_text("not a folder")
 
@@ -111,8 +110,8 @@ DAMAGES: dict[str, Damage] = {
     "a file": a_file,
 }
 
+# Checksums do not show these. A resume starts with such a checkpoint, and refuses it.
 REFUSED: dict[str, Damage] = {"malicious": malicious, "another model's": another_models}
-"""What checksums do not show: a resume begins with it, and says no."""
 
 
 def _file(step: Path, choose: random.Random) -> Path:

@@ -1,4 +1,4 @@
-"""Small file systems in the place of a folder: they can be filled, and made read-only."""
+"""Mount small file systems over a folder, to fill them or make them read-only."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Disk:
         self._filler.unlink(missing_ok=True)
 
     def protect(self) -> bool:
-        """Make it read-only, as a kernel does after errors; return whether that went: not while files are written."""
+        """Make it read-only. Return whether that succeeded: it fails while files are written."""
         return wait_for(lambda: self._mounted("ro"), 5.0)
 
     def allow(self) -> None:
-        """Let everybody write again."""
+        """Make it writable again."""
         self._mounted("rw")
 
     def _mounted(self, how: str) -> bool:
@@ -43,7 +43,7 @@ class Disk:
 
 
 class FailingDisk:
-    """A file system in a file, which the kernel makes read-only after an error, whatever is open for writing."""
+    """A file system in a file. After an error, the kernel makes it read-only at once."""
 
     def __init__(self, path: Path, image: Path) -> None:
         self._path, self._image = path, image
@@ -55,8 +55,9 @@ class FailingDisk:
         _do("mount", "-o", "loop,errors=remount-ro", str(self._image), str(self._path))
 
     def fail(self) -> bool:
-        """Have the kernel find an error; return whether nobody can write any more."""
-        _do("sync", "--file-system", str(self._path))  # an error, no power failure
+        """Have the kernel find an error. Return whether the file system is read-only then."""
+        # The fault is an error of the disk, not a power failure: written files are on the disk.
+        _do("sync", "--file-system", str(self._path))
         device = _do("findmnt", "--noheadings", "--output", "SOURCE", str(self._path))
         Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error").write_text("torture")
         try:
@@ -66,7 +67,8 @@ class FailingDisk:
         return False
 
     def repair(self) -> None:
-        """Mount it anew, as after a look by fsck; nobody may use it, but for who looks over it in passing."""
+        """Check and mount it again. No process of the run may still use it."""
+        # Other programs of the machine may look at a file system for a moment, so it tries again.
         unmount = ["umount", str(self._path)]
         if not wait_for(
             lambda: subprocess.run(unmount, capture_output=True, check=False).returncode == 0
@@ -77,7 +79,7 @@ class FailingDisk:
 
 
 def can_fail() -> bool:
-    """Tell whether this machine lets file systems be made in files, and errors be found in them."""
+    """Return whether this user may mount file systems in files, and trigger errors in them."""
     return (
         os.geteuid() == 0
         and Path("/dev/loop-control").exists()
@@ -87,9 +89,9 @@ def can_fail() -> bool:
 
 @contextlib.contextmanager
 def failing_disk(path: Path, image: Path) -> Iterator[FailingDisk]:
-    """Mount a file system that can fail over a folder, with what is in it, for the duration of the block.
+    """Mount a file system that can fail over a folder, and copy the folder's content into it.
 
-    Raises NotRun where there can be none.
+    Unmounts it at the end of the block. Raises NotRun if this machine does not allow it.
     """
     if not can_fail():
         raise NotRun(UNALLOWED)
@@ -99,7 +101,8 @@ def failing_disk(path: Path, image: Path) -> Iterator[FailingDisk]:
     disk = FailingDisk(path, image)
     try:
         disk.mount()
-    except subprocess.CalledProcessError as error:  # who is root in a room of its own alone
+    except subprocess.CalledProcessError as error:
+        # Root of a user namespace may not mount it.
         raise NotRun(f"{UNALLOWED}: {_reason_of(error.stderr)}") from None
     try:
         shutil.copytree(kept, path, dirs_exist_ok=True)
@@ -109,7 +112,7 @@ def failing_disk(path: Path, image: Path) -> Iterator[FailingDisk]:
 
 
 def _reason_of(errors: str) -> str:
-    """Return why a mount was refused, without the folder, which is another each time."""
+    """Return why a mount failed, without the folder, so that equal reasons are equal texts."""
     return next(iter(errors.splitlines()), "").rpartition(": ")[2].rstrip(".")
 
 
@@ -119,9 +122,9 @@ def _do(*words: str) -> str:
 
 @contextlib.contextmanager
 def small_disk(path: Path, megabytes: int = 24) -> Iterator[Disk]:
-    """Mount a small file system over a folder, with what is in it, for the duration of the block.
+    """Mount a small file system over a folder, and copy the folder's content into it.
 
-    Raises NotRun where there can be none.
+    Unmounts it at the end of the block. Raises NotRun if this machine does not allow it.
     """
     kept = path.with_name(f"{path.name}-kept")
     path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The fuzz tests for a while, after the faults: how many cases there were, how many failed.     make fuzz has more"""
+"""Run the fuzz tests, and count the cases and the failures. `make fuzz` runs more cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FUZZ = (
 
 @dataclasses.dataclass(frozen=True)
 class Fuzzed:
-    """What the fuzz came to; `output` is pytest's."""
+    """The result of the fuzz tests. `output` is pytest's."""
 
     cases: int
     failed: int
@@ -29,12 +29,12 @@ class Fuzzed:
 
     @property
     def line(self) -> str:
-        """Return it in a line."""
+        """The result in one line."""
         return f"fuzz cases tried {self.cases:,}; failed {self.failed}"
 
 
 def fuzz(cases: int) -> Fuzzed:
-    """Run the fuzz tests with so many cases each (those that cost much: fewer)."""
+    """Run the fuzz tests with this many cases each. Slow tests use fewer."""
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-show-statistics"]
     done = subprocess.run(
         [sys.executable, *words, *(str(TESTS / name) for name in FUZZ)],
@@ -48,7 +48,7 @@ def fuzz(cases: int) -> Fuzzed:
 
 
 def counted(output: str, passed: bool) -> Fuzzed:
-    """Return the cases that Hypothesis tells of: those that a test was given and did not turn away."""
+    """Return the cases that Hypothesis counts in `output`, without those that a test rejected."""
     counts = [
         (int(good), int(bad)) for good, bad in re.findall(r"(\d+) passing, (\d+) failing", output)
     ]

@@ -1,4 +1,4 @@
-"""A place for one scenario: runs that are hurt, and what must be true of them afterwards."""
+"""The folder, commands and random choices of one scenario."""
 
 from __future__ import annotations
 
@@ -26,58 +26,62 @@ from torture.room import shared_memory
 
 T = TypeVar("T")
 U = TypeVar("U")
+# An environment variable that every process of a scenario inherits.
 MARK = "RANKZERO_TORTURE"
-"""An environment variable that every process of a scenario inherits."""
+# A command that takes longer has hung.
 DEADLINE_SECONDS = 240.0
-"""A command that takes longer has hung."""
+# Seconds that recorders and couriers may keep running after their command has ended. A courier on a
+# busy machine takes a minute to start.
 ORPHAN_SECONDS = 120.0
-"""What who delivers gets to leave after its command has ended: a courier on a busy machine takes a minute to begin."""
+# Seconds that all other processes may keep running. The most measured was six, at a load of ten.
 LEAVE_SECONDS = 30.0
-"""What everybody else gets: six were seen at a load of ten."""
 DELIVERERS = ("rankzero.tracking.recorder", "rankzero.tracking.courier")
+# Seconds that a command waits for MLflow at its end, in all.
 GRACE_SECONDS = 5.0
-"""What the end of a command waits for MLflow, in all."""
+# Number of runs in the crowd scenario.
 CROWD = 20
-"""How many runs a crowd is."""
+# A module that the command line of the ranks' fork server names, and so do those of its forks.
 FORKED = PRELOAD[-1]
-"""What the server has loaded that ranks are forked from, as its command and theirs say."""
 
 
 class Broken(Exception):
-    """A promise that did not hold; the message says which."""
+    """A promise that did not hold. The message begins with its kind."""
 
 
 class NotRun(Exception):
-    """What this machine does not allow to be tried; the message says why."""
+    """A scenario that this machine does not allow. The message has the reason."""
 
 
 @dataclasses.dataclass
 class Command:
-    """A command that was started, and is there to be hurt."""
+    """A started command."""
 
     process: subprocess.Popen[str]
     output: Path
     ended: float = 0.0
-    """When it was seen to have ended, as the clock says."""
+    """The time at which `wait` saw its end, in seconds since the epoch; 0 before."""
     began: float = dataclasses.field(default_factory=time.monotonic)
+    deadline_seconds: float = DEADLINE_SECONDS
 
     def wait(self) -> int:
-        """Return its exit code. Raises Broken where it hangs."""
+        """Wait for the end and return the exit code. Raises Broken if the command hangs."""
         try:
-            code = self.process.wait(DEADLINE_SECONDS)
+            code = self.process.wait(self.deadline_seconds)
             self.ended = self.ended or time.time()
             return code
         except subprocess.TimeoutExpired:
-            raise Broken(f"hang: no end after {DEADLINE_SECONDS:.0f} s: {self.tail()}") from None
+            raise Broken(
+                f"hang: no end after {self.deadline_seconds:.0f} s: {self.tail()}"
+            ) from None
 
     @property
     def running(self) -> bool:
         return self.process.poll() is None
 
     def busy(self) -> bool:
-        """Tell whether it runs, for loops that hurt it until it ends. Raises Broken where that takes too long."""
-        if self.running and time.monotonic() - self.began > DEADLINE_SECONDS:
-            raise Broken(f"hang: it runs for {DEADLINE_SECONDS:.0f} s by now: {self.tail()}")
+        """Return whether it runs. Raises Broken if it hangs, so a loop over this always ends."""
+        if self.running and time.monotonic() - self.began > self.deadline_seconds:
+            raise Broken(f"hang: still running after {self.deadline_seconds:.0f} s: {self.tail()}")
         return self.running
 
     def tail(self) -> str:
@@ -86,23 +90,22 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """Which time it is that a campaign tries a scenario: its variants are gone round, whatever else is random."""
+    """Takes the variants of a scenario in turn, so that a campaign tries all of them."""
 
     seed: int = 0
-    """The campaign's: the order of all variants."""
+    """The campaign's seed, which gives the order of all variants."""
     number: int = 0
-    """How often the scenario was tried before."""
+    """How often the scenario ran before."""
 
     def of(self, choices: Sequence[T], each: int = 1) -> Iterator[T]:
-        """Yield the choices for ever, all of them before one again; every turn draws `each`, and the next goes on."""
+        """Yield the choices in a cycle. A turn takes `each` of them, the next turn continues."""
         order = random.Random(self.seed).sample(choices, len(choices))
         return itertools.islice(itertools.cycle(order), self.number * each % len(order), None)
 
     def pair(self, choices: Sequence[T], others: Sequence[U]) -> tuple[T, U]:
-        """Return one of each: both go round, and once all of both was had, the others are one ahead of before.
-
-        With the same number for both, six moments would always meet the same of two processes.
-        """
+        """Return one of each, so that in the end every choice meets every other."""
+        # Both cycle. After each common multiple of their lengths, the second skips one ahead.
+        # Otherwise six moments would always meet the same of two processes.
         behind = dataclasses.replace(
             self, number=self.number + self.number // math.lcm(len(choices), len(others))
         )
@@ -115,7 +118,7 @@ FIRST = Turn()
 class Ground:
     """A folder, the commands that run in it, and the random choices of one scenario.
 
-    `empty`: an MLflow database without a run, of which the embedded store is a copy.
+    `empty`: an MLflow database without a run. The embedded store starts as a copy of it.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class Ground:
         self.mark = secrets.token_hex(8)
         self.faults: list[str] = []
         self.idling = self.leaving = 0.0
-        """The longest that those took to leave who had nothing to deliver, and all of them."""
+        """Most seconds until the processes had ended: those with nothing to deliver, and all."""
         self.environ = {
             **{
                 name: value
@@ -154,17 +157,17 @@ class Ground:
 
     @property
     def evaluating(self) -> Path:
-        """What a rank touches when it begins an evaluation that takes a while."""
+        """A file that a rank touches when it begins a slow evaluation."""
         return self.folder / "evaluating"
 
     @property
     def database(self) -> Path:
-        """The embedded store's."""
+        """The file of the embedded store."""
         return self.folder / "mlruns" / "mlflow.db"
 
     @property
     def store(self) -> str:
-        """The embedded store's address."""
+        """The URI of the embedded store."""
         return f"sqlite:///{self.database}"
 
     def next_of(self, choices: Sequence[T]) -> T:
@@ -172,12 +175,12 @@ class Ground:
         return next(self.turn.of(choices))
 
     def next_pair(self, choices: Sequence[T], others: Sequence[U]) -> tuple[T, U]:
-        """Return the two whose turn it is together: in the end, each of these met each of those."""
+        """Return the pair whose turn it is. In the end, every choice meets every other."""
         return self.turn.pair(choices, others)
 
-    def note_fault(self, what: str) -> None:
-        """Note a fault that was injected."""
-        self.faults.append(what)
+    def note_fault(self, name: str) -> None:
+        """Count a fault that was injected."""
+        self.faults.append(name)
 
     def start(self, *words: object) -> Command:
         output = self.folder / f"output-{len(list(self.folder.glob('output-*')))}.txt"
@@ -195,7 +198,7 @@ class Ground:
         return Command(process, output)
 
     def run(self, *words: object, code: int | None = 0) -> Command:
-        """Run a command to its end. Raises Broken where its exit code is not `code` (None: any)."""
+        """Run a command to its end. Raises Broken unless its exit code is `code` (None: any)."""
         command = self.start(*words)
         found = command.wait()
         if code is not None and found != code:
@@ -205,17 +208,18 @@ class Ground:
         return command
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes that this scenario's commands started and that still run."""
+        """Return the running processes that this scenario's commands started."""
         return [process for process in psutil.process_iter() if self._is_mine(process)]
 
     def idlers(self) -> list[psutil.Process]:
-        """Return those of them that have nothing to deliver."""
+        """Return the running processes of this scenario that have nothing to deliver."""
         return [process for process in self.processes() if not _delivers(process)]
 
     def roles(self) -> dict[str, psutil.Process]:
-        """Return a training's processes by what they are.
+        """Return the running processes by role.
 
-        These are launcher, server, rank 0, other rank, data worker, recorder, courier.
+        The roles are launcher, server, rank 0, other rank, data worker, recorder and courier. Of
+        several with one role, it returns one.
         """
         found: dict[str, psutil.Process] = {}
         first = self._first_rank()
@@ -248,7 +252,8 @@ class Ground:
                 process.kill()
 
     def _is_mine(self, process: psutil.Process) -> bool:
-        """Tell by the mark; where a process has another environment, by the folder that it works in."""
+        """Return whether a process belongs to this scenario."""
+        # A process with another environment has no mark, but it works in the scenario's folder.
         with contextlib.suppress(psutil.Error):
             marked = process.environ().get(MARK) == self.mark
             mine = marked or Path(process.cwd()).is_relative_to(self.folder)
@@ -259,11 +264,11 @@ class Ground:
 def _delivers(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return any(word in DELIVERERS for word in process.cmdline())
-    return True  # gone by now
+    return True  # it has ended meanwhile
 
 
 def _role(process: psutil.Process, first_rank: int | None) -> str | None:
-    """Return what a process is in its training; forks look like the server that they were forked from."""
+    """Return the role of a process in its training, or None for another process."""
     words = " ".join(process.cmdline())
     for module, role in (
         ("tracking.recorder", "recorder"),
@@ -274,10 +279,10 @@ def _role(process: psutil.Process, first_rank: int | None) -> str | None:
             return role
     if "forkserver" not in words:
         return None
+    # Forks have the command line of their server, so only their ancestors distinguish them.
     generations = len(list(itertools.takewhile(_is_forked, process.parents())))
-    if (
-        FORKED not in words
-    ):  # a server that a rank has of its own, and the data workers that are its forks
+    if FORKED not in words:
+        # A rank's own fork server, or a data worker that was forked from it.
         return "data worker" if generations else None
     if generations != 1:
         return "data worker" if generations else "server"
@@ -285,12 +290,12 @@ def _role(process: psutil.Process, first_rank: int | None) -> str | None:
 
 
 def _is_forked(process: psutil.Process) -> bool:
-    """Tell whether this is the server that ranks are forked from, or one of its forks, which look like it."""
+    """Return whether a process is a fork server, or was forked from one."""
     return "forkserver" in " ".join(process.cmdline())
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Wait until a callable says yes; tell whether it did."""
+    """Wait until `condition` is true. Return whether that happened in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

@@ -1,4 +1,4 @@
-"""What the tests of the campaign plant, and how they see that it is found."""
+"""Runs with planted violations, and the check that a promise reports them."""
 
 from __future__ import annotations
 

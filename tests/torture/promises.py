@@ -1,4 +1,4 @@
-"""What must be true after whatever happened. Each check raises `Broken`."""
+"""Promises that must hold after any fault. Each check raises `Broken` if one does not."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from torture.room import shared_memory
 __all__ = ["Curves", "journaled"]
 
 TRACEBACK = "Traceback (most recent call last)"
+# The beginning of a line that a recorder or courier logs.
 LOGGED = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z]+ ", re.MULTILINE)
-"""How a line begins that a recorder or courier logs."""
 
 
 def no_process_is_left(
     ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS
 ) -> None:
-    """Every process of the scenario ends by itself, and with it goes its port: soon, or once it has delivered.
+    """Check that every process of the scenario ends without a signal, which also closes its ports.
 
-    `seconds`: what who delivers has for it; `leave`: what everybody else gets, launchers, ranks, trials.
+    `seconds`: the limit for recorders and couriers, which deliver. `leave`: the limit for all other
+    processes, such as launchers, ranks and trials.
     """
     began = time.monotonic()
     _have_left(ground.idlers, leave)
@@ -51,20 +52,20 @@ def _have_left(found: Callable[[], list[psutil.Process]], seconds: float) -> Non
 
 
 def _describe(process: psutil.Process) -> str:
-    """Return a process in words: its number, its command, the ports that it listens on."""
-    told, ports = f"{process.pid} (gone by now)", []
+    """Return the pid and the command of a process, and the ports that it listens on."""
+    text, ports = f"{process.pid} (has ended meanwhile)", []
     with contextlib.suppress(psutil.Error):
-        told = f"{process.pid} {' '.join(' '.join(process.cmdline()).split())[:120]}"
+        text = f"{process.pid} {' '.join(' '.join(process.cmdline()).split())[:120]}"
         ports = [
             one.laddr.port
             for one in process.net_connections("tcp")
             if one.status == psutil.CONN_LISTEN
         ]
-    return " ".join([told, *(f"which listens on port {port}" for port in sorted(set(ports)))])
+    return " ".join([text, *(f"which listens on port {port}" for port in sorted(set(ports)))])
 
 
 def delivered(run: RunFolder) -> RunRecord:
-    """Return the run as MLflow has it, once everything that can be delivered is."""
+    """Deliver the run, in three tries at most, and return MLflow's record of it."""
     for _ in range(3):
         if sync.deliver(run).done:
             break
@@ -79,10 +80,10 @@ def delivered(run: RunFolder) -> RunRecord:
 def nothing_is_lost(
     run: RunFolder, reference: Curves, *, steps: int | None = None, spoiled: int | None = None
 ) -> None:
-    """MLflow has every journaled value once, and those are the values of a training that nobody disturbed.
+    """Check that MLflow has every journaled value once, equal to those of an undisturbed training.
 
-    `steps`: as many there must be, with their evaluations; None: as far as the journal goes, without a gap.
-    `spoiled`: the step from which on the scenario itself made the values wrong.
+    `steps`: the journal must have exactly this many steps, with their evaluations. None accepts any
+    number without a gap. `spoiled`: the first step whose values the scenario itself made wrong.
     """
     record, mine = delivered(run), curves.latest(run)
     curves.have_arrived(curves.first(run), curves.in_mlflow(run, record.run_id, mine))
@@ -93,7 +94,7 @@ def nothing_is_lost(
 
 
 def delivered_without_sync(run: RunFolder) -> None:
-    """MLflow was given everything by the run's own recorder, which knows it: there is nothing for `sync` to do."""
+    """Check that the run's own recorder delivered everything, and noted that it is done."""
     run_id = mlflow_id(run)
     if run_id is None:
         raise Broken(f"lost: {run.path.name} is not in MLflow without `sync`: it has no id")
@@ -101,16 +102,18 @@ def delivered_without_sync(run: RunFolder) -> None:
     curves.have_arrived(journaled, curves.in_mlflow(run, run_id, journaled))
     if found.pending:
         raise Broken(
-            f"lost: {found.pending} of {run.path.name} are not in MLflow without `sync`: {found.error}"
+            f"lost: {found.pending} of {run.path.name} are not in MLflow without `sync`: "
+            f"{found.error}"
         )
     if not found.done:
         raise Broken(
-            f"wrong: all of {run.path.name} is in MLflow, and the recorder leaves it to `sync`: {found.error}"
+            f"wrong: MLflow has all of {run.path.name}, but the recorder did not note that: "
+            f"{found.error}"
         )
 
 
 def pictures_are_there(ground: Ground, run: RunFolder) -> None:
-    """Each step with pictures has them among the run's artifacts, and nothing that they were drawn from is left."""
+    """Check that MLflow has the pictures of each step, and that their sources are deleted."""
     record = delivered(run)
     left = sorted(path.name for path in run.pictures.glob("*"))
     if left:
@@ -127,7 +130,7 @@ def pictures_are_there(ground: Ground, run: RunFolder) -> None:
 
 
 def status_is(run: RunFolder, *allowed: str) -> str:
-    """MLflow's status is one of `allowed`, and the journal says the same."""
+    """Check that MLflow's status is one of `allowed` and the journal's. Return it."""
     record = delivered(run)
     ended = [event for event in read_all(run.events) if isinstance(event, RunEnded)]
     if record.status not in allowed:
@@ -135,29 +138,31 @@ def status_is(run: RunFolder, *allowed: str) -> str:
             f"wrong status: {run.path.name} is {record.status}, wanted {' or '.join(allowed)}"
         )
     if ended and ended[-1].status != record.status:
-        raise Broken(f"wrong status: the journal says {ended[-1].status}, MLflow {record.status}")
+        raise Broken(f"wrong status: the journal has {ended[-1].status}, MLflow {record.status}")
     return record.status
 
 
 def checkpoints_are_intact(run: RunFolder) -> int:
-    """Every checkpoint under its final name is whole, whatever was killed; return the newest's step, 0 without one.
+    """Check that every checkpoint is intact. Return the newest one's step, or 0 without one.
 
-    And those are there that the journal tells of and that nothing may have deleted: the newest, and the best.
+    The newest and the best checkpoint that the journal names must exist.
     """
-    offered = _offered(run)  # first: it puts back what was being replaced
+    # This comes first, because it finishes interrupted replacements.
+    offered = _offered(run)
     for path in sorted(run.checkpoints.glob("step_*")):
         try:
-            step, told = restore.load(path)["step"], checkpoint_files.read_manifest(path).step
+            step = restore.load(path)["step"]
+            named = checkpoint_files.read_manifest(path).step
         except checkpoint_files.BrokenCheckpoint as error:
             raise Broken(f"corrupt: {error}") from None
-        if step != told or path != checkpoint_files.folder_of(run.checkpoints, step):
-            raise Broken(f"corrupt: {path.name} holds step {step}, its manifest says {told}")
+        if step != named or path != checkpoint_files.folder_of(run.checkpoints, step):
+            raise Broken(f"corrupt: {path.name} holds step {step}, its manifest names step {named}")
     _newest_and_best_are_there(run)
     return offered
 
 
 def _offered(run: RunFolder) -> int:
-    """Return the step that a resume goes on from: the newest there is."""
+    """Return the step that a resume would start from: the newest checkpoint's, or 0."""
     path, problems = checkpoint_files.newest_intact(run.checkpoints)
     if problems:
         raise Broken(f"corrupt: {'; '.join(problems)}")
@@ -165,14 +170,12 @@ def _offered(run: RunFolder) -> int:
 
 
 def _newest_and_best_are_there(run: RunFolder) -> None:
-    """The newest checkpoint that was saved, and the best one, are there, or one that has superseded them.
-
-    A later one may be there that the journal does not know, and another not that it does: rank 0 was killed before it
-    could tell of either.
-    """
+    """Check that the newest and the best saved checkpoint exist, or later ones in their place."""
+    # Rank 0 may be killed between a change of the folder and its line in the journal. So the folder
+    # may have a checkpoint that the journal lacks, or lack one that the journal names.
     there = {
-        told.step: told.best
-        for told in map(checkpoint_files.read_manifest, run.checkpoints.glob("step_*"))
+        manifest.step: manifest.best
+        for manifest in map(checkpoint_files.read_manifest, run.checkpoints.glob("step_*"))
     }
     saved = _saved(run)
     newest, best = (
@@ -194,7 +197,7 @@ def _newest_and_best_are_there(run: RunFolder) -> None:
 
 
 def _saved(run: RunFolder) -> dict[int, bool]:
-    """Return the steps whose checkpoints were saved and not deleted, and whether each was the best by then."""
+    """Return, by step, whether the checkpoint was the best when saved. Leaves out deleted ones."""
     found: dict[int, bool] = {}
     for event in read_all(run.events):
         if isinstance(event, CheckpointSaved):
@@ -205,7 +208,7 @@ def _saved(run: RunFolder) -> dict[int, bool]:
 
 
 def no_run_is_running(ground: Ground) -> None:
-    """Nothing waits for delivery after `sync`, and MLflow has no run that seems to go on."""
+    """Check that `sync` succeeds, and that no run in MLflow still has the status RUNNING."""
     ground.run("sync")
     left = [run.name for run in list_runs(ground.store) if run.status == "RUNNING"]
     if left:
@@ -213,23 +216,22 @@ def no_run_is_running(ground: Ground) -> None:
 
 
 def no_traceback_is_printed(ground: Ground) -> None:
-    """Whatever went wrong was told in words, to users; and what works beside the training did not die of it."""
+    """Check that no command printed a traceback, and that none ended a recorder or a courier."""
     for output in sorted(ground.folder.glob("output-*.txt")):
         _, found, rest = output.read_text(errors="replace").partition(TRACEBACK)
         if found:
             raise Broken(f"wrong: a traceback in {output.name}: …{rest[-400:]}")
     for log in sorted(ground.runs_folder.glob("*/recorder*.log")):
         _, found, rest = log.read_text(errors="replace").rpartition(TRACEBACK)
-        if (
-            found and rest.endswith("\n") and not LOGGED.search(rest)
-        ):  # MLflow logs its own; a full disk cuts what it cuts
+        # MLflow logs tracebacks of its own, and a full disk may cut a log anywhere.
+        if found and rest.endswith("\n") and not LOGGED.search(rest):
             raise Broken(f"wrong: {log.name} ends with a traceback: …{rest[-400:]}")
 
 
 def nothing_is_left(
     ground: Ground, seconds: float = ORPHAN_SECONDS, leave: float = LEAVE_SECONDS
 ) -> None:
-    """No process of the scenario lives, so none of its ports is open, and none of its shared memory is left."""
+    """Check that no process, and so no port, and no shared memory of the scenario is left."""
     no_process_is_left(ground, seconds, leave)
     files = sorted(shared_memory() - ground.shared_memory)
     if files:

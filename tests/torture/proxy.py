@@ -1,4 +1,4 @@
-"""A proxy before MLflow's server that misbehaves on demand."""
+"""A proxy in front of MLflow's server that misbehaves on demand."""
 
 from __future__ import annotations
 
@@ -10,28 +10,32 @@ from types import TracebackType
 
 MODES = ("refuse", "hang", "close", "500", "429", "garbage", "empty", "login", "slow", "half")
 SLOW_SECONDS = 5.0
+# MLflow's client in a courier waits ten seconds for an answer.
 HANG_SECONDS = 11.0
-"""Longer than MLflow's client waits for an answer in a courier: ten seconds."""
 POLL_SECONDS = 0.2
 ANSWERS = {
-    "500": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops",
-    "429": b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+    "500": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\n"
+    b"Connection: close\r\n\r\noops",
+    "429": b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 0\r\n"
+    b"Connection: close\r\n\r\n",
     "garbage": b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nConnection: close\r\n\r\n\x00\xff{]nope!",
     "empty": b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
-    "login": b"HTTP/1.1 200 OK\r\nContent-Length: 19\r\nConnection: close\r\n\r\n<html>log in</html>",
+    "login": b"HTTP/1.1 200 OK\r\nContent-Length: 19\r\n"
+    b"Connection: close\r\n\r\n<html>log in</html>",
 }
 
 
 METHODS = (b"GET ", b"POST ", b"PUT ", b"PATCH ", b"DELETE ", b"HEAD ")
+# The proxy misbehaves only for requests whose head contains this.
 EVERYTHING, UPLOADS = b"", b"/mlflow-artifacts/"
-"""What a request's head must hold for the proxy to misbehave."""
 
 
 class Proxy:
-    """Passes connections on while `mode` is ``good``; else does what `mode`, one of `MODES`, says.
+    """Forwards connections while `mode` is ``good``. Otherwise `mode` is one of `MODES`.
 
-    ``refuse`` closes at once, ``hang`` takes the request and never answers, ``close`` passes it on and drops the
-    answer, ``half`` cuts the answer, ``slow`` answers after five seconds. `met`: somebody has been served so since.
+    ``refuse`` closes the connection at once. ``hang`` takes the request and never answers.
+    ``close`` forwards the request and drops the answer. ``half`` cuts the answer. ``slow`` answers
+    after five seconds. `met` is set once a request has met the mode.
     """
 
     def __init__(self, server: str) -> None:
@@ -41,15 +45,15 @@ class Proxy:
         self.uri = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.mode, self.aim, self.met = "good", EVERYTHING, threading.Event()
         self.requests = 0
-        """How many have come, whatever became of them; connections that were refused count as one each."""
+        """Number of requests. A refused connection counts as one."""
         self._over = False
 
     def misbehave(self, mode: str, aim: bytes = EVERYTHING) -> None:
-        """Take a mode for requests that hold `aim`, which nobody has met yet."""
+        """Misbehave from now on for requests that contain `aim`, and clear `met`."""
         self.mode, self.aim, self.met = mode, aim, threading.Event()
 
     def behave(self) -> bool:
-        """Be good from now on; return whether somebody met the mode that stood."""
+        """Forward everything from now on. Return whether a request met the mode so far."""
         self.mode = "good"
         return self.met.is_set()
 
@@ -84,9 +88,8 @@ class Proxy:
                     target=self._answers, args=(server, client, aimed_at), daemon=True
                 ).start()
                 self._requests(client, server, aimed_at)
-                server.shutdown(
-                    socket.SHUT_RDWR
-                )  # closing alone tells it nothing while the other thread reads
+                # While the other thread reads, closing the socket would not end the connection.
+                server.shutdown(socket.SHUT_RDWR)
 
     def _requests(
         self, client: socket.socket, server: socket.socket, aimed_at: threading.Event
@@ -98,13 +101,13 @@ class Proxy:
             server.sendall(request)
 
     def _take_aim(self, request: bytes, aimed_at: threading.Event) -> None:
-        """Note whether a request is one to misbehave at; what is not its head belongs to the one before."""
+        """Note whether to misbehave for a request. Other data belongs to the request before."""
         if request.startswith(METHODS):
             self.requests += 1
             (aimed_at.set if self.aim in request else aimed_at.clear)()
 
     def _passes(self, client: socket.socket) -> bool:
-        """Do to a request what the mode says; return whether the server is to have it."""
+        """Apply the mode to a request. Return whether the server must get the request."""
         mode, met = self.mode, self.met
         if mode == "hang":
             self._hang(met)
@@ -130,13 +133,12 @@ class Proxy:
                     client.shutdown(socket.SHUT_RDWR)
                     return
                 client.sendall(answer)
-            if (
-                self.mode != "hang"
-            ):  # the server has closed: who kept the connection must know, as through real proxies
+            # The server has closed the connection. Real proxies then close the client's, too.
+            if self.mode != "hang":
                 client.shutdown(socket.SHUT_RDWR)
 
     def _hang(self, met: threading.Event) -> None:
-        """Answer nothing while the mode is_consistent, which is met once it stood longer than a client waits."""
+        """Answer nothing while the mode lasts. A client has met it once its own timeout is over."""
         began = time.monotonic()
         while self.mode == "hang" and not self._over:
             time.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""What a campaign came to: its results, in a table, in a line, and as it is kept."""
+"""The results of a campaign: as a table, as a line, and as a JSON report."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ import torch
 
 from torture.fuzzing import Fuzzed
 
+# Kinds of broken promises. The message of `Broken` begins with its kind.
 PROMISES = ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan")
-"""What a broken promise is called: the first word of what `Broken` says."""
 HERE = Path(__file__).parent
+# All of an absolute path except for its last name.
 FOLDERS = re.compile(r"(?:(?<![\w.:/])|(?<=sqlite:///))/(?:[^\s/'\"]+/)+")
-"""What stands before the last name of an absolute path."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one scenario came to."""
+    """The result of one scenario."""
 
     scenario: str
     seed: int
     faults: list[str]
     seconds: float
     broken: str | None
-    """The promise that did not hold."""
+    """The promise that did not hold, or None."""
     not_run: str | None = None
-    """Why this machine does not allow it."""
+    """Why this machine does not allow the scenario, or None."""
     unchecked: list[str] = dataclasses.field(default_factory=list)
-    """What was not looked at."""
+    """Checks that this machine does not allow."""
     idling: float = 0.0
-    """The longest that processes with nothing to deliver took to leave after their command, in seconds."""
+    """Most seconds that a process with nothing to deliver ran after its command had ended."""
     leaving: float = 0.0
-    """The longest that any took."""
+    """The same for any process."""
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return the campaign in a table: by scenario, faults tried and what broke."""
+    """Return a table of the campaign: by scenario, how often it ran, its faults, and what broke."""
     lines = [f"{'scenario':<22}{'times':>6}{'faults':>8}{'broken':>8}"]
     for name in dict.fromkeys(result.scenario for result in results):
         mine = [result for result in results if result.scenario == name]
@@ -60,41 +60,44 @@ def summary(results: Sequence[Result]) -> str:
 def _left(results: Sequence[Result]) -> str:
     idling, leaving = (f"{seconds:.0f} s" for seconds in longest(results).values())
     return (
-        f"after a command its processes left within {idling}, those that deliver within {leaving}"
+        f"after a command its processes ended within {idling}, those that deliver within {leaving}"
     )
 
 
 def omitted(results: Sequence[Result]) -> list[str]:
-    """Return what was not tried or not looked at, in a line each: no fault is claimed to have been survived there."""
-    told = [f"not run: {result.scenario}: {result.not_run}" for result in results if result.not_run]
-    told += [what for result in results for what in result.unchecked]
+    """Return a line for each scenario that did not run and each check that was left out."""
+    found = [
+        f"not run: {result.scenario}: {result.not_run}" for result in results if result.not_run
+    ]
+    found += [check for result in results for check in result.unchecked]
     return [
-        f"{what} ({times} of {len(results)} scenarios)"
-        for what, times in collections.Counter(told).items()
+        f"{line} ({times} of {len(results)} scenarios)"
+        for line, times in collections.Counter(found).items()
     ]
 
 
 def longest(results: Sequence[Result]) -> dict[str, float]:
-    """Return the longest that processes took to leave, those with nothing to deliver and all of them."""
+    """Return most seconds until processes ended: those with nothing to deliver, and all."""
     took = [(result.idling, result.leaving) for result in results] or [(0.0, 0.0)]
     idling, leaving = (round(max(seconds), 1) for seconds in zip(*took, strict=True))
     return {"idling": idling, "leaving": leaving}
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """Return the campaign in a line. A fault has survived where its scenario broke no promise."""
+    """Return the campaign in a line. A fault is survived if its scenario broke no promise."""
     faults = [fault for result in results for fault in result.faults]
     survived = sum(len(result.faults) for result in results if result.broken is None)
     broken = collections.Counter(
         result.broken.partition(":")[0] for result in results if result.broken
     )
-    told = ", ".join(f"{kind} {broken.pop(kind, 0)}" for kind in PROMISES)
+    kinds = ", ".join(f"{kind} {broken.pop(kind, 0)}" for kind in PROMISES)
     other = f", other {broken.total()}" if broken else ""
-    return f"faults tried {len(faults)} over {len(set(faults))} kinds; survived {survived}; {told}{other}"
+    tried = f"faults tried {len(faults)} over {len(set(faults))} kinds"
+    return f"{tried}; survived {survived}; {kinds}{other}"
 
 
 def report(results: Sequence[Result], seed: int, fuzzed: Fuzzed | None = None) -> dict[str, Any]:
-    """Return what is kept of a campaign."""
+    """Return the JSON report of a campaign."""
     return {
         "seed": seed,
         "date": time.strftime("%Y-%m-%d"),
@@ -102,7 +105,7 @@ def report(results: Sequence[Result], seed: int, fuzzed: Fuzzed | None = None) -
         "machine": f"{platform.system()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "verdict": verdict(results),
-        "omitted": [without_folders(told) for told in omitted(results)],
+        "omitted": [without_folders(line) for line in omitted(results)],
         "longest_seconds": longest(results),
         "fuzz": fuzzed and fuzzed.line,
         "faults": sum(len(result.faults) for result in results),
@@ -122,12 +125,12 @@ def report(results: Sequence[Result], seed: int, fuzzed: Fuzzed | None = None) -
 
 
 def without_folders(text: str) -> str:
-    """Return the text with the last name of every path alone: a report is read where nobody knows the machine."""
+    """Return the text with only the last name of every path. A report names no folder of a user."""
     return FOLDERS.sub("", text)
 
 
 def commit() -> dict[str, object]:
-    """Return which commit is tried, and whether anything of it is changed."""
+    """Return the commit under test, and whether the working tree differs from it."""
     return {
         "commit": _git("rev-parse", "HEAD") or None,
         "dirty": bool(_git("status", "--porcelain")),

@@ -1,4 +1,4 @@
-"""A room for a campaign: mounts and shared memory of its own, so that what is left there is the campaign's."""
+"""A mount namespace for a campaign, with shared memory that no other program uses."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 
 INSIDE = "RANKZERO_TORTURE_ROOM"
 SHARED_MEMORY = Path("/dev/shm")
+# Kept in reports.
 UNCHECKED = "without a room of its own (unshare): shared memory not checked"
 
 
 def enter(arguments: Sequence[str]) -> None:
-    """Begin this program anew in a room of its own; stay where that is not allowed, or where it is in one already."""
+    """Restart this program in its own namespace, unless it is in one or may not have one."""
     if is_mine():
         return
     rights = [] if os.geteuid() == 0 else ["--map-root-user"]
@@ -28,10 +29,10 @@ def enter(arguments: Sequence[str]) -> None:
 
 
 def is_mine() -> bool:
-    """Tell whether this process is the one that entered a room of its own."""
+    """Return whether this process has entered a namespace of its own."""
     return os.environ.get(INSIDE) == str(os.getpid())
 
 
 def shared_memory() -> set[str]:
-    """Return the files of shared memory that are known to be the campaign's: none where it shares them with others."""
+    """Return the campaign's files of shared memory; none if other programs may own some of them."""
     return {path.name for path in SHARED_MEMORY.iterdir()} if is_mine() else set()

@@ -1,4 +1,4 @@
-"""MLflow's server as a process that can be killed and started again on the same port and store."""
+"""MLflow's server as a process that can be killed and restarted on the same port and store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START_SECONDS = 120.0
 
 
 class Server:
-    """A server on a store of its own, for the duration of a with block. `empty`: the database to begin with."""
+    """A server on its own store, which runs in a with block. `empty`: the database to copy."""
 
     def __init__(self, root: Path, empty: Path) -> None:
         self._root, self._port = root, free_port()
@@ -42,7 +42,7 @@ class Server:
         self.kill()
 
     def start(self) -> None:
-        """Start it where it does not run; return once it answers. Raises Broken where it does not come up."""
+        """Start it unless it runs, and wait for an answer. Raises Broken if none comes."""
         if self._process is None:
             environ = {name: value for name, value in os.environ.items() if name != MARK}
             self._process = subprocess.Popen(
@@ -53,10 +53,10 @@ class Server:
                 stderr=subprocess.DEVNULL,
             )
         if not wait_for(self.answers, START_SECONDS):
-            raise Broken(f"error: MLflow's server does not come up on {self.uri}")
+            raise Broken(f"error: MLflow's server does not answer on {self.uri}")
 
     def answers(self) -> bool:
-        """Tell whether it is up."""
+        """Return whether it answers."""
         with (
             contextlib.suppress(OSError),
             urllib.request.urlopen(f"{self.uri}/health", timeout=1) as answer,
@@ -66,7 +66,7 @@ class Server:
         return False
 
     def kill(self) -> None:
-        """SIGKILL it, its workers included; nothing where it does not run."""
+        """Send SIGKILL to it and its workers, if it runs."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -75,6 +75,6 @@ class Server:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a port on which no process listens now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

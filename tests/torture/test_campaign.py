@@ -1,4 +1,4 @@
-"""A short campaign: one of each of the scenarios that others do not test already. `make torture` has them all."""
+"""A short campaign of four scenarios, and the summary of results. `make torture` runs them all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def setup() -> Iterator[SharedSetup]:
 @pytest.mark.parametrize(
     "scenario", ["killed ranks", "damaged checkpoints", "full disk", "jumping clock"]
 )
-def test_promises_hold(setup: SharedSetup, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_promises_hold_in_a_scenario(
+    setup: SharedSetup, scenario: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(processes, "MOST_KILLS", 3)
     result = run_scenario(setup, scenario, SEED)
     if result.not_run:
@@ -35,16 +37,16 @@ def test_promises_hold(setup: SharedSetup, scenario: str, monkeypatch: pytest.Mo
     assert result.faults
 
 
-def test_what_is_broken_is_counted_by_its_kind() -> None:
+def test_a_summary_counts_broken_promises_by_kind() -> None:
     results = [
         Result("signals", 1, ["SIGTERM to launcher"], 2.0, None),
         Result("signals", 2, ["SIGINT to rank 0", "SIGINT to rank 0"], 2.0, "lost: step 3"),
         Result("full disk", 3, ["disk full"], 2.0, "error: ZeroDivisionError"),
     ]
-    told = summary(results)
+    text = summary(results)
     kinds = "corrupt 0, wrong 0, wrong status 0, hang 0, orphan 0"
     assert (
-        told.splitlines()[-1]
+        text.splitlines()[-1]
         == f"faults tried 4 over 3 kinds; survived 1; lost 1, {kinds}, other 1"
     )
     assert verdict(results[:1]) == f"faults tried 1 over 1 kinds; survived 1; lost 0, {kinds}"
@@ -55,28 +57,29 @@ def test_what_is_broken_is_counted_by_its_kind() -> None:
     }
 
 
-def test_what_was_not_tried_or_not_looked_at_is_told(
+def test_a_report_lists_scenarios_and_checks_that_were_left_out(
     setup: SharedSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disks, "can_fail", lambda: False)
     monkeypatch.delenv(room.INSIDE, raising=False)
     result = run_scenario(setup, "failing disk", SEED)
     assert result.not_run and not result.faults and result.broken is None
-    told = [
+    omitted = [
         f"not run: failing disk: {result.not_run} (1 of 2 scenarios)",
         f"{room.UNCHECKED} (1 of 2 scenarios)",
     ]
     results = [result, Result("signals", 1, ["SIGTERM"], 2.0, None, idling=1.0, leaving=3.0)]
-    assert report(results, 1)["omitted"] == told
+    assert report(results, 1)["omitted"] == omitted
     assert report(results, 1)["longest_seconds"] == {"idling": 1.0, "leaving": 3.0}
-    left = "after a command its processes left within 1 s, those that deliver within 3 s"
-    assert summary(results).splitlines()[-4:-1] == [left, *told]
+    ended = "after a command its processes ended within 1 s, those that deliver within 3 s"
+    assert summary(results).splitlines()[-4:-1] == [ended, *omitted]
 
 
-def test_what_is_kept_names_no_folder_of_the_machine() -> None:
+def test_a_report_names_no_folder_of_the_machine() -> None:
     broken = (
-        "orphan: 375 /home/me/.venv/bin/python -P -m rankzero.tracking.courier /tmp/t-1/1048-x/mlruns/run; "
-        "sqlite:////home/me/mlflow.db 'File \"/home/me/a.py\"' http://127.0.0.1:9/api/2.0 and/or 3/4"
+        "orphan: 375 /home/me/.venv/bin/python -P -m rankzero.tracking.courier "
+        "/tmp/t-1/1048-x/mlruns/run; sqlite:////home/me/mlflow.db "
+        "'File \"/home/me/a.py\"' http://127.0.0.1:9/api/2.0 and/or 3/4"
     )
     (kept,) = report([Result("signals", 1, [], 2.0, broken)], 1)["scenarios"]
     assert kept["broken"] == (
@@ -85,7 +88,7 @@ def test_what_is_kept_names_no_folder_of_the_machine() -> None:
     )
 
 
-def test_the_cases_of_the_fuzz_are_counted() -> None:
+def test_fuzz_cases_and_failures_are_counted() -> None:
     output = (
         "during generate phase (1.2 seconds): - 498 passing, 2 failing, and 30 invalid test cases"
     )

@@ -1,4 +1,4 @@
-"""Each check of the campaign fails where what it promises is broken on purpose: else it would prove nothing."""
+"""Each check of the campaign finds a planted violation. Otherwise it would prove nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torture.servers import free_port
 
 @pytest.fixture
 def saved(tmp_path: Path) -> RunFolder:
-    """A run that has finished, and whose two checkpoints are whole."""
+    """A finished run with two intact checkpoints."""
     run = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
     append(run, started(), steps(1, STEPS), evaluated(STEPS, 0.5), ended())
     for step in (2, STEPS):
@@ -47,7 +47,7 @@ def saved(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def whole(saved: RunFolder, tmp_path: Path, empty: Path) -> RunFolder:
-    """The same, and all of it is in MLflow."""
+    """The same run, delivered to MLflow."""
     shutil.copy(empty, tmp_path / "mlflow.db")
     assert sync.deliver(saved).done
     return saved
@@ -57,7 +57,7 @@ def _save(step: int) -> Any:
     return lambda path: torch.save({"step": step}, path)
 
 
-def test_what_is_planted_in_a_run_is_found(whole: RunFolder) -> None:
+def test_wrong_values_and_statuses_of_a_run_are_found(whole: RunFolder) -> None:
     promises.delivered_without_sync(whole)
     promises.nothing_is_lost(whole, REFERENCE, steps=STEPS)
     assert promises.checkpoints_are_intact(whole) == STEPS
@@ -75,15 +75,15 @@ def test_what_is_planted_in_a_run_is_found(whole: RunFolder) -> None:
     expect_broken(
         "lost: 1 points of train/loss are not in MLflow", promises.delivered_without_sync, whole
     )
-    expect_broken("wrong status: the journal says FAILED", _ended_otherwise, whole)
+    expect_broken("wrong status: the journal has FAILED", _ended_otherwise, whole)
 
 
-def test_a_recorder_that_does_not_know_that_it_is_done_is_found(whole: RunFolder) -> None:
+def test_a_recorder_that_did_not_note_its_end_is_found(whole: RunFolder) -> None:
     path = state.path_of(whole, 0)
     known = state.load(path)
     state.save(path, dataclasses.replace(known, queue=state.Queue(ended=False)))
     expect_broken(
-        "wrong: all of .* is in MLflow, and the recorder leaves it",
+        "wrong: MLflow has all of .*, but the recorder did not note that",
         promises.delivered_without_sync,
         whole,
     )
@@ -107,7 +107,7 @@ def _ended_otherwise(run: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
-def test_a_torn_checkpoint_is_found_older_ones_too(saved: RunFolder, name: str) -> None:
+def test_a_torn_checkpoint_is_found_also_an_older_one(saved: RunFolder, name: str) -> None:
     for step in (2, STEPS):
         torn = checkpoint_files.folder_of(saved.checkpoints, step) / name
         content = torn.read_bytes()
@@ -126,14 +126,14 @@ def test_a_checkpoint_of_another_step_is_found(saved: RunFolder) -> None:
     expect_broken("corrupt: step_00000003 holds step 2", promises.checkpoints_are_intact, saved)
 
 
-def test_a_checkpoint_that_is_gone_is_found_and_one_that_was_superseded_is_not_missed(
+def test_a_missing_checkpoint_is_found_unless_a_later_one_replaced_it(
     saved: RunFolder,
 ) -> None:
     _journal_checkpoint(saved, 2, best=True)
     _journal_checkpoint(saved, STEPS, best=False)
     assert promises.checkpoints_are_intact(saved) == STEPS
     _moved(saved, STEPS, ".tmp-replaced-")
-    assert promises.checkpoints_are_intact(saved) == STEPS, "an interrupted replacement is put back"
+    assert promises.checkpoints_are_intact(saved) == STEPS, "an interrupted replacement is undone"
     aside = _moved(saved, STEPS, "gone-")
     expect_broken(
         r"lost: the newest checkpoint, of step 4, is gone: there are \[2\]",
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_gone_is_found_and_one_that_was_superseded_is_not_m
         checkpoint_files.folder_of(saved.checkpoints, 3), _save(3), 3, {}, best=True
     )
     assert promises.checkpoints_are_intact(saved) == STEPS, (
-        "a better one was saved, and its word got lost"
+        "a better one was saved, but not journaled"
     )
     shutil.rmtree(checkpoint_files.folder_of(saved.checkpoints, 3))
     append(saved, deleted(2))
@@ -171,7 +171,7 @@ def _moved(run: RunFolder, step: int, prefix: str) -> Path:
     return path.rename(path.with_name(prefix + path.name))
 
 
-def test_a_damaged_checkpoint_that_is_used_is_found(saved: RunFolder, tmp_path: Path) -> None:
+def test_the_use_of_a_damaged_checkpoint_is_found(saved: RunFolder, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     shutil.copytree(saved.checkpoints, whole)
     newest, before = (checkpoint_files.folder_of(saved.checkpoints, step) for step in (STEPS, 2))
@@ -194,14 +194,14 @@ def test_a_damaged_checkpoint_that_is_used_is_found(saved: RunFolder, tmp_path: 
     checkpoints._is_not_loaded(newest, "emptied")
     checkpoint_files.write(before, _save(1), 2, {}, best=False)
     expect_broken(
-        "corrupt: after emptied, step_00000002 is another", _offered, saved, whole, "emptied"
+        "corrupt: after emptied, step_00000002 has changed", _offered, saved, whole, "emptied"
     )
     shutil.rmtree(before)
     expect_broken(
         f"corrupt: after emptied, None is offered, {wanted}", _offered, saved, whole, "emptied"
     )
     expect_broken(
-        f"corrupt: the run went on from step 0, {wanted}",
+        f"corrupt: the run resumed from step 0, {wanted}",
         checkpoints._resumed_from,
         saved,
         whole / before.name,
@@ -223,18 +223,20 @@ def _points(*values: tuple[int, float]) -> list[MetricPoint]:
         (_points((1, 1.0), (2, 0.5), (2, 0.5)), "wrong: MLflow has 3 points"),
         (
             _points((1, 1.0), (2, 0.5), (3, 0.3)),
-            "wrong: MLflow has train/loss of step 3, which nobody",
+            "wrong: MLflow has train/loss of step 3, which was never",
         ),
     ],
 )
-def test_what_is_wrong_in_mlflow_is_found(points: Sequence[MetricPoint], begin: str) -> None:
+def test_wrong_and_missing_points_in_mlflow_are_found(
+    points: Sequence[MetricPoint], begin: str
+) -> None:
     expect_broken(
         begin, curves.have_arrived, {"train/loss": {1: 1.0, 2: 0.5}}, {"train/loss": points}
     )
 
 
 @pytest.mark.parametrize("name", ["lr", "throughput/step_seconds", "grad_norm"])
-def test_a_window_that_did_not_arrive_is_found_and_what_is_cut_anew_is_not_missed(
+def test_a_window_missing_in_mlflow_is_found_but_not_one_that_a_resume_replaced(
     place: Ground, name: str
 ) -> None:
     run = run_of(place, started(), steps(1, STEPS), _window(2, name), _window(4, name))
@@ -261,7 +263,7 @@ def _window(step: int, name: str, value: float = 1.0) -> StepsLogged:
     return StepsLogged([step], [T0 + step], {name: [value]})
 
 
-def test_what_is_wrong_in_a_journal_is_found() -> None:
+def test_wrong_and_missing_values_in_a_journal_are_found() -> None:
     nan, gap = (
         {"train/loss": {1: 1.0, 2: math.nan, 3: math.nan}},
         {"train/loss": {1: 1.0, 3: 1 / 3}},
@@ -295,7 +297,7 @@ def test_what_is_wrong_in_a_journal_is_found() -> None:
     )
 
 
-def test_a_run_without_a_journal_is_told_and_so_is_one_that_finished_too_early(
+def test_a_run_without_a_journal_and_one_that_finished_too_early_are_found(
     place: Ground,
 ) -> None:
     expect_broken("lost: there is no run", training.resumes, place, REFERENCE, ("FINISHED",))
@@ -312,7 +314,7 @@ def test_a_run_without_a_journal_is_told_and_so_is_one_that_finished_too_early(
     )
 
 
-def test_a_training_that_was_begun_again_or_stopped_elsewhere_is_found(place: Ground) -> None:
+def test_a_restart_after_a_signal_and_a_stop_without_checkpoint_are_found(place: Ground) -> None:
     run = run_of(place, started(), steps(1, STEPS), ended("KILLED", "stopped by SIGTERM"))
     signals._began_once(place)
     sync.deliver(run)
@@ -322,7 +324,7 @@ def test_a_training_that_was_begun_again_or_stopped_elsewhere_is_found(place: Gr
     )
     _stopped(place)
     append(run, started(attempt=2))
-    expect_broken("wrong: told to stop, the training was begun 2 times", signals._began_once, place)
+    expect_broken("wrong: the training began 2 times", signals._began_once, place)
 
 
 def _stopped(place: Ground) -> None:
@@ -333,7 +335,7 @@ def _stopped(place: Ground) -> None:
 def _left_over(
     place: Ground, code: str = "", words: Sequence[str] = (), marked: bool = True
 ) -> Iterator[int]:
-    """A process in the scenario's folder that does not leave; it is there once it has said so."""
+    """Start a process in the scenario's folder that does not end, and yield its pid."""
     environ = place.environ if marked else {"PATH": os.environ["PATH"]}
     stays = f"{code}\nprint('here', flush=True)\nimport time; time.sleep(600)"
     command = [sys.executable, "-c", stays, *words]
@@ -348,9 +350,7 @@ def _left_over(
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_a_process_that_is_left_is_found_and_one_that_is_gone_is_not(
-    place: Ground, marked: bool
-) -> None:
+def test_a_process_that_does_not_end_is_found(place: Ground, marked: bool) -> None:
     promises.nothing_is_left(place, 0.2, 0.2)
     with _left_over(place, marked=marked) as pid:
         expect_broken(f"orphan: {pid} ", promises.no_process_is_left, place, 0.2, 0.2)
@@ -359,7 +359,7 @@ def test_a_process_that_is_left_is_found_and_one_that_is_gone_is_not(
     assert 0.0 < place.leaving < 10.0
 
 
-def test_who_delivers_gets_longer_than_who_has_nothing_to_do(place: Ground) -> None:
+def test_a_process_that_delivers_may_run_longer(place: Ground) -> None:
     with _left_over(place, words=DELIVERERS[:1]) as pid:
         expect_broken(f"orphan: {pid} ", promises.no_process_is_left, place, 0.3, 0.1)
         threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
@@ -368,7 +368,7 @@ def test_who_delivers_gets_longer_than_who_has_nothing_to_do(place: Ground) -> N
         expect_broken(f"orphan: {pid} ", promises.no_process_is_left, place, 60.0, 0.1)
 
 
-def test_a_port_that_somebody_listens_on_is_found(place: Ground) -> None:
+def test_an_open_port_is_found(place: Ground) -> None:
     port = free_port()
     listens = f"import socket; held = socket.create_server(('127.0.0.1', {port}))"
     with _left_over(place, listens, marked=False):
@@ -378,7 +378,7 @@ def test_a_port_that_somebody_listens_on_is_found(place: Ground) -> None:
     promises.nothing_is_left(place, 0.2, 0.2)
 
 
-def test_shared_memory_that_is_left_is_found_and_what_was_there_before_is_not(
+def test_shared_memory_that_a_scenario_left_is_found(
     tmp_path: Path, empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = tmp_path / "shm"
@@ -391,10 +391,11 @@ def test_shared_memory_that_is_left_is_found_and_what_was_there_before_is_not(
     (memory / "torch_1_2").touch()
     expect_broken("orphan: shared memory torch_1_2$", promises.nothing_is_left, place)
     monkeypatch.delenv(room.INSIDE)
-    promises.nothing_is_left(place)  # whose it is cannot be known without a room of its own
+    # Without a namespace, the file may be another program's.
+    promises.nothing_is_left(place)
 
 
-def test_a_traceback_that_a_user_would_see_is_found(place: Ground) -> None:
+def test_a_traceback_for_users_is_found(place: Ground) -> None:
     (place.folder / "output-0.txt").write_text("error: the disk is full\n")
     promises.no_traceback_is_printed(place)
     (place.folder / "output-1.txt").write_text(

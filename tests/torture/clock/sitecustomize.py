@@ -1,7 +1,9 @@
-"""What Python imports first where this folder is on its path: the clocks of a command's own processes jump.
+"""Make the clocks of a command's processes jump.
 
-$TORTURE_JUMPS is ``recorder:2.5:3600 launcher:1:-60``: two and a half seconds after its start, the recorder's clock is
-an hour ahead. Whoever has seen that leaves a file in $TORTURE_JUMPED. Ranks are forks: their experiment turns theirs.
+Python imports this module first if its folder is on the path. $TORTURE_JUMPS may be
+``recorder:2.5:3600 launcher:1:-60``: the recorder's clock is an hour ahead from 2.5 seconds after
+its start. A process whose clock has jumped creates a file in $TORTURE_JUMPED. Ranks are forks and
+do not import this. Their experiment changes their clocks.
 """
 
 import os
@@ -18,15 +20,15 @@ WORDS = {
 
 
 def mine() -> list[tuple[str, float, float]]:
-    """Return the jumps that are this process's: its name, after how many seconds, by how many."""
-    told = [jump.split(":") for jump in os.environ.get("TORTURE_JUMPS", "").split()]
+    """Return this process's jumps: its name, the seconds until the jump, and its length."""
+    jumps = [jump.split(":") for jump in os.environ.get("TORTURE_JUMPS", "").split()]
     return [
-        (who, float(after), float(by)) for who, after, by in told if WORDS[who] in sys.orig_argv
+        (who, float(after), float(by)) for who, after, by in jumps if WORDS[who] in sys.orig_argv
     ]
 
 
 def jumped() -> float:
-    """Return the time, as a clock tells it that jumps."""
+    """Return the time of a clock that jumps."""
     now, age = REAL(), time.monotonic() - BEGAN
     for number, (who, after, by) in enumerate(JUMPS):
         if age > after:

@@ -1,4 +1,4 @@
-"""What can go wrong, each as a scenario: it injects faults at random moments, then asks whether the promises held."""
+"""All scenarios. Each injects faults at random moments, and then checks the promises to users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or cannot be written."""
+"""Damaged checkpoints, and checkpoints that cannot be written."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from torture.scenarios.training import (
 )
 
 DAMAGES_EACH = 4 * len(DAMAGES)
+# How often one training's disk is filled or made read-only.
 MOST_FULL = 8
-"""How often a disk is filled, or made read-only, in one training."""
 
 
 def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
-    """Checkpoints truncated, with flipped bits, foreign, malicious: never executed, the one before is used or none."""
+    """Damage checkpoints: a resume uses the one before, or none, and never executes code."""
     ground.run("train", TINY, *SETTINGS, "train.checkpoints.keep=3")
     run = the_run(ground)
     whole = ground.folder / "whole"
@@ -60,9 +60,8 @@ def damaged_checkpoints(ground: Ground, reference: Curves) -> None:
     DAMAGES[ground.next_of(("truncated", "bit-flipped", "emptied", "zeroed"))](
         newest, ground.random, proof
     )
-    ground.run(
-        "resume", "run", f"train.steps={STEPS}", "train.checkpoints.keep=1"
-    )  # the damaged one must not outlive the others
+    # Retention must not keep the damaged checkpoint and delete the intact ones.
+    ground.run("resume", "run", f"train.steps={STEPS}", "train.checkpoints.keep=1")
     _resumed_from(run, sorted(whole.glob("step_*"))[-2])
     finished(ground, reference)
 
@@ -74,7 +73,7 @@ def _is_not_loaded(damaged: Path, damage: str) -> None:
 
 
 def _one_before_is_offered(run: RunFolder, whole: Path, damage: str) -> None:
-    """Of the checkpoints, the newest of which is damaged, the one before is used, and it is as it was saved."""
+    """Check that the checkpoint before the damaged newest one is offered, and is unchanged."""
     path, _ = checkpoint_files.newest_intact(run.checkpoints)
     wanted = sorted(whole.glob("step_*"))[-2]
     if path is None or path.name != wanted.name:
@@ -82,7 +81,7 @@ def _one_before_is_offered(run: RunFolder, whole: Path, damage: str) -> None:
             f"corrupt: after {damage}, {path and path.name} is offered, wanted {wanted.name}"
         )
     if _content(path) != _content(wanted):
-        raise Broken(f"corrupt: after {damage}, {path.name} is another")
+        raise Broken(f"corrupt: after {damage}, {path.name} has changed")
 
 
 def _content(folder: Path) -> dict[str, bytes]:
@@ -90,10 +89,10 @@ def _content(folder: Path) -> dict[str, bytes]:
 
 
 def _resumed_from(run: RunFolder, wanted: Path) -> None:
-    """The last attempt began at the step of the checkpoint that was wanted."""
+    """Check that the last attempt began at the step of the wanted checkpoint."""
     begun = [event.step for event in read_all(run.events) if isinstance(event, RunStarted)]
     if begun[-1] != checkpoint_files.read_manifest(wanted).step:
-        raise Broken(f"corrupt: the run went on from step {begun[-1]}, wanted {wanted.name}")
+        raise Broken(f"corrupt: the run resumed from step {begun[-1]}, wanted {wanted.name}")
 
 
 def _newest(run: RunFolder) -> Path:
@@ -106,7 +105,7 @@ def _put_back(run: RunFolder, whole: Path) -> None:
 
 
 def _is_refused(ground: Ground, run: RunFolder, damage: str) -> None:
-    """A real resume ends with exit code 1 and words that name the checkpoint; nothing of that is executed."""
+    """Check that a resume exits with 1, names the checkpoint, and executes none of its code."""
     newest, proof = _newest(run), ground.folder / "executed"
     REFUSED[damage](newest, ground.random, proof)
     ground.note_fault(f"resume from a checkpoint that is {damage}")
@@ -115,14 +114,15 @@ def _is_refused(ground: Ground, run: RunFolder, damage: str) -> None:
         raise Broken(f"executed: a resume from a checkpoint that is {damage} ran its code")
     if newest.name not in command.output.read_text():
         raise Broken(
-            f"wrong: a resume that is refused, {damage}, does not name {newest.name}: {command.tail()}"
+            f"wrong: the error of a resume from a checkpoint that is {damage} does not name "
+            f"{newest.name}: {command.tail()}"
         )
     promises.no_process_is_left(ground)
     promises.status_is(run, "FAILED")
 
 
 def checkpoint_disk(ground: Ground, reference: Curves) -> None:
-    """The checkpoints' disk is read-only or full, for a while or to the end: training goes on, what was saved stays."""
+    """Fill or protect the checkpoints' disk: training continues, and saved checkpoints stay."""
     command = ground.start("train", CLOCK, *SLOW, "step_seconds=0.05")
     folder = ground.runs_folder / "run" / "checkpoints"
     wait_for(lambda: (folder.parent / "config.yaml").exists() or not command.running)
@@ -139,7 +139,7 @@ def checkpoint_disk(ground: Ground, reference: Curves) -> None:
 
 
 def _break_disk(ground: Ground, disk: Disk, way: str) -> None:
-    """Make the disk read-only, or full, for a while; perhaps it stays so."""
+    """Fill the disk or make it read-only. In three of ten cases it stays so."""
     if way == "full":
         disk.fill()
         ground.note_fault("checkpoints' disk full")

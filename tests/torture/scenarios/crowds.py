@@ -1,4 +1,4 @@
-"""Many runs at once."""
+"""Many runs at the same time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS_EACH = 30.0
 
 
 def crowd(ground: Ground, _: Curves) -> None:
-    """Many runs on one embedded store, begun in the same second: each is another, each is whole. One dies, perhaps."""
+    """Start many runs on one embedded store in the same second. Half the time, kill a courier."""
     asked = [ground.start("train", TINY, *SMALL) for _ in range(ground.crowd)]
     named = [ground.start("train", TINY, *SMALL, "--run-name", "same") for _ in range(2)]
     ground.note_fault(f"{len(asked) + len(named)} runs at once")
@@ -40,31 +40,30 @@ def crowd(ground: Ground, _: Curves) -> None:
 
 
 def _all_end(commands: list[Command]) -> None:
-    """Wait longer for many."""
+    """Wait for all commands, longer for more of them."""
     if not wait_for(
         lambda: not any(one.running for one in commands),
         DEADLINE_SECONDS + SECONDS_EACH * len(commands),
     ):
         raise Broken(
-            f"hang: {sum(one.running for one in commands)} of {len(commands)} runs have no end"
+            f"hang: {sum(one.running for one in commands)} of {len(commands)} runs do not end"
         )
 
 
 def _one_has_the_name(named: list[Command]) -> None:
-    """Of two that ask for the same name one gets it, and the other is told."""
+    """Check that one of two runs gets the name, and that the other is refused with the reason."""
     codes = sorted(command.wait() for command in named)
-    told = [command.tail() for command in named if "already" in command.tail()]
-    if codes != [0, 2] or len(told) != 1:
-        raise Broken(
-            f"wrong status: two runs of one name ended with {codes}: {' / '.join(one.tail() for one in named)}"
-        )
+    refused = [command for command in named if "already" in command.tail()]
+    if codes != [0, 2] or len(refused) != 1:
+        tails = " / ".join(one.tail() for one in named)
+        raise Broken(f"wrong status: two runs of one name ended with {codes}: {tails}")
 
 
 def _all_are_whole(ground: Ground, wanted: int) -> None:
-    """There are as many runs as were begun, all of them the same training, each complete here and in MLflow."""
+    """Check that each started run is complete, on the disk and in MLflow, with equal metrics."""
     runs = folders(ground.runs_folder)
     if len(runs) != wanted:
-        raise Broken(f"lost: {wanted} runs were begun, {len(runs)} are there")
+        raise Broken(f"lost: {wanted} runs were started, {len(runs)} exist")
     reference = curves.latest(runs[0])
     for run in runs:
         promises.nothing_is_lost(run, reference, steps=STEPS)
@@ -72,7 +71,7 @@ def _all_are_whole(ground: Ground, wanted: int) -> None:
         promises.checkpoints_are_intact(run)
     found = list_runs(ground.store)
     if len({one.run_id for one in found}) != wanted or len({one.name for one in found}) != wanted:
-        raise Broken(f"lost: {wanted} runs were begun, MLflow has {len(found)}")
+        raise Broken(f"lost: {wanted} runs were started, MLflow has {len(found)}")
 
 
 def _none_was_refused(commands: list[Command], killed: bool) -> None:

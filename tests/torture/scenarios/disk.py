@@ -1,4 +1,4 @@
-"""Disks that are full, journals that are torn."""
+"""Full disks, failing disks, and torn journals."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from torture.scenarios.training import (
 )
 
 MOST_FULL = 8
+# Ends of a journal after its machine died.
 TAILS = {
     "torn": b'{"torn": ',
     "with garbage": b"\xff\xfe\x00garbage\n",
     "with a foreign line": b'["foreign", 1]\n',
     "with empty lines": b"\n\n",
 }
-"""What a dead machine's journal ends with."""
 
 
 def full_disk(ground: Ground, reference: Curves) -> None:
-    """The disk is full for a while: training goes on; to the end: or says why not; what was saved stays good."""
+    """Fill the disk: training continues or fails with the reason, and saved data stays intact."""
     with small_disk(ground.runs_folder.parent) as disk:
         command = ground.start("train", CLOCK, *SLOW, "step_seconds=0.05")
         moment, room = at_a_random_moment(ground, command), True
@@ -60,7 +60,7 @@ def full_disk(ground: Ground, reference: Curves) -> None:
 
 
 def failing_disk(ground: Ground, reference: Curves) -> None:
-    """The kernel makes the disk read-only amid the training, for good: what was journaled and saved by then stays."""
+    """The kernel makes the disk read-only during the training: data written before stays intact."""
     with failing(ground.runs_folder.parent, ground.folder / "disk.img") as disk:
         command = ground.start("train", CLOCK, *SLOW)
         moment = at_a_random_moment(ground, command)
@@ -75,7 +75,7 @@ def failing_disk(ground: Ground, reference: Curves) -> None:
 
 
 def torn_journal(ground: Ground, reference: Curves) -> None:
-    """A machine dies, its journal has torn or foreign lines; what is whole is delivered, and the run goes on."""
+    """A machine dies and leaves a torn journal: intact lines are delivered, and the run resumes."""
     command = ground.start("train", CLOCK, *SLOW)
     moment, tail = ground.next_pair(LATER, tuple(TAILS))
     at(ground, command, moment)
@@ -90,7 +90,8 @@ def torn_journal(ground: Ground, reference: Curves) -> None:
 
 
 def _kill_all(ground: Ground) -> None:
-    """Kill everybody at once, as a machine that dies: whoever outlives the launcher hears of its end, and says so."""
+    """Kill all processes at once, as if the machine had died."""
+    # A process that outlives the launcher by long would journal the launcher's end.
     for role, victim in ground.roles().items():
         with contextlib.suppress(psutil.Error):
             victim.kill()

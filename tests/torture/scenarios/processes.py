@@ -1,4 +1,4 @@
-"""Processes are killed, or stopped."""
+"""Killed processes and stopped processes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ ROLES = ("rank 0", "other rank", "recorder", "courier")
 LAUNCHING = ("launcher", "server")
 MOST_KILLS, MOST_STOPS = 10, 9
 HANG_SECONDS = 6.0
+# Until torchrun's agent has ended the other ranks on a busy machine. It sends SIGTERM first and
+# SIGKILL later.
 AGENT_SECONDS = 60.0
-"""What torchrun's agent, which asks first and kills later, and a busy machine may take to end the other ranks."""
 
 
 def killed_ranks(ground: Ground, reference: Curves) -> None:
-    """SIGKILL of ranks, of the recorder, of the courier, again and again: the training restarts and gets to its end.
+    """Kill ranks, the recorder and the courier repeatedly: the training restarts and finishes.
 
-    Every other time processes load the data: they go with their ranks, their shared memory, too, and are killed.
+    Every second time, processes load the data. They must end with their ranks, and leave no shared
+    memory. Some of them are killed, too.
     """
     data = ground.next_of((GATHERED, LOADED))
     command = ground.start("train", IMAGED, *SETTINGS, *data, "--max-restarts", 50)
@@ -58,7 +60,7 @@ def killed_ranks(ground: Ground, reference: Curves) -> None:
 
 
 def killed_launcher(ground: Ground, reference: Curves) -> None:
-    """SIGKILL of the command, or of the server that ranks are forked from: the ranks end, the run goes on later."""
+    """Kill the command or the ranks' fork server: the ranks end, and the run can resume."""
     command = ground.start("train", CLOCK, *SLOW, *ground.random.choice((GATHERED, LOADED)))
     moment, role = ground.next_pair(MOMENTS, LAUNCHING)
     at(ground, command, moment)
@@ -74,7 +76,7 @@ def killed_launcher(ground: Ground, reference: Curves) -> None:
 
 
 def courier_killed_during_uploads(ground: Ground, reference: Curves) -> None:
-    """SIGKILL of the courier whenever it has something to upload: another takes over, and nothing is sent twice."""
+    """Kill the courier during uploads: another one takes over, and sends nothing twice."""
     command = ground.start("train", IMAGED, *SETTINGS, "step_seconds=0.05")
     while command.busy() and len(ground.faults) < 3:
         at_a_random_moment(ground, command, ("upload",))
@@ -86,7 +88,7 @@ def courier_killed_during_uploads(ground: Ground, reference: Curves) -> None:
 
 
 def stopped_ranks(ground: Ground, reference: Curves) -> None:
-    """A process is stopped and continued, as a debugger or a laptop's lid does: a straggler costs time only."""
+    """Stop and continue processes, as a debugger or a closed laptop does: that costs only time."""
     command = ground.start("train", TINY, *SETTINGS, "step_seconds=0.08")
     roles = ground.turn.of((*ROLES, "launcher"), MOST_STOPS)
     while command.busy() and len(ground.faults) < MOST_STOPS:
@@ -107,20 +109,21 @@ def _pause(ground: Ground, role: str) -> None:
 
 
 def stopped_for_ever(ground: Ground, reference: Curves) -> None:
-    """A rank is stopped and never continued: the run fails in bounded time, says which rank, and goes on without it."""
+    """Stop a rank for ever: the run fails in bounded time, names the rank, and can be resumed."""
     command = ground.start("train", CLOCK, *SLOW, f"train.limits.hang_minutes={HANG_SECONDS / 60}")
     moment, role = ground.next_pair(BEFORE_THE_END, ("rank 0", "other rank"))
     at(ground, command, moment)
     victim = ground.roles().get(role)
     if victim is None:
-        ends(command, 0)  # it was over before the blow: no fault, none counted
+        # The training ended before the fault, so none is counted.
+        ends(command, 0)
         return
     victim.suspend()
     ground.note_fault(f"SIGSTOP of {role} for ever at {moment}")
     began = time.monotonic()
     ends(command, 1)
     if time.monotonic() - began > HANG_SECONDS * WAITING_FACTOR + AGENT_SECONDS:
-        raise Broken(f"hang: a stopped rank held the run up for {time.monotonic() - began:.0f} s")
+        raise Broken(f"hang: the run waited {time.monotonic() - began:.0f} s for a stopped rank")
     promises.no_process_is_left(ground)
     promises.delivered_without_sync(the_run(ground))
     _is_named(ground, 0 if role == "rank 0" else 1)

@@ -1,4 +1,4 @@
-"""What happens inside of a rank: it raises, has no memory, hangs, its clock jumps."""
+"""Faults inside a rank: an exception, no memory, a hang, a clock that jumps."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ RANK_FAULTS = tuple(
 )
 RANK_FAULTS_EACH = 3
 WATCHERS = ("launcher", "recorder", "courier")
+# Its sitecustomize.py makes the clocks of these processes jump.
 SITE = Path(__file__).parents[1] / "clock"
-"""What makes their clocks jump."""
 
 
 def failing_ranks(ground: Ground, reference: Curves) -> None:
-    """One rank raises, has no memory, is NaN, at a random step: the run has failed, and goes on without that."""
+    """One rank fails at a random step, three times: the run is FAILED, and a resume finishes it."""
     words: tuple[object, ...] = (
         "train",
         CLOCK,
@@ -38,33 +38,33 @@ def failing_ranks(ground: Ground, reference: Curves) -> None:
         "train.limits.oom=fail",
         "train.limits.hang_minutes=0.1",
     )
-    for what, rank in itertools.islice(
+    for fault, rank in itertools.islice(
         ground.turn.of(RANK_FAULTS, RANK_FAULTS_EACH), RANK_FAULTS_EACH
     ):
-        _fails(ground, reference, words, what, rank)
+        _fails(ground, reference, words, fault, rank)
         words = ("resume", "run")
     ground.run(*words)
     finished_without_sync(ground, reference)
 
 
 def _fails(
-    ground: Ground, reference: Curves, words: tuple[object, ...], what: str, rank: int
+    ground: Ground, reference: Curves, words: tuple[object, ...], fault: str, rank: int
 ) -> None:
-    """Begin an attempt, or go on, and have a rank hurt: it has failed, and nothing before that is lost or wrong."""
+    """Run an attempt in which a rank fails, and check that nothing before it is lost or wrong."""
     begun = ground.the_run()
     at = 0 if begun is None else promises.checkpoints_are_intact(begun)
     step = ground.random.randrange(EVERY + 1, STEPS // RANK_FAULTS_EACH)
-    ground.environ["TORTURE_RANK"] = f"{what} {rank} {step}"
+    ground.environ["TORTURE_RANK"] = f"{fault} {rank} {step}"
     ends(ground.start(*words), 1)
     del ground.environ["TORTURE_RANK"]
-    ground.note_fault(f"{what} on rank {rank}")
+    ground.note_fault(f"{fault} on rank {rank}")
     promises.no_process_is_left(ground)
     promises.delivered_without_sync(the_run(ground))
-    is_consistent(ground, reference, ("FAILED",), spoiled=at + step if what == "nan" else None)
+    is_consistent(ground, reference, ("FAILED",), spoiled=at + step if fault == "nan" else None)
 
 
 def jumping_clock(ground: Ground, reference: Curves) -> None:
-    """The clock jumps by hours, there and back, on a rank or both, in the recorder, the courier, the command."""
+    """Clocks jump by hours, forth and back: on ranks, in the recorder, courier and command."""
     ground.environ["TORTURE_CLOCK"] = " ".join(
         f"{rank}:{_step(ground)}:{_hours(ground):.0f}" for rank in (-1, 0, 1)
     )

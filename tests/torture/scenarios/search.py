@@ -1,4 +1,4 @@
-"""Searches whose processes are killed."""
+"""Killed processes of searches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MOST_REPEATS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Company:
-    """Processes that share a study, and which of them are killed; the first that began leads."""
+    """Processes that share a study, and those to kill. The first one to start leads."""
 
     workers: int
     trials: int
@@ -61,7 +61,7 @@ COMPANIES = (
 
 
 def killed_search(ground: Ground, _: Curves) -> None:
-    """SIGKILL of the search at random moments, and the same command again: it goes on, nothing is left of before."""
+    """Kill a search at random moments: the same command resumes it, and no process is left."""
     storage = default_storage(ground.runs_folder.parent)
     for runs in itertools.islice(ground.turn.of(range(TRIALS + 3), 2), 2):
         command = ground.start(*SEARCH)
@@ -74,7 +74,7 @@ def killed_search(ground: Ground, _: Curves) -> None:
 
 
 def shared_study(ground: Ground, _: Curves) -> None:
-    """Processes that share a study are killed, the one that leads perhaps: the others, or the next, finish it."""
+    """Kill processes that share a study: the others, or the same command again, finish it."""
     company = ground.next_of(COMPANIES)
     storage = f"sqlite:///{ground.folder / 'shared.db'}"
     words = (*SEARCH, "--trials", company.trials, "--storage", storage)
@@ -100,16 +100,17 @@ def _phase(runs: int) -> str:
 
 
 def _decide(ground: Ground, words: tuple[object, ...]) -> None:
-    """Give the same command until there is a verdict: whoever led may have died, and then another process leads."""
+    """Repeat the command until it prints a verdict."""
+    # If the leader was killed, a later process leads.
     for _ in range(MOST_REPEATS):
         last = ground.run(*words)
-        if "use:" in last.output.read_text():
+        if any(line.startswith("use:") for line in last.output.read_text().splitlines()):
             return
-    raise Broken(f"hang: no verdict after {MOST_REPEATS} sittings: {last.tail()}")
+    raise Broken(f"hang: no verdict after {MOST_REPEATS} commands: {last.tail()}")
 
 
 def _once_there_are(ground: Ground, command: Command, wanted: int) -> None:
-    """Wait until so many runs have begun, trials or confirmations, and a moment longer."""
+    """Wait until this many trials or confirmation runs have begun, and a moment longer."""
     wait_for(lambda: len(list(ground.runs_folder.glob("s-*"))) >= wanted or not command.running)
     time.sleep(ground.random.uniform(0.0, 2.0))
 
@@ -122,7 +123,7 @@ def _kill(ground: Ground, command: Command, what: str) -> None:
 
 
 def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
-    """As many trials as asked for, each of a run of its own that has an end; a verdict; nobody is left."""
+    """Check that the study has all trials, each with a run that has ended, and a verdict."""
     promises.no_process_is_left(ground)
     promises.no_run_is_running(ground)
     trials = study.trials()
@@ -133,7 +134,8 @@ def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
         )
     if len(counted) != wanted:
         raise Broken(
-            f"lost: {wanted} trials were asked for, {len(counted)} count: {[one.state for one in trials]}"
+            f"lost: {wanted} trials were requested, {len(counted)} count: "
+            f"{[one.state for one in trials]}"
         )
     _each_has_a_run(ground, counted)
     if not study.facts.get("sentence"):
@@ -142,7 +144,7 @@ def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
 
 
 def _each_has_a_run(ground: Ground, counted: list[Trial]) -> None:
-    """No trial counts twice: neither its run nor its configuration, and MLflow has it as the study does."""
+    """Check that no run or configuration counts twice, and that MLflow agrees with the study."""
     status = {run.name: run.status for run in list_runs(ground.store)}
     for name, times in Counter(str(trial.facts.get("run")) for trial in counted).items():
         if times != 1 or name not in status:

@@ -1,4 +1,4 @@
-"""MLflow's server, or the embedded store in its place: refuses, hangs, dies, is locked, is away."""
+"""Faults of MLflow's server and of the embedded store: errors, hangs, kills, locks, full disks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from torture.scenarios.training import (
 )
 from torture.servers import Server
 
+# A busy machine may add this to the grace: the courier imports mlflow at a low priority.
 SLACK_SECONDS = 15.0
-"""What a busy machine may add to the grace: importing mlflow, on processor time that nobody wants."""
+# The limit for a courier if each answer takes five seconds. It makes progress, so nothing ends it.
 SLOW_SECONDS = 600.0
-"""What a courier may take where each answer takes five seconds: it gets on, and is left to."""
+# A training of most of a minute, because a courier sends every five seconds.
 UNHURRIED = "step_seconds=0.25"
-"""A training of most of a minute: a courier sends every five seconds."""
+# How long a fault lasts until a request meets it. A writer waits half of that for a lock.
 MEET_SECONDS = 45.0
-"""How long a fault waits for somebody to meet it: a writer waits for a lock half of it."""
 SERVER_FAULTS = (
     *((mode, EVERYTHING) for mode in MODES),
     *((mode, UPLOADS) for mode in ("500", "half", "close", "hang")),
@@ -50,10 +50,11 @@ AWAY = ("refuse", "hang", "500", "429", "garbage", "empty", "login", "slow")
 
 
 def bad_server(ground: Ground, reference: Curves) -> None:
-    """An MLflow server that refuses, hangs, answers nonsense, is slow: training ends well, and nothing is lost."""
+    """The server refuses, hangs, is slow or answers nonsense: the run finishes, nothing is lost."""
     with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
         modes = ground.turn.of(SERVER_FAULTS, SERVER_FAULTS_EACH)
-        if ground.random.random() < 0.3:  # from the very start
+        # Sometimes the server misbehaves from the start.
+        if ground.random.random() < 0.3:
             proxy.misbehave(*next(modes))
         command = ground.start(
             "train", TINY, *named(ground), UNHURRIED, "--tracking-uri", proxy.uri
@@ -68,7 +69,7 @@ def bad_server(ground: Ground, reference: Curves) -> None:
 
 
 def locked_database(ground: Ground, reference: Curves) -> None:
-    """The embedded store is locked by somebody else, again and again, once for longer than a writer waits."""
+    """Lock the embedded store repeatedly, once for longer than a writer waits."""
     command = ground.start("train", TINY, *SETTINGS, "step_seconds=0.35")
     wait_for(lambda: not command.running or _delivered(ground) > 0)
     _lock(ground, command, "refused", _was_refused)
@@ -80,7 +81,7 @@ def locked_database(ground: Ground, reference: Curves) -> None:
 
 
 def killed_server(ground: Ground, reference: Curves) -> None:
-    """SIGKILL of MLflow's server, again and again; it comes back on the same store during the run, or only later."""
+    """Kill MLflow's server. It restarts on the same store, during the run or after it."""
     with Server(ground.folder / "server", ground.empty) as server:
         command = ground.start("train", CLOCK, *SLOW, "--tracking-uri", server.uri)
         moment, ways = ground.next_pair(
@@ -102,7 +103,7 @@ def killed_server(ground: Ground, reference: Curves) -> None:
 
 
 def server_away(ground: Ground, reference: Curves) -> None:
-    """No server for the whole run: the command ends within the grace, and the next day `sync` delivers everything."""
+    """No server for the whole run: the command ends in time, and `sync` delivers later."""
     with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
         mode = ground.next_of(AWAY)
         proxy.misbehave(mode)
@@ -113,9 +114,10 @@ def server_away(ground: Ground, reference: Curves) -> None:
         _ends_within_the_grace(ground, command)
         promises.no_process_is_left(ground, SLOW_SECONDS if mode == "slow" else ORPHAN_SECONDS)
         if not proxy.met.is_set():
-            raise Broken(f"error: nobody met a server away: {mode}")
+            raise Broken(f"error: no request met the server in mode {mode}")
         ground.note_fault(f"server away: {mode}")
-        if mode != "slow" and ground.random.random() < 0.3:  # too early: it tries for a minute
+        # Sometimes `sync` comes too early. It tries for a minute.
+        if mode != "slow" and ground.random.random() < 0.3:
             ground.run("sync", code=1)
         proxy.behave()
         ground.run("sync")
@@ -123,7 +125,7 @@ def server_away(ground: Ground, reference: Curves) -> None:
 
 
 def full_server_disk(ground: Ground, reference: Curves) -> None:
-    """The disk of MLflow's server is full for a while: it answers with errors, and gets everything later."""
+    """The disk of MLflow's server is full for a while: the server gets everything later."""
     root = ground.folder / "server"
     with small_disk(root) as disk, Server(root, ground.empty) as server:
         command = ground.start(
@@ -134,7 +136,7 @@ def full_server_disk(ground: Ground, reference: Curves) -> None:
 
 
 def full_store_disk(ground: Ground, reference: Curves) -> None:
-    """The disk of the embedded store is full for a while, the run's own is not."""
+    """The disk of the embedded store is full for a while. The run's own disk is not."""
     root = ground.folder / "store"
     with small_disk(root) as disk:
         (root / "mlflow.db").write_bytes(ground.empty.read_bytes())
@@ -151,10 +153,8 @@ def full_store_disk(ground: Ground, reference: Curves) -> None:
 
 
 def _fill_now_and_then(ground: Ground, command: Command, disk: Disk, what: str) -> None:
-    """Fill a disk that the training itself does not need, until that has ended well and everything is delivered.
-
-    Not before there is a run: a store that cannot be written then is told in a message, and nothing is begun.
-    """
+    """Fill the store's disk now and then until the training has ended, and deliver the rest."""
+    # A command whose store cannot be written at its start ends with an error and begins no run.
     wait_for(lambda: ground.the_run() is not None or not command.running)
     moment = at_a_random_moment(ground, command)
     while command.busy() and len(ground.faults) < MOST_FULL:
@@ -171,30 +171,39 @@ def _fill_now_and_then(ground: Ground, command: Command, disk: Disk, what: str) 
 
 
 def _ends_within_the_grace(ground: Ground, command: Command) -> None:
-    """The command ends soon after its training, whose server does not answer, or takes long for each answer."""
+    """Check that the command ends soon after its training, although the server does not answer."""
     at, allowed = command.ended, GRACE_SECONDS + SLACK_SECONDS
     ended = [
         event.time for event in read_all(the_run(ground).events) if isinstance(event, RunEnded)
     ]
     if at - ended[-1] > allowed:
         raise Broken(
-            f"hang: the command ended {at - ended[-1]:.0f} s after its training, wanted {allowed:.0f} s"
+            f"hang: the command ended {at - ended[-1]:.0f} s after its training, "
+            f"wanted {allowed:.0f} s"
         )
 
 
-def _until_met(ground: Ground, command: Command, proxy: Proxy) -> None:
-    """Keep up a proxy's mode until somebody has met it, and a while longer: only then it is a fault."""
+def _until_met(
+    ground: Ground, command: Command, proxy: Proxy, seconds: float = MEET_SECONDS
+) -> None:
+    """Keep the proxy's mode until a request meets it. Without that, it is no fault."""
     mode, aim = proxy.mode, proxy.aim
     if mode == "good":
         return
-    wait_for(lambda: proxy.met.is_set() or not command.running, MEET_SECONDS)
+    wait_for(lambda: proxy.met.is_set() or not command.running, seconds)
     time.sleep(ground.random.uniform(0.0, 2.0))
     if proxy.behave():
         ground.note_fault(f"server {mode}{' at an upload' if aim == UPLOADS else ''}")
 
 
-def _lock(ground: Ground, command: Command, what: str, met: Callable[[Delivery], bool]) -> None:
-    """Keep everybody else out of the database until a writer has met that: only then it is a fault."""
+def _lock(
+    ground: Ground,
+    command: Command,
+    what: str,
+    met: Callable[[Delivery], bool],
+    seconds: float = MEET_SECONDS,
+) -> None:
+    """Lock the database until a writer meets the lock. Without that, it is no fault."""
     with contextlib.closing(
         sqlite3.connect(ground.database, timeout=1, isolation_level=None)
     ) as other:
@@ -202,7 +211,7 @@ def _lock(ground: Ground, command: Command, what: str, met: Callable[[Delivery],
             other.execute("BEGIN EXCLUSIVE")
         except sqlite3.OperationalError:
             return
-        wait_for(lambda: not command.running or met(_delivery(ground)), MEET_SECONDS)
+        wait_for(lambda: not command.running or met(_delivery(ground)), seconds)
         time.sleep(ground.random.uniform(0.0, 1.0))
         if met(_delivery(ground)):
             ground.note_fault(f"database locked, {what}")
@@ -210,12 +219,13 @@ def _lock(ground: Ground, command: Command, what: str, met: Callable[[Delivery],
 
 
 def _was_refused(delivery: Delivery) -> bool:
-    """Tell whether a writer gave up: the lock stood longer than the twenty seconds that it waits."""
+    """Return whether a writer gave up: it waits twenty seconds for a lock."""
     return "locked" in (delivery.error or "")
 
 
 def _holds_up(ground: Ground) -> Callable[[Delivery], bool]:
-    """Return what tells that a writer waits: it took what was journaled by now, and nothing of it arrives."""
+    """Return a condition that is true while a writer waits for a lock."""
+    # After this time it has read all that is journaled now, but nothing arrives.
     delivered, over = _delivered(ground), time.monotonic() + READ_SECONDS + 1.0
     return lambda now: time.monotonic() > over and now.pending > 0 and now.delivered == delivered
 

@@ -1,4 +1,4 @@
-"""Processes are told to end: in the middle of a training, where what must come is known, and at its edges."""
+"""Signals that stop a run: during the training, while it starts, and after its last step."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from torture.scenarios.training import (
     the_run,
 )
 
+# Until a command has ended after a signal, with its delivery.
 STOP_SECONDS = 30.0
-"""What a command may take to end once it was told to, its delivery included."""
+# At most this many steps of an attempt before a signal, so that two attempts stay far from the end.
 FURTHEST = 40
-"""Steps of an attempt after which it is told to stop, at most: far from the end after two of them."""
 TRAIN = ("train", CLOCK, *SETTINGS, "step_seconds=0.03")
+# The length of a batch of an evaluation that a signal interrupts. Each rank has two batches.
 EVALUATION_SECONDS = 4.0
-"""What a batch of an evaluation takes that is to be left. Each rank has two."""
+# A command's exit codes by the status of its run. KILLED is 75 if there is a checkpoint.
 CODES = {"FINISHED": (FINISHED,), "KILLED": (RESUMABLE, FAILED), "FAILED": (FAILED,)}
-"""What a command's exit code says of its run. KILLED is 75 where there is a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SignalFault:
-    """A signal to one of a training's processes, once or twice, and what else the command was told."""
+    """A signal to one of a training's processes, once or twice, and options of its command."""
 
     number: signal.Signals
     target: str = "launcher"
@@ -55,21 +55,24 @@ class SignalFault:
 
     @property
     def label(self) -> str:
-        """Return what the fault is called."""
+        """The name of the fault in reports."""
         twice = " twice" if self.times > 1 else ""
-        amid = " amid an evaluation" if self.evaluating else ""
-        return f"{self.number.name}{twice} to {self.target}{' that would restart' if self.words else ''}{amid}"
+        moment = " amid an evaluation" if self.evaluating else ""
+        restarting = " that would restart" if self.words else ""
+        return f"{self.number.name}{twice} to {self.target}{restarting}{moment}"
 
     @property
     def settings(self) -> tuple[str]:
-        """Return what the run is told, so that there is a moment for this."""
+        """Settings that make an evaluation long enough for the signal."""
         return (f"evaluation_seconds={EVALUATION_SECONDS if self.evaluating else 0.0}",)
 
 
 def at_both_moments(*faults: SignalFault) -> tuple[SignalFault, ...]:
-    """Return the same faults amid steps and amid evaluations."""
+    """Return the same faults, during steps and during evaluations."""
     return tuple(
-        dataclasses.replace(fault, evaluating=amid) for fault in faults for amid in (False, True)
+        dataclasses.replace(fault, evaluating=evaluating)
+        for fault in faults
+        for evaluating in (False, True)
     )
 
 
@@ -104,7 +107,7 @@ EDGES = (
 
 
 def signals(ground: Ground, reference: Curves) -> None:
-    """One signal amid the training, to command or rank: 75, KILLED, a checkpoint of that step, resumed exactly."""
+    """Send one signal: exit code 75, KILLED, a checkpoint of the last step, an exact resume."""
     words: tuple[object, ...] = TRAIN
     for fault in itertools.islice(ground.turn.of(ONCE, 2), 2):
         command = ground.start(*words, *fault.settings)
@@ -118,7 +121,7 @@ def signals(ground: Ground, reference: Curves) -> None:
 
 
 def signals_twice(ground: Ground, reference: Curves) -> None:
-    """Two signals amid the training: it ends fast, says truly how, is not begun again, and goes on when told to."""
+    """Send two signals: the run ends fast with a true status, does not restart, and can resume."""
     fault = ground.next_of(TWICE)
     command = ground.start(*TRAIN, *fault.settings, *fault.words)
     _wait_for_moment(ground, command, fault)
@@ -135,13 +138,14 @@ def signals_twice(ground: Ground, reference: Curves) -> None:
 
 
 def early_signals(ground: Ground, reference: Curves) -> None:
-    """A signal while the ranks start: the command ends and trains no further, whether there is a run by then or not."""
+    """Send a signal while the ranks start: the command ends, and nothing trains."""
     fault = ground.next_of(EDGES)
     command = ground.start(*TRAIN)
     wait_for(lambda: not command.running or "server" in ground.roles())
     time.sleep(ground.random.uniform(0.0, 4.0))
     if _steps(ground):
-        ends(command, FINISHED)  # too late to be early: no fault, none counted
+        # The training has begun, so this is no early signal and counts as no fault.
+        ends(command, FINISHED)
         return
     _send(ground, fault, "while ranks start")
     code = _ends_soon(command, *CODES["KILLED"], -fault.number)
@@ -155,10 +159,8 @@ def early_signals(ground: Ground, reference: Curves) -> None:
 
 
 def late_signals(ground: Ground, reference: Curves) -> None:
-    """A signal once the ranks are gone, while the command waits for the delivery: it has finished, and says so.
-
-    A server that is slow from the last steps on has it wait for long enough to be told something.
-    """
+    """Send a signal while the command waits for the delivery: the run is FINISHED."""
+    # The server is slow from the last steps on, so that the command waits long enough for a signal.
     fault = ground.next_of(EDGES)
     with Proxy(ground.environ["TORTURE_SERVER"]) as proxy:
         command = ground.start(
@@ -169,7 +171,8 @@ def late_signals(ground: Ground, reference: Curves) -> None:
         wait_for(
             lambda: not command.running or (_has_ended(ground) and "rank 0" not in ground.roles())
         )
-        time.sleep(ground.random.uniform(0.6, 1.5))  # the agent looks for them every half second
+        # The launcher looks every half second whether the ranks have ended.
+        time.sleep(ground.random.uniform(0.6, 1.5))
         if command.running:
             _send(ground, fault, "after the training")
         _ends_soon(command, FINISHED)
@@ -180,7 +183,7 @@ def late_signals(ground: Ground, reference: Curves) -> None:
 
 
 def _wait_for_moment(ground: Ground, command: Command, fault: SignalFault) -> None:
-    """Wait for a moment to strike at: an evaluation that has just begun, or some step."""
+    """Wait for the moment of the signal: during an evaluation, or after some steps."""
     if not fault.evaluating:
         _wait_for_steps(ground, command)
         return
@@ -189,15 +192,15 @@ def _wait_for_moment(ground: Ground, command: Command, fault: SignalFault) -> No
         not wait_for(lambda: not command.running or ground.evaluating.exists())
         or not command.running
     ):
-        raise Broken(f"error: no evaluation was to be seen: {command.tail()}")
+        raise Broken(f"error: no evaluation began: {command.tail()}")
     time.sleep(ground.random.uniform(0.0, 0.9 * EVALUATION_SECONDS))
 
 
 def _wait_for_steps(ground: Ground, command: Command) -> None:
-    """Wait until some more steps are journaled, of 200 that take half a minute together with what comes before."""
+    """Wait until some more steps are journaled. All 200 take half a minute with the start."""
     wanted = _steps(ground) + ground.random.randrange(4, FURTHEST)
     if not wait_for(lambda: not command.running or _steps(ground) >= wanted) or not command.running:
-        raise Broken(f"error: step {wanted} was not to be seen: {command.tail()}")
+        raise Broken(f"error: step {wanted} was not reached: {command.tail()}")
 
 
 def _steps(ground: Ground) -> int:
@@ -213,7 +216,7 @@ def _has_ended(ground: Ground) -> bool:
 def _send(ground: Ground, fault: SignalFault, when: str = "") -> None:
     victim = ground.roles().get(fault.target)
     if victim is None:
-        raise Broken(f"error: there is no {fault.target} to be told")
+        raise Broken(f"error: there is no {fault.target} to signal")
     for number in range(fault.times):
         time.sleep(ground.random.uniform(0.0, 0.5) if number else 0.0)
         with contextlib.suppress(psutil.Error):
@@ -221,22 +224,21 @@ def _send(ground: Ground, fault: SignalFault, when: str = "") -> None:
     ground.note_fault(f"{fault.label} {when}".strip())
 
 
-def _ends_soon(command: Command, *codes: int) -> int:
-    """The command ends, with one of these codes."""
+def _ends_soon(command: Command, *codes: int, seconds: float = STOP_SECONDS) -> int:
+    """Check that the command ends soon, with one of these exit codes. Return it."""
     began = time.monotonic()
     code = command.wait()
     took = time.monotonic() - began
     if code not in codes:
-        raise Broken(
-            f"wrong status: exit code {code}, wanted {' or '.join(map(str, codes))}: {command.tail()}"
-        )
-    if took > STOP_SECONDS:
-        raise Broken(f"hang: the command ended {took:.0f} s after it was told to: {command.tail()}")
+        wanted = " or ".join(map(str, codes))
+        raise Broken(f"wrong status: exit code {code}, wanted {wanted}: {command.tail()}")
+    if took > seconds:
+        raise Broken(f"hang: the command ended {took:.0f} s after the signal: {command.tail()}")
     return code
 
 
 def _stopped_where_it_was(ground: Ground, reference: Curves) -> None:
-    """The run is KILLED, says by what, and its newest checkpoint is of the last step that it has told of."""
+    """Check that the run is KILLED with the reason, and has a checkpoint of its last step."""
     promises.no_process_is_left(ground)
     run = the_run(ground)
     promises.delivered_without_sync(run)
@@ -250,11 +252,11 @@ def _stopped_where_it_was(ground: Ground, reference: Curves) -> None:
         raise Broken(f"lost: stopped at step {last}, the newest checkpoint is of step {step}")
     if ended is None or not ended.reason.startswith("stopped by "):
         raise Broken(
-            f"wrong: the run was told to stop, and its reason is {ended and ended.reason!r}"
+            f"wrong: a signal stopped the run, but its reason is {ended and ended.reason!r}"
         )
 
 
 def _began_once(ground: Ground) -> None:
     begun = sum(isinstance(event, RunStarted) for event in read_all(the_run(ground).events))
     if begun != 1:
-        raise Broken(f"wrong: told to stop, the training was begun {begun} times")
+        raise Broken(f"wrong: the training began {begun} times although a signal stopped it")

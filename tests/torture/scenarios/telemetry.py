@@ -1,4 +1,4 @@
-"""Drivers that are absent, fail, lose a device, or show parts of one."""
+"""GPU drivers that are absent, fail, lose a device, or partition one."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ Driver = Callable[[Ground], dict[str, str]]
 
 
 def gpu_telemetry(ground: Ground, reference: Curves) -> None:
-    """NVML is absent, fails, loses a device, is divided (MIG): training goes on, and what went wrong is told once."""
+    """NVML is absent, fails, loses a GPU or has MIG: training continues, with one notice each."""
     kind = ground.next_of(tuple(DRIVERS))
-    driver, told, times = DRIVERS[kind]
+    driver, notice, times = DRIVERS[kind]
     ground.note_fault(f"GPU telemetry: {kind}")
     ground.environ |= {"TORTURE_GPUS": f"{uuid(0)} {uuid(1)}", **driver(ground)}
     ends(ground.start("train", CLOCK, *SETTINGS, "step_seconds=0.03"), 0)
     finished_without_sync(ground, reference)
-    _is_reported(the_run(ground), told, times, kind)
+    _is_reported(the_run(ground), notice, times, kind)
 
 
 def _is_reported(run: RunFolder, wanted: str, times: int, kind: str) -> None:
-    """The journals have the samples that there were, and a notice of what went wrong; none where nothing did."""
+    """Check that the journals have samples of each readable GPU, and the wanted notices."""
     events = list(run.all_events())
-    told = [event.text for event in events if isinstance(event, Noticed) and "GPU" in event.text]
-    if len(told) != times or any(wanted not in text for text in told):
-        raise Broken(f"lost: {kind}: told {told}, wanted {wanted!r} {times} times")
+    notices = [event.text for event in events if isinstance(event, Noticed) and "GPU" in event.text]
+    if len(notices) != times or any(wanted not in text for text in notices):
+        raise Broken(f"lost: {kind}: notices {notices}, wanted {wanted!r} {times} times")
     sampled = {
         name for event in events if isinstance(event, SystemSampled) for name in event.metrics
     }
@@ -71,7 +71,7 @@ def _not_loaded(ground: Ground) -> dict[str, str]:
 
 
 def _fails(ground: Ground) -> dict[str, str]:
-    """Every reading of both cards fails from some moment on, each at another, for a reason that nobody knows."""
+    """Every reading of both cards fails from a random moment on, with an unknown error."""
     answers = {call: _after_a_while(ground, UNKNOWN) for call in CALLS}
     return {**_stub(ground), **card(0, **answers), **card(1, **answers)}
 
@@ -89,6 +89,7 @@ def _divided(ground: Ground) -> dict[str, str]:
     return {**_stub(ground), **mig_card(0), "TORTURE_GPUS": f"{mig_uuid(0)} {mig_uuid(1)}"}
 
 
+# Drivers, a part of the notices that each must cause, and the number of notices: one per card.
 DRIVERS: dict[str, tuple[Driver, str, int]] = {
     "absent": (_absent, "NVML Shared Library Not Found", 1),
     "not loaded": (_not_loaded, "Driver Not Loaded", 1),
@@ -96,4 +97,3 @@ DRIVERS: dict[str, tuple[Driver, str, int]] = {
     "a GPU is lost": (_lost, "gives no more metrics", 1),
     "MIG": (_divided, "", 0),
 }
-"""Drivers, what is to be told of each, and how often: once a card. Nothing where nothing is wrong."""

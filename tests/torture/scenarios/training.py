@@ -1,4 +1,4 @@
-"""The training that scenarios hurt: how it is started, hit at random moments, and what it must come to."""
+"""The training that scenarios use: how to start it, wait for a moment of it, and check its end."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TINY = Path(__file__).parents[2] / "fixtures" / "tiny.py"
 IMAGED = TINY.with_name("imaged.py")
 CLOCK = TINY.with_name("clocked.py")
 STEPS = 200
+# Steps from one evaluation to the next.
 EVERY = 20
-"""Steps from one evaluation to the next."""
 MOMENTS = ("start", "step", "evaluation", "checkpoint", "upload", "end")
 LATER, BEFORE_THE_END = MOMENTS[1:], MOMENTS[1:-1]
+# Moments that pass at once, so a scenario must not wait longer.
 SHORT = ("evaluation", "upload")
-"""Moments that are over before one has looked about."""
+# The length of a batch of an evaluation during which a fault occurs, on both ranks.
 EVALUATION_SECONDS = 0.3
-"""What an evaluation takes where it is to be hit: on both ranks, for each batch."""
 SETTINGS = (
     "--run-name",
     "run",
@@ -41,10 +41,10 @@ SETTINGS = (
     "train.checkpoints.keep=2",
     "train.mlflow.log_pictures=true",
 )
+# Only `CLOCK` has this setting.
 SLOW = (*SETTINGS, f"evaluation_seconds={EVALUATION_SECONDS}")
-"""For `CLOCK`."""
+# Data in the rank's own memory, or from two data workers per rank, and two more for evaluations.
 GATHERED, LOADED = (), ("listed=true", "train.workers=2")
-"""Data in the rank's own memory, or from loading processes, two a rank and as many for evaluations."""
 Scenario = Callable[[Ground, Curves], None]
 
 
@@ -57,7 +57,7 @@ def kill(ground: Ground, role: str, when: str = "") -> None:
 
 
 def kill_one_of(ground: Ground, role: str) -> bool:
-    """Kill one of many processes that are alike, once there is one; return whether there was."""
+    """Wait for a process of this role and kill it. Return whether there was one."""
     if not wait_for(lambda: role in ground.roles()):
         return False
     before = len(ground.faults)
@@ -67,14 +67,14 @@ def kill_one_of(ground: Ground, role: str) -> bool:
 
 
 def at_a_random_moment(ground: Ground, command: Command, moments: Sequence[str] = MOMENTS) -> str:
-    """Wait for the moment of the training whose turn it is, and a while longer where it lasts; return which."""
+    """Wait for the moment whose turn it is in the campaign, as `at` does. Return the moment."""
     moment = ground.next_of(moments)
     at(ground, command, moment)
     return moment
 
 
 def at(ground: Ground, command: Command, moment: str) -> None:
-    """Wait for a moment of the training, and a while longer where it lasts."""
+    """Wait for a moment of the training, and a random time longer unless the moment is short."""
     if moment != "start":
         wait_for(lambda: not command.running or _reached(ground, moment))
     if moment not in SHORT:
@@ -96,7 +96,7 @@ def _reached(ground: Ground, moment: str) -> bool:
 
 
 def _is_evaluating(ground: Ground) -> bool:
-    """Tell whether an evaluation has begun, and cannot have ended."""
+    """Return whether an evaluation has begun and cannot have ended yet."""
     try:
         return time.time() - ground.evaluating.stat().st_mtime < EVALUATION_SECONDS
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def the_run(ground: Ground) -> RunFolder:
 
 
 def named(ground: Ground) -> tuple[object, ...]:
-    """Return the settings of a run on the campaign's server, where others are."""
+    """Return settings with a unique run name, because scenarios share the campaign's server."""
     return ("--run-name", f"run-{ground.mark}", *SETTINGS[2:])
 
 
@@ -122,39 +122,38 @@ def ends(command: Command, code: int) -> None:
 
 
 def finished(ground: Ground, reference: Curves) -> None:
-    """Nobody is left, everything is in MLflow, the run has finished."""
+    """Check that the run is FINISHED and whole, also in MLflow, and that no process is left."""
     promises.no_process_is_left(ground)
     run = the_run(ground)
     promises.nothing_is_lost(run, reference, steps=STEPS)
     promises.status_is(run, "FINISHED")
     promises.checkpoints_are_intact(run)
-    promises.no_traceback_is_printed(
-        ground
-    )  # here, too: some disks are there only as long as the scenario
+    # The campaign checks this again, but some disks are gone by then.
+    promises.no_traceback_is_printed(ground)
 
 
 def finished_without_sync(ground: Ground, reference: Curves) -> None:
-    """The same, and nobody had to ask for it: neither recorder nor server was hurt for long."""
+    """Check the same as `finished`, and that the delivery needed no `sync`."""
     promises.no_process_is_left(ground)
     promises.delivered_without_sync(the_run(ground))
     finished(ground, reference)
 
 
 def never_began(ground: Ground) -> bool:
-    """Tell whether the command was hurt before there was a run to be true of; then MLflow knows of none either."""
+    """Return whether the fault came before there was a run. MLflow must have none either then."""
     run = ground.the_run()
     if run is not None and run.events.exists():
         return False
     names = [record.name for record in list_runs(ground.store)]
     if names:
-        raise Broken(f"lost: MLflow has {names}, and there is no journal")
+        raise Broken(f"lost: MLflow has {names}, but there is no journal")
     return True
 
 
 def is_consistent(
     ground: Ground, reference: Curves, allowed: tuple[str, ...], spoiled: int | None = None
 ) -> str:
-    """What there is of the run is true and whole; return its status, one of `allowed`."""
+    """Check that the part of the run so far is whole. Return its status, one of `allowed`."""
     run = the_run(ground)
     if not run.events.exists():
         raise Broken("lost: the run has no journal")
@@ -176,7 +175,7 @@ def resumes(
     spoiled: int | None = None,
     settings: tuple[str, ...] = (),
 ) -> None:
-    """What there is of the run is true and whole; it goes on to the end of a training that nobody disturbed."""
+    """Check that the part of the run so far is whole, and that a resume finishes it undisturbed."""
     status = is_consistent(ground, reference, allowed, spoiled)
     run = the_run(ground)
     if status != "FINISHED" and promises.checkpoints_are_intact(run):
