@@ -19,8 +19,8 @@ After each run, MLflow receives the rest and must have every step.
 
 One pair of processes runs all candidates, interleaved, after a warm-up turn: undisturbed,
 disturbed, away, disturbed, undisturbed. A block's ratio is that of the means, without the first
-fifth of the steps. Many short turns are better than a few long ones, because a shared machine's speed drifts.
-Only faults that a request has met count.
+fifth of the steps. Many short turns are better than a few long ones, because a shared machine's
+speed drifts. Only faults that a request has met count.
 """
 
 from __future__ import annotations

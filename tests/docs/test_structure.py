@@ -1,4 +1,4 @@
-"""docs/structure.md names every file of the package, and docs/guarantees.md only tests that exist."""
+"""docs/structure.md names every file of the package, and docs/guarantees.md real tests only."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def setup() -> Iterator[SharedSetup]:
 @pytest.mark.parametrize(
     "scenario", ["killed ranks", "damaged checkpoints", "full disk", "jumping clock"]
 )
-def test_the_promises_hold_in_a_scenario(
+def test_promises_hold(
     setup: SharedSetup, scenario: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "MOST_KILLS", 3)

@@ -12,10 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from support.runs import started, steps
-from torture import ground, results
+from torture import results
 from torture.board import Board
 from torture.ground import Command, Ground, Turn
 from torture.planted import STEPS, expect_broken, run_of
