@@ -26,9 +26,7 @@ def setup() -> Iterator[SharedSetup]:
 @pytest.mark.parametrize(
     "scenario", ["killed ranks", "damaged checkpoints", "full disk", "jumping clock"]
 )
-def test_promises_hold(
-    setup: SharedSetup, scenario: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_promises_hold(setup: SharedSetup, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "MOST_KILLS", 3)
     result = run_scenario(setup, scenario, SEED)
     if result.not_run:
