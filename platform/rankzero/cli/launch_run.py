@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rankzero import config
 from rankzero.catalog import lookup
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.data_wait import DataWait
 from rankzero.cli.display.live import Console
+from rankzero.cli.out_of_memory import with_half_the_micro_batch
 from rankzero.errors import FAILED, FINISHED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent, failures
@@ -73,7 +73,7 @@ def run(plan: LaunchPlan) -> int:
     """
     with SignalForwarder() as forwarder:
         console, result, started = _launch(plan, forwarder)
-        while result.status == "FAILED" and (smaller := _with_half_the_micro_batch(plan)):
+        while result.status == "FAILED" and (smaller := with_half_the_micro_batch(plan)):
             plan = smaller
             halved = plan.tags[OUT_OF_MEMORY]
             console.notice(f"out of memory: {halved}; starting again from the newest checkpoint")
@@ -116,28 +116,6 @@ def _launch(
     with console:
         result = agent.run(plan.topology, worker.main, request, folder.path / "logs", forwarder)
     return console, result, lookup.attempt_started(folder, before)
-
-
-def _with_half_the_micro_batch(plan: LaunchPlan) -> LaunchPlan | None:
-    """Return a plan with half the micro-batch if a device ran out of memory, or None.
-
-    With several machines the run fails, because only one of them knows why the ranks ended.
-    """
-    from rankzero.training import strategies
-    from rankzero.training.data.order import micro_batch_size
-
-    train, topology = plan.experiment.train, plan.topology
-    first = failures.first(plan.folder.failures)
-    if first is None or first.kind is not failures.FailureKind.OUT_OF_MEMORY:
-        return None
-    if train.limits.oom == "fail" or topology.nodes > 1 or train.strategy == "pp":
-        return None
-    size = micro_batch_size(train, strategies.shards(train.strategy, topology.processes))
-    if size % 2:
-        return None
-    halved = f"{plan.tags.get(OUT_OF_MEMORY, f'micro-batch {size}')} -> {size // 2}"
-    experiment = config.override(plan.experiment, {"train.micro_batch": size // 2})
-    return dataclasses.replace(plan, experiment=experiment, tags={OUT_OF_MEMORY: halved})
 
 
 def _report_without_attempt(

@@ -7,6 +7,7 @@ from typing import Any
 
 from rankzero.events import RunEnded
 from rankzero.reporting import reproduce
+from rankzero.reporting.bottleneck import bottleneck
 from rankzero.reporting.run_facts import Facts
 from rankzero.scalars import number
 
@@ -29,10 +30,6 @@ _MAX_NOTES = 30
 # MLflow's page puts headings and columns without any space between them.
 _EM_SPACES = "&emsp;&emsp;"
 _GAP = "&nbsp;\n\n"
-# The share of the training time from which waiting for data limits the speed.
-_DATA_BOUND = 0.1
-# Percent. Below it, a GPU waits for something else than data: launches or communication.
-_BUSY_GPU = 70.0
 
 
 def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()) -> str:
@@ -120,7 +117,7 @@ def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
     wait = number(end.metrics.get("data_wait_fraction"))
     if wait is not None:
         yield "Waiting for data", f"{wait:.1%} of the training time"
-        yield "Limited by", _limit(facts, wait)
+        yield "Limited by", bottleneck(facts, wait)
     slowest = straggler(end.metrics)
     if slowest:
         yield "Slowest rank", slowest
@@ -139,21 +136,6 @@ def straggler(metrics: Mapping[str, float]) -> str | None:
         else f"computes {ratio or 1:.1f}x as long as the others"
     )
     return f"rank {rank:.0f} {did}"
-
-
-def _limit(facts: Facts, wait: float) -> str:
-    """Return what limited the speed, as far as the metrics of every run show it."""
-    busy = facts.gpu_means.get("utilization_percentage")
-    if wait >= _DATA_BOUND:
-        return "data: load faster (`train.workers`), or keep the data set in memory"
-    if busy is not None and busy < _BUSY_GPU:
-        return (
-            "neither data nor arithmetic: `rankzero profile` shows whether it is communication "
-            "or small steps"
-        )
-    if facts.params.get("world_size", "1") == "1":
-        return "compute"
-    return "compute or communication: `rankzero profile` shows which"
 
 
 def _error(end: RunEnded) -> str:

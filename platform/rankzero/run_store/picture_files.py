@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.events import PicturesTaken
-from rankzero.faults import lacks_resources
+from rankzero.permanent_errors import lacks_resources
 from rankzero.run_store import symlinks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all

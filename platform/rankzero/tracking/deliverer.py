@@ -33,9 +33,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rankzero.events import DataDescribed, Event, RunEnded, RunStarted
-from rankzero.faults import refusal
 from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, name_of, parts_of
 from rankzero.mlflow_store.uris import RunGone
+from rankzero.permanent_errors import refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import claims, delivery_state
 from rankzero.run_store.delivery_state import Task

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rankzero import scalars
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken
-from rankzero.faults import lacks_resources, refusal
+from rankzero.permanent_errors import lacks_resources, refusal
 from rankzero.run_store.delivery_state import DeliveryState, Task, Upload
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.open_run import Target

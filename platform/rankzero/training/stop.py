@@ -6,13 +6,8 @@ codes with each report of the loop. During an evaluation they do so through `Sto
 
 from __future__ import annotations
 
-import ctypes
 import enum
-import multiprocessing
-import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -27,9 +22,6 @@ REPORT_SECONDS = 1.0
 LONGEST_WINDOW = 1000
 # Batches may get slower, so an interval measured on fast ones must not grow without bound.
 MOST_BATCHES = 32
-# Seconds that a rank whose launcher died may take to stop with a checkpoint.
-ORPHAN_SECONDS = 120.0
-PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class StopCode(enum.IntEnum):
@@ -181,28 +173,3 @@ def handle_signals(stop: StopRequest) -> None:
 
 def _raise_interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def end_with_launcher(stop: StopRequest) -> None:
-    """End this process soon after its launcher, and at once with the server it was forked from.
-
-    If the launcher dies, a training may stop with a checkpoint for `ORPHAN_SECONDS`. Then the
-    process kills itself. Before and after the training it does so at once, because torchrun's agent
-    would make it wait for an answer of the launcher that never comes.
-    """
-    launcher = multiprocessing.parent_process()
-    if launcher is None:
-        return
-    # Without the fork server nobody can restart ranks or knows of them. Linux ends them with it.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def follow() -> None:
-        launcher.join()
-        stop.request(StopCode.LAUNCHER_DIED)
-        deadline = time.monotonic() + ORPHAN_SECONDS
-        while stop.is_training and time.monotonic() < deadline:
-            time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=follow, name="launcher", daemon=True).start()

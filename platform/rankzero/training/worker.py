@@ -34,6 +34,7 @@ from rankzero.training.distributed import device
 from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog
 from rankzero.training.distributed.world import World, join
 from rankzero.training.job import State, TrainingContext
+from rankzero.training.launcher_death import end_with_launcher
 from rankzero.training.lifecycle import AttemptOutcome
 from rankzero.training.loop import fit
 from rankzero.training.metrics.straggler import EventTimer
@@ -41,7 +42,7 @@ from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.optimizers import as_values, options
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.sample_images.user_images import class_names
-from rankzero.training.stop import StopCode, StopRequest, end_with_launcher, handle_signals
+from rankzero.training.stop import StopCode, StopRequest, handle_signals
 
 INTERRUPTED = 128 + signal.SIGINT
 

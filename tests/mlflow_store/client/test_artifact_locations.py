@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rankzero.faults import NeverAccepted
 from rankzero.mlflow_store.client import MlflowRuns, OpenRun
+from rankzero.permanent_errors import NeverAccepted
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.deliverer import Deliverer
 from support.runs import T0, append, deleted, ended, make_folder, saved, started

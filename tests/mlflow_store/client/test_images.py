@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from rankzero.faults import NeverAccepted
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.client.images import write_image
+from rankzero.permanent_errors import NeverAccepted
 
 
 def test_unreadable_image_is_never_accepted(tmp_path: Path, sqlite: str) -> None:

@@ -16,9 +16,9 @@ from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
 from mlflow.tracking._tracking_service import utils
 from mlflow.utils import rest_utils
 
-from rankzero.faults import refusal
 from rankzero.mlflow_store.client import MlflowRuns, OpenRun, mlflow_compat
 from rankzero.mlflow_store.uris import TrackingError
+from rankzero.permanent_errors import refusal
 from support.runs import T0, make_folder
 from support.stores import Server
 

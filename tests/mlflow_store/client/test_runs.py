@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from rankzero.events import CheckpointSaved, RunStarted
-from rankzero.faults import refusal
 from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
+from rankzero.permanent_errors import refusal
 from rankzero.run_store.folder import Identity, RunFolder
 from support.runs import T0, ended, make_folder, saved, started
 

@@ -15,10 +15,10 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
 
-from rankzero.faults import NeverAccepted
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.connection import MIN_FILE_SECONDS, patience
 from rankzero.mlflow_store.client.records import require_id
+from rankzero.permanent_errors import NeverAccepted
 
 _RUN_ID, _MODEL_ID = re.compile(r"[0-9a-f]{32}"), re.compile(r"m-[0-9a-f]{32}")
 _MODELS, _ARTIFACTS = "models", "artifacts"

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankzero.faults import NeverAccepted, lacks_resources
+from rankzero.permanent_errors import NeverAccepted, lacks_resources
 
 PICTURES = "pictures"
 _THUMBNAIL_PIXELS = 800
