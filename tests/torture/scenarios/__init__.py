@@ -18,7 +18,7 @@ from torture.scenarios.training import Scenario
 SCENARIOS: dict[str, Scenario] = {
     "killed ranks": processes.killed_ranks,
     "killed launcher": processes.killed_launcher,
-    "courier amid uploads": processes.courier_killed_during_uploads,
+    "courier during uploads": processes.courier_killed_during_uploads,
     "signals": signals.signals,
     "signals twice": signals.signals_twice,
     "early signals": signals.early_signals,

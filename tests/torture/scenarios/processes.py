@@ -80,7 +80,7 @@ def courier_killed_during_uploads(ground: Ground, reference: Curves) -> None:
     command = ground.start("train", IMAGED, *SETTINGS, "step_seconds=0.05")
     while command.busy() and len(ground.faults) < 3:
         at_a_random_moment(ground, command, ("upload",))
-        kill(ground, "courier", " amid uploads")
+        kill(ground, "courier", " during uploads")
         wait_for(lambda: not command.running or "courier" in ground.roles(), 10.0)
     ends(command, 0)
     finished_without_sync(ground, reference)

@@ -57,7 +57,7 @@ class SignalFault:
     def label(self) -> str:
         """The name of the fault in reports."""
         twice = " twice" if self.times > 1 else ""
-        moment = " amid an evaluation" if self.evaluating else ""
+        moment = " during an evaluation" if self.evaluating else ""
         restarting = " that would restart" if self.words else ""
         return f"{self.number.name}{twice} to {self.target}{restarting}{moment}"
 

@@ -94,6 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pruner", choices=PRUNERS, default="asha", help="what stops bad trials (%(default)s)"
     )
+    _add_confirmation_and_study_arguments(parser)
+
+
+def _add_confirmation_and_study_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds",
         type=int,
