@@ -124,6 +124,20 @@ def test_manifest_with_values_of_wrong_types_is_broken(
     assert checkpoint_files.best(tmp_path / "checkpoints", GOAL) is not None
 
 
+@pytest.mark.parametrize("written", ["2", None, [2]])
+def test_format_that_is_no_number_is_broken(tmp_path: Path, written: Any) -> None:
+    save_steps(tmp_path, {1: 0.1, 2: 0.2})
+    newest = tmp_path / "checkpoints/step_00000002"
+    fields = json.loads((newest / MANIFEST).read_text())
+    del fields["seal"]
+    (newest / MANIFEST).write_text(json.dumps({**fields, "format": written}))
+    with pytest.raises(BrokenCheckpoint, match="altered manifest"):
+        checkpoint_files.read_manifest(newest)
+    assert list(checkpoint_files.known(tmp_path / "checkpoints")) == [
+        tmp_path / "checkpoints/step_00000001"
+    ]
+
+
 def test_manifest_of_format_1_without_seal_is_read(tmp_path: Path) -> None:
     save_steps(tmp_path, {1: 0.1})
     folder = tmp_path / "checkpoints/step_00000001"

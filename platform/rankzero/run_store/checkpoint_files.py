@@ -82,8 +82,11 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**fields)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{folder} has no readable manifest: {error}") from error
-    expected = _checksum_of(fields) if seal or manifest.format > 1 else None
-    if not _has_valid_fields(manifest) or seal != expected:
+    is_intact = _has_valid_fields(manifest)
+    # Only now: an altered format may be no number. Format 1 has no seal.
+    if is_intact and (seal or manifest.format > 1):
+        is_intact = seal == _checksum_of(fields)
+    if not is_intact:
         raise BrokenCheckpoint(f"{folder} has an altered manifest: its values are not used")
     return manifest
 
