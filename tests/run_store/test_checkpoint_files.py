@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,18 @@ def test_manifest_with_values_of_wrong_types_is_broken(
         == tmp_path / "checkpoints/step_00000001"
     )
     assert checkpoint_files.best(tmp_path / "checkpoints", GOAL) is not None
+
+
+def test_leftover_of_a_killed_replacement_is_not_in_the_way_of_the_next(tmp_path: Path) -> None:
+    save_steps(tmp_path, {1: 0.1})
+    target = tmp_path / "checkpoints/step_00000001"
+    # Killed after the new folder had its name, before the old one was deleted.
+    leftover = target.with_name(checkpoint_files.REPLACED + target.name)
+    shutil.copytree(target, leftover)
+    new = checkpoint_files.temporary_folder(target)
+    shutil.copytree(target, new)
+    checkpoint_files.replace(new, target)
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
 @pytest.mark.parametrize("written", ["2", None, [2]])

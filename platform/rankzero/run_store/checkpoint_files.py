@@ -201,7 +201,10 @@ def replace(temporary: Path, target: Path) -> None:
         return
     # A resumed run saves a step again. No system call replaces a folder that is not empty, so the
     # old one gets a name under which `_undo_replacements` finds it.
-    old = target.rename(target.with_name(REPLACED + target.name))
+    aside = target.with_name(REPLACED + target.name)
+    # Left where an earlier replacement was killed after its end. It would be in the way.
+    shutil.rmtree(aside, ignore_errors=True)
+    old = target.rename(aside)
     try:
         temporary.rename(target)
     except OSError:
