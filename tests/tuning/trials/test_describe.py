@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+from pathlib import Path
 
 import pytest
 
 from rankzero import Choice, ConfigError, Experiment, Goal, Train, config
+from rankzero.errors import UserError
+from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription, mirrored
 
 
@@ -63,3 +67,22 @@ def test_the_mirror_checks_overrides_as_the_experiment_does() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             config.override(mirror, changes)
+
+
+def test_error_of_a_class_of_the_users_file_is_sent_as_one_that_all_processes_know(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "with_own_error.py"
+    file.write_text(
+        "from rankzero import Experiment\n"
+        "from rankzero.errors import UserError\n"
+        "class NoWeights(UserError):\n"
+        "    pass\n"
+        "class Mine(Experiment):\n"
+        "    def model(self):\n"
+        "        raise NoWeights('download the weights first')\n"
+    )
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    describe._child(writer, str(file), {}, 1, 1)
+    answer = reader.recv()
+    assert type(answer) is UserError and str(answer) == "download the weights first"

@@ -118,9 +118,12 @@ def _child(
     signals.unblock()
     try:
         pipe.send(_described(reference, settings, processes, parallel))
-    except (UserError, config.ConfigError) as error:
-        pipe.send(error)
-    except Exception as error:  # the user's own, of a class that the search may not know
+    # Of classes that every process knows: one of the user's file cannot be unpickled elsewhere.
+    except UserError as error:
+        pipe.send(UserError(str(error)))
+    except config.ConfigError as error:
+        pipe.send(config.ConfigError(str(error)))
+    except Exception as error:
         pipe.send(RunFailed(failures.reason(error)))
     pipe.close()
 
