@@ -6,8 +6,9 @@
     running                               is forwarded: the first asks to stop, a second one ends
     ended                                 is kept in `received`, for the wait for the delivery
 
-Signal handlers of the package: `SignalForwarder` (launcher and trial host), `training.stop.listen`
-(workers), `cli.main.command` (ignores signals on the way out), `cli.commands.ui` (ends the server).
+Signal handlers of the package: `SignalForwarder` (launcher and trial host),
+`training.stop.handle_signals` (workers), `cli.main.command` (ignores signals on the way out),
+`cli.commands.ui` (ends the server).
 """
 
 from __future__ import annotations
