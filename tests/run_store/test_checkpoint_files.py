@@ -151,6 +151,12 @@ def test_format_that_is_no_number_is_broken(tmp_path: Path, written: Any) -> Non
     ]
 
 
+def test_manifest_names_the_build_of_torch(tmp_path: Path) -> None:
+    save_steps(tmp_path, {1: 0.1})
+    manifest = checkpoint_files.read_manifest(tmp_path / "checkpoints/step_00000001")
+    assert manifest.torch == torch.__version__
+
+
 def test_manifest_of_format_1_without_seal_is_read(tmp_path: Path) -> None:
     save_steps(tmp_path, {1: 0.1})
     folder = tmp_path / "checkpoints/step_00000001"

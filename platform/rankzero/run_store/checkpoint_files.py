@@ -15,8 +15,8 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,8 @@ class BrokenCheckpoint(Exception):
 
 
 def _torch_version() -> str:
-    # A torch that was built in place has no metadata. That must not cost a checkpoint.
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version("torch")
-    return "unknown"
+    # Who saves a checkpoint has torch. The package's metadata lack the build, such as +cu132.
+    return str(getattr(sys.modules.get("torch"), "__version__", "unknown"))
 
 
 @dataclasses.dataclass(frozen=True)
