@@ -75,6 +75,7 @@ def is_clean(notebook: Path) -> bool:
     return not any(cell["outputs"] or cell["execution_count"] for cell in cells)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_example_notebook_runs_from_top_to_bottom(start: Start, tmp_path: Path) -> None:
     assert is_clean(EXPERIMENTS / "notebook.ipynb"), "strip the outputs"

@@ -62,6 +62,7 @@ def test_mistakes_of_two_ranks_are_in_mlflow(rankzero: Command) -> None:
             assert min(image.size) > 200
 
 
+@pytest.mark.slow
 def test_runs_on_the_same_data_are_found_by_its_digest(rankzero: Command) -> None:
     for name, settings in (
         ("one", ()),

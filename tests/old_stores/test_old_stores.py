@@ -295,6 +295,7 @@ def test_sync_delivers_what_was_left(store: OldStore) -> None:
     assert not any(row["undelivered"] for row in store.listed())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_same_search_command_finishes_an_interrupted_study(store: OldStore) -> None:
     probes = sorted(store.mlruns.glob("probes/*.jsonl"))

@@ -22,6 +22,7 @@ def setup() -> Iterator[SharedSetup]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "scenario", ["killed ranks", "damaged checkpoints", "full disk", "jumping clock"]

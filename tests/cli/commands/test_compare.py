@@ -19,6 +19,7 @@ def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
     return {run.name: run for run in found}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_same_work_under_several_strategies(rankzero: Command) -> None:
     code, output = rankzero(

@@ -81,6 +81,7 @@ def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: C
     assert gone(rankzero.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_way_a_trial_can_end(rankzero: Command) -> None:
     code, output = rankzero(
@@ -208,6 +209,7 @@ def test_sigkill_of_the_search_leaves_no_process_and_no_run_running(rankzero: Co
     assert "RUNNING" not in {run.status for run in mlflow_runs(rankzero).values()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_trials_side_by_side_and_a_second_command_that_helps(rankzero: Command) -> None:
     storage = f"sqlite:///{rankzero.folder / 'shared.db'}"
