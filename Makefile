@@ -21,9 +21,9 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup
 	@$(BIN)/rankzero train experiments/digits.py --nproc 2
 
-# Three at a time: most tests wait for processes. Tests that share an expensive fixture run in one process (loadgroup).
+# Three at a time: most tests wait for processes. Tests that share an expensive fixture run in one process (tests/support/scheduling.py).
 # The frameworks have a command of their own, below.
-PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadgroup --ignore tests/frameworks --durations 20
+PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadscope --ignore tests/frameworks --durations 20
 
 test: setup
 	$(PYTEST) -m "not slow"

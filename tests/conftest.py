@@ -1,10 +1,13 @@
 """Settings of all tests."""
 
+import importlib.util
 import signal
 
 from hypothesis import settings
 
 pytest_plugins = ["support.commands", "support.stores", "support.training"]
+if importlib.util.find_spec("xdist"):  # the environments of the frameworks have none
+    pytest_plugins.append("support.scheduling")
 
 settings.register_profile("patient", deadline=None)  # a busy machine is no failure
 settings.load_profile("patient")

@@ -11,8 +11,6 @@ import pytest
 from rankzero.mlflow_store.client import MlflowRuns
 from support.commands import TINY, Command, command_in, last_end, losses, tracked
 
-pytestmark = pytest.mark.xdist_group("cli strategies")  # one process makes what its tests share
-
 LAYERED = TINY.with_name("layered.py")
 STEPS = 40
 SETTINGS = (

@@ -30,8 +30,6 @@ import torch
 import rankzero
 from support.commands import warm_server
 
-pytestmark = pytest.mark.xdist_group("old stores")  # one process makes what its tests share
-
 ARCHIVE = Path(__file__).with_name("mlruns-80008b7.tar.xz")
 SECONDS = 200.0
 STEPS = 64  # of a whole run of exact.py

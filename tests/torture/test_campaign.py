@@ -11,8 +11,6 @@ from torture.campaign import SharedSetup, run_scenario, shared_setup
 from torture.results import Result, report, summary, verdict
 from torture.scenarios import processes
 
-pytestmark = pytest.mark.xdist_group("campaign")  # one process makes what its tests share
-
 SEED = 20
 
 

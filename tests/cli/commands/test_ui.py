@@ -24,10 +24,7 @@ from support.commands import SECONDS, TINY, Command, command_in, free_port
 from support.stores import list_runs
 from support.stubbed_nvml import card, compile_stub
 
-pytestmark = [
-    pytest.mark.xdist_group("ui"),
-    pytest.mark.slow,
-]  # one process makes what its tests share
+pytestmark = pytest.mark.slow
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 HERE = re.compile(r"(http://127\.0\.0\.1:\d+/|data:|blob:|about:)")

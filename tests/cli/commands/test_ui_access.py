@@ -23,8 +23,6 @@ from rankzero.mlflow_store import server
 from support.commands import Command, command_in, free_port
 from support.paths import SUPPORT
 
-pytestmark = pytest.mark.xdist_group("ui access")  # one process makes what its tests share
-
 BLOCK = os.getpid() % (
     1 << 14
 )  # of four addresses: others' tests may have a cable at the same time

@@ -30,8 +30,6 @@ from rankzero.training.strategies.replicated import AutocastDataParallel
 from support import two_ranks
 from support.two_ranks import Case, attempted
 
-pytestmark = pytest.mark.xdist_group("strategies")  # one process makes what its tests share
-
 DIVIDED = ("zero1", "fsdp", "tp", "pp")
 STRATEGIES = ("ddp", *DIVIDED)
 LEFT = (("ddp", 4, 1), ("zero1", 8, 0), ("fsdp", 4, 1), ("tp", 4, 0), ("pp", 4, 0))

@@ -1,0 +1,33 @@
+"""Divides the tests among processes: modules whose tests share an expensive fixture stay whole.
+
+xdist's marker ``xdist_group`` does nothing with pytest 9.2 (xdist 3.8).
+"""
+
+from __future__ import annotations
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+SHARED = {
+    "tests/cli/commands/test_ui.py",
+    "tests/cli/commands/test_ui_access.py",
+    "tests/cli/test_browse.py",
+    "tests/cli/test_strategies.py",
+    "tests/old_stores/test_old_stores.py",
+    "tests/torture/test_campaign.py",
+    "tests/training/strategies/test_strategies.py",
+}
+
+
+class SharedFixtureScheduling(LoadScopeScheduling):
+    """Gives each process the next test, or the next whole module of `SHARED`."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.split("::")[0]
+        return module if module in SHARED else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedFixtureScheduling:
+    """Return the scheduler that xdist uses."""
+    return SharedFixtureScheduling(config, log)
