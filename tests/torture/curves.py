@@ -6,7 +6,7 @@ Each check raises `Broken` if it fails.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from rankzero.events import Evaluated, Event, RunStarted, StepsLogged
 from rankzero.mlflow_store.client import MlflowRuns
@@ -23,6 +23,7 @@ WHOLE = ("train/", "val/")
 # Metrics that are the same, bit for bit, in every training with the same seed.
 EXACT = (*WHOLE, "lr")
 ORIGIN = "train/loss"
+GOAL = "val/accuracy"
 
 
 def latest(run: RunFolder) -> Curves:
@@ -59,9 +60,7 @@ def have_arrived(journaled: Curves, points: Mapping[str, Sequence[MetricPoint]])
     for name, wanted in journaled.items():
         found = {point.step: point.value for point in points[name]}
         if len(found) != len(points[name]):
-            raise Broken(
-                f"wrong: MLflow has {len(points[name])} points of {name} for {len(found)} steps"
-            )
+            raise _doubled(name, points[name])
         if missing := sorted(set(wanted) - set(found)):
             raise Broken(
                 f"lost: {len(missing)} points of {name} are not in MLflow, "
@@ -100,6 +99,53 @@ def have_all(journaled: Curves, reference: Curves) -> None:
                 f"lost: {len(missing)} points of {name} are not in the journal, "
                 f"the first of step {missing[0]}"
             )
+
+
+def match_oracle(
+    points: Mapping[str, Sequence[MetricPoint]],
+    journaled: Curves,
+    oracle: Curves,
+    steps: int | None,
+    spoiled: Container[int] = (),
+) -> None:
+    """Check MLflow's points against an undisturbed training, whatever the journal has.
+
+    No step may be in neither journal nor MLflow, or in MLflow twice. `steps`: MLflow must have
+    exactly this many. None accepts any number without a gap. Of `spoiled` steps, only the values
+    may differ.
+    """
+    for name, mine in points.items():
+        if len({point.step for point in mine}) != len(mine):
+            raise _doubled(name, mine)
+    for name in (name for name in oracle if name.startswith(WHOLE)):
+        found = {point.step: point.value for point in points.get(name, ())}
+        reached = steps or max((*found, *journaled.get(ORIGIN, ())), default=0)
+        there = found if steps else {**found, **journaled.get(name, {})}
+        missing = [step for step in sorted(oracle[name]) if step <= reached and step not in there]
+        # The training may have been killed after a step and before the evaluation that follows it.
+        if steps is None and not name.startswith("train/") and missing[-1:] == [reached]:
+            missing.pop()
+        if missing:
+            where = "not in MLflow" if steps else "in neither journal nor MLflow"
+            raise Broken(
+                f"lost: {len(missing)} points of {name} are {where}, "
+                f"the first of step {missing[0]}"
+            )
+        whole = {step: value for step, value in found.items() if step not in spoiled}
+        _require_same("MLflow", name, whole, oracle[name])
+
+
+def best_is(found: float | None, oracle: Curves) -> None:
+    """Check that the best value of a finished run is that of an undisturbed training."""
+    if GOAL in oracle and found != max(oracle[GOAL].values()):
+        raise Broken(
+            f"wrong: MLflow's best {GOAL} is {found}, wanted {max(oracle[GOAL].values())}"
+        )
+
+
+def _doubled(name: str, points: Sequence[MetricPoint]) -> Broken:
+    steps = len({point.step for point in points})
+    return Broken(f"doubled: MLflow has {len(points)} points of {name} for {steps} steps")
 
 
 def _journaled(run: RunFolder) -> Iterator[tuple[str, int, float]]:

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from torture.ground import NotRun, wait_for
+from torture.ground import Broken, NotRun, wait_for
 
 IMAGE_BYTES = 64 << 20
 UNALLOWED = "a disk that fails needs root, loop devices and mkfs.ext4"
@@ -106,9 +106,20 @@ def failing_disk(path: Path, image: Path) -> Iterator[FailingDisk]:
         raise NotRun(f"{UNALLOWED}: {_reason_of(error.stderr)}") from None
     try:
         shutil.copytree(kept, path, dirs_exist_ok=True)
-        yield disk
+        with _kept_if_broken(path):
+            yield disk
     finally:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@contextlib.contextmanager
+def _kept_if_broken(path: Path) -> Iterator[None]:
+    """Copy what a file system holds when a scenario breaks, because unmounting it loses that."""
+    try:
+        yield
+    except Broken:
+        shutil.copytree(path, path.with_name(f"{path.name}-broken"), symlinks=True)
+        raise
 
 
 def _reason_of(errors: str) -> str:
@@ -135,6 +146,7 @@ def small_disk(path: Path, megabytes: int = 24) -> Iterator[Disk]:
         raise NotRun(f"no small disk can be mounted here: {_reason_of(mounted.stderr)}")
     try:
         shutil.copytree(kept, path, dirs_exist_ok=True)
-        yield Disk(path)
+        with _kept_if_broken(path):
+            yield Disk(path)
     finally:
         subprocess.run(["umount", "--lazy", str(path)], check=True)

@@ -134,6 +134,10 @@ class Ground:
         self.shared_memory = shared_memory()
         self.mark = secrets.token_hex(8)
         self.faults: list[str] = []
+        self.spoiled: set[int] = set()
+        """Steps that MLflow keeps with values that the scenario made wrong."""
+        self.power_cut = False
+        """Whether the power failed, so that MLflow may have steps that the journal lost."""
         self.idling = self.leaving = 0.0
         """Most seconds until the processes had ended: those with nothing to deliver, and all."""
         self.environ = {

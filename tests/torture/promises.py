@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import psutil
 
@@ -78,16 +79,30 @@ def delivered(run: RunFolder) -> RunRecord:
 
 
 def nothing_is_lost(
-    run: RunFolder, reference: Curves, *, steps: int | None = None, spoiled: int | None = None
+    run: RunFolder,
+    reference: Curves,
+    *,
+    steps: int | None = None,
+    spoiled: int | None = None,
+    ignored: Container[int] = (),
+    power_cut: bool = False,
 ) -> None:
-    """Check that MLflow has every journaled value once, equal to those of an undisturbed training.
+    """Check that MLflow has every step once, with the values of an undisturbed training.
 
-    `steps`: the journal must have exactly this many steps, with their evaluations. None accepts any
-    number without a gap. `spoiled`: the first step whose values the scenario itself made wrong.
+    `steps`: journal and MLflow must have exactly this many steps, with their evaluations. None
+    accepts any number without a gap. `spoiled`: the first step whose values the scenario itself
+    made wrong. `ignored`: steps that MLflow keeps with such values from an earlier attempt. After a
+    `power_cut`, MLflow may have steps whose lines the journal lost.
     """
     record, mine = delivered(run), curves.latest(run)
-    curves.have_arrived(curves.first(run), curves.in_mlflow(run, record.run_id, mine))
+    points = curves.in_mlflow(run, record.run_id, {**mine, **reference})
+    if not power_cut:
+        curves.have_arrived(curves.first(run), points)
     curves.have_no_gap(mine, steps)
+    wrong = ignored if spoiled is None else range(spoiled, sys.maxsize)
+    curves.match_oracle(points, mine, reference, steps, wrong)
+    if steps is not None:
+        curves.best_is(record.best, reference)
     curves.are_undisturbed(mine, reference, spoiled)
     if steps is not None:
         curves.have_all(mine, reference)

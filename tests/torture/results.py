@@ -18,7 +18,7 @@ import torch
 from torture.fuzzing import Fuzzed
 
 # Kinds of broken promises. The message of `Broken` begins with its kind.
-PROMISES = ("lost", "corrupt", "wrong", "wrong status", "hang", "orphan")
+PROMISES = ("lost", "doubled", "corrupt", "wrong", "wrong status", "hang", "orphan")
 HERE = Path(__file__).parent
 # All of an absolute path except for its last name.
 FOLDERS = re.compile(r"(?:(?<![\w.:/])|(?<=sqlite:///))/(?:[^\s/'\"]+/)+")

@@ -41,7 +41,7 @@ def test_a_summary_counts_broken_promises_by_kind() -> None:
         Result("full disk", 3, ["disk full"], 2.0, "error: ZeroDivisionError"),
     ]
     text = summary(results)
-    kinds = "corrupt 0, wrong 0, wrong status 0, hang 0, orphan 0"
+    kinds = "doubled 0, corrupt 0, wrong 0, wrong status 0, hang 0, orphan 0"
     assert (
         text.splitlines()[-1]
         == f"faults tried 4 over 3 kinds; survived 1; lost 1, {kinds}, other 1"

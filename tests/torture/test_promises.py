@@ -65,7 +65,7 @@ def test_wrong_values_and_statuses_of_a_run_are_found(whole: RunFolder) -> None:
     expect_broken("wrong status", promises.status_is, whole, "KILLED")
     _another_value(whole, '"val/loss":0.5', '"val/loss":0.25')
     expect_broken(
-        "wrong: MLflow has|wrong: in MLflow val/loss of step 4 is 0.5",
+        "doubled|wrong: in MLflow val/loss of step 4 is 0.5",
         promises.nothing_is_lost,
         whole,
         REFERENCE,
@@ -220,7 +220,7 @@ def _points(*values: tuple[int, float]) -> list[MetricPoint]:
         (_points((1, 1.0)), "lost: 1 points of train/loss"),
         (_points((1, 1.0), (2, 0.25)), "wrong: in MLflow train/loss of step 2 is 0.25, wanted 0.5"),
         (_points((1, 1.0), (2, math.nan)), "wrong: in MLflow train/loss of step 2 is nan"),
-        (_points((1, 1.0), (2, 0.5), (2, 0.5)), "wrong: MLflow has 3 points"),
+        (_points((1, 1.0), (2, 0.5), (2, 0.5)), "doubled: MLflow has 3 points"),
         (
             _points((1, 1.0), (2, 0.5), (3, 0.3)),
             "wrong: MLflow has train/loss of step 3, which was never",
@@ -233,6 +233,40 @@ def test_wrong_and_missing_points_in_mlflow_are_found(
     expect_broken(
         begin, curves.have_arrived, {"train/loss": {1: 1.0, 2: 0.5}}, {"train/loss": points}
     )
+
+
+LOSS = REFERENCE["train/loss"]
+LOSSES = list(LOSS.items())
+
+
+@pytest.mark.parametrize(
+    ("points", "journaled", "total", "begin"),
+    [
+        (LOSSES[:2], [3], None, None),
+        (LOSSES[:1] + LOSSES[2:], [1, 3], None, "lost: 1 points of train/loss are in neither"),
+        (LOSSES[:3], [1, 2, 3, 4], 4, "lost: 1 points of train/loss are not in MLflow"),
+        (LOSSES + LOSSES[1:2], [1, 2, 3, 4], 4, "doubled: MLflow has 5 points"),
+        ([(1, 0.9)], [1], None, "wrong: in MLflow train/loss of step 1 is 0.9, wanted 1.0"),
+    ],
+)
+def test_a_step_that_an_undisturbed_training_has_otherwise_is_found(
+    points: list[tuple[int, float]], journaled: list[int], total: int | None, begin: str | None
+) -> None:
+    found = {"train/loss": _points(*points)}
+    mine, oracle = {"train/loss": {step: LOSS[step] for step in journaled}}, {"train/loss": LOSS}
+    if begin is None:
+        curves.match_oracle(found, mine, oracle, total)
+    else:
+        expect_broken(begin, curves.match_oracle, found, mine, oracle, total)
+
+
+def test_a_wrong_best_value_and_values_that_a_scenario_spoiled_are_told_apart() -> None:
+    curves.best_is(0.5, REFERENCE)
+    expect_broken("wrong: MLflow's best val/accuracy is 0.25", curves.best_is, 0.25, REFERENCE)
+    expect_broken("wrong: MLflow's best val/accuracy is None", curves.best_is, None, REFERENCE)
+    found, mine = {"train/loss": _points((1, 1.0), (2, math.nan))}, {"train/loss": {1: 1.0}}
+    curves.match_oracle(found, mine, {"train/loss": LOSS}, None, {2})
+    expect_broken("wrong", curves.match_oracle, found, mine, {"train/loss": LOSS}, None)
 
 
 @pytest.mark.parametrize("name", ["lr", "throughput/step_seconds", "grad_norm"])

@@ -125,7 +125,9 @@ def finished(ground: Ground, reference: Curves) -> None:
     """Check that the run is FINISHED and whole, also in MLflow, and that no process is left."""
     promises.no_process_is_left(ground)
     run = the_run(ground)
-    promises.nothing_is_lost(run, reference, steps=STEPS)
+    promises.nothing_is_lost(
+        run, reference, steps=STEPS, ignored=ground.spoiled, power_cut=ground.power_cut
+    )
     promises.status_is(run, "FINISHED")
     promises.checkpoints_are_intact(run)
     # The campaign checks this again, but some disks are gone by then.
@@ -157,7 +159,11 @@ def is_consistent(
     run = the_run(ground)
     if not run.events.exists():
         raise Broken("lost: the run has no journal")
-    promises.nothing_is_lost(run, reference, spoiled=spoiled)
+    promises.nothing_is_lost(
+        run, reference, spoiled=spoiled, ignored=ground.spoiled, power_cut=ground.power_cut
+    )
+    if spoiled is not None:
+        ground.spoiled.update(range(spoiled, max(promises.journaled(run)) + 1))
     promises.checkpoints_are_intact(run)
     promises.no_traceback_is_printed(ground)
     status = promises.status_is(run, *allowed)
