@@ -279,6 +279,25 @@ class TestFailingCalls:
         os.close(reader)
 
 
+def test_courier_ends_although_a_full_disk_has_cut_the_last_sample(folder: RunFolder) -> None:
+    reader, writer = os.pipe()
+    os.close(writer)
+    append(folder, begun())
+    folder.system(0).write_text('{"event": "SystemSam')
+    attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader)
+    deliverer = deliverer_to(FakeTracker(), folder)
+    deliver_attempt(
+        attempt,
+        deliverer,
+        TrialDeliverers(folder),
+        reader,
+        tick_seconds=0.01,
+        on_end=lambda: None,
+    )
+    assert deliverer.state.done and deliverer.state.problems.rejected == 1
+    os.close(reader)
+
+
 def failing(error: BaseException) -> Any:
     def fail(*_: Any, **__: Any) -> Any:
         raise error

@@ -452,6 +452,16 @@ def test_store_that_cannot_be_opened_is_retried(folder: RunFolder) -> None:
     assert "no module named mlflow" in str(delivery_status.status(folder).error)
 
 
+def test_a_line_that_is_not_whole_yet_is_no_work(folder: RunFolder, tracker: FakeTracker) -> None:
+    append(folder, started())
+    with folder.events.open("a") as journal:
+        journal.write('{"event": "RunSta')
+    deliverer = deliverer_to(tracker, folder)
+    deliverer.hasten()
+    worked = [deliverer.work() for _ in range(20)]
+    assert worked[0] and not any(worked[-5:]) and not deliverer.complete
+
+
 def test_small_batches_are_collected(folder: RunFolder, tracker: FakeTracker) -> None:
     clock = [100.0]
     append(folder, started())

@@ -17,6 +17,7 @@ from pathlib import Path
 from rankzero.redaction.log_format import log_without_secrets
 from rankzero.run_store.attempt import LiveAttempt, closed
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import finish_line
 from rankzero.run_store.provenance import write_packages
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.retry import PAUSE_SECONDS, grace_seconds, guarded, succeeds
@@ -49,7 +50,13 @@ def deliver_attempt(
     recorder closes after its last sample. The recorder may die before rank 0.
     """
     run = functools.partial(guarded, pause_seconds=pause_seconds)
-    write_end = functools.partial(succeeds, attempt.ensure_run_ended, pause_seconds)
+
+    def end_journals() -> None:
+        attempt.ensure_run_ended()
+        # A full disk or SIGKILL of the recorder may have cut the last sample.
+        finish_line(attempt.folder.system(attempt.node))
+
+    write_end = functools.partial(succeeds, end_journals, pause_seconds)
     ended = end_written = False
     moved = time.monotonic()
     while attempt.is_latest:

@@ -122,8 +122,7 @@ class Deliverer:
             case Activity.IDLE:
                 return False
             case Activity.READ:
-                self._read()
-                return True
+                return self._read()
             case Activity.END:
                 self._begin_end()
                 return True
@@ -256,7 +255,8 @@ class Deliverer:
         self.commit()
         return True
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Read on in the journals. Return whether there was a whole line to read."""
         self._read_at = self._clock() + READ_SECONDS
         events: list[Event] = []
         offsets, problems = dict(self.state.cursor.offsets), self.state.problems
@@ -268,6 +268,9 @@ class Deliverer:
                     f"{name} before byte {chunk.offset:,}", f"{chunk.foreign} lines are no events"
                 )
             offsets[name] = chunk.offset
+        # A killed writer may leave a part of a line, which stays unread.
+        if offsets == self.state.cursor.offsets:
+            return False
         self._change(
             problems=problems, cursor=dataclasses.replace(self.state.cursor, offsets=offsets)
         )
@@ -275,6 +278,7 @@ class Deliverer:
         self._items.extend(items)
         if not items:
             self.commit()
+        return True
 
     def _begin_end(self) -> None:
         end = self.state.queue.ending

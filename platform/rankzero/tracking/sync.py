@@ -10,7 +10,7 @@ from rankzero.catalog import dead_runs
 from rankzero.events import RunEnded, RunStarted
 from rankzero.run_store import claims, symlinks
 from rankzero.run_store.folder import FolderGone, RunFolder
-from rankzero.run_store.journal import Journal, read_all
+from rankzero.run_store.journal import finish_line, read_all
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.delivery_status import Delivery, is_complete, status, wait
@@ -63,8 +63,7 @@ def _deliver_node(
             for path in (folder.system(node), *([folder.events] if node == 0 else [])):
                 # A full disk or a crash may leave an unfinished line, which would stay undelivered.
                 with contextlib.suppress(OSError):
-                    if path.exists():
-                        Journal(path).close()
+                    finish_line(path)
         deliverer, moved = Deliverer(folder, node), time.monotonic()
         deliverer.hasten()
         while not deliverer.complete and time.monotonic() - moved < patience:
