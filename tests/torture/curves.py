@@ -128,8 +128,7 @@ def match_oracle(
         if missing:
             where = "not in MLflow" if steps else "in neither journal nor MLflow"
             raise Broken(
-                f"lost: {len(missing)} points of {name} are {where}, "
-                f"the first of step {missing[0]}"
+                f"lost: {len(missing)} points of {name} are {where}, the first of step {missing[0]}"
             )
         whole = {step: value for step, value in found.items() if step not in spoiled}
         _require_same("MLflow", name, whole, oracle[name])
@@ -138,9 +137,7 @@ def match_oracle(
 def best_is(found: float | None, oracle: Curves) -> None:
     """Check that the best value of a finished run is that of an undisturbed training."""
     if GOAL in oracle and found != max(oracle[GOAL].values()):
-        raise Broken(
-            f"wrong: MLflow's best {GOAL} is {found}, wanted {max(oracle[GOAL].values())}"
-        )
+        raise Broken(f"wrong: MLflow's best {GOAL} is {found}, wanted {max(oracle[GOAL].values())}")
 
 
 def _doubled(name: str, points: Sequence[MetricPoint]) -> Broken:
