@@ -44,6 +44,7 @@ def train(
     reason, and UserError.
     """
     reference = _reference_of(experiment)
+    # The name is chosen here, so that the run can be found after the command has ended.
     name = run_name or new_name(Path(reference.rpartition(":")[0]).stem)
     wanted = _options(nproc=nproc, dir=dir, **options)
     words = ["train", reference, *_changed(experiment), "--run-name", name, *wanted]
@@ -68,6 +69,7 @@ def search(
     wanted = _options(minutes=minutes, trials=trials, nproc=nproc, dir=dir, **options)
     words = ["search", _reference_of(experiment), *_changed(experiment), *wanted]
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
+        # Only the command knows the study's name: it depends on all that must stay equal.
         result = Path(folder) / "study.json"
         _call([*words, f"--result-file={result}"], showing=False)
         study = json.loads(result.read_text(encoding="utf-8"))["study"]
@@ -104,6 +106,7 @@ class SearchHandle:
         path = self._artifact("sweet_spot.yaml")
         if not path.exists():
             raise UserError(f"study {self.name} has found no sweet spot yet: search again")
+        # The file has no secrets. They come from the experiment that the search was called with.
         found = with_secrets(config.read_file(path), config.rendered(self._experiment))
         return config.override(type(self._experiment)(), found)
 
@@ -124,11 +127,13 @@ def _reference_of(experiment: Experiment) -> str:
     while it is being imported.
     """
     cls = type(experiment)
+    # Without this check, each training process would start a training of its own, without end.
     if experiment_file.is_loading():
         raise UserError(
             "the experiment's file trains when it is imported, which every training process does: "
             'put the call below if __name__ == "__main__":'
         )
+    # A class of a notebook or of a function cannot be imported by its name.
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if file is None or not file.endswith(".py") or "." in cls.__qualname__:
         raise UserError(
@@ -149,6 +154,7 @@ def _changed(experiment: Experiment) -> list[str]:
 def _options(**wanted: Any) -> Iterator[str]:
     """Yield keywords as options: nothing for None and False, the bare option for True."""
     for name, value in wanted.items():
+        # An empty folder means the default one, as in `results.run`.
         if name == "dir" and value is not None:
             value = root_of(value)
         option = f"--{name.replace('_', '-')}"
@@ -167,6 +173,7 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
     # A file and not a pipe: nobody reads a pipe while the output is printed.
     with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
         process = subprocess.Popen(
+            # -P: a file of the current folder must not hide a module of ours.
             [sys.executable, "-P", "-m", "rankzero", *words],
             text=True,
             errors="backslashreplace",
@@ -188,6 +195,7 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
         if interrupted:
             raise KeyboardInterrupt
         errors.seek(0)
+        # The command prints its error last. What comes before are notes.
         notes, _, message = errors.read().rpartition("error: ")
     # A stopped run has a checkpoint, which the caller wants. It is not an error.
     if process.returncode in (FINISHED, RESUMABLE):

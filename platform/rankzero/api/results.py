@@ -49,6 +49,7 @@ def runs(
     """
     import pandas
 
+    # A search's trials are many, and children of its run.
     listed = [run for run in lookup.listed(root_of(dir) / "runs") if all or run.parent is None]
     found = selection.select(listed, map(selection.parse, filters), sort)
     rows = [
@@ -57,6 +58,7 @@ def runs(
         | {f"metrics.{key}": value for key, value in run.metrics.items()}
         for run in found
     ]
+    # Without runs, a table with columns: a notebook's next lines need them.
     table = pandas.DataFrame.from_records(rows, columns=None if found else list(_COLUMNS))
     # Params are text in the journal. Plots and filters need numbers.
     for name in table.columns:
@@ -96,6 +98,7 @@ class Run:
     @property
     def status(self) -> str:
         """FINISHED, FAILED, KILLED, RUNNING, or DIED if its end was not recorded."""
+        # Read again: a run that trained when this object was made may have ended.
         return read_summary(self._folder).status
 
     @property
@@ -141,6 +144,7 @@ class Run:
 
     def experiment(self) -> Experiment:
         """Return the experiment with the run's settings, from its file as the file is now."""
+        # Imported here, because it imports PyTorch. The tables above need none.
         from rankzero.training.checkpoints.best_model import experiment_of
 
         return experiment_of(self._folder)

@@ -23,7 +23,7 @@ _NARROW = 0.05
 """The share of a part that has no room for words."""
 
 
-@plain_words
+@plain_words()
 def write_scaling(folder: Path, rows: Sequence[StrategyRow]) -> None:
     """Write ``scaling.png``: the speed-up by the number of devices."""
     from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def write_scaling(folder: Path, rows: Sequence[StrategyRow]) -> None:
     figure.savefig(folder / "scaling.png", dpi=120)
 
 
-@plain_words
+@plain_words()
 def write_step(path: Path, profile: Profile) -> None:
     """Draw the parts of a step's time as one bar."""
     from matplotlib.figure import Figure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import shlex
 from collections.abc import Iterator, Mapping
 
 from rankzero.metric_names import SPEED
@@ -51,35 +52,25 @@ class ComparisonRow:
     right: str
     change: str = ""
 
-    @property
-    def differs(self) -> bool:
-        """Whether the runs have different values."""
-        return self.left != self.right
 
-
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """Values of one kind."""
-
-    title: str
-    rows: tuple[ComparisonRow, ...]
-
-
-def sections(left: RunSide, right: RunSide, *, everything: bool = False) -> list[Section]:
+def sections(
+    left: RunSide, right: RunSide, *, everything: bool = False
+) -> dict[str, list[ComparisonRow]]:
     """Return the different values by kind; `everything`: equal values, too."""
+    status = ComparisonRow("status", left.status, right.status)
     kinds = {
-        "Result": _results(left, right),
+        "Result": [status, *_numbers(_metrics(left.facts), _metrics(right.facts))],
         "Speed": _numbers(_speeds(left.facts), _speeds(right.facts)),
         "Settings": _texts(left.facts.params, right.facts.params),
         "Code": _texts(_code(left), _code(right)),
         "Packages": _texts(_packages(left), _packages(right)),
         "Machine": _texts(_machine(left.facts), _machine(right.facts)),
     }
-    found = (
-        Section(title, tuple(row for row in rows if everything or row.differs))
+    found = {
+        title: [row for row in rows if everything or row.left != row.right]
         for title, rows in kinds.items()
-    )
-    return [section for section in found if section.rows]
+    }
+    return {title: rows for title, rows in found.items() if rows}
 
 
 def patches(left: str, right: str) -> Iterator[str]:
@@ -96,32 +87,24 @@ def patches(left: str, right: str) -> Iterator[str]:
             yield name
         else:
             yield f"{name} ({'first' if name in first else 'second'} only)"
+        # Other commits have other lines around a change. Those are no uncommitted changes.
         lines = difflib.unified_diff(first.get(name, []), second.get(name, []), lineterm="", n=0)
         # The first two lines are a header.
-        for line in itertools.islice(lines, 2, None):
-            if line[1:2] in ("+", "-"):
-                yield line
-
-
-def _results(left: RunSide, right: RunSide) -> Iterator[ComparisonRow]:
-    yield ComparisonRow("status", left.status, right.status)
-    yield from _numbers(_metrics(left.facts), _metrics(right.facts))
+        yield from (line for line in itertools.islice(lines, 2, None) if line[1:2] in ("+", "-"))
 
 
 def _metrics(facts: Facts) -> dict[str, float]:
     found: dict[str, float] = {}
     if facts.best is not None:
         found = {f"best {facts.goal.metric}": facts.best, "best at step": facts.best_step}
-    found["steps"] = facts.steps
-    for key, value in sorted(facts.metrics.items()):
-        # The section about speed has these.
-        if not key.startswith("throughput/"):
-            found[key] = value
-    return found
+    # The section about speed has the throughput.
+    shown = (key for key in sorted(facts.metrics) if not key.startswith("throughput/"))
+    return {**found, "steps": facts.steps, **{key: facts.metrics[key] for key in shown}}
 
 
 def _speeds(facts: Facts) -> dict[str, float]:
     summary = dict(facts.end.metrics) if facts.end else {}
+    # A run that was killed has no summary. Then its newest speed is the best that is known.
     if facts.speed is not None:
         summary.setdefault("samples_per_second", facts.metrics[SPEED])
     known = {
@@ -137,7 +120,7 @@ def _code(side: RunSide) -> dict[str, str]:
     known = {title: side.facts.environment.get(tag, "") for title, tag in _CODE.items()}
     files = len(_by_file(side.patch))
     changes = f"{files} file{'s' * (files != 1)}" if side.patch else "none"
-    commands = "\n".join(map(reproduce.plain, side.facts.commands))
+    commands = "\n".join(shlex.join(reproduce.words(text)) for text in side.facts.commands)
     return {**known, "uncommitted changes": changes, "commands": commands}
 
 
@@ -182,7 +165,7 @@ def _change(left: float | None, right: float | None) -> str:
     if not before or after is None or after == before:
         return ""
     ratio = after / before
-    # Also for NaN.
+    # Written like this because a NaN must return here, too.
     if not abs(ratio) < 1e6:
         return ""
     return f"{ratio:.2f}x" if ratio >= 2 or ratio <= 0.5 else f"{ratio - 1:+.1%}"

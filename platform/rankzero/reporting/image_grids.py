@@ -5,10 +5,10 @@ The arrays come from a file, so shapes are checked, and texts are cut and never 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from rankzero.mlflow_store import limits
 
@@ -23,24 +23,17 @@ _COLUMNS = 4
 _LONGEST_LABEL = 18
 _OURS = ("hardest_mistakes", "confusion_matrix", "training_batch")
 
-P = ParamSpec("P")
-R = TypeVar("R")
+
+@contextlib.contextmanager
+def plain_words() -> Iterator[None]:
+    """Draw ``train/a$b{c$`` as it is, and not as a formula. Also decorates functions that draw."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):
+        yield
 
 
-def plain_words(draw: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that draws, so that ``train/a$b{c$`` is not read as a formula."""
-
-    @functools.wraps(draw)
-    def plainly(*args: P.args, **kwargs: P.kwargs) -> R:
-        from matplotlib import rc_context
-
-        with rc_context({"text.parse_math": False}):
-            return draw(*args, **kwargs)
-
-    return plainly
-
-
-@plain_words
+@plain_words()
 def draw(arrays: Mapping[str, Any], step: int, folder: Path) -> dict[str, Path]:
     """Draw all pictures into `folder`, and return the PNGs by key.
 
@@ -56,11 +49,13 @@ def draw(arrays: Mapping[str, Any], step: int, folder: Path) -> dict[str, Path]:
         ("training_batch", "batch", _training_batch),
     ):
         if needed in arrays:
+            # A number and not the key, which may hold a path.
             drawn[key] = folder / f"{len(drawn)}.png"
             with rc_context({"font.size": 9.0, "text.color": INK, "axes.labelcolor": INK}):
                 make(arrays, classes, step).savefig(drawn[key], dpi=DOTS_PER_INCH)
     own = [str(name) for name in arrays.get("own_names", ())]
     titles = [f"{name} (own)" if name in _OURS else name for name in own]
+    # MLflow accepts few characters in a name. Two names may become the same, and get numbers.
     keys = limits.names([*_OURS, *titles])
     for number, title in enumerate(titles):
         path = folder / f"{len(drawn)}.png"
@@ -76,6 +71,7 @@ def headings(
 
     `height`: the figure's, in inches. `key`: words and their colours.
     """
+    # The layout engine knows nothing of these texts, so it gets the rest of the figure.
     figure.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.72 / height))
     figure.text(0.02, 1 - 0.3 / height, title, fontsize=13, fontweight="bold", in_layout=False)
     figure.text(0.02, 1 - 0.54 / height, says, fontsize=9, color=GREY, in_layout=False)
@@ -130,6 +126,7 @@ def _grid(
             cmap="gray" if grey else None,
             vmin=0,
             vmax=255,
+            # Pixels of a tiny image shall look like pixels.
             interpolation="nearest" if max(image.shape[:2]) < 64 else "antialiased",
         )
         axes.set(xticks=[], yticks=[])
@@ -160,6 +157,7 @@ def _confusion(arrays: Mapping[str, Any], classes: Sequence[str], step: int) -> 
     figure = _figure(side + 1.1, side + 0.75)
     headings(figure, side + 0.75, "Confusion matrix", says)
     axes = figure.subplots()
+    # With more classes than pixels, "nearest" would leave out some of them.
     smooth = "nearest" if size < 200 else "auto"
     drawn = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation=smooth)
     axes.set(xlabel="predicted" if classes else f"predicted: {GUESSED}", ylabel="true")
@@ -172,6 +170,7 @@ def _confusion(arrays: Mapping[str, Any], classes: Sequence[str], step: int) -> 
         axes.set_yticks(range(size), names)
         axes.tick_params(length=0)
         points = 9 if size <= 12 else 7.5 if size <= 20 else 6
+        # A zero in each empty cell would hide the others.
         for row, column in zip(*counts.nonzero(), strict=True):
             colour = "white" if shares[row, column] > 0.55 else INK
             text = f"{int(counts[row, column])}"

@@ -15,7 +15,7 @@ _MAX_FRAMES = 12
 _COLUMNS = 2
 
 
-@plain_words
+@plain_words()
 def write(path: Path, table: DataFrame, goal: str = "") -> bool:
     """Draw the curves of a table of metrics, the goal metric first; return whether there are any.
 
@@ -23,6 +23,7 @@ def write(path: Path, table: DataFrame, goal: str = "") -> bool:
     """
     from matplotlib.figure import Figure
 
+    # The first two columns are the step and its time.
     groups = grouped([str(name) for name in table.columns[2:]], goal)
     if not groups:
         return False
@@ -32,7 +33,9 @@ def write(path: Path, table: DataFrame, goal: str = "") -> bool:
     frames = list(figure.subplots(rows, columns, squeeze=False).flat)
     for frame, (title, names) in zip(frames, groups.items(), strict=False):
         for name in names:
+            # Metrics have different steps. A gap must not break the line.
             known = table[["step", name]].dropna()
+            # Dots show where the few values are.
             style = "o-" if len(known) < 50 else "-"
             frame.plot(known["step"], known[name], style, label=name, markersize=3, linewidth=1.2)
         frame.set(title=title, xlabel="step")
@@ -51,6 +54,7 @@ def grouped(names: Sequence[str], goal: str = "") -> dict[str, list[str]]:
     for name in names:
         place, _, rest = name.partition("/")
         titles.setdefault(rest if place in ("train", "val") else name, []).append(name)
+    # Metrics of the training or the validation come first, the goal before the loss.
     shared = {name.partition("/")[2] for name in names if name.startswith(("train/", "val/"))}
     order = sorted(
         titles, key=lambda title: (title not in shared, f"val/{title}" != goal, title != "loss")

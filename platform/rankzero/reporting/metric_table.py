@@ -35,31 +35,29 @@ def system(folder: RunFolder) -> DataFrame:
 
 def _cells(events: Iterable[Event]) -> Iterator[_Cell]:
     """Yield every number, in the order of the journal."""
-    for key, step, at, value in _written(events):
-        whole, when, real = scalars.step(step), scalars.number(at), scalars.number(value)
-        if whole is not None and when is not None and real is not None:
-            yield key, whole, when, value if isinstance(value, float) else real
-
-
-def _written(events: Iterable[Event]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield every value of the journal, of whatever type."""
     for event in events:
+        found: list[tuple[str, Any, Any, Any]] = []
         match event:
-            case StepsLogged():
-                for key, column in event.metrics.items():
-                    for step, at, value in zip(event.steps, event.times, column, strict=False):
-                        yield key, step, at, value
+            case StepsLogged(steps=steps, times=times, metrics=metrics):
+                # Not strict: a journal of a foreign writer may have shorter columns.
+                for key, column in metrics.items():
+                    found += [(key, *cell) for cell in zip(steps, times, column, strict=False)]
             case Evaluated(step=step) | SystemSampled(sample=step):
-                for key, value in event.metrics.items():
-                    yield key, step, event.time, value
+                found = [(key, step, event.time, value) for key, value in event.metrics.items()]
             case _:
                 pass
+        for key, step, at, value in found:
+            whole, when, real = scalars.step(step), scalars.number(at), scalars.number(value)
+            if whole is not None and when is not None and real is not None:
+                # A float stays as it is. An infinity is NaN only on the way to MLflow.
+                yield key, whole, when, value if isinstance(value, float) else real
 
 
 def _table(cells: Iterable[_Cell]) -> DataFrame:
     """Return the values as a table, sorted by step."""
     import pandas
 
+    # The first value of a repeated step stays.
     rows: dict[int, dict[str, float]] = {}
     times: dict[int, float] = {}
     for key, step, at, value in cells:

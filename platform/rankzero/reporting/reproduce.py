@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import PurePath
 
 from rankzero.reporting.run_facts import Facts
 
-# Its value is taken already.
 _RUN_NAME = "--run-name"
 
 
@@ -24,16 +23,16 @@ def commands(name: str, facts: Facts) -> list[str]:
 
 
 def _attempts(name: str, facts: Facts) -> Iterator[str]:
-    all_words = [_plain(command) for command in facts.commands]
+    recorded = [words(command) for command in facts.commands]
     # Only a resume needs to know the new run's name.
-    again = f"{name}-again" if any(words[1:2] == ["resume"] for words in all_words) else ""
-    for words in all_words:
-        if words[:1] != ["rankzero"]:
-            yield shlex.join(words)
-        elif words[1:2] == ["train"]:
-            yield shlex.join([*words, *([_RUN_NAME, again] if again else [])])
-        elif words[1:2] == ["resume"]:
-            yield shlex.join(again if word == name else word for word in words)
+    again = f"{name}-again" if any(command[1:2] == ["resume"] for command in recorded) else ""
+    for command in recorded:
+        if command[:1] != ["rankzero"]:
+            yield shlex.join(command)
+        elif command[1:2] == ["train"]:
+            yield shlex.join([*command, *([_RUN_NAME, again] if again else [])])
+        elif command[1:2] == ["resume"]:
+            yield shlex.join(again if word == name else word for word in command)
         else:
             # A search's trial: the recorded command made many runs.
             file = facts.environment.get("rankzero.experiment_file", "EXP")
@@ -41,26 +40,20 @@ def _attempts(name: str, facts: Facts) -> Iterator[str]:
             yield shlex.join(["rankzero", "train", file, "--from", name, "--nproc", processes])
 
 
-def plain(command: str) -> str:
-    """Return a recorded command without the program's path and without the run's name."""
-    return shlex.join(_plain(command))
-
-
-def _plain(command: str) -> list[str]:
+def words(command: str) -> list[str]:
+    """Return the words of a recorded command, without the program's path and the run's name."""
     try:
-        words = shlex.split(command)
+        found = shlex.split(command)
     except ValueError:
         # A quote without an end, which RankZero does not write.
         return command.split()
-    program = PurePath(words[0] if words else "")
-    if program.name == "rankzero" or program.parts[-2:] == ("rankzero", "__main__.py"):
-        return ["rankzero", *_without_run_name(words[1:])]
-    return ["python", *words] if program.suffix == ".py" else list(words)
-
-
-def _without_run_name(words: Sequence[str]) -> Iterator[str]:
-    skip = False
-    for word in words:
-        if not skip and word != _RUN_NAME and not word.startswith(_RUN_NAME + "="):
-            yield word
-        skip = word == _RUN_NAME
+    program = PurePath(found[0] if found else "")
+    if program.name != "rankzero" and program.parts[-2:] != ("rankzero", "__main__.py"):
+        return ["python", *found] if program.suffix == ".py" else found
+    # Without `--run-name NAME` and `--run-name=NAME`: the name is taken already.
+    kept, before = ["rankzero"], ""
+    for word in found[1:]:
+        if before != _RUN_NAME and word.partition("=")[0] != _RUN_NAME:
+            kept.append(word)
+        before = word
+    return kept

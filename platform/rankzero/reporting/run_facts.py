@@ -70,18 +70,35 @@ class Facts:
         running = 0.0 if self.started is None else max(0.0, self.last_time - self.started)
         return self.seconds + running
 
-    @property
-    def samples_per_second(self) -> float | None:
-        """The steady speed of the newest attempt, or its newest speed."""
-        steady = number(self.end.metrics.get("samples_per_second")) if self.end else None
-        return steady or self.speed
-
 
 def fold(events: Iterable[Event]) -> Facts:
     """Return the facts of a run. The events of the system journals may come last."""
     facts = Facts()
     for event in events:
-        _add(facts, event)
+        match event:
+            case RunStarted():
+                _start(facts, event)
+            case StepsLogged():
+                _steps(facts, event)
+            case Evaluated():
+                _evaluation(facts, event)
+            case CheckpointSaved(step=step, best=best):
+                # A new best checkpoint takes the former one's place.
+                former = {key: was and not best for key, was in facts.checkpoints.items()}
+                facts.checkpoints = {**former, step: best}
+            case CheckpointDeleted():
+                facts.checkpoints.pop(event.step, None)
+            case SystemSampled():
+                _system(facts, event)
+            case DataDescribed():
+                facts.data[event.context] = event
+            case Noticed():
+                facts.notices.append(event.text)
+            case RunEnded():
+                facts.last_time, facts.end = max(facts.last_time, event.time), event
+                # Results without a slash are of the whole run, and no metric's newest value.
+                metrics = {key: value for key, value in event.metrics.items() if "/" in key}
+                facts.metrics |= numbers(metrics)
     return facts
 
 
@@ -94,46 +111,22 @@ def goal_of(params: Mapping[str, str]) -> Goal | None:
         return None
 
 
-def _add(facts: Facts, event: Event) -> None:
-    match event:
-        case RunStarted():
-            _start(facts, event)
-        case StepsLogged():
-            _steps(facts, event)
-        case Evaluated():
-            _evaluation(facts, event)
-        case CheckpointSaved():
-            if event.best:
-                facts.checkpoints = dict.fromkeys(facts.checkpoints, False)
-            facts.checkpoints[event.step] = event.best
-        case CheckpointDeleted():
-            facts.checkpoints.pop(event.step, None)
-        case SystemSampled():
-            _system(facts, event)
-        case DataDescribed():
-            facts.data[event.context] = event
-        case Noticed():
-            facts.notices.append(event.text)
-        case RunEnded():
-            facts.last_time, facts.end = max(facts.last_time, event.time), event
-            # Results without a slash are of the whole run, and no metric's newest value.
-            metrics = {key: value for key, value in event.metrics.items() if "/" in key}
-            facts.metrics |= numbers(metrics)
-
-
 def _start(facts: Facts, event: RunStarted) -> None:
+    # The time between two attempts does not count: nothing was trained.
     if facts.started is not None:
         facts.seconds += max(0.0, facts.last_time - facts.started)
     facts.started = facts.last_time = event.time
     facts.attempts, facts.total_steps = event.attempt, event.total_steps
     facts.params, facts.environment = params_with_new_names(event.params), event.environment
     facts.goal, facts.end = goal_of(event.params) or facts.goal, None
+    # A run that was resumed twice by the same command shows it once.
     command = event.environment.get(_COMMAND)
     if command and command not in facts.commands:
         facts.commands.append(command)
 
 
 def _steps(facts: Facts, event: StepsLogged) -> None:
+    # A report's columns may be empty, and a foreign writer's steps may be no integers.
     facts.steps = max([facts.steps, *(scalars.step(step) or 0 for step in event.steps[-1:])])
     for moment in event.times[-1:]:
         facts.last_time = max(facts.last_time, number(moment) or 0.0)

@@ -7,7 +7,6 @@ from typing import Any
 
 from rankzero.events import RunEnded
 from rankzero.reporting import reproduce
-from rankzero.reporting.bottleneck import bottleneck
 from rankzero.reporting.run_facts import Facts
 from rankzero.scalars import number
 
@@ -24,6 +23,10 @@ _GPU_ROWS = (
     ("memory_usage_percentage", "GPU memory, mean", "%"),
     ("power_usage_watts", "GPU power, mean", "W"),
 )
+# The share of the training time from which waiting for data limits the speed.
+_DATA_BOUND = 0.1
+# Percent. Below it, a GPU waits for something else than data: launches or communication.
+_BUSY_GPU = 70.0
 # The end of a traceback names the error. The journal has all of it.
 _ERROR_LINES = 25
 _MAX_NOTES = 30
@@ -46,6 +49,7 @@ def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()
         _reproduce(name, facts),
         _setting(facts),
     ]
+    # A part without content is empty. Then its heading is left out, too.
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -110,6 +114,7 @@ def _progress_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
+    # Without a summary, the newest speed: the run was killed, or it still trains.
     speed = number(end.metrics.get("samples_per_second")) or facts.speed
     if speed:
         half = number(end.metrics.get("samples_per_second_half_width"))
@@ -117,10 +122,26 @@ def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
     wait = number(end.metrics.get("data_wait_fraction"))
     if wait is not None:
         yield "Waiting for data", f"{wait:.1%} of the training time"
-        yield "Limited by", bottleneck(facts, wait)
+        yield "Limited by", _bottleneck(facts, wait)
     slowest = straggler(end.metrics)
     if slowest:
         yield "Slowest rank", slowest
+
+
+def _bottleneck(facts: Facts, wait: float) -> str:
+    """Return what limited the speed, as far as the metrics of every run show it."""
+    busy = facts.gpu_means.get("utilization_percentage")
+    if wait >= _DATA_BOUND:
+        return "data: load faster (`train.workers`), or keep the data set in memory"
+    if busy is not None and busy < _BUSY_GPU:
+        return (
+            "neither data nor arithmetic: `rankzero profile` shows whether it is communication "
+            "or small steps"
+        )
+    # Ranks that wait for each other keep a GPU busy, so its utilization does not show it.
+    if facts.params.get("world_size", "1") == "1":
+        return "compute"
+    return "compute or communication: `rankzero profile` shows which"
 
 
 def straggler(metrics: Mapping[str, float]) -> str | None:
@@ -143,6 +164,7 @@ def _error(end: RunEnded) -> str:
         return ""
     lines = end.error.rstrip().splitlines()
     cut = ["…"] if len(lines) > _ERROR_LINES else []
+    # Else a text of the user would end the block.
     body = "\n".join([*cut, *lines[-_ERROR_LINES:]]).replace("```", "'''")
     return f"{_GAP}### Error\n\n```text\n{body}\n```"
 
@@ -175,7 +197,9 @@ def _origin(facts: Facts) -> str:
     known = facts.environment
     code = (known.get("mlflow.source.git.commit") or "")[:12]
     changed = ", with uncommitted changes" if known.get("rankzero.dirty") == "true" else ""
+    # Without a GPU there is no name, only the kind of the device.
     machine = known.get("rankzero.gpu") or known.get("rankzero.device") or ""
+    # A run of `rankzero.track` has the version among its packages only.
     torch = known.get("rankzero.torch") or known.get("rankzero.package.torch")
     rows = [
         ("Experiment", known.get("rankzero.experiment_file")),

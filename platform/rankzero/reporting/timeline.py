@@ -48,10 +48,12 @@ def lines(events: Iterable[Event]) -> list[Line]:
     found: list[Line] = []
     attempt = _Attempt()
     for event in events:
+        # Without a time, a line has no place among the others. Samples come every second.
         moment = _time_of(event)
         if moment is None or isinstance(event, SystemSampled):
             continue
         if isinstance(event, RunStarted):
+            # Between two attempts, a silence is no sign of a problem: so `last_time` is None.
             found += _shortened(attempt)
             attempt = _Attempt(event.step, None, event.params.get("goal.metric", ""))
         found += _silence(attempt, moment)
@@ -72,7 +74,12 @@ def _of_event(event: Event, attempt: _Attempt) -> Iterator[Line]:
             steps = (scalars.step(step) or 0 for step in event.steps[-1:])
             attempt.last_step = max([attempt.last_step, *steps])
         case Evaluated():
-            text = _evaluation(event, attempt.goal)
+            values = {key: scalars.number(value) for key, value in event.metrics.items()}
+            # Without the goal metric, any value is better than none.
+            name = attempt.goal if attempt.goal in values else next(iter(values), "no metric")
+            shown = "" if (value := values.get(name)) is None else f" {value:.4g}"
+            best = ", the best so far" if event.best else ""
+            text = f"evaluation at step {event.step:,}: {name}{shown}{best}"
             attempt.many.setdefault("evaluations", []).append(Line(event.time, text))
         case CheckpointSaved():
             best = ", the best so far" if event.best else ""
@@ -85,16 +92,6 @@ def _of_event(event: Event, attempt: _Attempt) -> Iterator[Line]:
             yield Line(event.time, text, grave=event.status != "FINISHED")
         case _:
             pass
-
-
-def _evaluation(event: Evaluated, goal: str) -> str:
-    values = {name: scalars.number(value) for name, value in event.metrics.items()}
-    # Without the goal metric, any value is better than none.
-    name = goal if goal in values else next(iter(values), "no metric")
-    value = values.get(name)
-    shown = "" if value is None else f" {value:.4g}"
-    best = ", the best so far" if event.best else ""
-    return f"evaluation at step {event.step:,}: {name}{shown}{best}"
 
 
 def _shortened(attempt: _Attempt) -> Iterator[Line]:
@@ -124,5 +121,6 @@ def _silence(attempt: _Attempt, moment: float) -> Iterator[Line]:
 def _time_of(event: Event) -> float | None:
     if not isinstance(event, StepsLogged):
         return event.time
+    # The newest step's time. A foreign writer's may be anything.
     moment = scalars.number(event.times[-1]) if event.times else None
     return moment if moment and abs(moment) < LATEST else None

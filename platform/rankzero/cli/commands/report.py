@@ -80,9 +80,9 @@ def _show_differences(left: RunSide, right: RunSide, *, everything: bool) -> Non
     table = Table("", left.name, right.name, "", box=None, pad_edge=False)
     for column in table.columns:
         column.overflow = "fold"
-    for section in comparison.sections(left, right, everything=everything):
-        table.add_row(Text(section.title, style="bold"))
-        for row in section.rows:
+    for title, rows in comparison.sections(left, right, everything=everything).items():
+        table.add_row(Text(title, style="bold"))
+        for row in rows:
             cells = (f"  {row.key}", row.left, row.right, row.change)
             table.add_row(*map(Text, cells))  # as Text: values may look like markup
     terminal = table_console()
