@@ -8,13 +8,11 @@ from rankzero.compare import tables
 from rankzero.compare.results import (
     StrategyResult,
     StrategyRun,
-    mean_of,
-    rows,
     strategy_runs,
     warnings,
+    with_speed_ups,
 )
 from rankzero.errors import UserError
-from rankzero.events import SystemSampled
 from rankzero.training.profiling.profiler import OperatorCost, Profile
 from rankzero.training.profiling.spans import StepBreakdown
 
@@ -69,15 +67,15 @@ def test_invalid_strategies_or_devices_raise(
 
 
 def test_speed_ups_are_relative_to_the_first_run() -> None:
-    first, second, lost = rows([ONE, TWO, LOST])
+    first, second, lost = with_speed_ups([ONE, TWO, LOST])
     assert (first.speed_up, second.speed_up, lost.speed_up) == (1.0, 1.8, None)
     assert second.efficiency == 0.9 and lost.efficiency is None
-    again = rows([LOST, TWO])
+    again = with_speed_ups([LOST, TWO])
     assert again[1].speed_up == 1.0 and again[1].efficiency == 1.0
 
 
 def test_the_table_and_the_sentence() -> None:
-    found = rows([ONE, TWO, LOST])
+    found = with_speed_ups([ONE, TWO, LOST])
     assert tables.cells(found[1]) == [
         "ddp",
         "2",
@@ -102,10 +100,10 @@ def test_the_table_and_the_sentence() -> None:
         "Fastest: ddp on 2 devices with 1,800 samples/s, 1.80x single on 1 device (90% of ideal)."
     )
     assert (
-        tables.sentence(rows([ONE]))
+        tables.sentence(with_speed_ups([ONE]))
         == "Nothing is faster than single on 1 device: 1,000 samples/s."
     )
-    assert tables.sentence(rows([LOST])) == "Nothing could be measured."
+    assert tables.sentence(with_speed_ups([LOST])) == "Nothing could be measured."
     assert tables.markdown(found, ["x"]).count("\n| ") == 4
 
 
@@ -122,17 +120,6 @@ def test_warnings_of_unfair_comparisons() -> None:
     assert warnings([ONE, TWO, LOST], True, True) == []
     assert (
         "too short" in warnings([StrategyResult(StrategyRun("ddp", 2), 1.0, 10.0)], False, True)[0]
-    )
-
-
-def test_the_mean_of_a_sampled_metric() -> None:
-    sampled = [
-        SystemSampled(0.0, 0, {"system/gpu_0_utilization_percentage": 40.0, "system/cpu": 3.0}),
-        SystemSampled(1.0, 0, {"system/gpu_0_utilization_percentage": 60.0}),
-    ]
-    assert (
-        mean_of(sampled, "utilization_percentage") == 50.0
-        and mean_of([], "utilization_percentage") is None
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rankzero.compare.results import StrategyRow
+from rankzero.compare.results import StrategyResult
 from rankzero.reporting.image_grids import DOTS_PER_INCH, GREY, INK, headings, plain_words
 from rankzero.training.profiling.profiler import Profile
 
@@ -19,12 +19,11 @@ _COLOURS = {
     "data": "#d62728",
     "other": "#b0b0b0",
 }
-_NARROW = 0.05
-"""The share of a part that has no room for words."""
+_NARROW = 0.05  # the share of a part that has no room for words
 
 
 @plain_words()
-def write_scaling(folder: Path, rows: Sequence[StrategyRow]) -> None:
+def write_scaling(folder: Path, rows: Sequence[StrategyResult]) -> None:
     """Write ``scaling.png``: the speed-up by the number of devices."""
     from matplotlib.figure import Figure
 
@@ -33,8 +32,7 @@ def write_scaling(folder: Path, rows: Sequence[StrategyRow]) -> None:
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row.speed_up is not None:
-            run = row.result.run
-            points.setdefault(run.strategy, []).append((run.devices, row.speed_up))
+            points.setdefault(row.run.strategy, []).append((row.run.devices, row.speed_up))
     devices = sorted({count for found in points.values() for count, _ in found} or {1})
     # The diagonal: n devices are n times as fast.
     axes.plot([1, devices[-1]], [1, devices[-1]], ":", color="grey", label="ideal")
@@ -62,6 +60,7 @@ def write_step(path: Path, profile: Profile) -> None:
         label = f"{name} {share:.0%}"
         axes.barh(0, width, left=left, color=_COLOURS.get(name, GREY), label=label, height=0.6)
         if share >= _NARROW:
+            # White cannot be read on the lighter colours.
             colour = "white" if name in ("forward", "data") else INK
             style: dict[str, Any] = {"ha": "center", "va": "center", "color": colour}
             axes.text(left + width / 2, 0, f"{share:.0%}", fontsize=9, **style)
@@ -69,6 +68,7 @@ def write_step(path: Path, profile: Profile) -> None:
     title = f"A step of {whole:.3g} ms on {profile.device}"
     says = "its time by the profiler; communication: what no computing hides"
     headings(figure, 2.7, title, says)
+    # A step of a fast device may round to 0 ms, and an axis needs a width.
     axes.set(xlabel="milliseconds", xlim=(0, whole or 1.0), ylim=(-0.4, 0.4))
     axes.set_yticks([])
     axes.grid(axis="y", alpha=0.25)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rankzero.errors import UserError
-from rankzero.events import Event, SystemSampled
 from rankzero.training.profiling.spans import StepBreakdown
 
 _STRATEGIES = ("single", "dp", "ddp", "zero1", "fsdp", "tp", "pp")
@@ -34,7 +32,7 @@ class StrategyRun:
 
 @dataclasses.dataclass(frozen=True)
 class StrategyResult:
-    """The measurement of one training; None: not measured here."""
+    """The measurement of one training, a row of the table; None: not measured here."""
 
     run: StrategyRun
     seconds: float = 0.0
@@ -47,15 +45,9 @@ class StrategyResult:
     breakdown: StepBreakdown | None = None
     reason: str = ""
     """Why it could not be measured, else empty."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StrategyRow:
-    """A measurement, compared with the first one."""
-
-    result: StrategyResult
-    speed_up: float | None
-    efficiency: float | None
+    speed_up: float | None = None
+    """Over the first measurement."""
+    efficiency: float | None = None
     """The speed-up for each device: 1 is ideal."""
 
 
@@ -84,17 +76,17 @@ def strategy_runs(strategies: Sequence[str], devices: Sequence[int]) -> list[Str
     return found
 
 
-def rows(results: Sequence[StrategyResult]) -> list[StrategyRow]:
-    """Return the speed-up of each measurement over the first one."""
+def with_speed_ups(results: Sequence[StrategyResult]) -> list[StrategyResult]:
+    """Return the measurements with their speed-ups over the first one."""
     # A strategy that failed cannot be the base.
     base = next((one for one in results if not one.reason), None)
     found = []
     for one in results:
-        if one.reason or base is None:
-            found.append(StrategyRow(one, None, None))
-            continue
-        speed_up = one.samples_per_second / base.samples_per_second
-        found.append(StrategyRow(one, speed_up, speed_up * base.run.devices / one.run.devices))
+        if base is not None and not one.reason:
+            speed_up = one.samples_per_second / base.samples_per_second
+            efficiency = speed_up * base.run.devices / one.run.devices
+            one = dataclasses.replace(one, speed_up=speed_up, efficiency=efficiency)
+        found.append(one)
     return found
 
 
@@ -116,21 +108,6 @@ def warnings(results: Sequence[StrategyResult], on_cpu: bool, threads_fixed: boo
     if unsure:
         found.append(f"{_names(unsure)}: too short for an interval: train longer (train.steps=…)")
     return found
-
-
-def mean_of(events: Iterable[Event], suffix: str) -> float | None:
-    """Return the mean over time and GPUs of a sampled metric, or None without samples.
-
-    `suffix`: the end of its name, ``utilization_percentage`` for instance.
-    """
-    values = [
-        value
-        for event in events
-        if isinstance(event, SystemSampled)
-        for name, value in event.metrics.items()
-        if "gpu" in name and name.endswith(suffix)
-    ]
-    return statistics.fmean(values) if values else None
 
 
 def _names(results: Sequence[StrategyResult]) -> str:

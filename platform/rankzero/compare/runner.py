@@ -10,12 +10,13 @@ from pathlib import Path
 
 from rankzero import config
 from rankzero.compare import plots, results, tables
-from rankzero.compare.results import StrategyResult, StrategyRow, StrategyRun
+from rankzero.compare.results import StrategyResult, StrategyRun
 from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.agent import Topology
 from rankzero.redaction.text import settings_without_secrets
+from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.training.profiling import profiler
@@ -40,41 +41,35 @@ class CompareContext:
     gpus: int
     notify: Callable[[str], None]
     """Prints a line."""
-    offline: bool = False
+    offline: bool
     """Whether the run is only recorded, and delivered to MLflow later."""
-
-    def open_run(self, argv: Sequence[str]) -> StudyRun:
-        """Return the run that the results are artifacts of."""
-        params = settings_without_secrets(config.rendered(self.reference))
-        return StudyRun(self.runs, self.identity, params, argv, offline=self.offline)
+    argv: Sequence[str]
+    """The command line."""
 
 
 def compare(
-    context: CompareContext, plan: Sequence[StrategyRun], argv: Sequence[str]
-) -> tuple[list[StrategyRow], list[str], RunFolder]:
+    context: CompareContext, plan: Sequence[StrategyRun]
+) -> tuple[list[StrategyResult], list[str], RunFolder]:
     """Train the same work under each strategy; return the rows, fairness warnings, and the run."""
-    with context.open_run(argv) as study:
+    with _open_run(context) as study:
         # One after the other: side by side they would slow each other down.
-        measured = [_measure(context, study, run) for run in plan]
-        rows = results.rows(measured)
+        rows = results.with_speed_ups([_measure(context, study, run) for run in plan])
         threads_fixed = "OMP_NUM_THREADS" in os.environ
-        notes = results.warnings(measured, context.device == "cpu", threads_fixed)
+        notes = results.warnings(rows, context.device == "cpu", threads_fixed)
         verdict = tables.sentence(rows)
         table = {"columns": list(tables.COLUMNS), "data": [tables.cells(row) for row in rows]}
         study.write("compare.json", json.dumps(table))
         study.write_description(f"**{verdict}**\n\n{tables.markdown(rows, notes)}\n")
         _draw(study, lambda: plots.write_scaling(study.folder.artifacts, rows))
-        speed_ups = {f"speed_up/{row.result.run.name}": row.speed_up for row in rows}
+        speed_ups = {f"speed_up/{row.run.name}": row.speed_up for row in rows}
         known = {name: value for name, value in speed_ups.items() if value is not None}
         study.finish(verdict, known)
     return rows, notes, study.folder
 
 
-def profile(
-    context: CompareContext, processes: int, argv: Sequence[str]
-) -> tuple[Profile, RunFolder]:
+def profile(context: CompareContext, processes: int) -> tuple[Profile, RunFolder]:
     """Profile a few steady steps, as a run of their own with the traces. Raises RunFailed."""
-    with context.open_run(argv) as study:
+    with _open_run(context) as study:
         artifacts = study.folder.artifacts
         folder = artifacts / "profile"
         found = _profiled(context, context.reference, processes, folder, trace=True)
@@ -91,6 +86,12 @@ def profile(
         }
         study.finish(verdict, summary)
     return found, study.folder
+
+
+def _open_run(context: CompareContext) -> StudyRun:
+    """Return the run that the results are artifacts of."""
+    params = settings_without_secrets(config.rendered(context.reference))
+    return StudyRun(context.runs, context.identity, params, context.argv, offline=context.offline)
 
 
 def _profiled(
@@ -157,7 +158,7 @@ def _result(
         samples_per_second=summary.get("samples_per_second", speed),
         half_width=summary.get("samples_per_second_half_width"),
         memory_megabytes=summary.get("peak_memory_megabytes"),
-        gpu_percent=results.mean_of(read_all(folder.system(0)), "utilization_percentage"),
+        gpu_percent=fold(read_all(folder.system(0))).gpu_means.get("utilization_percentage"),
         samples_per_joule=samples / joules if joules else None,
     )
 

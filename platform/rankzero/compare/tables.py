@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rankzero.compare.results import StrategyResult, StrategyRow
+from rankzero.compare.results import StrategyResult
 from rankzero.training.profiling.profiler import Profile
 
 COLUMNS = (
@@ -28,9 +28,8 @@ _ADVICE = {
 }
 
 
-def cells(row: StrategyRow) -> list[str]:
+def cells(one: StrategyResult) -> list[str]:
     """Return a row of the table with `COLUMNS`."""
-    one = row.result
     if one.reason:
         return [one.run.strategy, str(one.run.devices), "not run", *[""] * (len(COLUMNS) - 3)]
     margin = "" if one.half_width is None else f" ± {one.half_width / one.samples_per_second:.1%}"
@@ -42,8 +41,8 @@ def cells(row: StrategyRow) -> list[str]:
         str(one.run.devices),
         f"{one.seconds:.3g} s",
         f"{one.samples_per_second:,.0f}{margin}",
-        "" if row.speed_up is None else f"{row.speed_up:.2f}x",
-        "" if row.efficiency is None else f"{row.efficiency:.0%}",
+        "" if one.speed_up is None else f"{one.speed_up:.2f}x",
+        "" if one.efficiency is None else f"{one.efficiency:.0%}",
         "" if one.memory_megabytes is None else f"{one.memory_megabytes:,.0f} MB",
         "" if one.gpu_percent is None else f"{one.gpu_percent:.0f} %",
         "" if one.samples_per_joule is None else f"{one.samples_per_joule:.3g}",
@@ -51,7 +50,7 @@ def cells(row: StrategyRow) -> list[str]:
     ]
 
 
-def table(rows: Sequence[StrategyRow]) -> tuple[list[str], list[list[str]]]:
+def table(rows: Sequence[StrategyResult]) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the table, without columns that are empty."""
     lines = [cells(row) for row in rows]
     # A machine without GPUs measures neither their memory nor their energy.
@@ -60,12 +59,12 @@ def table(rows: Sequence[StrategyRow]) -> tuple[list[str], list[list[str]]]:
     return [COLUMNS[number] for number in filled], body
 
 
-def reasons(rows: Sequence[StrategyRow]) -> list[str]:
+def reasons(rows: Sequence[StrategyResult]) -> list[str]:
     """Return why some strategies were not run."""
-    return [f"{row.result.run.name}: {row.result.reason}" for row in rows if row.result.reason]
+    return [f"{row.run.name}: {row.reason}" for row in rows if row.reason]
 
 
-def markdown(rows: Sequence[StrategyRow], notes: Sequence[str]) -> str:
+def markdown(rows: Sequence[StrategyResult], notes: Sequence[str]) -> str:
     """Return the table, the strategies that were not run and the warnings, as Markdown."""
     head, body = table(rows)
     lines = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body)]
@@ -73,18 +72,17 @@ def markdown(rows: Sequence[StrategyRow], notes: Sequence[str]) -> str:
     return "\n\n".join(["\n".join(lines), *not_run, *(f"**Not fair:** {note}" for note in notes)])
 
 
-def sentence(rows: Sequence[StrategyRow]) -> str:
+def sentence(rows: Sequence[StrategyResult]) -> str:
     """Return the comparison as a sentence."""
     known = [row for row in rows if row.speed_up is not None]
     if not known:
         return "Nothing could be measured."
     best = max(known, key=lambda row: row.speed_up or 0.0)
-    one, speed_up, efficiency = best.result, best.speed_up or 0.0, best.efficiency or 0.0
     # The first row is the base of the speed-ups, so a comparison with itself is left out.
     if best is known[0]:
-        return f"Nothing is faster than {_where(one)}: {one.samples_per_second:,.0f} samples/s."
-    gain = f"{speed_up:.2f}x {_where(known[0].result)} ({efficiency:.0%} of ideal)"
-    return f"Fastest: {_where(one)} with {one.samples_per_second:,.0f} samples/s, {gain}."
+        return f"Nothing is faster than {_where(best)}: {best.samples_per_second:,.0f} samples/s."
+    gain = f"{best.speed_up:.2f}x {_where(known[0])} ({best.efficiency:.0%} of ideal)"
+    return f"Fastest: {_where(best)} with {best.samples_per_second:,.0f} samples/s, {gain}."
 
 
 def verdict(profile: Profile) -> str:

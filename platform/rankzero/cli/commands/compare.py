@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             counts = counts if arguments.nproc else [1, described.gpus]
             plan = strategy_runs(strategies, counts)
         context = compare_context(arguments, host, described, "compare")
-        rows, notes, folder = runner.compare(context, plan, sys.argv)
+        rows, notes, folder = runner.compare(context, plan)
     head, body = tables.table(rows)
     table = Table(title="the same work, compared", title_justify="left", padding=(0, 0))
     for name in head:
@@ -93,6 +93,7 @@ def compare_context(
         gpus=described.gpus,
         notify=search.print_line,
         offline=arguments.offline,
+        argv=sys.argv,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 
 from rich.table import Table
 
@@ -29,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.experiment, config.parse_assignments(arguments.settings), arguments.nproc
         )
         found = compare.compare_context(arguments, host, described, "profile")
-        profile, folder = runner.profile(found, described.processes, sys.argv)
+        profile, folder = runner.profile(found, described.processes)
     table = Table(
         "operator", "ms a step", "share", "calls a step", title="top costs", title_justify="left"
     )
