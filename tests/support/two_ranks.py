@@ -127,7 +127,7 @@ def train(
         totals = RunTotals()
         stopped = fit(job, state, emit, stop, checkpoints, totals)
         seen["ends"].append([stopped.reason or None, state.step, state.evaluation_pending])
-        seen["straggler"] = totals.rank_times.straggler()
+        seen["straggler"] = {k: v for k, v in totals.summary().items() if k.startswith("straggler")}
         if job.precision.scaler is not None:
             scale = torch.tensor([job.precision.scaler.get_scale()])
             seen["scales"] = world.gather(scale).flatten().tolist()

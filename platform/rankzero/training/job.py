@@ -58,7 +58,7 @@ class TrainingContext:
     def micro_batch_step(self) -> MicroBatchStep:
         """Return how a strategy computes the next micro-batch."""
         return MicroBatchStep(
-            self.forward_timer.timed(self.experiment.measure),
+            self.forward_timer.next_measure(),
             self.precision.autocast,
             self.precision.scaler,
             self.batch_order.accumulation,

@@ -37,7 +37,7 @@ from rankzero.training.job import State, TrainingContext
 from rankzero.training.launcher_death import end_with_launcher
 from rankzero.training.lifecycle import AttemptOutcome
 from rankzero.training.loop import fit
-from rankzero.training.metrics.straggler import EventTimer
+from rankzero.training.metrics.straggler import ForwardTimer
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.optimizers import as_values, options
 from rankzero.training.sample_images.capture import ImageCapture
@@ -160,7 +160,7 @@ def build(
     initial_options = as_values(options(strategy.optimizer))
     state = State(strategy.model, strategy.optimizer, base_lrs, initial_options)
     total = train.steps or (train.epochs or 0) * order.steps_per_epoch
-    timer = EventTimer(world.device)
+    timer = ForwardTimer(world.device, experiment.measure)
     job = TrainingContext(
         experiment, world, order, total, amp, strategy, train_loader, val_loader, timer
     )

@@ -7,8 +7,17 @@ import torch
 from rankzero.errors import UserError
 from rankzero.ranks import Ranks
 from rankzero.training.distributed.world import World
-from rankzero.training.metrics.throughput import Throughput
-from rankzero.training.metrics.window import EvaluationMeans, MetricWindow
+from rankzero.training.metrics.reporter import Reporter
+from rankzero.training.metrics.throughput import RunTotals
+from rankzero.training.metrics.window import (
+    EvaluationMeans,
+    WindowStats,
+    check_metrics,
+    reduce_window,
+)
+from rankzero.training.stop import StopCode
+from rankzero.training.worker import build
+from support.training import tiny
 
 ALONE = World(Ranks(), torch.device("cpu"))
 
@@ -21,11 +30,12 @@ def test_means_over_ragged_batches_are_means_over_samples() -> None:
     assert means.reduce()["loss"] == pytest.approx(torch.cat(batches).mean().item())
 
 
-def test_a_window_reports_each_steps_values_and_then_is_empty() -> None:
-    window = MetricWindow(ALONE)
-    for step in range(3):
-        window.add({"accuracy": torch.tensor(step / 10), "loss": torch.tensor(float(step))})
-    report = window.reduce(stop_code=0, seconds=1.5, data_wait_seconds=0.3)
+def test_a_window_reports_each_steps_values() -> None:
+    columns = {
+        "loss": [torch.tensor(float(step)) for step in range(3)],
+        "accuracy": [torch.tensor(step / 10) for step in range(3)],
+    }
+    report = reduce_window(ALONE, columns, stop_code=0, seconds=1.5, data_wait_seconds=0.3)
     assert report.values["loss"] == [0.0, 1.0, 2.0]
     assert report.values["accuracy"] == pytest.approx([0.0, 0.1, 0.2])
     assert (report.steps, report.step_seconds, report.data_wait_seconds, report.stop_code) == (
@@ -34,17 +44,15 @@ def test_a_window_reports_each_steps_values_and_then_is_empty() -> None:
         0.3,
         0,
     )
-    window.add({"accuracy": torch.tensor(0.0), "loss": torch.tensor(7.0)})
-    assert window.reduce(0, 1.0, 0.0).values["loss"] == [7.0]
 
 
 def test_a_nan_loss_in_the_last_step_is_not_finite() -> None:
-    window = MetricWindow(ALONE)
-    for loss in (float("inf"), 1.0):
-        window.add({"loss": torch.tensor(loss)})
-    assert window.reduce(0, 1.0, 0.0).is_finite, "fp16's loss scaler skips such a step"
-    window.add({"loss": torch.tensor(float("nan"))})
-    assert not window.reduce(0, 1.0, 0.0).is_finite
+    def is_finite(*losses: float) -> bool:
+        columns = {"loss": [torch.tensor(loss) for loss in losses]}
+        return reduce_window(ALONE, columns, 0, 1.0, 0.0).is_finite
+
+    assert is_finite(float("inf"), 1.0), "fp16's loss scaler skips such a step"
+    assert not is_finite(1.0, float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -63,29 +71,38 @@ def test_a_nan_loss_in_the_last_step_is_not_finite() -> None:
 )
 def test_a_wrong_result_of_measure_is_refused_with_advice(metrics: object, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        MetricWindow(ALONE).add(metrics)  # type: ignore[arg-type]
+        check_metrics(metrics)  # type: ignore[arg-type]
 
 
-def test_measure_must_return_the_same_metrics_every_time() -> None:
-    window = MetricWindow(ALONE)
-    window.add({"loss": torch.tensor(1.0), "extra": torch.tensor(1.0)})
+def test_measure_must_return_the_same_metrics_in_all_windows() -> None:
+    job, state = build(tiny(), ALONE)
+    reporter = Reporter(job, state, RunTotals())
+    for step in range(2):
+        reporter.start_window()
+        reporter.add({"loss": torch.tensor(float(step)), "extra": torch.tensor(1.0)}, 0.0)
+        window, _ = reporter.report(StopCode.NONE, actions_due=False)
+        assert window.values["loss"] == [step], "a window starts empty"
     with pytest.raises(UserError, match="did not return 'extra'"):
-        window.add({"loss": torch.tensor(1.0)})
+        reporter.add({"loss": torch.tensor(1.0)}, 0.0)
+
+
+def figures(*windows: float) -> dict[str, float]:
+    """Return the summary of windows of 100 samples that took these seconds."""
+    totals = RunTotals()
+    for seconds in windows:
+        totals.add(WindowStats({}, StopCode.NONE, seconds, [0.0], [0.0], 1), batch_size=100)
+    return totals.summary()
 
 
 def test_throughput_skips_the_warm_up_and_has_an_interval() -> None:
-    throughput = Throughput(warmup_windows=2)
-    for seconds in (9.0, 5.0, 1.0, 1.0, 2.0):
-        throughput.add(100, seconds)
-    assert throughput.samples_per_second == pytest.approx(300 / 4)
+    found = figures(9.0, 5.0, 1.0, 1.0, 2.0)
+    assert found["samples_per_second"] == pytest.approx(300 / 4)
     rates = [100.0, 100.0, 50.0]
     expected = scipy.stats.t.ppf(0.975, 2) * scipy.stats.sem(rates)
-    assert throughput.half_width == pytest.approx(expected)
+    assert found["samples_per_second_half_width"] == pytest.approx(expected)
 
 
-def test_throughput_is_none_before_the_first_window() -> None:
-    throughput = Throughput(warmup_windows=1)
-    throughput.add(10, 1.0)
-    assert throughput.samples_per_second is None and throughput.half_width is None
-    throughput.add(10, 2.0)
-    assert throughput.samples_per_second == 5.0 and throughput.half_width is None
+def test_throughput_is_missing_before_the_first_window_after_the_warm_up() -> None:
+    assert not {"samples_per_second", "samples_per_second_half_width"} & figures(1.0, 1.0).keys()
+    assert figures(1.0, 1.0, 2.0)["samples_per_second"] == 50.0
+    assert "samples_per_second_half_width" not in figures(1.0, 1.0, 2.0)

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from rankzero.errors import UserError
 from rankzero.events import StepsLogged
 from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.metrics.window import MetricWindow, WindowStats
+from rankzero.training.metrics.window import WindowStats, check_metrics, reduce_window
 from rankzero.training.stop import LONGEST_WINDOW, StopCode, next_interval
 
 
@@ -23,7 +24,8 @@ class Reporter:
 
     def __init__(self, job: TrainingContext, state: State, totals: RunTotals) -> None:
         self._job, self._state, self._totals = job, state, totals
-        self._window = MetricWindow(job.world)
+        # Each metric's values since the last report. They stay on the device.
+        self._columns: dict[str, list[Tensor]] = {}
         # The first window is one step: nobody knows yet how long a step takes.
         self._interval = 1
         self._unreported_speed: WindowStats | None = None
@@ -35,7 +37,16 @@ class Reporter:
 
     def add(self, metrics: Mapping[str, Tensor], data_wait: float) -> None:
         """Add one step's metrics, which stay on the device, and its seconds of waiting for data."""
-        self._window.add(metrics)
+        if not self._columns:
+            self._columns = {name: [] for name in check_metrics(metrics)}
+        try:
+            for name, column in self._columns.items():
+                column.append(metrics[name])
+        except KeyError as error:
+            raise UserError(
+                f"measure() did not return {error}, which it returned before: "
+                "return the same keys every time"
+            ) from None
         self._data_wait += data_wait
         self._times.append(time.time())
 
@@ -54,7 +65,15 @@ class Reporter:
         """
         job, state = self._job, self._state
         seconds = job.world.now() - self._start
-        window = self._window.reduce(stop_code, seconds, self._data_wait, job.forward_timer.read())
+        window = reduce_window(
+            job.world,
+            self._columns,
+            stop_code,
+            seconds,
+            self._data_wait,
+            job.forward_timer.read(),
+        )
+        self._columns = {name: [] for name in self._columns}
         steps = range(state.step - window.steps + 1, state.step + 1)
         columns = {f"train/{name}": column for name, column in window.values.items()}
         events = [StepsLogged(list(steps), self._times, columns)]

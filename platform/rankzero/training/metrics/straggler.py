@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,32 +17,23 @@ LATER = 0.1
 WINDOWS = 5
 
 
-class ForwardTimer(Protocol):
-    """Times forwards."""
+class ForwardTimer:
+    """Times the first call of `measure` in each window, without waiting for the device."""
 
-    def timed(self, measure: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what to call instead of `measure`."""
-
-    def read(self) -> float:
-        """Return the seconds of a forward, or 0 if none was timed."""
-
-
-class EventTimer:
-    """Times the first forward of each window, without waiting for the device."""
-
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, measure: Callable[..., Any]) -> None:
         self._on_gpu = device.type == "cuda"
+        self._measure = measure
         self._marks: tuple[Any, Any] | None = None
 
-    def timed(self, measure: Callable[..., Any]) -> Callable[..., Any]:
+    def next_measure(self) -> Callable[..., Any]:
         """Return `measure`, timed unless this window has a time already."""
         # One forward a window is enough, and costs the other steps nothing.
         if self._marks is not None:
-            return measure
+            return self._measure
 
         def measure_timed(*args: Any) -> Any:
             begin = self._mark()
-            values = measure(*args)
+            values = self._measure(*args)
             self._marks = begin, self._mark()
             return values
 
@@ -63,52 +53,33 @@ class EventTimer:
     def _mark(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
-        # The GPU takes the time when it gets there. The host goes on without waiting.
+        # The GPU takes the time when it gets there. The host continues without waiting.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
 
-@dataclasses.dataclass
-class RankTimes:
-    """What each rank's windows took, added up."""
+def straggler(
+    windows: int, seconds: float, forwards: Sequence[float], data_waits: Sequence[float]
+) -> dict[str, float]:
+    """Return the figures of the rank that makes the others wait, or {} if no rank does. Pure.
 
-    windows: int = 0
-    seconds: float = 0.0
-    forward: list[float] = dataclasses.field(default_factory=list)
-    data_wait: list[float] = dataclasses.field(default_factory=list)
-
-    def add(self, seconds: float, forward: Sequence[float], data_wait: Sequence[float]) -> None:
-        """Add one window: its seconds, and every rank's forward and wait for data."""
-        self.windows += 1
-        self.seconds += seconds
-        self.forward = _added(self.forward, forward)
-        self.data_wait = _added(self.data_wait, data_wait)
-
-    def straggler(self) -> dict[str, float]:
-        """Return the figures of the rank that makes the others wait, or {} if no rank does.
-
-        The keys are those of a run's summary.
-        """
-        if self.windows < WINDOWS or len(self.forward) < 2 or not all(self.forward):
-            return {}
-        late, median = _highest(self.data_wait)
-        if (self.data_wait[late] - median) / self.seconds >= LATER:
-            return {
-                "straggler_rank": late,
-                "straggler_data_wait_fraction": self.data_wait[late] / self.seconds,
-            }
-        slow, median = _highest(self.forward)
-        if self.forward[slow] >= SLOWER * median:
-            return {"straggler_rank": slow, "straggler_forward_ratio": self.forward[slow] / median}
+    `forwards` and `data_waits` are each rank's seconds, summed over the windows. The keys are those
+    of a run's summary.
+    """
+    if windows < WINDOWS or len(forwards) < 2 or not all(forwards):
         return {}
+    # Waiting for data comes first: it also delays the forward.
+    late, median = _highest(data_waits)
+    if (data_waits[late] - median) / seconds >= LATER:
+        return {"straggler_rank": late, "straggler_data_wait_fraction": data_waits[late] / seconds}
+    slow, median = _highest(forwards)
+    if forwards[slow] >= SLOWER * median:
+        return {"straggler_rank": slow, "straggler_forward_ratio": forwards[slow] / median}
+    return {}
 
 
 def _highest(values: Sequence[float]) -> tuple[int, float]:
     """Return the rank with the highest value, and the median of the others."""
     rank = max(range(len(values)), key=values.__getitem__)
     return rank, statistics.median([*values[:rank], *values[rank + 1 :]])
-
-
-def _added(sums: Sequence[float], more: Sequence[float]) -> list[float]:
-    return [a + b for a, b in zip(sums, more, strict=True)] if sums else list(more)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ class WindowStats:
 
     values: Mapping[str, list[float]]
     """Per metric, each step's mean over all ranks' samples."""
-    stop_codes: list[int]
-    """Per rank, its `StopCode`."""
+    stop_code: StopCode
+    """The most urgent of all ranks' requests to stop."""
     seconds: float
     """The slowest rank's wall-clock time for the window."""
     data_waits: list[float]
@@ -35,10 +35,6 @@ class WindowStats:
     def data_wait_seconds(self) -> float:
         """The longest wait of any rank."""
         return max(self.data_waits)
-
-    @property
-    def stop_code(self) -> StopCode:
-        return most_urgent(self.stop_codes)
 
     @property
     def step_seconds(self) -> float:
@@ -61,54 +57,37 @@ class WindowStats:
         )
 
 
-class MetricWindow:
-    """The metrics of the steps since the last report. They stay on the device until `reduce`."""
+def reduce_window(
+    world: World,
+    columns: Mapping[str, Sequence[Tensor]],
+    stop_code: int,
+    seconds: float,
+    data_wait_seconds: float,
+    forward_seconds: float = 0.0,
+) -> WindowStats:
+    """Return a window of steps over all ranks. Collective.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._names: list[str] | None = None
-        self._rows: list[list[Tensor]] = []
-
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Add one step's metrics: 0-d tensors, detached, means over this rank's samples."""
-        if self._names is None:
-            self._names = check_metrics(metrics)
-        try:
-            self._rows.append([metrics[name] for name in self._names])
-        except KeyError as error:
-            raise UserError(
-                f"measure() did not return {error}, which it returned before: "
-                "return the same keys every time"
-            ) from None
-
-    def reduce(
-        self, stop_code: int, seconds: float, data_wait_seconds: float, forward_seconds: float = 0.0
-    ) -> WindowStats:
-        """Return the window over all ranks, and start the next one. Collective.
-
-        The arguments are this rank's.
-        """
-        names, rows, world = self._names or [], self._rows, self._world
-        self._rows = []
-        # One sum carries everything, so there is one collective and one wait for the device. Each
-        # rank fills its row of a matrix of zeros with its own numbers.
-        own = torch.zeros(world.size, 4, dtype=torch.float64)
-        own[world.ranks.rank] = torch.tensor(
-            [stop_code, seconds, data_wait_seconds, forward_seconds], dtype=torch.float64
-        )
-        values = torch.stack([value for row in rows for value in row]).double()
-        fused = world.sum(
-            torch.cat([values / world.size, own.flatten().to(values.device)])
-        ).tolist()
-        width, cut = len(names), len(values)
-        return WindowStats(
-            values={name: fused[column:cut:width] for column, name in enumerate(names)},
-            stop_codes=[int(code) for code in fused[cut::4]],
-            seconds=max(fused[cut + 1 :: 4]),
-            data_waits=fused[cut + 2 :: 4],
-            forwards=fused[cut + 3 :: 4],
-            steps=len(rows),
-        )
+    The arguments are this rank's. `columns`: per metric, each step's 0-d tensor, detached, a mean
+    over this rank's samples.
+    """
+    # One sum carries everything, so there is one collective and one wait for the device. Each rank
+    # fills its row of a matrix of zeros with its own numbers.
+    own = torch.zeros(world.size, 4, dtype=torch.float64)
+    own[world.ranks.rank] = torch.tensor(
+        [stop_code, seconds, data_wait_seconds, forward_seconds], dtype=torch.float64
+    )
+    values = torch.stack([value for column in columns.values() for value in column]).double()
+    fused = world.sum(torch.cat([values / world.size, own.flatten().to(values.device)])).tolist()
+    cut = len(values)
+    steps = cut // len(columns)
+    return WindowStats(
+        values={name: fused[i * steps : (i + 1) * steps] for i, name in enumerate(columns)},
+        stop_code=most_urgent(int(code) for code in fused[cut::4]),
+        seconds=max(fused[cut + 1 :: 4]),
+        data_waits=fused[cut + 2 :: 4],
+        forwards=fused[cut + 3 :: 4],
+        steps=steps,
+    )
 
 
 class EvaluationMeans:

@@ -87,11 +87,14 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
     from torch.profiler import ProfilerActivity, profile
 
     from rankzero.training import worker
+    from rankzero.training.metrics.straggler import ForwardTimer
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     # Neither evaluations nor checkpoints: `train_step` is called directly.
     job, state = worker.build(config.override(experiment, {"train.steps": _ENDLESS}), world)
-    job = dataclasses.replace(job, forward_timer=_ForwardMarker())
+    # The mark takes the place of the timer, which times some forwards.
+    marked = ForwardTimer(world.device, _marked_measure(experiment.measure))
+    job = dataclasses.replace(job, forward_timer=marked)
     loader, shard = job.train_loader, job.strategy.shard
     batches = _marked(loader.train_batches(job.batch_order, shard.rank, 0, _ENDLESS))
     state.model.train()
@@ -129,20 +132,15 @@ def _take_steps(job: Any, state: Any, batches: Iterator[Any], count: int) -> tup
     return job.world.now() - start, waited
 
 
-class _ForwardMarker:
-    """Marks each forward for the profiler. It replaces the ForwardTimer, which times some."""
+def _marked_measure(measure: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `measure` as a function that marks each call for the profiler."""
+    from torch.profiler import record_function
 
-    def timed(self, measure: Callable[..., Any]) -> Callable[..., Any]:
-        from torch.profiler import record_function
+    def call(*given: Any) -> Any:
+        with record_function(FORWARD):
+            return measure(*given)
 
-        def call(*given: Any) -> Any:
-            with record_function(FORWARD):
-                return measure(*given)
-
-        return call
-
-    def read(self) -> float:
-        return 0.0
+    return call
 
 
 def _marked(batches: Iterator[Any]) -> Iterator[Any]:

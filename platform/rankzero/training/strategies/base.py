@@ -50,7 +50,8 @@ class MicroBatchStep:
 
         Raises UserError if `measure` returned no loss, or values that are not 0-d tensors.
         """
-        values = self.forward(model, batch)
+        with self.autocast:
+            values = self.measure(model, batch)
         if not isinstance(values, Mapping) or "loss" not in values:
             is_mapping = isinstance(values, Mapping)
             shown = f"the keys {sorted(values)}" if is_mapping else type(values).__name__

@@ -213,16 +213,17 @@ def _window(
     job: TrainingContext, state: State, batches: Iterator[Any], steps: int
 ) -> tuple[float, float]:
     """Take some steps; return the slowest rank's seconds, and its wait for data. Collective."""
-    from rankzero.training.loop import train_step
-    from rankzero.training.metrics.window import MetricWindow
+    import torch
 
-    window, waited, start = MetricWindow(job.world), 0.0, job.world.now()
+    from rankzero.training.loop import train_step
+
+    waited, start = 0.0, job.world.now()
     for _ in range(steps):
-        metrics, wait = train_step(job, state, batches)
-        window.add(metrics)
+        _, wait = train_step(job, state, batches)
         waited += wait
-    report = window.reduce(0, job.world.now() - start, waited)
-    return report.seconds, report.data_wait_seconds
+    mine = torch.tensor([job.world.now() - start, waited], dtype=torch.float64)
+    seconds, data_wait = job.world.gather(mine).amax(dim=0).tolist()
+    return seconds, data_wait
 
 
 def _alloc_retries(world: World) -> int:
