@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.telemetry.host import HostSampler, resident_bytes
+from rankzero.telemetry.host import HostSampler
 from rankzero.telemetry.node_sampler import SAMPLE_SECONDS, NodeSampler, mean_of, publish_interval
 from support.paths import SUPPORT
 
@@ -150,7 +150,7 @@ class TestHost:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as child:
             assert child.stdout and child.stdout.readline() == "ready\n"
-            both = resident_bytes(os.getpid()) / 1e6
+            both = HostSampler(process=os.getpid()).sample()["process_memory_megabytes"]
             child.communicate("\n")
         assert both - alone > 200 * 0.9
 
@@ -172,7 +172,7 @@ class TestSampler:
 
     def test_a_job_without_gpus_has_no_notices(self) -> None:
         sampler = NodeSampler((), 0, 1)
-        assert list(sampler.notices) == [] and sampler.describe() == {}
+        assert list(sampler.notices) == []
 
     def test_closes_twice(self) -> None:
         sampler = NodeSampler((), 0, 1)

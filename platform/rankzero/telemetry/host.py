@@ -5,9 +5,9 @@ A reading that a system cannot give (no network card, the folder is gone) is lef
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,42 +42,45 @@ class HostSampler:
     def sample(self) -> dict[str, float]:
         """Return the present readings; never raises what psutil raises."""
         metrics: dict[str, float] = {}
-        for read in (self._cpu, _memory, self._disk, self._network, self._job):
-            metrics.update(_or_nothing(read))
+        unreadable = contextlib.suppress(psutil.Error, OSError, RuntimeError)
+        with unreadable:
+            percent, thread = psutil.cpu_percent(), threading.get_ident()
+            # psutil measures since the same thread's last call, and returns 0 to its first.
+            if thread == self._cpu_thread:
+                metrics["cpu_utilization_percentage"] = percent
+            self._cpu_thread = thread
+        with unreadable:
+            memory = psutil.virtual_memory()
+            metrics["system_memory_usage_megabytes"] = memory.used / _MEGABYTE
+            # Not memory.percent, which counts what is not available. MLflow's number must agree.
+            metrics["system_memory_usage_percentage"] = memory.used / memory.total * 100
+        with unreadable:
+            disk = psutil.disk_usage(os.fspath(self._folder))
+            metrics["disk_usage_percentage"] = disk.percent
+            metrics["disk_usage_megabytes"] = disk.used / _MEGABYTE
+            metrics["disk_available_megabytes"] = disk.free / _MEGABYTE
+        with unreadable:
+            now, start = _network_counters(), self._network_start
+            if now is not None and start is not None:
+                received, sent = (
+                    now.bytes_recv - start.bytes_recv,
+                    now.bytes_sent - start.bytes_sent,
+                )
+                metrics["network_receive_megabytes"] = received / _MEGABYTE
+                metrics["network_transmit_megabytes"] = sent / _MEGABYTE
+        with unreadable:
+            if self._process is not None and self._samples % _PROCESS_EVERY == 0:
+                metrics["process_memory_megabytes"] = _resident_bytes(self._process) / _MEGABYTE
         self._samples += 1
         return metrics
 
-    def _cpu(self) -> dict[str, float]:
-        percent = psutil.cpu_percent()
-        # psutil measures since the same thread's last call, and returns 0 to its first.
-        thread = threading.get_ident()
-        is_known, self._cpu_thread = self._cpu_thread == thread, thread
-        return {"cpu_utilization_percentage": percent} if is_known else {}
 
-    def _disk(self) -> dict[str, float]:
-        usage = psutil.disk_usage(os.fspath(self._folder))
-        return {
-            "disk_usage_percentage": usage.percent,
-            "disk_usage_megabytes": usage.used / _MEGABYTE,
-            "disk_available_megabytes": usage.free / _MEGABYTE,
-        }
-
-    def _network(self) -> dict[str, float]:
-        now, start = _network_counters(), self._network_start
-        if now is None or start is None:
-            return {}
-        return {
-            "network_receive_megabytes": (now.bytes_recv - start.bytes_recv) / _MEGABYTE,
-            "network_transmit_megabytes": (now.bytes_sent - start.bytes_sent) / _MEGABYTE,
-        }
-
-    def _job(self) -> dict[str, float]:
-        if self._process is None or self._samples % _PROCESS_EVERY:
-            return {}
-        return {"process_memory_megabytes": resident_bytes(self._process) / _MEGABYTE}
+def _network_counters() -> Any:
+    # None without a network card, although psutil's types exclude it.
+    return psutil.net_io_counters()
 
 
-def resident_bytes(pid: int) -> int:
+def _resident_bytes(pid: int) -> int:
     """Return the resident memory of a process and of all its descendants, in bytes.
 
     Pages that several of them share, such as those of forked data workers, count for each.
@@ -92,24 +95,3 @@ def resident_bytes(pid: int) -> int:
             # It ended meanwhile.
             continue
     return total
-
-
-def _network_counters() -> Any:
-    # None without a network card, although psutil's types exclude it.
-    return psutil.net_io_counters()
-
-
-def _memory() -> dict[str, float]:
-    memory = psutil.virtual_memory()
-    return {
-        "system_memory_usage_megabytes": memory.used / _MEGABYTE,
-        # Not memory.percent, which counts what is not available. MLflow's number must agree.
-        "system_memory_usage_percentage": memory.used / memory.total * 100,
-    }
-
-
-def _or_nothing(read: Callable[[], dict[str, float]]) -> dict[str, float]:
-    try:
-        return read()
-    except (psutil.Error, OSError, RuntimeError):
-        return {}

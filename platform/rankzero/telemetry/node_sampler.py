@@ -38,10 +38,6 @@ class NodeSampler:
         self.notices = self._gpus.notices
         """Messages for the user, in order. The list grows, for example when a GPU is lost."""
 
-    def describe(self) -> dict[str, str]:
-        """Return the GPU of each ordinal: ``{"gpu_0": "NVIDIA H200, GPU-…, index 3"}``."""
-        return self._gpus.describe()
-
     def sample(self) -> dict[str, float]:
         """Return the present readings by metric name; never raises."""
         try:

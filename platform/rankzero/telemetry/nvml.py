@@ -5,20 +5,12 @@ The training process never imports it: the recorder reads the driver.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankzero.telemetry.nvml_device import GpuLostError, GpuReader, or_none
 from rankzero.telemetry.visible_devices import Device, select_devices
-
-
-@dataclasses.dataclass(frozen=True)
-class _Listed:
-    device: Device
-    handle: Any
-    card: Any
-    """NVML's handle of the whole card; `handle` itself unless this is a MIG device."""
 
 
 class GpuSampler:
@@ -53,13 +45,14 @@ class GpuSampler:
             self.notices.append(f"no GPU metrics: {error}")
             return
         self._nvml = pynvml
-        listed = {entry.device: entry for entry in _list_devices(pynvml)}
+        listed = _list_devices(pynvml)
         self._devices = select_devices(list(listed), environ, uuids)
         cards: set[str] = set()
         for ordinal, device in self._devices.items():
-            entry = listed[device]
-            card = None if device.card in cards else entry.card
-            self._gpus[ordinal] = GpuReader(pynvml, entry.handle, card)
+            handle, card = listed[device]
+            # Readings of a whole card appear once, under the first of its MIG devices.
+            whole = None if device.card in cards else card
+            self._gpus[ordinal] = GpuReader(pynvml, handle, whole)
             cards.add(device.card)
         self._cards = len(cards)
         for ordinal, uuid in enumerate(uuids or ()):
@@ -128,30 +121,27 @@ def _column(readings: Sequence[Mapping[str, float]], name: str) -> list[float]:
     return [reading[name] for reading in readings if name in reading]
 
 
-def _list_devices(nvml: Any) -> list[_Listed]:
-    """Return each card that this process may see, in PCI order, each before its MIG devices."""
-    listed: list[_Listed] = []
+def _list_devices(nvml: Any) -> dict[Device, tuple[Any, Any]]:
+    """Return each card that this process may see, in PCI order, each before its MIG devices.
+
+    The values are NVML's handles of the device and of its whole card, which are the same but for a
+    MIG device.
+    """
+    listed: dict[Device, tuple[Any, Any]] = {}
     for index in range(or_none(nvml, nvml.nvmlDeviceGetCount) or 0):
-        card = or_none(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
-        whole = None if card is None else or_none(nvml, _describe, nvml, card, index)
-        if whole is None:
-            continue
-        listed.append(_Listed(whole, card, card))
-        # 0 for a card that is not partitioned.
-        for number in range(or_none(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, card) or 0):
-            handle = or_none(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, card, number)
-            device = handle and or_none(nvml, _describe_instance, nvml, handle, whole)
-            if device:
-                listed.append(_Listed(device, handle, card))
+        # What the driver does not describe is left out.
+        with contextlib.suppress(nvml.NVMLError):
+            card = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = nvml.nvmlDeviceGetUUID(card)
+            whole = Device(uuid, nvml.nvmlDeviceGetName(card), index, uuid)
+            listed[whole] = card, card
+            # 0 for a card that is not partitioned.
+            for number in range(or_none(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, card) or 0):
+                with contextlib.suppress(nvml.NVMLError):
+                    handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
+                    gpu_instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
+                    instance = gpu_instance, nvml.nvmlDeviceGetComputeInstanceId(handle)
+                    name = or_none(nvml, nvml.nvmlDeviceGetName, handle) or whole.name
+                    device = Device(nvml.nvmlDeviceGetUUID(handle), name, index, uuid, instance)
+                    listed[device] = handle, card
     return listed
-
-
-def _describe(nvml: Any, card: Any, index: int) -> Device:
-    uuid = nvml.nvmlDeviceGetUUID(card)
-    return Device(uuid, nvml.nvmlDeviceGetName(card), index, uuid)
-
-
-def _describe_instance(nvml: Any, handle: Any, whole: Device) -> Device:
-    instance = nvml.nvmlDeviceGetGpuInstanceId(handle), nvml.nvmlDeviceGetComputeInstanceId(handle)
-    name = or_none(nvml, nvml.nvmlDeviceGetName, handle) or whole.name
-    return Device(nvml.nvmlDeviceGetUUID(handle), name, whole.index, whole.uuid, instance)

@@ -1,4 +1,4 @@
-"""Spans of time: unions, intersections, and how a step's time divides into parts. Pure."""
+"""Spans of time: unions, differences, and how a step's time divides into parts. Pure."""
 
 from __future__ import annotations
 
@@ -23,21 +23,6 @@ def union(spans: Iterable[Span]) -> list[Span]:
 def length(spans: Sequence[Span]) -> float:
     """Return the total length of spans that do not overlap."""
     return sum(end - begin for begin, end in spans)
-
-
-def common(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
-    """Return the time that is in both unions."""
-    # Both are sorted, so the span that ends first meets no other one.
-    found, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if begin < end:
-            found.append((begin, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
 
 
 def without(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
@@ -103,12 +88,11 @@ def breakdown(wall: float, waited: float, seen: ActivitySpans) -> StepBreakdown:
     """
     optimizer, backward, forward = union(seen.optimizer), union(seen.backward), union(seen.forward)
     busy = union([*optimizer, *backward, *forward, *seen.unknown])
-    communicating = union(seen.communicating)
     seconds = {
         "forward": length(without(without(forward, optimizer), backward)),
         "backward": length(without(backward, optimizer)),
         "optimizer": length(optimizer),
-        "communication": length(communicating) - length(common(busy, communicating)),
+        "communication": length(without(union(seen.communicating), busy)),
         "data": waited,
     }
     shares = {name: max(0.0, part) / wall for name, part in seconds.items()}

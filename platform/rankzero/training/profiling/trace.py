@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankzero.training.profiling.spans import ActivitySpans, Span, common, union, without
+from rankzero.training.profiling.spans import ActivitySpans, Span, union, without
 
 FORWARD, DATA = "rankzero::forward", "rankzero::data"
 """Ranges that `profiler` marks."""
@@ -106,8 +106,8 @@ def _parts_by_time(
     # What computes a batch is counted as waiting for data.
     rest, parts = without(busy, ranges[DATA]), {}
     for name in (_OPTIMIZER, _BACKWARD, FORWARD):
-        parts[name] = common(rest, ranges[name])
-        rest = without(rest, ranges[name])
+        outside = without(rest, ranges[name])
+        parts[name], rest = without(rest, outside), outside
     return {**parts, "": rest}
 
 
