@@ -61,11 +61,8 @@ def test_arguments_with_a_text_form_are_settings() -> None:
         "data_": (str, "x"),
     }
     assert init_arguments.learning_rate(Base) == 0.5
-    assert init_arguments.batch_size_of(Base) == 32
-    assert init_arguments.arguments_for(Base, {"width": 9, "other": 1, "learning_rate": 0.1}) == {
-        "width": 9,
-        "learning_rate": 0.1,
-    }
+    arguments = init_arguments.parameters(Base)
+    assert arguments["batch_size"].default == 32 and "rest" not in arguments
 
 
 def test_missing_default_or_learning_rate_is_refused() -> None:

@@ -19,16 +19,11 @@ from rankzero.lightning_module import data as loaders
 from rankzero.lightning_module.init_arguments import (
     BATCH_SIZE,
     LEARNING_RATES,
-    arguments_for,
-    batch_size_of,
     fields_of,
     learning_rate,
+    parameters,
 )
-from rankzero.lightning_module.lr_schedule import (
-    ReplayedScheduler,
-    optimizer_and_scheduler,
-    reset_lrs,
-)
+from rankzero.lightning_module.lr_schedule import ReplayedScheduler, optimizer_and_scheduler
 from rankzero.lightning_module.steps import LightningSteps
 from rankzero.lightning_module.trainer_stub import TrainerStub
 
@@ -69,7 +64,7 @@ class _Fit:
     """Optimizer steps between two steps of the scheduler."""
 
 
-class LightningExperiment(Experiment):
+class _LightningExperiment(Experiment):
     """The base of the experiments that `adopt` makes, one class for each `LightningModule`."""
 
     source: ClassVar[_Source]
@@ -106,7 +101,10 @@ class LightningExperiment(Experiment):
             # Lightning's default interval is an epoch, RankZero's loop counts steps.
             epoch = self._fit.trainer.num_training_batches
             self._fit.steps_per_change = frequency * (epoch if interval == "epoch" else 1)
-        return reset_lrs(optimizer)
+        # A scheduler's constructor sets the rates of its first step, and keeps the old ones here.
+        for group in optimizer.param_groups:
+            group["lr"] = group.pop("initial_lr", group["lr"])
+        return optimizer
 
     def schedule(self, step: int, total_steps: int) -> float:
         # The loop asks before each step. The module has no other way to learn the step.
@@ -138,7 +136,8 @@ class LightningExperiment(Experiment):
         }
         # A class may call its learning rate either name, and an experiment has only `lr`.
         rates = dict.fromkeys(LEARNING_RATES, self.lr)
-        return cls(**arguments_for(cls, {**values, **rates, BATCH_SIZE: self.train.batch_size}))
+        values |= {**rates, BATCH_SIZE: self.train.batch_size}
+        return cls(**{name: values[name] for name in parameters(cls) if name in values})
 
 
 def adopt(
@@ -169,7 +168,12 @@ def adopt(
     for cls in classes:
         _refuse_hooks(cls)
     fields = fields_of(classes)
-    batch_sizes = [size for size in map(batch_size_of, classes) if size is not None]
+    batch_sizes = [
+        parameter.default
+        for cls in classes
+        for name, parameter in parameters(cls).items()
+        if name == BATCH_SIZE and type(parameter.default) is int
+    ]
     kinds = {"train": Train, "goal": Goal, "search": Mapping}
     # Each module gets a class of its own, because the fields of an experiment belong to its class.
     namespace = {
@@ -188,7 +192,7 @@ def adopt(
         "lr": learning_rate(module),
         "source": _Source(module, data_module, data),
     }
-    return type(module.__name__, (LightningExperiment,), namespace)
+    return type(module.__name__, (_LightningExperiment,), namespace)
 
 
 def _refuse_hooks(cls: type[Any]) -> None:

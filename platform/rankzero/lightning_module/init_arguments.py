@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from rankzero.config.values import is_setting_type
@@ -26,12 +27,17 @@ _METHODS = {
 }
 
 
+def parameters(cls: type[Any]) -> dict[str, inspect.Parameter]:
+    """Return the arguments of a class by name, without ``*args`` and ``**kwargs``."""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    found = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    return {parameter.name: parameter for parameter in found if parameter.kind not in several}
+
+
 def _defaults_of(cls: type[Any]) -> dict[str, Any]:
     """Return {argument: default}. Raises UserError for an argument without a default."""
     found = {
-        name: parameter.default
-        for name, parameter in _parameters(cls).items()
-        if name != BATCH_SIZE
+        name: parameter.default for name, parameter in parameters(cls).items() if name != BATCH_SIZE
     }
     missing = [name for name, default in found.items() if default is inspect.Parameter.empty]
     if missing:
@@ -42,12 +48,6 @@ def _defaults_of(cls: type[Any]) -> dict[str, Any]:
     return found
 
 
-def batch_size_of(cls: type[Any]) -> int | None:
-    """Return the default of the argument `batch_size`, or None if there is none."""
-    parameter = _parameters(cls).get(BATCH_SIZE)
-    return parameter.default if parameter is not None and type(parameter.default) is int else None
-
-
 def fields_of(classes: Iterable[type[Any]]) -> dict[str, tuple[Any, Any]]:
     """Return {name: (type, default)} of the arguments of all `classes` that can be settings.
 
@@ -56,46 +56,25 @@ def fields_of(classes: Iterable[type[Any]]) -> dict[str, tuple[Any, Any]]:
     """
     fields: dict[str, tuple[Any, Any]] = {}
     for cls in classes:
-        hints = _hints(cls)
+        hints: dict[str, Any] = {}
+        # A type may be imported for type checkers only. Then the default's type must do.
+        with contextlib.suppress(NameError):
+            hints = typing.get_type_hints(cls.__init__)
         for name, default in _defaults_of(cls).items():
             kind = hints.get(name, type(default))
             if name not in _NO_FIELDS and is_setting_type(kind):
-                fields.setdefault(_field_name(name), (kind, default))
+                # The field must not hide a method of the experiment. Its key is the same.
+                fields.setdefault(f"{name}_" if name in _METHODS else name, (kind, default))
     return fields
 
 
 def learning_rate(cls: type[Any]) -> float:
     """Return the default of the learning rate. Raises UserError if the class takes none."""
     defaults = _defaults_of(cls)
-    found = [
-        defaults[name] for name in LEARNING_RATES if isinstance(defaults.get(name), (int, float))
-    ]
-    if not found:
-        raise UserError(
-            f"{cls.__name__}.__init__ has no learning rate: give it an argument `lr`, and use that "
-            "in configure_optimizers"
-        )
-    return float(found[0])
-
-
-def arguments_for(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that `cls` takes as arguments, by name."""
-    return {name: values[name] for name in _parameters(cls) if name in values}
-
-
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(cls.__init__)
-    except NameError:  # A type that is imported for type checkers only. The default's type must do.
-        return {}
-
-
-def _field_name(name: str) -> str:
-    """Return a name that does not hide a method of the experiment. Its key is the same."""
-    return f"{name}_" if name in _METHODS else name
-
-
-def _parameters(cls: type[Any]) -> dict[str, inspect.Parameter]:
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    found = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    return {parameter.name: parameter for parameter in found if parameter.kind not in several}
+    for name in LEARNING_RATES:
+        if isinstance(defaults.get(name), (int, float)):
+            return float(defaults[name])
+    raise UserError(
+        f"{cls.__name__}.__init__ has no learning rate: give it an argument `lr`, and use that "
+        "in configure_optimizers"
+    )

@@ -54,7 +54,9 @@ class ReplayedScheduler:
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
         self._rates = [group["initial_lr"] for group in optimizer.param_groups]
-        self._shadow, self._scheduler = _shadow(optimizer), scheduler
+        # The copy has dummy parameters, and the settings of the same groups.
+        copies = [{**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups]
+        self._shadow, self._scheduler = torch.optim.SGD(copies, lr=0.0), scheduler
         self._others_at_start = self._others()
         self._factors: list[float] = []
         _rebind(scheduler, optimizer, self._shadow)
@@ -94,14 +96,6 @@ class ReplayedScheduler:
         return [[group.get(name) for name in _CYCLED] for group in self._shadow.param_groups]
 
 
-def reset_lrs(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer with the learning rates from before the scheduler was made."""
-    # A scheduler's constructor sets the rates of its first step and keeps the old ones here.
-    for group in optimizer.param_groups:
-        group["lr"] = group.pop("initial_lr", group["lr"])
-    return optimizer
-
-
 def _pair(found: Any) -> tuple[list[Any], list[Any]]:
     # Lightning accepts an optimizer, a dict, a list of either, and a pair of lists.
     if isinstance(found, Optimizer):
@@ -113,18 +107,6 @@ def _pair(found: Any) -> tuple[list[Any], list[Any]]:
     if isinstance(found, Sequence) and found and isinstance(found[0], Mapping):
         return [optimizer for one in found for optimizer in _pair(one)[0]], []
     return (list(found), []) if isinstance(found, Sequence) else ([], [])
-
-
-def _shadow(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of dummy parameters, with the settings of the same groups."""
-    groups = [
-        {
-            **{name: value for name, value in group.items() if name != "params"},
-            "params": [torch.zeros(1)],
-        }
-        for group in optimizer.param_groups
-    ]
-    return torch.optim.SGD(groups, lr=0.0)
 
 
 def _rebind(scheduler: Any, old: Optimizer, new: Optimizer) -> None:

@@ -72,7 +72,10 @@ class LightningSteps(nn.Module):
 
 def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dict[str, Tensor]:
     """Return what a step returned and logged, loss first. Raises UserError without a loss."""
-    named = {_without_prefix(name, _PREFIXES[training]): value for name, value in logged.items()}
+    named = {}
+    for name, value in logged.items():
+        prefix = next((one for one in _PREFIXES[training] if name.startswith(one)), "")
+        named[name.removeprefix(prefix)] = value
     returned = result.get("loss") if isinstance(result, Mapping) else result
     loss = returned if isinstance(returned, Tensor) and not returned.dim() else None
     if loss is None and not training:
@@ -106,10 +109,6 @@ def _value(name: str, value: Any, device: torch.device | None) -> Tensor:
         return value.detach().reshape(()) if value.numel() == 1 else value.detach()
     # A copy from the host would wait for the device, `full` does not.
     return torch.full((), float(value), dtype=torch.float32, device=device)
-
-
-def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:
-    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
 
 
 def _caller(step: Callable[..., Any]) -> Callable[[Any, int], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from rankzero import ranks
@@ -10,62 +9,33 @@ from rankzero.errors import UserError
 from rankzero.experiment import Train
 
 
-@dataclasses.dataclass
 class TrainerStub:
-    """Has the attributes that modules commonly read. Any other raises a UserError."""
+    """Has the attributes that modules commonly read. Any other raises a UserError.
 
-    train: Train
-    samples: int
-    """In the training set."""
-    datamodule: Any = None
-    global_step: int = 0
-    """Optimizer steps taken. `LightningExperiment.schedule` sets it."""
-    training: bool = True
+    `samples`: in the training set.
+    """
 
-    sanity_checking = False
-    logger = None
+    # A module may set or compare these. RankZero's loop has nothing behind them.
+    sanity_checking = fast_dev_run = False
+    logger = progress_bar_callback = None
     loggers: tuple[Any, ...] = ()
-    fast_dev_run = False
-    progress_bar_callback = None
     accumulate_grad_batches = 1
 
-    @property
-    def num_training_batches(self) -> int:
-        """Optimizer steps in an epoch."""
-        return max(1, self.samples // self.train.batch_size)
-
-    @property
-    def estimated_stepping_batches(self) -> int:
-        """Optimizer steps in total."""
-        return self.train.steps or (self.train.epochs or 0) * self.num_training_batches
-
-    @property
-    def max_steps(self) -> int:
-        return self.estimated_stepping_batches
-
-    @property
-    def max_epochs(self) -> int:
-        return -(-self.estimated_stepping_batches // self.num_training_batches)
+    def __init__(self, train: Train, samples: int, datamodule: Any = None) -> None:
+        self.datamodule = datamodule
+        # The experiment's `schedule` sets the steps taken, the module's forward sets `training`.
+        self.global_step, self.training = 0, True
+        self.num_training_batches = max(1, samples // train.batch_size)
+        steps = train.steps or (train.epochs or 0) * self.num_training_batches
+        self.estimated_stepping_batches = self.max_steps = steps
+        self.max_epochs = -(-steps // self.num_training_batches)
+        mine = ranks.detect()
+        self.global_rank, self.is_global_zero = mine.rank, mine.first
+        self.local_rank, self.world_size = mine.local_rank, mine.world_size
 
     @property
     def current_epoch(self) -> int:
         return self.global_step // self.num_training_batches
-
-    @property
-    def world_size(self) -> int:
-        return ranks.detect().world_size
-
-    @property
-    def global_rank(self) -> int:
-        return ranks.detect().rank
-
-    @property
-    def local_rank(self) -> int:
-        return ranks.detect().local_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        return ranks.detect().first
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle ask for special methods, and must get an AttributeError.
