@@ -137,8 +137,6 @@ Event = (
     | Noticed
     | RunEnded
 )
-Emit = Callable[[Event], None]
-"""Writes an event to the run's journal. A failure in it never reaches the training."""
 
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
 
@@ -158,9 +156,10 @@ def decode(line: str) -> Event:
         event: Event = _TYPES[fields.pop("event")](**fields)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not an event: {line[:80]!r}") from error
-    if not all(_CHECKS[name](value) for name, value in vars(event).items()) or not _in_columns(
-        event
-    ):
+    is_sound = all(_CHECKS[name](value) for name, value in vars(event).items())
+    if isinstance(event, StepsLogged) and is_sound:
+        is_sound = all(isinstance(column, list) for column in event.metrics.values())
+    if not is_sound:
         raise ValueError(f"not an event: {line[:80]!r}")
     return event
 
@@ -177,23 +176,12 @@ def _is_text_by_name(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
-def _is_encodable(text: str) -> bool:
+def _is_path(value: object) -> bool:
+    """Return whether the name is legal for a file: no zero byte, and encodable as paths are."""
     try:
-        text.encode("utf-8", "surrogateescape")  # as paths are
+        return isinstance(value, str) and b"\0" not in value.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return False
-    return True
-
-
-def _is_path(value: object) -> bool:
-    """Return whether the name is legal for a file: no zero byte, and encodable as UTF-8."""
-    return isinstance(value, str) and "\0" not in value and _is_encodable(value)
-
-
-def _in_columns(event: Event) -> bool:
-    return not isinstance(event, StepsLogged) or all(
-        isinstance(column, list) for column in event.metrics.values()
-    )
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {

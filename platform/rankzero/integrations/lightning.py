@@ -39,7 +39,8 @@ class RankZeroLogger(Logger):
     def __init__(self, experiment: str = "lightning", **options: Any) -> None:
         super().__init__()
         self._experiment = experiment
-        self._run = DeferredRun(experiment, **options)
+        self.deferred_run = DeferredRun(experiment, **options)
+        """Shared with `RankZeroCallback`."""
 
     @property
     def name(self) -> str:
@@ -47,29 +48,24 @@ class RankZeroLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        return self._run.name
-
-    @property
-    def deferred_run(self) -> DeferredRun:
-        """The run, which `RankZeroCallback` shares."""
-        return self._run
+        return self.deferred_run.name
 
     @rank_zero_only
     def log_hyperparams(self, params: Mapping[str, Any] | Namespace, *_: Any, **__: Any) -> None:
         """Add params. Those that come after the first metric are ignored."""
-        self._run.add_params(vars(params) if isinstance(params, Namespace) else params)
+        self.deferred_run.add_params(vars(params) if isinstance(params, Namespace) else params)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log metrics at a step."""
-        self._run.begin().log(
+        self.deferred_run.begin().log(
             {name: value for name, value in metrics.items() if name != "epoch"}, step or 0
         )
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """End the run with Lightning's status, unless the callback has ended it before."""
-        self._run.end(
+        self.deferred_run.end(
             {"success": None, "interrupted": KeyboardInterrupt()}.get(status, RuntimeError(status))
         )
 

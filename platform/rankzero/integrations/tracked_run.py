@@ -1,9 +1,8 @@
 """`rankzero.track`: the same tracking for a training loop of your own, or another framework's.
 
-    with rankzero.track("my-experiment", config) as run:      # safe on every rank: only rank 0
-    writes
-        run.log({"loss": loss}, step=i)                       # tensors are fine: no host sync per
-        step run.checkpoint(state_dict, step=i, metrics={"val/loss": v})
+    with rankzero.track("my-experiment", config) as run:  # on every rank; only rank 0 writes
+        run.log({"loss": loss}, step=i)  # a tensor stays on its device
+        run.checkpoint(state_dict, step=i, metrics={"val/loss": v})
 
 Imports no torch until `checkpoint` is called.
 """
@@ -27,7 +26,7 @@ from rankzero.config import ConfigError
 from rankzero.config.values import render
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import Goal
-from rankzero.integrations.values import as_int, snapshot, to_float, to_floats
+from rankzero.integrations.values import snapshot, to_float, to_floats
 from rankzero.mlflow_store import uris
 from rankzero.redaction.text import settings_without_secrets
 from rankzero.run_store import provenance
@@ -70,7 +69,7 @@ def track(
     """
     mine = _detected_ranks()
     if not mine.first:
-        return NullTrackedRun()
+        return _NullTrackedRun()
     # A wrong config must fail before anything is on the disk.
     params = params_of(config)
     if goal is not None:
@@ -235,9 +234,10 @@ class TrackedRun:
 
     def _as_step(self, step: Any) -> int:
         """Return the step as an int, or the previous step with one warning."""
-        found = as_int(step)
-        if found is not None:
-            self._step = found
+        read = to_float(step)
+        # MLflow stores steps in 64 bits.
+        if read.is_integer() and abs(read) < 2**63:
+            self._step = step if type(step) is int else int(read)
         elif not self._warned_of_step:
             self._warned_of_step = True
             self._log.notice(
@@ -261,7 +261,7 @@ class TrackedRun:
             )
 
 
-class NullTrackedRun(TrackedRun):
+class _NullTrackedRun(TrackedRun):
     """The run on every other rank than 0: all methods do nothing, at no cost."""
 
     name = folder = None

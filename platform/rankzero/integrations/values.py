@@ -60,15 +60,6 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
     return floats
 
 
-def as_int(value: Any) -> int | None:
-    """Return the value as an integer, or None if it is not one or has more than 64 bits."""
-    read = to_float(value)
-    # MLflow stores steps in 64 bits.
-    if not read.is_integer() or abs(read) >= 2**63:
-        return None
-    return value if type(value) is int else int(read)
-
-
 def to_float(value: Any) -> float:
     """Return the value as a float, or NaN if it is not a number."""
     try:
