@@ -262,9 +262,7 @@ def ours(
             study, space, [launcher], options, said, lambda: launcher.seconds, already_seconds=spent
         )
         found = session.run(probe.guesses(space, measured) if guesses else [])
-        chosen = next(
-            trial for trial in study.trials() if trial.number == found.verdict.winner.trial
-        )
+        chosen = next(trial for trial in study.trials() if trial.number == found.winner.trial)
         if confirm:
             steps.append(
                 (launcher.seconds, key_of(table, space, space.experiment(chosen.parameters)))

@@ -15,6 +15,8 @@ from rankzero.run_store.claims import process_start
 from rankzero.tuning import members
 from rankzero.tuning.members import BEAT, DEAD_SECONDS, LEADER, Members
 
+MACHINE = members.own_name().rsplit(" ", 2)[0]
+
 
 class Board:
     """Facts in memory."""
@@ -32,7 +34,7 @@ def board() -> Board:
 
 
 def named(pid: int) -> str:
-    return f"{members.machine_name()} {pid} {process_start(pid)}"
+    return f"{MACHINE} {pid} {process_start(pid)}"
 
 
 def test_the_first_leads_and_stays_leader(board: Board) -> None:
@@ -50,7 +52,7 @@ def test_a_later_process_leads_only_after_the_leader_died(board: Board) -> None:
 def test_a_reused_process_number_is_not_the_same_member(board: Board) -> None:
     pid = os.getpid()
     assert Members(Board()).is_alive(named(pid))
-    assert not Members(Board()).is_alive(f"{members.machine_name()} {pid} 1")
+    assert not Members(Board()).is_alive(f"{MACHINE} {pid} 1")
 
 
 @pytest.mark.parametrize(("silent", "alive"), [(1.0, True), (DEAD_SECONDS + 1, False)])
@@ -61,7 +63,6 @@ def test_members_on_other_machines_are_alive_by_their_heartbeat(
     board.note(LEADER, far)
     board.note(BEAT + far, time.time() - silent)
     assert Members(board).has_leader == alive and Members(board, 0.0).lead() != alive
-    assert members.host_of(far) == "elsewhere"
 
 
 def test_a_member_without_a_heartbeat_is_dead(board: Board) -> None:

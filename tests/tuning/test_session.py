@@ -12,10 +12,11 @@ from rankzero import Choice, Experiment, Goal, Train
 from rankzero.errors import RunFailed, UserError
 from rankzero.tuning.next_trial import guesses
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions
-from rankzero.tuning.session import SearchResult, Session
+from rankzero.tuning.session import Session
 from rankzero.tuning.space import BATCH_INDEX, FACTOR, make_space
 from rankzero.tuning.study import Study, find_study, open_study
 from rankzero.tuning.trial import Trial
+from rankzero.tuning.verdict.decide import Verdict
 from support.fake_launcher import FakeLauncher
 
 
@@ -27,7 +28,7 @@ class Mine(Experiment):
     lr: float = 0.03
 
 
-Searcher = Callable[..., tuple[SearchResult, Study, FakeLauncher, list[str]]]
+Searcher = Callable[..., tuple[Verdict, Study, FakeLauncher, list[str]]]
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def search(tmp_path: Path) -> Searcher:
         pruner: str = "asha",
         parallel: int = 1,
         **options: Any,
-    ) -> tuple[SearchResult, Study, FakeLauncher, list[str]]:
+    ) -> tuple[Verdict, Study, FakeLauncher, list[str]]:
         launcher = launcher or FakeLauncher()
         space = make_space(experiment or Mine(), 1, 0.5, samples=1000)
         study = open_study(
@@ -79,8 +80,8 @@ def test_the_reference_comes_first_and_something_better_is_found(search: Searche
         0.03
     )
     assert study.trials()[0].parameters == {BATCH_INDEX: 5, FACTOR: 1.0}  # 1, 2, 4, 8, 16, 32
-    assert found.verdict.beaten and found.verdict.gain is not None and found.verdict.gain > 1.5
-    assert found.verdict.winner.trial != 0 and len(found.verdict.winner.runs) == 3
+    assert found.beaten and found.gain is not None and found.gain > 1.5
+    assert found.winner.trial != 0 and len(found.winner.runs) == 3
     assert len(study.trials()) == 12 and len(lines) >= 12
     assert all(running.closed for running in launcher.running)
 
@@ -98,19 +99,19 @@ def test_confirmations_use_new_seeds_interleaved(search: Searcher) -> None:
     found, _, launcher, _ = search(trials=6)
     confirmed = [experiment.train.seed for experiment in launcher.started[6:]]
     assert set(confirmed) == {1000, 1001, 1002} and confirmed == sorted(confirmed)
-    assert [run.seed for run in found.verdict.reference.runs] == [1000, 1001, 1002]
+    assert [run.seed for run in found.reference.runs] == [1000, 1001, 1002]
 
 
 def test_without_a_target_the_reference_sets_it(search: Searcher) -> None:
     class Open(Mine):
         goal: Goal = Goal("val/accuracy", "max")
 
-    found, study, launcher, _ = search(experiment=Open(), trials=5)
+    _, study, launcher, _ = search(experiment=Open(), trials=5)
     assert (
         not launcher.started[0].train.limits.stop_at_target
         and launcher.started[1].train.limits.stop_at_target
     )
-    assert found.target == study.trials()[0].facts["best"] == study.facts["target"]
+    assert study.facts["target"] == study.trials()[0].facts["best"]
 
 
 @pytest.mark.parametrize(
@@ -118,13 +119,13 @@ def test_without_a_target_the_reference_sets_it(search: Searcher) -> None:
 )
 def test_the_other_objectives(search: Searcher, objective: str, options: dict[str, Any]) -> None:
     found, study, launcher, _ = search(objective=objective, trials=6, **options)
-    assert found.verdict.objective == objective
+    assert found.objective == objective
     best = min(
         trial.value for trial in study.trials() if trial.feasible and trial.value is not None
     )
     assert best <= (study.trials()[0].value or 0.0)
     if objective == "throughput":
-        assert found.target == pytest.approx(0.99 * study.trials()[0].facts["best"])
+        assert study.facts["target"] == pytest.approx(0.99 * study.trials()[0].facts["best"])
     else:
         assert launcher.started[1].train.limits.max_minutes == 1.0
 
@@ -145,7 +146,7 @@ def test_a_trial_that_fails_does_not_end_the_search(
     found, study, _, _ = search(launcher, trials=6, silence_seconds=0.05)
     failed = study.trials()[2]
     assert failed.state == state and failed.constraints == constraints and not failed.feasible
-    assert len(study.trials()) == 6 and found.verdict.winner.trial != 2
+    assert len(study.trials()) == 6 and found.winner.trial != 2
     assert ("no sign of life" in str(failed.facts["reason"])) == (fate == "hang")
     assert not of(study, "RUNNING")
 
@@ -176,7 +177,7 @@ def test_an_interrupted_study_has_the_same_trials_as_one_that_was_not(
     search: Searcher, tmp_path: Path
 ) -> None:
     whole, study, _, _ = search(trials=9)
-    expected, confirmed = drawn(study), whole.verdict.winner.trial
+    expected, confirmed = drawn(study), whole.winner.trial
     (tmp_path / "studies.db").unlink()
     launcher = FakeLauncher(lambda number, _: "ctrl-c" if number == 5 else "")
     with pytest.raises(KeyboardInterrupt):
@@ -186,7 +187,7 @@ def test_an_interrupted_study_has_the_same_trials_as_one_that_was_not(
     lost = of(study, "FAIL")
     assert [trial.number for trial in lost] == [5]
     assert drawn(study)[:5] + drawn(study)[6:] == expected
-    assert again.verdict.winner.settings == whole.verdict.winner.settings and confirmed
+    assert again.winner.settings == whole.winner.settings and confirmed
 
 
 def test_an_interrupted_confirmation_resumes(search: Searcher) -> None:
@@ -202,7 +203,7 @@ def test_a_target_that_no_trial_reaches(search: Searcher) -> None:
         goal: Goal = Goal("val/accuracy", "max", target=1.5)
 
     found, study, _, _ = search(experiment=High(), trials=5)
-    assert not found.verdict.beaten and not found.verdict.reference.reached
+    assert not found.beaten and not found.reference.reached
     assert all(trial.constraints["quality"] > 0 for trial in study.trials())
 
 
@@ -217,7 +218,7 @@ def test_a_reference_that_is_the_best_wins(search: Searcher) -> None:
         lr: float = 0.2
 
     found, _, _, _ = search(experiment=Best(), trials=15)
-    assert found.verdict.winner.trial == 0 or (found.verdict.gain or 0.0) > 1.03
+    assert found.winner.trial == 0 or (found.gain or 0.0) > 1.03
 
 
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "gp"])
@@ -266,7 +267,7 @@ def test_trials_side_by_side_repeat_no_configuration(search: Searcher) -> None:
         if "same_as" not in trial.facts
     ]
     assert len(configurations) == len(set(configurations)) == 12
-    assert launcher.most_at_once == 3 and found.verdict.beaten
+    assert launcher.most_at_once == 3 and found.beaten
     assert {running.closed for running in launcher.running} == {True} and not of(study, "RUNNING")
 
 
@@ -301,7 +302,7 @@ def test_a_helper_does_trials_and_leaves_the_rest_to_the_leader(tmp_path: Path) 
     found = Session(leads, space, [launcher], SearchOptions(trials=6), lambda text: None).run(
         guesses(space)
     )
-    assert len(leads.trials()) == 6 and found.verdict.beaten and leads.facts["confirmations"]
+    assert len(leads.trials()) == 6 and found.beaten and leads.facts["confirmations"]
 
 
 def test_a_close_confirmation_trains_on_twice_as_many_seeds(search: Searcher) -> None:
@@ -315,7 +316,7 @@ def test_a_close_confirmation_trains_on_twice_as_many_seeds(search: Searcher) ->
         trial: [one["seed"] for one in study.facts["confirmations"] if one["trial"] == trial]
         for trial in (0, 1)
     }
-    assert found.verdict.beaten or runs[0] == runs[1] == [1000, 1001, 1002, 1003, 1004, 1005]
+    assert found.beaten or runs[0] == runs[1] == [1000, 1001, 1002, 1003, 1004, 1005]
 
 
 def test_the_minutes_include_the_confirmation(tmp_path: Path) -> None:
@@ -324,8 +325,8 @@ def test_the_minutes_include_the_confirmation(tmp_path: Path) -> None:
     study = open_study(f"sqlite:///{tmp_path / 's.db'}", "s", sampler="tpe", pruner="none", seed=0)
     study.draw_from(space.parameters())
     options = SearchOptions(trials=None, minutes=1.5)
-    found = Session(
-        study, space, [launcher], options, lambda text: None, lambda: launcher.seconds
-    ).run(guesses(space))
+    Session(study, space, [launcher], options, lambda text: None, lambda: launcher.seconds).run(
+        guesses(space)
+    )
     assert len(study.trials()) > 5 and study.facts["confirmations"]
-    assert 30 < found.seconds <= 92
+    assert 30 < study.facts["seconds"] <= 92

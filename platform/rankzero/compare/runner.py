@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rankzero import config
@@ -88,10 +89,12 @@ def profile(context: CompareContext, processes: int) -> tuple[Profile, RunFolder
     return found, study.folder
 
 
-def _open_run(context: CompareContext) -> StudyRun:
+def _open_run(context: CompareContext) -> AbstractContextManager[StudyRun]:
     """Return the run that the results are artifacts of."""
     params = settings_without_secrets(config.rendered(context.reference))
-    return StudyRun(context.runs, context.identity, params, context.argv, offline=context.offline)
+    return StudyRun.open(
+        context.runs, context.identity, params, context.argv, offline=context.offline
+    )
 
 
 def _profiled(

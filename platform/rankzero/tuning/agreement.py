@@ -34,22 +34,24 @@ def agree_on_space(
             "signature": _signature(space, options),
         }
         study.note(SPACE, fact)
-    fact = study.facts[SPACE]
-    space = narrowed(space, fact["batch_sizes"], fact["precisions"])
-    study.draw_from(space.parameters())
-    return space
+    return _stored_space(study, space)
 
 
 def check_space(study: Study, space: Space, options: SearchOptions) -> Space:
     """Return the space that the leader stored. Raises UserError if this process has another."""
+    found, agreed = _stored_space(study, space), study.facts[SPACE]["signature"]
+    if (own := _signature(found, options)) != agreed:
+        raise UserError(
+            f"study {study.name} searches {agreed}, this command {own}: all processes that share "
+            "a study need the same experiment, settings, --nproc and --objective, and the same "
+            "kind of device"
+        )
+    return found
+
+
+def _stored_space(study: Study, space: Space) -> Space:
     fact = study.facts[SPACE]
     found = narrowed(space, fact["batch_sizes"], fact["precisions"])
-    if (own := _signature(found, options)) != fact["signature"]:
-        raise UserError(
-            f"study {study.name} searches {fact['signature']}, this command {own}: all processes "
-            "that share a study need the same experiment, settings, --nproc and --objective, and "
-            "the same kind of device"
-        )
     study.draw_from(found.parameters())
     return found
 

@@ -73,7 +73,7 @@ class Members:
         if not member:
             return False
         machine, pid, started = member.rsplit(" ", 2)
-        if machine == machine_name():
+        if machine == _machine_name():
             return claims.process_start(int(pid)) == started != ""
         return time.time() - float(self._store.facts.get(BEAT + member, 0.0)) < DEAD_SECONDS
 
@@ -102,10 +102,10 @@ class Members:
 def own_name() -> str:
     """Return this process's name: its machine, its number, and the time of its start."""
     # The start separates two processes that had the same number one after the other.
-    return f"{machine_name()} {os.getpid()} {claims.process_start(os.getpid())}"
+    return f"{_machine_name()} {os.getpid()} {claims.process_start(os.getpid())}"
 
 
-def machine_name() -> str:
+def _machine_name() -> str:
     """Return a name for the scope of process numbers: host name, boot and container."""
     # Process numbers start again with each boot, and each container has its own.
     boot, container = "", ""
@@ -114,8 +114,3 @@ def machine_name() -> str:
     with contextlib.suppress(OSError):
         container = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
     return "/".join([socket.gethostname(), boot, container])
-
-
-def host_of(member: str) -> str:
-    """Return the host name of a member."""
-    return member.partition("/")[0]

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rankzero.experiment import Goal
 from rankzero.tuning.learning_curve import LearningCurve
 
 Name = Literal["time-to-target", "throughput", "quality"]
-NAMES: tuple[Name, ...] = ("time-to-target", "throughput", "quality")
+NAMES: tuple[Name, ...] = get_args(Name)
 QUALITY = "quality"
 """The constraint that every objective has."""
 _CANNOT_WIN = 1.1  # times the best: the noise is smaller than that

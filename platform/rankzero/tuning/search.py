@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,19 @@ from rankzero.redaction.text import settings_without_secrets, url_without_secret
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tuning import members, next_trial
 from rankzero.tuning.agreement import SPACE, agree_on_space, await_facts, check_space
+from rankzero.tuning.budget import SECONDS
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import probe_map
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.reports.study_run import StudyRun, trials_markdown
-from rankzero.tuning.session import TARGET, SearchResult, Session
+from rankzero.tuning.reports.study_run import StudyRun, sweet_spot_yaml, trials_markdown
+from rankzero.tuning.session import TARGET, Session
 from rankzero.tuning.space import Space
 from rankzero.tuning.study import OWNER, Study, open_study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
+from rankzero.tuning.verdict.decide import Verdict
 from rankzero.tuning.verdict.sentence import sentence
 
 FIRST, PARENT = "first", "parent"
@@ -134,19 +137,18 @@ def _lead(
             _logging_trials(study, run, notify),
             already_seconds=time.monotonic() - began,
         )
-        result = session.run(first_guesses(study))
-        verdict = _report(setup, space, study, result, run)
-        region = result.verdict.region
-        _draw(run, study.trials(), measured, space.reference.goal, region, verdict)
+        verdict = session.run(first_guesses(study))
+        text = _report(setup, space, study, verdict, run)
+        _draw(run, study.trials(), measured, space.reference.goal, verdict.region, text)
         known = {
-            "gain": result.verdict.gain,
-            "gain_low": result.verdict.gain_low,
-            "gain_high": result.verdict.gain_high,
-            "search_seconds": result.seconds,
-            "noise": result.verdict.noise,
+            "gain": verdict.gain,
+            "gain_low": verdict.gain_low,
+            "gain_high": verdict.gain_high,
+            "search_seconds": study.facts[SECONDS],
+            "noise": verdict.noise,
         }
-        run.finish(verdict, {name: value for name, value in known.items() if value is not None})
-    return SearchOutcome(verdict, run.folder, decided=True)
+        run.finish(text, {name: value for name, value in known.items() if value is not None})
+    return SearchOutcome(text, run.folder, decided=True)
 
 
 def _help(
@@ -157,7 +159,7 @@ def _help(
     notify: Callable[[str], None],
 ) -> SearchOutcome:
     """Do trials of a study that another process leads, until the budget is spent."""
-    leader = members.host_of(study.members.leader)
+    leader = study.members.leader.partition("/")[0]  # the host's name
     notify(f"{leader} leads this study: waiting until it has trained your own configuration")
     await_facts(study, (SPACE, FIRST, PARENT, TARGET))
     space = check_space(study, setup.space, setup.options)
@@ -179,18 +181,16 @@ def _help(
     return SearchOutcome(text, run.folder, decided=False)
 
 
-def _open_run(setup: SearchSetup, identity: Identity, argv: Sequence[str]) -> StudyRun:
-    options = {
-        f"search.{name}": values.render(value)
-        for name, value in dataclasses.asdict(setup.options).items()
-    }
+def _open_run(
+    setup: SearchSetup, identity: Identity, argv: Sequence[str]
+) -> AbstractContextManager[StudyRun]:
     params = {
         **settings_without_secrets(config.rendered(setup.space.reference)),
-        **options,
+        **{f"search.{name}": values.render(one) for name, one in vars(setup.options).items()},
         "search.sampler": setup.sampler,
         "search.pruner": setup.pruner,
     }
-    return StudyRun(setup.root / "runs", identity, params, argv, offline=setup.offline)
+    return StudyRun.open(setup.root / "runs", identity, params, argv, offline=setup.offline)
 
 
 def first_guesses(study: Study) -> list[dict[str, Any]]:
@@ -221,28 +221,26 @@ def _logging_trials(
     return notify_and_log
 
 
-def _report(
-    setup: SearchSetup, space: Space, study: Study, result: SearchResult, run: StudyRun
-) -> str:
-    """Write the verdict and its evidence into the run and the study; return the verdict."""
-    trials, goal = study.trials(), space.reference.goal
+def _report(setup: SearchSetup, space: Space, study: Study, verdict: Verdict, run: StudyRun) -> str:
+    """Write the verdict and its evidence into the run and the study; return it as sentences."""
+    trials, facts, goal = study.trials(), study.facts, space.reference.goal
     sign = 1 if goal.mode == "max" else -1
     qualities = [(one.number, float(one.facts["best"])) for one in trials if "best" in one.facts]
     closest = max(qualities, key=lambda pair: sign * pair[1], default=None)
-    verdict = sentence(result.verdict, goal, result.target, result.seconds, closest)
-    winner = next(one for one in trials if one.number == result.verdict.winner.trial)
+    text = sentence(verdict, goal, facts.get(TARGET), facts[SECONDS], closest)
+    winner = next(one for one in trials if one.number == verdict.winner.trial)
     sweet_spot = space.experiment(winner.parameters)
     run.write_trials(trials)
-    run.write_sweet_spot(sweet_spot, verdict, setup.use)
+    run.write("sweet_spot.yaml", sweet_spot_yaml(sweet_spot, text, setup.use))
     # For `rankzero report`, which reads the study alone.
-    study.note("objective", result.verdict.objective)
-    study.note("sentence", verdict)
+    study.note("objective", verdict.objective)
+    study.note("sentence", text)
     study.note("sweet_spot", config.to_yaml(sweet_spot))
     run.write_description(
-        f"**{verdict}**\n\nObjective: {result.verdict.objective}.\n\n{trials_markdown(trials)}\n\n"
+        f"**{text}**\n\nObjective: {verdict.objective}.\n\n{trials_markdown(trials)}\n\n"
         f"Use it: `{setup.use}`\n"
     )
-    return verdict
+    return text
 
 
 def _draw(

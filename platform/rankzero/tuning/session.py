@@ -33,16 +33,6 @@ _MOST_REPEATS = 50  # draws of known configurations in a row, before the space c
 _POLL_SECONDS = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class SearchResult:
-    """The result of a search."""
-
-    verdict: Verdict
-    target: float | None
-    seconds: float
-    """Of all its parts, those before an interruption included."""
-
-
 class Session:
     """One process's part in a search.
 
@@ -65,7 +55,7 @@ class Session:
         self._guesses: Sequence[Mapping[str, Any]] = ()
         self._repeats = 0
 
-    def run(self, guesses: Sequence[Mapping[str, Any]] = ()) -> SearchResult:
+    def run(self, guesses: Sequence[Mapping[str, Any]] = ()) -> Verdict:
         """Search until the budget is spent, confirm, decide. Raises RunFailed.
 
         `guesses`: the parameters to try right after the reference.
@@ -86,7 +76,7 @@ class Session:
         finally:
             # Also after Ctrl-C: the time that was spent counts when the search resumes.
             self._budget.keep()
-        return SearchResult(self._verdict(objective), objective.target, self._budget.seconds)
+        return self._verdict(objective)
 
     def help(self, guesses: Sequence[Mapping[str, Any]] = ()) -> None:
         """Do trials of a study that another process leads and has trained the reference of."""
@@ -264,8 +254,8 @@ class Session:
             if result is None:
                 return
             run = confirm.as_run(result, objective, seed)
-            runs = [*self._confirmations(), confirm.to_store(trial, run)]
-            self._study.note(CONFIRMATIONS, runs)
+            stored = {"trial": trial.number, **dataclasses.asdict(run)}
+            self._study.note(CONFIRMATIONS, [*self._confirmations(), stored])
             value = "missed the quality" if run.value is None else f"{abs(run.value):.4g}"
             self._notify(f"confirm  trial {trial.number} on seed {seed}: {value}")
 

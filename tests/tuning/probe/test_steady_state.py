@@ -14,7 +14,7 @@ from rankzero.tuning.probe.steady_state import FEWEST, SteadyState, inflation
 
 def measured(draw: random.Random, r: float, spread: float = 0.05) -> SteadyState:
     """Watch an AR(1) process of mean 1 until it is enough."""
-    steady, state = SteadyState(relative=0.01, most_seconds=60.0), draw.gauss(0, spread)
+    steady, state = SteadyState(most_seconds=60.0), draw.gauss(0, spread)
     while not steady.enough:
         state = r * state + math.sqrt(1 - r * r) * draw.gauss(0, spread)
         steady.add(1 + state)
@@ -32,7 +32,7 @@ def test_the_interval_covers_the_true_mean_of_correlated_windows(r: float) -> No
 
 
 def test_warm_up_windows_do_not_count() -> None:
-    steady = SteadyState()
+    steady = SteadyState(most_seconds=6.0)
     for seconds in (9.0, 3.0, 1.5, 1.0, 1.0, *[1.0] * FEWEST):
         steady.add(seconds)
     assert (

@@ -32,7 +32,7 @@ def test_a_clear_winner() -> None:
         candidate(0, 40.0, 41.0, 42.0),
         candidate(3, 12.0, 12.5, 11.5, batch_size=512, speed=310.0),
     )
-    found = decide("time-to-target", GOAL, reference, [candidate(2, 30.0, 31.0, 29.0), winner])
+    found = decide("time-to-target", reference, [candidate(2, 30.0, 31.0, 29.0), winner])
     assert found.beaten and found.winner.trial == 3 and found.region == (3,)
     assert found.gain == pytest.approx(41 / 12, rel=0.01)
     assert found.gain_low is not None and found.gain_high is not None
@@ -46,7 +46,7 @@ def test_a_clear_winner() -> None:
 
 def test_a_challenger_that_is_only_as_good_does_not_win() -> None:
     found = decide(
-        "time-to-target", GOAL, candidate(0, 40.0, 44.0, 42.0), [candidate(1, 41.0, 40.0, 43.0)]
+        "time-to-target", candidate(0, 40.0, 44.0, 42.0), [candidate(1, 41.0, 40.0, 43.0)]
     )
     assert not found.beaten and found.winner.trial == 0
     assert "Nothing beats your own configuration" in sentence(found, GOAL, 0.97, 60.0)
@@ -54,21 +54,19 @@ def test_a_challenger_that_is_only_as_good_does_not_win() -> None:
 
 def test_a_sure_gain_below_three_percent_does_not_win() -> None:
     found = decide(
-        "time-to-target", GOAL, candidate(0, 40.0, 40.0, 40.0), [candidate(1, 39.5, 39.5, 39.5)]
+        "time-to-target", candidate(0, 40.0, 40.0, 40.0), [candidate(1, 39.5, 39.5, 39.5)]
     )
     assert not found.beaten
 
 
 def test_a_challenger_that_missed_the_quality_once_is_out() -> None:
-    found = decide(
-        "time-to-target", GOAL, candidate(0, 40.0, 41.0, 42.0), [candidate(1, 5.0, None, 5.0)]
-    )
+    found = decide("time-to-target", candidate(0, 40.0, 41.0, 42.0), [candidate(1, 5.0, None, 5.0)])
     assert not found.beaten and found.winner.trial == 0
 
 
 def test_a_challenger_that_reaches_the_target_beats_a_reference_that_does_not() -> None:
     found = decide(
-        "time-to-target", GOAL, candidate(0, None, 41.0, None), [candidate(1, 50.0, 51.0, 52.0)]
+        "time-to-target", candidate(0, None, 41.0, None), [candidate(1, 50.0, 51.0, 52.0)]
     )
     assert found.beaten and found.winner.trial == 1 and found.gain is None
     assert "does not reliably reach 97.0% val/accuracy (1 of 3 seeds)" in sentence(
@@ -82,21 +80,18 @@ def test_among_equals_the_cheapest_wins() -> None:
         candidate(2, 12.1, 12.0, 12.2, batch_size=256, memory=5e9),
         candidate(3, 12.2, 12.0, 12.1, batch_size=128, memory=5e9),
     ]
-    found = decide("time-to-target", GOAL, candidate(0, 40.0, 41.0, 42.0), equal)
+    found = decide("time-to-target", candidate(0, 40.0, 41.0, 42.0), equal)
     assert found.winner.trial == 3 and found.region == (1, 2, 3)
 
 
 def test_throughput_counts_speeds_and_quality_counts_differences() -> None:
     fast = decide(
         "throughput",
-        GOAL,
         candidate(0, -100.0, -101.0, -99.0),
         [candidate(1, -200.0, -201.0, -199.0)],
     )
     assert fast.beaten and fast.gain == pytest.approx(2.0, rel=0.01)
-    good = decide(
-        "quality", GOAL, candidate(0, -0.90, -0.91, -0.89), [candidate(1, -0.97, -0.96, -0.98)]
-    )
+    good = decide("quality", candidate(0, -0.90, -0.91, -0.89), [candidate(1, -0.97, -0.96, -0.98)])
     assert good.beaten and good.gain == pytest.approx(0.07)
 
 
@@ -109,7 +104,7 @@ def test_equal_candidates_have_a_winner_in_at_most_five_percent() -> None:
             candidate(number, *(40.0 * draw.lognormvariate(0.0, 0.1) for _ in range(3)))
             for number in range(4)
         ]
-        wrong += decide("time-to-target", GOAL, table[0], table[1:]).beaten
+        wrong += decide("time-to-target", table[0], table[1:]).beaten
     assert wrong / 2000 <= 0.05
 
 
@@ -121,7 +116,7 @@ def test_a_candidate_faster_by_half_is_found_in_eighty_percent() -> None:
             [base * draw.lognormvariate(0.0, 0.1) for _ in range(3)] for base in (40.0, 38.0, 26.0)
         ]
         table = [candidate(number, *values) for number, values in enumerate(times)]
-        verdict = decide("time-to-target", GOAL, table[0], table[1:])
+        verdict = decide("time-to-target", table[0], table[1:])
         found += verdict.beaten and verdict.winner.trial == 2
     assert found / 500 >= 0.8
 
@@ -133,17 +128,16 @@ def test_the_text_of_a_configuration() -> None:
 def test_a_close_verdict_asks_for_a_second_look_at_the_nearest() -> None:
     close = decide(
         "time-to-target",
-        GOAL,
         candidate(0, 40.0, 50.0, 45.0),
         [candidate(1, 36.0, 44.0, 40.0), candidate(2, 39.0, 49.0, 44.0)],
     )
     assert not close.beaten and finalists(close) == (0, 1)
     clear = decide(
-        "time-to-target", GOAL, candidate(0, 40.0, 41.0, 42.0), [candidate(1, 12.0, 12.5, 11.5)]
+        "time-to-target", candidate(0, 40.0, 41.0, 42.0), [candidate(1, 12.0, 12.5, 11.5)]
     )
     assert clear.beaten and finalists(clear) == ()
     worse = decide(
-        "time-to-target", GOAL, candidate(0, 40.0, 50.0, 45.0), [candidate(1, 46.0, 54.0, 50.0)]
+        "time-to-target", candidate(0, 40.0, 50.0, 45.0), [candidate(1, 46.0, 54.0, 50.0)]
     )
     assert finalists(worse) == ()
 
@@ -156,7 +150,6 @@ def test_a_second_look_finds_more_winners_and_few_wrong_ones() -> None:
         values = [[base * draw.lognormvariate(0.0, 0.15) for _ in range(3)] for base in bases]
         found = decide(
             "time-to-target",
-            GOAL,
             candidate(0, *values[0]),
             [candidate(number, *values[number]) for number in range(1, len(bases))],
         )
@@ -164,7 +157,6 @@ def test_a_second_look_finds_more_winners_and_few_wrong_ones() -> None:
             values[number] += [bases[number] * draw.lognormvariate(0.0, 0.15) for _ in range(3)]
         return decide(
             "time-to-target",
-            GOAL,
             candidate(0, *values[0]),
             [candidate(number, *values[number]) for number in range(1, len(bases))],
         ).beaten

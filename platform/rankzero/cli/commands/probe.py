@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         file = identity.experiment_file or ""
         request = probe_map.request_for(space, described, file, arguments.dir)
         params = settings_without_secrets(config.rendered(reference))
-        with StudyRun(runs, identity, params, sys.argv, offline=offline) as study_run:
+        with StudyRun.open(runs, identity, params, sys.argv, offline=offline) as study_run:
             measured = probe_map.measure(request, host, search.print_line)
             page = html_page.page([probe_figures.heat_map(measured)], "Probe map")
             study_run.write_probe_map(measured)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from rankzero.cli.display.terminal import text_console
-from rankzero.tuning.reports import study_run
+from rankzero.tuning.reports.study_run import row_of
 
 _SHOWN = (
     "trial",
@@ -33,7 +33,7 @@ def show(storage: str, name: str) -> None:
         ratio = 1 if column == "reason" else None
         table.add_column(column, no_wrap=True, overflow="ellipsis", ratio=ratio)
     for trial in trials:
-        row = dict(zip(study_run.COLUMNS, study_run.row_of(trial), strict=True))
+        row = row_of(trial)
         table.add_row(*(_cell(row[column]) for column in _SHOWN))
     terminal.print(table)
     for number, runs in by_trial(facts.get(CONFIRMATIONS, [])).items():

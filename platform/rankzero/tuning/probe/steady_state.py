@@ -16,6 +16,7 @@ import statistics
 from rankzero.confidence import half_width
 
 _AGREEMENT = 0.05  # the relative difference of two windows in a row, once it is warm
+_WANTED = 0.01  # half the 95 % interval over the mean
 FEWEST = 5
 """Windows that are measured at least."""
 _MOST_WARM_UP = 12
@@ -25,9 +26,7 @@ _MOST_WARM_UP = 12
 class SteadyState:
     """Windows of equal work, in seconds each. Ask after every one whether it is `enough`."""
 
-    relative: float = 0.01
-    """The wanted half width of the 95 % interval over the mean."""
-    most_seconds: float = 6.0
+    most_seconds: float
     """The limit of the measurement, without the warm-up."""
     warm: bool = False
     warm_up: list[float] = dataclasses.field(default_factory=list)
@@ -50,7 +49,7 @@ class SteadyState:
         """Return whether the interval is narrow, or the time is up."""
         if len(self.windows) < FEWEST:
             return False
-        return self.relative_half_width <= self.relative or sum(self.windows) >= self.most_seconds
+        return self.relative_half_width <= _WANTED or sum(self.windows) >= self.most_seconds
 
     @property
     def mean(self) -> float:

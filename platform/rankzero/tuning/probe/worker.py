@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from rankzero.training.job import State, TrainingContext
 
 _DataSets = tuple[Any, Any]  # training, validation
-_SHORTEST_SECONDS, _PART_OF_A_RUN = 0.5, 0.02
+# A cell's measurement takes a fiftieth of a run, within these bounds.
+_PART_OF_A_RUN, _SHORTEST_SECONDS, _MOST_SECONDS = 0.02, 0.5, 4.0
 _WINDOWS = 10  # in the most seconds that a cell is measured
 _LOCAL_WINDOWS = 4  # without communication, to measure what it costs
 _ENDLESS = 1_000_000_000  # steps
@@ -44,8 +46,6 @@ class ProbeRequest:
     """One line before each cell and one after it. A line without its second is a cell that killed
     its processes."""
     known: tuple[ProbeResult, ...] = ()
-    relative: float = 0.01
-    most_seconds: float = 4.0
 
     @property
     def failures(self) -> Path:
@@ -79,28 +79,17 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
     while cell := grid.next_cell(measured, request.batch_sizes, request.precisions, world.size):
         if world.ranks.first:
             _append(request, {"begun": dataclasses.asdict(cell)})
-        seconds = _most_seconds(request, measured)
-        measured.append(_measure_or_fail(request, experiment, data, world, cell, seconds))
+        # The first cell's speed shows how long a run takes.
+        speed = next((one.samples_per_second for one in measured if one.status == "ok"), math.inf)
+        seconds = max(_SHORTEST_SECONDS, _PART_OF_A_RUN * request.run_samples / speed)
+        seconds = min(_MOST_SECONDS, seconds)
+        measured.append(_measure_or_fail(experiment, data, world, cell, seconds))
         if world.ranks.first:
             _append(request, dataclasses.asdict(measured[-1]))
 
 
-def _most_seconds(request: ProbeRequest, measured: Sequence[ProbeResult]) -> float:
-    """Return the limit of a cell's measurement: a fiftieth of a run at the first known speed."""
-    speeds = [one.samples_per_second for one in measured if one.status == "ok"]
-    if not speeds:
-        return _SHORTEST_SECONDS
-    seconds = _PART_OF_A_RUN * request.run_samples / speeds[0]
-    return min(request.most_seconds, max(_SHORTEST_SECONDS, seconds))
-
-
 def _measure_or_fail(
-    request: ProbeRequest,
-    experiment: Experiment,
-    data: _DataSets,
-    world: World,
-    cell: Cell,
-    most_seconds: float,
+    experiment: Experiment, data: _DataSets, world: World, cell: Cell, most_seconds: float
 ) -> ProbeResult:
     """Measure a cell; return it as out of memory if a single rank ran out. Collective."""
     import torch
@@ -114,7 +103,7 @@ def _measure_or_fail(
     experiment = config.override(experiment, settings)
     began = time.perf_counter()
     try:
-        return _measure(experiment, data, world, cell, request.relative, most_seconds)
+        return _measure(experiment, data, world, cell, most_seconds)
     except torch.OutOfMemoryError as error:
         # With several ranks, the others would wait for this one without end. So they all end.
         if world.is_distributed:
@@ -132,12 +121,7 @@ def _measure_or_fail(
 
 
 def _measure(
-    experiment: Experiment,
-    data: _DataSets,
-    world: World,
-    cell: Cell,
-    relative: float,
-    most_seconds: float,
+    experiment: Experiment, data: _DataSets, world: World, cell: Cell, most_seconds: float
 ) -> ProbeResult:
     """Measure a cell's steady speed with the real data loading. Collective."""
     import torch
@@ -153,7 +137,7 @@ def _measure(
     job, state = worker.build(experiment, world, data)
     batches = job.train_loader.train_batches(job.batch_order, job.strategy.shard.rank, 0, _ENDLESS)
     state.model.train()
-    steady, steps, waits = _steady_windows(job, state, batches, relative, most_seconds)
+    steady, steps, waits = _steady_windows(job, state, batches, most_seconds)
     seconds = steady.mean / steps
     local = _local_seconds(job, state, batches, steps) if world.is_distributed else None
     # An allocator that freed its cache was slow because the memory was full.
@@ -180,10 +164,10 @@ def _measure(
 
 
 def _steady_windows(
-    job: TrainingContext, state: State, batches: Iterator[Any], relative: float, most_seconds: float
+    job: TrainingContext, state: State, batches: Iterator[Any], most_seconds: float
 ) -> tuple[SteadyState, int, float]:
     """Return the steady windows, the steps in each, and a step's mean seconds waiting for data."""
-    steady, steps, waits = SteadyState(relative, most_seconds), 1, [0.0]
+    steady, steps, waits = SteadyState(most_seconds), 1, [0.0]
     while not steady.enough:
         seconds, waited = _window(job, state, batches, steps)
         # Longer windows first: one must outlast the noise of a single step.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import io
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rankzero import config
@@ -24,7 +24,7 @@ from rankzero.tracking.run_log import RunLog
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.trial import Trial
 
-COLUMNS = (
+_COLUMNS = (
     "trial",
     "state",
     "value",
@@ -43,48 +43,45 @@ _SHOWN_COLUMNS = 8  # in the run's description
 
 
 class StudyRun:
-    """The study's run, open during a with block.
+    """The study's run, open during a with block of `open`."""
 
-    `offline`: record it only; `rankzero sync` delivers it later.
-    """
+    def __init__(self, log: RunLog, environment: Mapping[str, str]) -> None:
+        self._log, self.folder, self.environment = log, log.folder, environment
+        """`environment`: the tags of this run, and of its children."""
+        self._status: Status = "FAILED"
+        self._reason, self._summary = "ended without a verdict", dict[str, float]()
 
-    def __init__(
-        self,
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls,
         runs: Path,
         identity: Identity,
         params: Mapping[str, str],
         argv: Sequence[str],
         *,
-        offline: bool = False,
-    ) -> None:
-        self._log = RunLog.open(runs, identity, Ranks(), gpu_uuids=(), offline=offline)
-        self.folder, self._params = self._log.folder, params
+        offline: bool,
+    ) -> Iterator[StudyRun]:
+        """Open the run for a block. `offline`: record it only; `rankzero sync` delivers it."""
+        log = RunLog.open(runs, identity, Ranks(), gpu_uuids=(), offline=offline)
         found = provenance.collect(Path.cwd(), argv, os.environ)
-        provenance.write_artifacts(found, self.folder.artifacts)
+        provenance.write_artifacts(found, log.folder.artifacts)
         file = os.path.relpath(identity.experiment_file or "", Path.cwd())
-        self.environment = {**provenance.environment(found), "rankzero.experiment_file": file}
-        """The tags of this run, and of its children."""
-        self._status: Status = "FAILED"
-        self._reason, self._summary = "ended without a verdict", dict[str, float]()
-
-    def __enter__(self) -> StudyRun:
-        tags = {**self.environment, "rankzero.study": self.folder.path.name}
-        self._log(RunStarted(time.time(), self._params, tags, self._log.attempt))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # KILLED, and not FAILED: the user stopped it, and nothing is wrong.
-        if isinstance(error, KeyboardInterrupt):
-            self._status, self._reason = "KILLED", "stopped by Ctrl-C; the same command resumes it"
-        elif error is not None:
-            self._status, self._reason = "FAILED", f"{type(error).__name__}: {error}"
-        self._log(RunEnded(time.time(), self._status, self._reason, None, self._summary))
-        self._log.close()
+        run = cls(log, {**provenance.environment(found), "rankzero.experiment_file": file})
+        tags = {**run.environment, "rankzero.study": log.folder.path.name}
+        log(RunStarted(time.time(), params, tags, log.attempt))
+        try:
+            yield run
+        except KeyboardInterrupt:
+            # KILLED, and not FAILED: the user stopped it, and nothing is wrong.
+            run._status, run._reason = "KILLED", "stopped by Ctrl-C; the same command resumes it"
+            raise
+        except BaseException as error:
+            run._status, run._reason = "FAILED", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            log(RunEnded(time.time(), run._status, run._reason, None, run._summary))
+            log.close()
 
     def log_trial(self, trial: Trial, best: float | None) -> None:
         """Log a trial into the study's curves. The step is the trial's number."""
@@ -120,10 +117,10 @@ class StudyRun:
 
     def write_trials(self, trials: Sequence[Trial]) -> None:
         """Write the trials as tables: for MLflow's artifact viewer, and for spreadsheets."""
-        rows = [row_of(trial) for trial in trials]
-        self.write("trials.json", json.dumps({"columns": list(COLUMNS), "data": rows}))
+        rows = [list(row_of(trial).values()) for trial in trials]
+        self.write("trials.json", json.dumps({"columns": _COLUMNS, "data": rows}))
         table = io.StringIO()
-        csv.writer(table).writerows([COLUMNS, *rows])
+        csv.writer(table).writerows([_COLUMNS, *rows])
         self.write("trials.csv", table.getvalue())
 
     def write_probe_map(self, measured: Sequence[ProbeResult]) -> None:
@@ -132,25 +129,19 @@ class StudyRun:
         table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
         self.write("probe_map.json", json.dumps(table))
 
-    def write_sweet_spot(self, experiment: Experiment, verdict: str, command: str) -> None:
-        """Write ``sweet_spot.yaml``, for ``rankzero train --from``."""
-        self.write("sweet_spot.yaml", sweet_spot_yaml(experiment, verdict, command))
 
-
-def row_of(trial: Trial) -> list[Any]:
-    """Return a trial's row of a table with `COLUMNS`."""
+def row_of(trial: Trial) -> dict[str, Any]:
+    """Return a trial's row of the table of trials, by column."""
     known = {"trial": trial.number, "state": trial.state, "value": trial.value, **trial.facts}
-    return [known.get(column) for column in COLUMNS]
+    return {column: known.get(column) for column in _COLUMNS}
 
 
 def trials_markdown(trials: Sequence[Trial]) -> str:
     """Return the trials as a Markdown table, the best first."""
-    head = [
-        f"{name.replace('_per_second', '/s').replace('_', ' ')}&emsp;"
-        for name in COLUMNS[:_SHOWN_COLUMNS]
-    ]
+    shown = _COLUMNS[:_SHOWN_COLUMNS]
+    head = [f"{name.replace('_per_second', '/s').replace('_', ' ')}&emsp;" for name in shown]
     ranked = sorted(trials, key=lambda trial: (trial.value is None, trial.rank, trial.number))
-    rows = [[_cell(value) for value in row_of(trial)[:_SHOWN_COLUMNS]] for trial in ranked]
+    rows = [[_cell(row_of(trial)[name]) for name in shown] for trial in ranked]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

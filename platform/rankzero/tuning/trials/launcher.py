@@ -35,8 +35,6 @@ _END_SECONDS = 10.0  # for a trial's recorder to write the end of a rank that wa
 class TrialRun(Protocol):
     """A trial that was started."""
 
-    name: str
-
     def new_events(self) -> list[Event]:
         """Return the events since the last call. Wait a moment if there are none."""
 
@@ -118,7 +116,6 @@ class LaunchedTrial:
     """A trial that a host runs: a journal that grows, and a message at its end."""
 
     def __init__(self, folder: RunFolder, host: Host) -> None:
-        self.name = folder.path.name
         self._folder, self._host = folder, host
         self._offsets: dict[Path, int] = {}
         self.has_ended = False

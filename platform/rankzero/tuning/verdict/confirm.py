@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,11 +49,6 @@ def as_run(result: TrialResult, objective: Objective, seed: int) -> Confirmation
     )
 
 
-def to_store(trial: Trial, run: ConfirmationRun) -> dict[str, Any]:
-    """Return a run in the form in which the study stores it."""
-    return {"trial": trial.number, **dataclasses.asdict(run)}
-
-
 def by_trial(stored: Stored) -> dict[int, list[ConfirmationRun]]:
     """Return the stored confirmations by trial."""
     found: dict[int, list[ConfirmationRun]] = {}
@@ -83,7 +77,7 @@ def verdict_of(
         if trial.number in confirmed
     }
     own = candidates.pop(reference.number)
-    return decide(objective.name, objective.goal, own, list(candidates.values()))
+    return decide(objective.name, own, list(candidates.values()))
 
 
 def _candidate(space: Space, trial: Trial, runs: Sequence[ConfirmationRun]) -> Candidate:

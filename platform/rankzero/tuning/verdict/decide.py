@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankzero.confidence import pooled_deviation, student_t
-from rankzero.experiment import Goal
 from rankzero.tuning.objective import Name
 
 LOOKS = 2
@@ -83,9 +82,7 @@ class Verdict:
     """The challenger that `gain` belongs to."""
 
 
-def decide(
-    objective: Name, goal: Goal, reference: Candidate, challengers: Sequence[Candidate]
-) -> Verdict:
+def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidate]) -> Verdict:
     """Choose among confirmed candidates. A challenger that missed the quality once is out."""
     able = [one for one in challengers if one.reached]
     scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
