@@ -163,7 +163,9 @@ def test_report_equals_the_page_in_mlflow(here: Here, trained: Command) -> None:
     folder = RunFolder(trained.folder / "mlruns/runs/first")
     tags = MlflowRuns(folder.identity.tracking_uri).find_run(mlflow_id(folder) or "").tags
     _, output = here("report", "first")
-    assert output == tags["mlflow.note.content"].replace("&nbsp;\n\n", "").replace("&emsp;", "")
+    notes, marker, written = tags["mlflow.note.content"].partition("-->\n\n")
+    assert notes.startswith("<!-- rankzero ") and marker
+    assert output == written.replace("&nbsp;\n\n", "").replace("&emsp;", "")
     for says in (
         "### FINISHED",
         "Limited by",

@@ -73,7 +73,8 @@ def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
     assert tracker.artifacts == {"config.yaml": "lr: 0.1", "logs/a.txt": "hello"}
     assert list(tracker.checkpoints) == [50]
     assert "### FINISHED" in tracker.tags["mlflow.note.content"]
-    assert tracker.calls.index("save_checkpoint") < tracker.calls.index("close_run")
+    order = [tracker.calls.index(name) for name in ("log_metrics", "close_run", "save_checkpoint")]
+    assert order == sorted(order), "the status waits for no upload"
     assert done.state.done and state.load(state.path_of(folder, 0)).done
     assert delivery_status.status(folder)[:4] == (53, 0, 0, True)
 
@@ -138,7 +139,7 @@ def test_a_crash_anywhere_replays_and_loses_nothing(tmp_path: Path) -> None:
     class Killed(BaseException):
         pass
 
-    for crash in range(1, 16):
+    for crash in range(1, 24):
         folder, tracker = make_folder(tmp_path / str(crash)), FakeTracker()
         append(
             folder,
@@ -252,6 +253,34 @@ def test_a_store_whose_disk_is_full_answers_and_loses_nothing(
     )
 
 
+def test_the_end_is_in_mlflow_if_the_courier_dies_in_the_first_upload(
+    folder: RunFolder, tracker: FakeTracker
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    closed: list[object] = []
+
+    def fail(called: str, argument: object) -> None:
+        if called == "close_run":
+            closed.append(argument)
+        if called in ("log_artifact", "save_checkpoint", "log_pictures"):
+            raise Killed
+
+    tracker.fail = fail
+    folder.artifacts.mkdir()
+    (folder.artifacts / "config.yaml").write_text("lr: 0.1")
+    end = ended(metrics={"best": 0.1})
+    append(folder, started(), steps(1, 20), saved(folder, 20), end)
+    with pytest.raises(Killed):
+        run(deliverer_to(tracker, folder))
+    assert (tracker.status, closed) == ("FINISHED", [end])
+    assert tracker.curve("whole_run/best") == {0: 0.1} and "### FINISHED" in tracker.tags[NOTE]
+    tracker.fail = lambda *_: None
+    run(deliverer_to(tracker, folder))
+    assert list(tracker.checkpoints) == [20] and tracker.artifacts
+
+
 def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(
     folder: RunFolder, tracker: FakeTracker
 ) -> None:
@@ -302,7 +331,7 @@ def test_problems_after_the_end_update_the_page(folder: RunFolder, tracker: Fake
 def test_no_command_waits_for_the_page_update(folder: RunFolder, tracker: FakeTracker) -> None:
     append(folder, started(), steps(1, 20), ended())
     deliverer = deliverer_to(tracker, folder)
-    while tracker.status != "FINISHED":
+    while not delivery_status.status(folder).done:
         deliverer.work()
     found = delivery_status.status(folder)
     assert found.done and found.page_update_waits and not found.pending and not deliverer.complete
@@ -346,7 +375,7 @@ def test_problems_are_added_to_the_page_of_a_study(folder: RunFolder, tracker: F
     folder.description.write_text("# The sweet spot\n")
     append(folder, Noticed(T0, "a trial's folder was lost"))
     tags = _delivered_with_late_trouble(folder, tracker)
-    assert tags[NOTE].startswith("# The sweet spot\n")
+    assert tags[NOTE].partition("-->\n\n")[2].startswith("# The sweet spot\n")
     assert "a trial's folder was lost" in tags[NOTE] and "9 tries to deliver failed" in tags[NOTE]
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rankzero.events import Evaluated, Event, StepsLogged, SystemSampled
+from rankzero.events import Evaluated, Event, RunEnded, StepsLogged, SystemSampled
 from rankzero.mlflow_store.items import MetricBatch, MetricPoint, MlflowItem, Tags
 from rankzero.run_store.delivery_state import Curves, DeliveryState
 from rankzero.tracking.translate import ending, linked, translate
@@ -144,13 +144,13 @@ def test_the_end_sends_the_figures_that_have_no_curve() -> None:
         metrics={"best": 0.5, "samples_per_second": 99.0, "val/accuracy": 0.5, "val/new": 1.0},
         error="x" * 9000 + "ValueError: the end",
     )
-    found, _ = ending(event, "# report", state)
+    found, _ = ending(event, state)
     assert keys(points(found)) == {"whole_run/best", "whole_run/samples_per_second", "val/new"}
     tags = next(item.tags for item in found if isinstance(item, Tags))
     assert tags["rankzero.error"].endswith("ValueError: the end")
     assert len(tags["rankzero.error"]) == 8000
     assert tags["rankzero.reason"] == "trained"
-    assert tags["mlflow.note.content"] == "# report"
+    assert isinstance(found[-1], RunEnded)
 
 
 def test_the_state_that_is_given_stays_as_it_is() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rankzero.catalog.summary import read_summary
-from rankzero.events import RunEnded
 from rankzero.reporting import run_report
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.run_facts import fold
@@ -16,15 +15,12 @@ def page(folder: RunFolder) -> str:
     return written(folder, load(path_of(folder, 0)))
 
 
-def written(folder: RunFolder, progress: DeliveryState, end: RunEnded | None = None) -> str:
-    """Return the page with the problems of this delivery.
-
-    `end`: how the run ended; None for the end in the journal.
-    """
+def written(folder: RunFolder, progress: DeliveryState) -> str:
+    """Return the page with the problems of this delivery."""
     facts = fold(folder.all_events())
     if folder.description.exists():
         return run_report.with_notes(
             folder.description.read_text(encoding="utf-8"), facts.notices, trouble(progress)
         )
-    end = end or facts.end or run_report.so_far(facts, read_summary(folder).status)
+    end = facts.end or run_report.so_far(facts, read_summary(folder).status)
     return run_report.markdown(folder.identity.name, facts, end, trouble(progress))

@@ -37,6 +37,7 @@ class Task(enum.Enum):
     """An upload that no event describes. The values are written to ``delivery.json``."""
 
     ARTIFACTS = "artifacts"
+    PAGE = "page"
     PAGE_UPDATE = "afterword"
 
 
@@ -84,7 +85,7 @@ class Curves:
 
 @dataclasses.dataclass(frozen=True)
 class Queue:
-    """What is to be done after the points: uploads, then the end of the attempt."""
+    """What is to be done after the points: the end of the attempt, then uploads."""
 
     waiting: tuple[Upload, ...] = ()
     ending: RunEnded | None = None
@@ -153,10 +154,10 @@ class Retries:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """Checksums of the run's description, to see later whether it is still ours and complete."""
+    """Checksums of the run's page, to see later whether it is still ours and complete."""
 
     page: str = ""
-    """Of its text as it was sent."""
+    """Of the whole description, as versions without a marker sent it. Empty since then."""
     told: str = ""
     """Of the problems that it lists."""
 

@@ -7,10 +7,10 @@ them, by what there is to do, and nothing else does:
     start ─▶ OPEN ────────────────────▶ IDLE ◀────────────────────────────────┐
                                          │                                    │
          journal has 1 MiB,     ┌────────┼──────────────┐                     │
-         or 5 s have passed     ▼        ▼ no upload    ▼ uploads wait        │ delivery.json
-                              READ      END left, or  UPLOAD ─────────────────┤ is written
-         events -> items,       │        │  one fails                         │
-         uploads, end           └▶ SEND ◀┘ end -> final numbers, page, status │
+         or 5 s have passed     ▼        ▼ an end       ▼ uploads wait,       │ delivery.json
+                              READ      END waits     UPLOAD and no end ──────┤ is written
+         events -> items,       │        │                                    │
+         end, uploads           └▶ SEND ◀┘ end -> final numbers, status       │
                                     └─────────────────────────────────────────┘
                                     a refused batch is halved, a refused item set aside
 
@@ -18,7 +18,8 @@ OPEN, SEND and UPLOAD make requests. After an error each has a wait of its own (
 30 s) and is then tried again. If the MLflow run was deleted, the rest of the journals is skipped.
 
 A crash before delivery.json is written replays the same items, which changes nothing in MLflow.
-Points go before uploads, so files that are large or cannot be stored never hold up the curves.
+Points go first, then the end, then uploads. So files that are large or cannot be stored hold up
+neither the curves nor the run's status, also if a container ends all processes after the command.
 """
 
 from __future__ import annotations
@@ -172,9 +173,7 @@ class Deliverer:
         unread = self._unread()
         if unread and (self._hurried or unread >= READ_BYTES or self._clock() >= self._read_at):
             return Activity.READ
-        # Uploads that fail do not hold up the end.
-        failing = self._retry.of(Activity.UPLOAD).failures > 0
-        if queue.ending is not None and (failing or not queue.awaited):
+        if queue.ending is not None:
             return Activity.END
         return self._if_due(Activity.UPLOAD) if queue.waiting else Activity.IDLE
 
@@ -283,8 +282,7 @@ class Deliverer:
     def _begin_end(self) -> None:
         end = self.state.queue.ending
         if end is not None:
-            text, state = description.describe(self._folder, self.state, end)
-            items, self.state = ending(end, text, state)
+            items, self.state = ending(end, self.state)
             self._items.extend(items)
 
     def _send(self, target: Target) -> None:
@@ -302,10 +300,17 @@ class Deliverer:
                 store.set_tags(run.run_id, tags)
             case RunEnded():
                 store.close_run(run.run_id, item)
-                # Uploads that still fail may add problems, which belong on the page as well.
-                waiting = (*self.state.queue.awaited, Task.PAGE_UPDATE)
-                self._change_queue(ending=None, ended=True, waiting=waiting)
+                self._queue_page(ended=True)
         self._drop_item()
+
+    def _queue_page(self, *, ended: bool) -> None:
+        """Note that the end needs no more requests, and that the page comes next.
+
+        Uploads that fail later may add problems, which belong on the page as well.
+        """
+        uploads = [one for one in self.state.queue.awaited if one is not Task.PAGE]
+        waiting = (Task.PAGE, *uploads, Task.PAGE_UPDATE)
+        self._change_queue(ending=None, ended=ended, waiting=waiting)
 
     def _drop_item(self) -> None:
         self._items.popleft()
@@ -314,8 +319,8 @@ class Deliverer:
 
     def _upload(self, target: Target) -> None:
         item = self.state.queue.waiting[0]
-        if item is Task.PAGE_UPDATE:
-            tags, self.state = description.update_page(target, self._folder, self.state)
+        if item is Task.PAGE or item is Task.PAGE_UPDATE:
+            tags, self.state = description.page_tags(item, target, self._folder, self.state)
             self._items.extend(tags)
         else:
             for state in upload(item, target, self._folder, self.state):
@@ -344,7 +349,7 @@ class Deliverer:
             self._items.extendleft(reversed(parts))
             return
         if isinstance(item, RunEnded):
-            self._change_queue(ending=None)
+            self._queue_page(ended=False)
         self._reject(name_of(item), reason)
         self._drop_item()
 

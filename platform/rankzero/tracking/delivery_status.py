@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rankzero.catalog import lookup
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.run_store import claims, delivery_state
-from rankzero.run_store.delivery_state import DeliveryState
+from rankzero.run_store.delivery_state import DeliveryState, Task
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.retry import grace_seconds
 
@@ -67,16 +67,18 @@ def status(folder: RunFolder) -> Delivery:
 
 def _lacking(state: DeliveryState, unread: int) -> Iterator[str]:
     """Yield what MLflow does not have yet, except for the page update."""
-    uploads = len(state.queue.awaited)
+    uploads = sum(upload is not Task.PAGE for upload in state.queue.awaited)
     if state.run_id is None:
         yield "the whole run"
         return
     if unread:
         yield "the latest values"
-    if uploads:
-        yield f"{uploads} uploads" if uploads > 1 else "an upload"
     if state.queue.ending is not None:
         yield "its end"
+    if Task.PAGE in state.queue.awaited:
+        yield "its page"
+    if uploads:
+        yield f"{uploads} uploads" if uploads > 1 else "an upload"
 
 
 def is_delivered(delivery: Delivery) -> bool:

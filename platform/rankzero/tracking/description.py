@@ -1,53 +1,85 @@
-"""The run's description in MLflow: its text, and its update if problems follow the run's end."""
+"""The run's description in MLflow: what users write, and the run's page below it."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import logging
+import re
 
-from rankzero.events import RunEnded
 from rankzero.mlflow_store import limits
 from rankzero.mlflow_store.items import DESCRIPTION, Tags
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.run_page import written
-from rankzero.run_store.delivery_state import DeliveryState, Page
+from rankzero.run_store.delivery_state import DeliveryState, Page, Task
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.open_run import Target
 from rankzero.tracking.translate import problem_tags
 
 log = logging.getLogger("rankzero.recorder")
 
-
-def describe(
-    folder: RunFolder, state: DeliveryState, end: RunEnded | None = None
-) -> tuple[str, DeliveryState]:
-    """Return the text of the run's page, and the state that remembers it."""
-    try:
-        text = written(folder, state, end)
-    except Exception as error:
-        # A user's values may break the report in any way, and the run must still get its end.
-        log.exception("no report")
-        text = f"The report could not be written: {error!r}"
-    page = Page(_digest(limits.head(text, limits.TAG_LENGTH)), _digest(*trouble(state)))
-    return text, dataclasses.replace(state, page=page)
+# MLflow shows the description as Markdown, and a comment is invisible there.
+_MARKER = "<!-- rankzero {}: notes above this line stay, RankZero replaces what is below it -->"
+_MARKED = re.compile(r"^<!-- rankzero ([0-9a-f]{16}): .*-->\s*", re.MULTILINE)
+# Below this room a page says nothing, so long notes of a user stand alone.
+_LEAST_PAGE = 500
 
 
-def update_page(
-    target: Target, folder: RunFolder, state: DeliveryState
+def page_tags(
+    task: Task, target: Target, folder: RunFolder, state: DeliveryState
 ) -> tuple[list[Tags], DeliveryState]:
-    """Return the tags that add problems since the run's end to its page, and the state after that.
+    """Return the tags that bring the run's page up to date, and the state after that.
 
-    A page that a user has rewritten stays theirs: only the tags about problems change.
+    Task.PAGE writes the page at the end of an attempt. Task.PAGE_UPDATE adds the problems since
+    then. If a user has changed or removed the page, an update changes only the tags about problems.
     """
     # This request is the latest, and no earlier one's error is to be on the page.
     state = dataclasses.replace(state, retries=dataclasses.replace(state.retries, error=None))
-    if state.page.told == _digest(*trouble(state)):
+    problems = _digest(*trouble(state))
+    if task is Task.PAGE_UPDATE and state.page.told == problems:
         return [], state
-    if _digest(target.store.description(target.run.run_id)) != state.page.page:
+    notes, is_ours = split(target.store.description(target.run.run_id), state.page.page)
+    if task is Task.PAGE_UPDATE and not is_ours:
         return [Tags(problem_tags(state))], state
-    text, state = describe(folder, state)
-    return [Tags({**problem_tags(state), DESCRIPTION: text})], state
+    try:
+        text = written(folder, state)
+    except Exception as error:
+        # A user's values may break the report in any way.
+        log.exception("no report")
+        text = f"The report could not be written: {error!r}"
+    description, state = join(notes, text), dataclasses.replace(state, page=Page(told=problems))
+    return [Tags({**problem_tags(state), DESCRIPTION: description})], state
+
+
+def split(description: str, unmarked: str = "") -> tuple[str, bool]:
+    """Return what users wrote in a description, and whether the rest is a page as we wrote it.
+
+    A page that a user has edited is the user's, too. `unmarked` is the checksum of a page that an
+    earlier version wrote: without a marker, in place of the whole description.
+    """
+    if unmarked and unmarked == _digest(description):
+        return "", True
+    for marker in _MARKED.finditer(description):
+        above, below = description[: marker.start()], description[marker.end() :]
+        # The checksum is in the marker, because delivery.json may be lost or on another machine.
+        if _page_digest(below) == marker[1]:
+            return _MARKED.sub("", above).rstrip(), True
+    return _MARKED.sub("", description).rstrip(), False
+
+
+def join(notes: str, page: str) -> str:
+    """Return the description of these notes and, if there is room for it, the page below them."""
+    parts = [*([notes] if notes else []), _MARKER.format("0" * 16), ""]
+    room = limits.TAG_LENGTH - len("\n\n".join(parts))
+    if room < _LEAST_PAGE:
+        return notes
+    page = limits.head(page, room)
+    return "\n\n".join([*parts[:-2], _MARKER.format(_page_digest(page)), page])
+
+
+def _page_digest(page: str) -> str:
+    # An editor may change the space at the ends of lines.
+    return _digest(" ".join(page.split()))[:16]
 
 
 def _digest(*lines: str) -> str:

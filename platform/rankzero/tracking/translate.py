@@ -22,7 +22,6 @@ from rankzero.events import (
 from rankzero.metric_names import WHOLE_RUN
 from rankzero.mlflow_store import limits
 from rankzero.mlflow_store.items import (
-    DESCRIPTION,
     RETRIES,
     MetricBatch,
     MetricPoint,
@@ -41,7 +40,7 @@ def translate(
 ) -> tuple[list[MlflowItem], DeliveryState]:
     """Return what to send for the events, in order, and the state once all of it is sent.
 
-    Uploads and the end of the run go to the state's queue instead: they come after the points.
+    The end of the run and uploads go to the state's queue instead: they come after the points.
     """
     draft = _Draft(state)
     items: list[MlflowItem] = []
@@ -62,16 +61,14 @@ def translate(
     return [*items, *([Tags(tags)] if tags != _curve_tags(state.curves) else [])], after
 
 
-def ending(
-    event: RunEnded, description: str, state: DeliveryState
-) -> tuple[list[MlflowItem], DeliveryState]:
+def ending(event: RunEnded, state: DeliveryState) -> tuple[list[MlflowItem], DeliveryState]:
     """Return what closes the run, and the state once it is sent but for the end itself.
 
-    The items are the final numbers, the reason with the description, and the status.
+    The items are the final numbers, the reason, and the status.
     """
     draft = _Draft(state)
     points = draft.keep(list(draft.summary_rows(event)))
-    tags = {"rankzero.reason": event.reason, DESCRIPTION: description}
+    tags = {"rankzero.reason": event.reason}
     if event.error:
         tags["rankzero.error"] = limits.tail(event.error, limits.TAG_LENGTH)
     after = draft.state()
