@@ -1,4 +1,4 @@
-"""A courier that starves gets a little priority in the training, and a fair share after it."""
+"""The courier, and the supervisor that keeps it alive."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import pytest
 from rankzero.events import RunEnded
 from rankzero.run_store import claims, delivery_state, journal
 from rankzero.run_store.attempt import LiveAttempt
-from rankzero.run_store.delivery_state import DeliveryState, Retries
+from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import recorder
-from rankzero.tracking.courier import MODEST, deliver_attempt
-from rankzero.tracking.courier_supervisor import FAIR, UNWANTED, CourierSupervisor
+from rankzero.tracking.courier import deliver_attempt
+from rankzero.tracking.courier_supervisor import CourierSupervisor
 from rankzero.tracking.trial_deliverers import TrialDeliverers
 from support.fake_tracker import FakeTracker, deliverer_to
 from support.runs import append, make_folder
 from support.runs import started as begun
 
-IDLE_SECONDS, PAUSE_SECONDS = 0.3, 0.02
+PAUSE_SECONDS = 0.02
 ASLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -36,12 +36,10 @@ class Couriers:
     """What is started in the place of couriers: processes that do nothing."""
 
     def __init__(self) -> None:
-        self.nice: list[int] = []
         self.error: BaseException | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: list[str], **_: Any) -> subprocess.Popen[bytes]:
-        self.nice.append(int(command[command.index("--nice") + 1]))
         if self.error is not None:
             raise self.error
         self.processes.append(subprocess.Popen(ASLEEP))
@@ -69,12 +67,9 @@ def courier(folder: RunFolder, started: Couriers) -> CourierSupervisor:
     return made
 
 
-def supervisor(
-    folder: RunFolder, started: Couriers, idle_seconds: float = IDLE_SECONDS
-) -> CourierSupervisor:
+def supervisor(folder: RunFolder, started: Couriers) -> CourierSupervisor:
     return CourierSupervisor(
         LiveAttempt(folder, 0, claims.claim(folder, 0).token),
-        idle_seconds=idle_seconds,
         pause_seconds=PAUSE_SECONDS,
         spawn=started.start,
     )
@@ -87,57 +82,8 @@ def tended(courier: CourierSupervisor, seconds: float) -> None:
         time.sleep(0.02)
 
 
-def says(folder: RunFolder, error: str | None = None) -> None:
-    delivery_state.save(
-        delivery_state.path_of(folder, 0), DeliveryState(retries=Retries(error=error))
-    )
-
-
-def test_courier_that_never_starts_working_is_restarted_at_a_modest_priority(
-    courier: CourierSupervisor, started: Couriers
-) -> None:
-    tended(courier, 4 * IDLE_SECONDS)
-    assert started.nice == [UNWANTED, MODEST]
-
-
-def test_courier_that_works_is_not_restarted_during_the_training(
-    courier: CourierSupervisor, started: Couriers, folder: RunFolder
-) -> None:
-    says(folder)
-    tended(courier, 4 * IDLE_SECONDS)
-    assert started.nice == [UNWANTED]
-
-
-def test_courier_that_starves_after_the_end_is_restarted_at_a_fair_priority(
-    courier: CourierSupervisor, started: Couriers, folder: RunFolder
-) -> None:
-    says(folder)
-    courier.finish()
-    tended(courier, 0.5 * IDLE_SECONDS)
-    assert started.nice == [UNWANTED]
-    tended(courier, 4 * IDLE_SECONDS)
-    assert started.nice == [UNWANTED, FAIR]
-
-
-def test_courier_that_progresses_or_whose_mlflow_is_away_is_not_restarted(
-    courier: CourierSupervisor, started: Couriers, folder: RunFolder
-) -> None:
-    courier.finish()
-    for _ in range(6):
-        says(folder)
-        tended(courier, 0.7 * IDLE_SECONDS)
-    says(folder, error="ConnectionError: refused")
-    tended(courier, 4 * IDLE_SECONDS)
-    assert started.nice == [UNWANTED]
-
-
-def test_courier_whose_run_folder_is_gone_is_not_restarted(
-    courier: CourierSupervisor, started: Couriers, folder: RunFolder
-) -> None:
-    folder.path.rename(folder.path.with_name("elsewhere"))
-    courier.finish()
-    tended(courier, 4 * IDLE_SECONDS)
-    assert started.nice == [UNWANTED]
+def says(folder: RunFolder) -> None:
+    delivery_state.save(delivery_state.path_of(folder, 0), DeliveryState())
 
 
 def test_idle_courier_is_killed_for_a_newer_attempt(
@@ -194,7 +140,7 @@ class TestFailingCalls:
     def test_starting_the_courier_is_retried_after_an_error(
         self, folder: RunFolder, started: Couriers, caplog: pytest.LogCaptureFixture
     ) -> None:
-        courier = supervisor(folder, started, idle_seconds=60.0)
+        courier = supervisor(folder, started)
         courier.tend()
         started.processes[0].kill()
         started.processes[0].wait()
@@ -272,7 +218,6 @@ class TestFailingCalls:
             reader,
             tick_seconds=0.01,
             pause_seconds=PAUSE_SECONDS,
-            on_end=lambda: None,
         )
         [end] = [event for event in read_all(folder.events) if isinstance(event, RunEnded)]
         assert end.status == "FAILED" and len(tries) >= 3
@@ -292,7 +237,6 @@ def test_courier_ends_although_a_full_disk_has_cut_the_last_sample(folder: RunFo
         TrialDeliverers(folder),
         reader,
         tick_seconds=0.01,
-        on_end=lambda: None,
     )
     assert deliverer.state.done and deliverer.state.problems.rejected == 1
     os.close(reader)

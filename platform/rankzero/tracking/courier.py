@@ -1,15 +1,13 @@
-"""The process that talks to MLflow, at idle priority: `python -m rankzero.tracking.courier`.
+"""The process that talks to MLflow: `python -m rankzero.tracking.courier`.
 
 It is apart from the recorder, which must sample on time: importing mlflow takes seconds of
-processor time, and a busy machine may give this process none for minutes.
+processor time, and this process pauses while the training wants it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,17 +19,8 @@ from rankzero.run_store.journal import finish_line
 from rankzero.run_store.provenance import write_packages
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.retry import PAUSE_SECONDS, grace_seconds, guarded, succeeds
+from rankzero.tracking.throttle import Throttle
 from rankzero.tracking.trial_deliverers import TrialDeliverers
-
-# A nice value: about a tenth of a processor if all are busy, and none of an idle one.
-MODEST = 10
-
-
-def raise_priority() -> None:
-    """Ask for a little processor time that others want too, because the training is over."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        os.setpriority(os.PRIO_PROCESS, 0, MODEST)
 
 
 def deliver_attempt(
@@ -42,12 +31,13 @@ def deliver_attempt(
     *,
     tick_seconds: float = 0.5,
     pause_seconds: float = PAUSE_SECONDS,
-    on_end: Callable[[], None] = raise_priority,
+    on_idle: Callable[[], object] = lambda: None,
 ) -> None:
     """Deliver until the attempt has ended and all is delivered, or a newer attempt begins.
 
     Gives up after `grace_seconds` without progress since the end. `recorder` is a pipe that the
-    recorder closes after its last sample. The recorder may die before rank 0.
+    recorder closes after its last sample. The recorder may die before rank 0. Calls `on_idle`
+    whenever nothing is due.
     """
     run = functools.partial(guarded, pause_seconds=pause_seconds)
 
@@ -64,7 +54,6 @@ def deliver_attempt(
         run(trials.look)
         if not ended and attempt.over and closed(recorder):
             ended, moved = True, time.monotonic()
-            on_end()
             end_written = write_end()
             deliverer.hasten()
             trials.hasten()
@@ -74,6 +63,7 @@ def deliver_attempt(
             moved = time.monotonic()
             continue
         # Complete counts only after the end: before it, more events may come.
+        on_idle()
         complete = end_written and run(lambda: deliverer.complete and trials.complete)
         if ended and (complete or time.monotonic() - moved > grace_seconds()):
             break
@@ -91,32 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--token", required=True)
     parser.add_argument("--node", type=int, required=True)
     parser.add_argument("--pipe", type=int, required=True)
-    parser.add_argument("--nice", type=int, required=True)
     options = parser.parse_args(arguments)
     log_without_secrets()
-    _lower_priority(options.nice)
     folder = RunFolder(options.folder)
-    if options.node == 0:
-        # It takes a tenth of a second, which the training process need not spend.
-        guarded(lambda: write_packages(folder.artifacts))
-    deliver_attempt(
-        LiveAttempt(folder, options.node, options.token),
-        Deliverer(folder, options.node),
-        TrialDeliverers(folder),
-        options.pipe,
-    )
-
-
-def _lower_priority(nice: int) -> None:
-    # Desktops schedule a session as a whole, whatever the priorities of its processes.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(nice or 19))
-    try:
-        if not nice:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except (OSError, AttributeError):
-        nice = 19
-    os.nice(nice)
+    with Throttle(functools.partial(closed, options.pipe)) as throttle:
+        if options.node == 0:
+            # It takes a tenth of a second, which the training process need not spend.
+            guarded(lambda: write_packages(folder.artifacts))
+        deliver_attempt(
+            LiveAttempt(folder, options.node, options.token),
+            Deliverer(folder, options.node),
+            TrialDeliverers(folder),
+            options.pipe,
+            on_idle=throttle.caught_up,
+        )
 
 
 if __name__ == "__main__":

@@ -11,18 +11,13 @@ from collections.abc import Callable
 
 from rankzero.run_store import claims, delivery_state
 from rankzero.run_store.attempt import LiveAttempt
-from rankzero.tracking.courier import MODEST
 from rankzero.tracking.retry import PAUSE_SECONDS, grace_seconds, log
 
-# How long to wait for processor time that no other process wants.
-IDLE_SECONDS = 30.0
-# Nice values: only idle time, and about an equal share once rank 0 has ended.
-UNWANTED, FAIR = 0, 1
 MOST_DEATHS = 5
 
 
 class CourierSupervisor:
-    """Runs in the recorder. Starts the courier, restarts it if it dies or starves.
+    """Runs in the recorder. Starts the courier, restarts it if it dies.
 
     It holds the lock that permits delivery, and each courier inherits it.
     """
@@ -31,17 +26,16 @@ class CourierSupervisor:
         self,
         attempt: LiveAttempt,
         *,
-        idle_seconds: float = IDLE_SECONDS,
         pause_seconds: float = PAUSE_SECONDS,
         spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
         self._attempt, self._spawn = attempt, spawn
-        self._idle_seconds, self._pause_seconds = idle_seconds, pause_seconds
+        self._pause_seconds = pause_seconds
         self._path = delivery_state.path_of(attempt.folder, attempt.node)
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader, self._writer = os.pipe()
-        self._started, self._deaths, self._nice = time.monotonic(), 0, UNWANTED
+        self._started, self._deaths = time.monotonic(), 0
         self._finished: float | None = None
         # When the courier was last seen to have replaced delivery.json, and that file's identity.
         self._wrote_at, self._written = 0.0, (0, 0)
@@ -96,16 +90,6 @@ class CourierSupervisor:
             process.kill()
             process.wait()
             return False
-        if self._starves():
-            self._nice = MODEST if self._finished is None else FAIR
-            log.info(
-                "no processor was idle for %d s: restarting the courier at nice %d",
-                self._idle_seconds,
-                self._nice,
-            )
-            process.kill()
-            process.wait()
-            self._start()
         return True
 
     def _look(self) -> None:
@@ -116,24 +100,6 @@ class CourierSupervisor:
             return
         if self._written != (file.st_ino, file.st_mtime_ns):
             self._written, self._wrote_at = (file.st_ino, file.st_mtime_ns), time.monotonic()
-
-    def _starves(self) -> bool:
-        """Return whether the courier makes no progress for want of a processor.
-
-        During the training this means that it has never written delivery.json. After rank 0's end
-        it may get more, because it takes nothing from the training any more.
-        """
-        finished = self._finished
-        if self._nice == FAIR:
-            return False
-        if finished is None and (self._nice == MODEST or self._wrote_at > self._started):
-            return False
-        since = max(self._started, self._wrote_at, finished or 0.0)
-        if time.monotonic() - since <= self._idle_seconds:
-            return False
-        # If MLflow is away, the courier has written an error, and a restart would not help.
-        error = delivery_state.load(self._path).retries.error
-        return error is None and self._attempt.folder.path.exists()
 
     def _start(self) -> bool:
         """Start the courier once an older one has released its lock.
@@ -153,7 +119,6 @@ class CourierSupervisor:
         command = [
             *(sys.executable, "-P", "-m", "rankzero.tracking.courier", str(folder.path)),
             *("--token", self._attempt.token, "--node", str(node), "--pipe", str(self._reader)),
-            *("--nice", str(self._nice)),
         ]
         # If no process can be made, that is not the death of one.
         self._process = None
