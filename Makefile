@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cksum < requirements.lock | cut -d' ' -f1)
 
-.PHONY: setup demo test test-slow test-integrations docs torture fuzz check lint audit format bench lock clean
+.PHONY: setup demo test test-slow test-integrations docs torture soak fuzz check lint audit format bench lock clean
 .PHONY: test-with-integrations test-with-keras test-with-deepspeed
 
 setup: $(STAMP)
@@ -56,6 +56,10 @@ docs: setup
 # About three quarters of an hour: a crowd of twenty has the machine to itself. ARGS="--faults 50 --seed 7": less of it; ARGS="--report FILE": kept.
 torture: setup
 	PYTHONPATH=tests $(BIN)/python -m torture.campaign --fuzz 1000 $(ARGS)
+
+# An hour at full speed, with a server that restarts every five minutes: what grows. ARGS="--minutes 3": less of it.
+soak: setup
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 # Bad input in quantity: config files, key=value, journals, names and values; minutes (FUZZ=1000000: hours).
 FUZZ ?= 100000

@@ -130,7 +130,7 @@ class Ground:
         turn: Turn = FIRST,
     ) -> None:
         self.folder, self.random, self.empty, self.crowd = folder, random.Random(seed), empty, crowd
-        self.turn = turn
+        self.seed, self.turn = seed, turn
         self.shared_memory = shared_memory()
         self.mark = secrets.token_hex(8)
         self.faults: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from pathlib import Path
 
 from torture import promises
@@ -24,6 +25,8 @@ RANK_FAULTS = tuple(
     itertools.product(("raise", "nan", "memory", "exit", "segfault", "hang"), (0, 1))
 )
 RANK_FAULTS_EACH = 3
+# Until daylight saving time changes, in the middle of a training.
+CHANGE_SECONDS = 10.0
 WATCHERS = ("launcher", "recorder", "courier")
 # Its sitecustomize.py makes the clocks of these processes jump.
 SITE = Path(__file__).parents[1] / "clock"
@@ -64,7 +67,12 @@ def _fails(
 
 
 def jumping_clock(ground: Ground, reference: Curves) -> None:
-    """Clocks jump by hours, forth and back: on ranks, in the recorder, courier and command."""
+    """Clocks jump by hours, forth and back: on ranks, in the recorder, courier and command.
+
+    Meanwhile daylight saving time begins or ends.
+    """
+    saving = ground.next_of(("begins", "ends"))
+    ground.environ["TZ"] = _timezone(saving)
     ground.environ["TORTURE_CLOCK"] = " ".join(
         f"{rank}:{_step(ground)}:{_hours(ground):.0f}" for rank in (-1, 0, 1)
     )
@@ -83,7 +91,23 @@ def jumping_clock(ground: Ground, reference: Curves) -> None:
         ground.note_fault(f"clock of {path.name.partition('-')[0]} jumps")
     for who in ("both ranks", "rank 0", "rank 1"):
         ground.note_fault(f"clock of {who} jumps")
+    ground.note_fault(f"daylight saving time {saving}")
     finished_without_sync(ground, reference)
+
+
+def _timezone(saving: str) -> str:
+    """Return a time zone in which daylight saving time begins or ends in a few seconds."""
+    # The rule of an end is in daylight saving time, an hour ahead of UTC.
+    soon = time.time() + CHANGE_SECONDS + (3600 if saving == "ends" else 0)
+    now, other = (_rule(moment) for moment in (soon, soon + 30 * 86400))
+    begin, end = (now, other) if saving == "begins" else (other, now)
+    return f"TST0TDT-1,{begin},{end}"
+
+
+def _rule(moment: float) -> str:
+    """Return a moment of the year as POSIX writes it in a time zone. It ignores leap years."""
+    date = time.gmtime(moment)
+    return f"J{min(date.tm_yday, 365)}/{date.tm_hour}:{date.tm_min}:{date.tm_sec}"
 
 
 def _step(ground: Ground) -> int:
