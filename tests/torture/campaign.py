@@ -96,9 +96,11 @@ def _start_part(words: Sequence[str], board: Path) -> subprocess.Popen[bytes]:
 def take_part(arguments: Sequence[str]) -> None:
     """Run scenarios that no other process has taken, until enough faults or minutes have passed."""
     options = _parse(arguments)
-    # Under nohup, the commands would inherit that SIGHUP is ignored, and the scenarios send it.
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)
+    # The commands would inherit ignored signals that the scenarios send: SIGHUP under nohup, and
+    # SIGINT in a script's background job.
+    for ignored in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(ignored) is signal.SIG_IGN:
+            signal.signal(ignored, lambda *_: None)
     if not room.is_mine():
         print(room.UNCHECKED, flush=True)
     with shared_setup(options.crowd) as setup:

@@ -7,8 +7,11 @@ import dataclasses
 import functools
 import gc
 import json
+import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,8 @@ from rankzero.training.sample_images.user_images import class_names
 from rankzero.training.stop import StopCode, StopRequest, handle_signals
 
 INTERRUPTED = 128 + signal.SIGINT
+# Seconds that a rank may take to exit after its work, before it ends itself.
+EXIT_SECONDS = 20.0
 
 
 @unblocks_itself
@@ -58,8 +63,11 @@ def main(request: JobRequest) -> str:
         end_with_launcher(stop)
         with contextlib.ExitStack() as watched, join(ranks, device.choose(ranks)) as world:
             stop.is_training = True
-            return attempt(request, world, stop, watched).status
+            status = attempt(request, world, stop, watched).status
+        _exit_in_time(0)
+        return status
     except BaseException as error:
+        _exit_in_time(1)
         failures.write(failures.describe(error, ranks.rank), Path(request.failures))
         if isinstance(error, SystemExit):
             raise
@@ -68,6 +76,18 @@ def main(request: JobRequest) -> str:
         raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
     finally:
         stop.is_training = False
+
+
+def _exit_in_time(code: int, seconds: float = EXIT_SECONDS) -> None:
+    """End this rank in `seconds`, also if the user's code left a thread that never ends."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(code)
+
+    # A process of the user's own, such as a notebook, goes on after a training.
+    if multiprocessing.parent_process() is not None:
+        threading.Thread(target=end, name="exit", daemon=True).start()
 
 
 def attempt(
