@@ -325,9 +325,12 @@ def test_one_process_holds_the_delivery_lock(tmp_path: Path) -> None:
     assert not claims.is_recording(folder)
 
 
-def test_forked_child_closes_the_pipe() -> None:
+@pytest.mark.parametrize("recorder_is_dead", [False, True])
+def test_forked_child_closes_the_pipe(recorder_is_dead: bool) -> None:
     reader, writer = os.pipe()
     kept = RecorderHandle(os.getpid(), writer)
+    if recorder_is_dead:
+        recorder._reap()  # As for a dead recorder, because no child has this process id.
     child = os.fork()
     if child == 0:
         time.sleep(20)

@@ -41,7 +41,7 @@ class RecorderHandle:
     """Rank 0's end of the pipe. The recorder ends after it is closed or this process dies."""
 
     def __init__(self, pid: int, pipe: int) -> None:
-        self.pid = pid
+        self.pid, self.is_reaped = pid, False
         self._pipe: int | None = pipe
         _handles.add(self)
 
@@ -51,9 +51,14 @@ class RecorderHandle:
             os.close(self._pipe)
             self._pipe = None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._pipe is None
 
-# The recorders that this process has started and not yet reaped. The set is global because a fork
-# copies the pipes of all of them.
+
+# The recorders of this process that are not reaped, or whose pipe is open. The set is global because
+# a fork copies the pipes of all of them.
 _handles: set[RecorderHandle] = set()
 
 
@@ -200,9 +205,12 @@ def _reap() -> None:
     """Reap recorders that have ended. A notebook starts many runs in one process."""
     for handle in tuple(_handles):
         with contextlib.suppress(ChildProcessError):
-            if os.waitpid(handle.pid, os.WNOHANG)[0] == 0:
+            if not handle.is_reaped and os.waitpid(handle.pid, os.WNOHANG)[0] == 0:
                 continue
-        _handles.discard(handle)
+        handle.is_reaped = True
+        # A run that outlives its recorder keeps the pipe, which a forked child must close.
+        if handle.is_closed:
+            _handles.discard(handle)
 
 
 if __name__ == "__main__":
