@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -138,6 +139,7 @@ Event = (
     | RunEnded
 )
 
+_CHECKSUM = ',"crc":"'
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
 
 
@@ -146,13 +148,25 @@ def encode(event: Event) -> str:
     return json.dumps({"event": type(event).__name__, **vars(event)}, separators=(",", ":"))
 
 
+def encode_line(event: Event) -> bytes:
+    """Return the event as a line of a journal. Its last key is a CRC-32 of all before it."""
+    text = encode(event)[:-1].encode()
+    return b'%b%b%08x"}\n' % (text, _CHECKSUM.encode(), zlib.crc32(text))
+
+
 def decode(line: str) -> Event:
-    """Read what `encode` wrote. Raises ValueError for anything else.
+    """Read what `encode` or `encode_line` wrote. Raises ValueError for anything else.
 
     Metrics must be columns or values by name. Readers check the values themselves.
     """
     try:
         fields = json.loads(line)
+        # Earlier versions wrote no checksums.
+        if "crc" in fields:
+            text, _, found = line.rstrip("\n").rpartition(_CHECKSUM)
+            if found != f'{zlib.crc32(text.encode()):08x}"}}':
+                raise ValueError(f"altered: {line[:80]!r}")
+            del fields["crc"]
         event: Event = _TYPES[fields.pop("event")](**fields)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not an event: {line[:80]!r}") from error

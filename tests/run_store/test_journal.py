@@ -28,6 +28,7 @@ from rankzero.events import (
     SystemSampled,
     decode,
     encode,
+    encode_line,
 )
 from rankzero.run_store.folder import Identity, RunFolder, new_name, write_atomically
 from rankzero.run_store.journal import Journal, read, read_all
@@ -267,6 +268,17 @@ def test_damaged_line_is_skipped(damage: bytes, tmp_path: Path) -> None:
     path.write_bytes(b"\n".join([line, damage, line, b""]))
     assert list(read_all(path)) == [ended(), ended()]
     assert read(path, limit_bytes=64)[1] == len(line) + 1
+
+
+@given(events, st.integers(0), st.integers(1, 255))
+def test_any_changed_byte_of_a_line_is_detected(
+    tmp_path_factory: pytest.TempPathFactory, event: Event, where: int, change: int
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "events.jsonl"
+    line = bytearray(encode_line(event))
+    line[where % (len(line) - 1)] ^= change
+    path.write_bytes(bytes(line) + encode_line(ended()))
+    assert list(read_all(path)) == [ended()]
 
 
 def test_a_line_larger_than_the_limit_is_read_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,23 @@ def test_an_interrupt_is_no_failure_of_the_journal(tmp_path: Path) -> None:
         log(ended())
     log.close()
     assert list(read_all(folder.events)) == []
+
+
+def test_the_end_is_written_on_a_disk_that_refuses_for_a_moment(tmp_path: Path) -> None:
+    refused_until = [0.0]
+
+    def write(descriptor: int, data: Any) -> int:
+        if time.monotonic() < refused_until[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return os.write(descriptor, data)
+
+    folder = make_folder(tmp_path)
+    log = RunLog(folder, Journal(folder.events, write=write), 1, None)
+    log(evaluated(1, 0.5))
+    refused_until[0] = time.monotonic() + 0.5
+    log(ended())
+    log.close()
+    assert list(read_all(folder.events)) == [evaluated(1, 0.5), ended()]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rankzero.errors import UserError
 from rankzero.events import Event
 from rankzero.redaction.text import url_without_secrets
-from rankzero.run_store import names, symlinks
+from rankzero.run_store import disk, names, symlinks
 from rankzero.run_store.journal import read_all
 
 EVENTS, CHILDREN = "events.jsonl", "children.txt"
@@ -102,6 +102,9 @@ class RunFolder:
         """Write run.json, readable for its owner alone if the tracking URI holds a password."""
         text = json.dumps(dataclasses.asdict(identity), indent=2)
         write_atomically(self.path / "run.json", text, private=url_without_secrets(text) != text)
+        # The entry of a new folder. Without it, a power loss takes the synced files in it away.
+        for parent in self.path.parents[:2]:
+            disk.sync(parent)
 
     @property
     def identity(self) -> Identity:
@@ -188,7 +191,7 @@ def new_name(stem: str) -> str:
 def write_atomically(path: Path, text: str, private: bool = False) -> None:
     """Replace `path` by `text` in one step: readers see the old file or the new one.
 
-    Only its owner may read a `private` one.
+    After the return, a power loss does not undo it. Only its owner may read a `private` one.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8", opener=symlinks.no_follow) as file:
@@ -199,6 +202,7 @@ def write_atomically(path: Path, text: str, private: bool = False) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    disk.sync(path.parent)
 
 
 def _place(runs: Path, identity: Identity) -> Path:

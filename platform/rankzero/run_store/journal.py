@@ -1,7 +1,8 @@
 """A run's journals: append events, read them, follow them.
 
 The journal on the disk is the truth about a run. Each file has one writer, which appends whole
-lines. Readers skip the part of a line that a killed writer left, and the next writer ends it.
+lines with checksums. Readers skip the part of a line that a killed writer left, and the next writer
+ends it. docs/guarantees.md has the order in which journals and other files reach the disk.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,27 +23,29 @@ from rankzero.events import (
     RunStarted,
     StepsLogged,
     decode,
-    encode,
+    encode_line,
 )
+from rankzero.run_store import disk
 
 # What a reader holds in memory at a time, and a writer while it cannot write.
 READ_BYTES, MOST_WAITING_BYTES = 1 << 20, 64 << 20
 # Between writes of steps: a run that reports each step does not pay one write for each.
 STEPS_SECONDS = 0.5
-MILESTONES = (RunStarted, CheckpointSaved, RunEnded)
+_NEVER_LOST, _SYNCED = (RunStarted, CheckpointSaved, RunEnded), (RunStarted, RunEnded)
+_RETRY_SECONDS = 0.2
 
 
 class Journal:
     """Appends events to a file. Calling it never raises: telemetry must not end a training.
 
     The operating system gets events at once, so they survive the death of the process. StepsLogged
-    are the exception: they may wait half a second, for the next event or `flush`. RunStarted,
-    CheckpointSaved and RunEnded are also synced to the disk.
+    are the exception: they may wait half a second, for the next event or `flush`. RunStarted and
+    RunEnded are also synced to the disk. `sync` does it for all events before.
 
     While the disk is full, lines wait in memory and each event tries again. Beyond
-    `most_waiting_bytes`, other events than those three are lost. `lost` counts them, and so does
-    the journal once there is room. An event that cannot be written is lost alone, and `problems`
-    gives the reason.
+    `most_waiting_bytes`, all events but RunStarted, CheckpointSaved and RunEnded are lost. `lost`
+    counts them, and so does the journal once there is room. An event that cannot be written is lost
+    alone. `problems` gives the reason, and the first error of a sync.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Journal:
         write: Callable[[int, bytearray], int] = os.write,
         fsync: Callable[[int], None] = os.fsync,
     ) -> None:
+        is_new = not path.exists()
         self._descriptor = os.open(
             path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644
         )
@@ -61,6 +66,9 @@ class Journal:
         self._steps_written = 0.0
         self.lost = self._uncounted = 0
         self.problems: list[str] = []
+        self._is_unconfirmed = False
+        if is_new:
+            self._confirm(lambda: disk.sync(path.parent))
 
     def __call__(self, event: Event) -> None:
         try:
@@ -76,28 +84,55 @@ class Journal:
         with contextlib.suppress(OSError):
             self._drain()
 
-    def close(self) -> None:
-        """Write what waits, and close the file. Raises OSError if something stays unwritten."""
+    def sync(self) -> None:
+        """Sync what was handed to the operating system. Any thread may call this."""
+        self._confirm(lambda: self._fsync(self._descriptor))
+
+    def close(self, patience_seconds: float = 0.0) -> None:
+        """Write what waits, and close the file. Raises OSError if something stays unwritten.
+
+        A disk that refuses is tried again for `patience_seconds`.
+        """
+        until = time.monotonic() + patience_seconds
+        is_late = bool(self._waiting)
         try:
-            self._drain()
+            while self._waiting:
+                try:
+                    self._drain()
+                except OSError:
+                    if time.monotonic() >= until:
+                        raise
+                    time.sleep(_RETRY_SECONDS)
+            if is_late:
+                self.sync()
         finally:
             os.close(self._descriptor)
 
     def _append(self, event: Event) -> None:
-        is_milestone = isinstance(event, MILESTONES)
-        if len(self._waiting) > self._most_waiting and not is_milestone:
+        if len(self._waiting) > self._most_waiting and not isinstance(event, _NEVER_LOST):
             self.flush()
             if len(self._waiting) > self._most_waiting:
                 self.lost += 1
                 self._uncounted += 1
                 return
-        self._waiting += _line(event)
+        self._waiting += encode_line(event)
         if self._is_due(event):
             self.flush()
-        if is_milestone:
-            # A network file system may report a full disk only here. The journal continues.
-            with contextlib.suppress(OSError):
-                self._fsync(self._descriptor)
+        if isinstance(event, _SYNCED):
+            self.sync()
+
+    def _confirm(self, sync: Callable[[], None]) -> None:
+        try:
+            sync()
+        except OSError as error:
+            # A later sync may succeed although this one's data are lost: the system drops what it
+            # could not write. So the first error is reported, and no success takes it back.
+            if not self._is_unconfirmed:
+                self._is_unconfirmed = True
+                self.problems.append(
+                    f"the disk did not confirm the journal ({error}): after a power loss, "
+                    "events may be missing"
+                )
 
     def _is_due(self, event: Event) -> bool:
         """Return whether to write now. Events of one window have one time, and go together."""
@@ -118,32 +153,50 @@ class Journal:
                     f"the disk was full for so long that {self._uncounted:,} events, "
                     "of metrics above all, are lost"
                 )
-                self._waiting += _line(Noticed(time.time(), text))
+                self._waiting += encode_line(Noticed(time.time(), text))
                 self._uncounted = 0
 
 
 class JournalChunk(NamedTuple):
-    """A part of a journal: its events, the offset behind it, and its lines that are no events."""
+    """A part of a journal."""
 
     events: list[Event]
     offset: int
+    """The offset behind it."""
     foreign: int = 0
+    """How many of its lines are no events."""
+    checksum: int = 0
+    """CRC-32 of the journal up to the offset, if `take` was given that of the bytes before."""
 
 
-def take(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> JournalChunk:
+def take(
+    path: Path, offset: int = 0, limit_bytes: int = READ_BYTES, checksum: int = 0
+) -> JournalChunk:
     """Return what follows `offset`: about `limit_bytes` at most, but always a whole line.
 
     A line that is no event (its writer died, or another program wrote it) is skipped and counted.
     """
-    lines, behind = _lines(path, offset, limit_bytes)
+    whole = _whole_lines(path, offset, limit_bytes)
     events, foreign = [], 0
-    for line in lines:
+    for line in whole.decode("utf-8", errors="replace").split("\n"):
         try:
             events.append(decode(line))
         # An empty line comes from closing off what a killed writer left, and is none to report.
         except ValueError:
             foreign += bool(line.strip())
-    return JournalChunk(events, behind, foreign)
+    return JournalChunk(events, offset + len(whole), foreign, zlib.crc32(whole, checksum))
+
+
+def checksum_of_first(path: Path, size: int) -> int | None:
+    """Return the CRC-32 of the first `size` bytes, or None if the file has fewer.
+
+    Costs a read of them all: 0.1 s for 100 MB from memory.
+    """
+    checksum = 0
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        while size and (chunk := file.read(min(size, READ_BYTES))):
+            checksum, size = zlib.crc32(chunk, checksum), size - len(chunk)
+    return None if size else checksum
 
 
 def read(path: Path, offset: int = 0, limit_bytes: int = READ_BYTES) -> tuple[list[Event], int]:
@@ -171,23 +224,18 @@ def finish_line(path: Path) -> None:
         Journal(path).close()
 
 
-def _line(event: Event) -> bytes:
-    return (encode(event) + "\n").encode()
-
-
-def _lines(path: Path, offset: int, limit_bytes: int) -> tuple[list[str], int]:
+def _whole_lines(path: Path, offset: int, limit_bytes: int) -> bytes:
     try:
         file = path.open("rb")
     except FileNotFoundError:
-        return [], offset
+        return b""
     with file:
         file.seek(offset)
         # One event may be longer than the limit, and half of a line is no event.
         chunk = file.read(limit_bytes)
         if b"\n" not in chunk and len(chunk) == limit_bytes:
             chunk += file.readline()
-        whole = chunk[: chunk.rfind(b"\n") + 1]
-    return whole.decode("utf-8", errors="replace").split("\n"), offset + len(whole)
+    return chunk[: chunk.rfind(b"\n") + 1]
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -32,8 +32,11 @@ class RunLog:
         journal: Journal | None,
         attempt: int,
         recorder: RecorderHandle | None,
+        patience_seconds: float = 30.0,
     ) -> None:
         self.folder, self.attempt = folder, attempt
+        self.patience_seconds = patience_seconds
+        """How long the run's end is tried again on a disk that refuses it."""
         self._journal, self._recorder = journal, recorder
         self._noticed: list[str] = []
 
@@ -84,6 +87,11 @@ class RunLog:
         if self._journal is not None:
             self._journal.flush()
 
+    def sync(self) -> None:
+        """Return once the disk has what was handed to the operating system. For any thread."""
+        if self._journal is not None:
+            self._journal.sync()
+
     def notice(self, text: str) -> None:
         """Report something to people: on the console, in the journal, on the run's page."""
         if self._journal is None:
@@ -96,11 +104,14 @@ class RunLog:
         _print(text)
 
     def close(self) -> None:
-        """Close the journal, and let the recorder finish by itself."""
+        """Close the journal, and let the recorder finish by itself.
+
+        A disk that refuses the last events is tried again for `patience_seconds`.
+        """
         if self._journal is not None:
             self._report_problems(self._journal)
             try:
-                self._journal.close()
+                self._journal.close(self.patience_seconds)
             except OSError as error:
                 _print(f"the end of the journal could not be written: {error}")
         if self._recorder is not None:
