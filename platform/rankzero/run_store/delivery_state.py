@@ -14,7 +14,7 @@ import enum
 import json
 import time
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from rankzero.events import (
 )
 from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store.folder import RunFolder, write_atomically
+from rankzero.run_store.journal import checksum_of_first
 
 REASONS_KEPT = 20
 
@@ -52,6 +53,8 @@ class Cursor:
 
     offsets: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Journal file -> bytes of it that are delivered."""
+    checksums: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Journal file -> CRC-32 of these bytes. Earlier versions wrote none."""
     delivered: int = 0
     """Points sent."""
     pending_bytes: int = 0
@@ -249,6 +252,32 @@ def load(path: Path) -> DeliveryState:
     return dataclasses.replace(state, queue=queue, problems=problems)
 
 
+def check_journals(
+    state: DeliveryState, folder: RunFolder, journals: Sequence[str]
+) -> DeliveryState:
+    """Return the state, with offset 0 for each journal that is not the one that was delivered.
+
+    Reads what was delivered of each journal.
+    """
+    offsets, checksums = dict(state.cursor.offsets), dict(state.cursor.checksums)
+    curves, problems = state.curves, state.problems
+    for name in journals:
+        offset = offsets.setdefault(name, 0)
+        found = checksum_of_first(folder.path / name, offset)
+        if found is None or checksums.get(name, found) != found:
+            offsets[name] = found = 0
+            # What MLflow has of these steps stays, so a step trained again is not there twice.
+            curves = dataclasses.replace(curves, floor=dict(curves.marks))
+            problems = problems.remark(
+                f"{name} up to byte {offset:,}",
+                "is not what was delivered, as after a power loss; it is read again, "
+                "and steps that MLflow has stay",
+            )
+        checksums[name] = found
+    cursor = dataclasses.replace(state.cursor, offsets=offsets, checksums=checksums)
+    return dataclasses.replace(state, cursor=cursor, curves=curves, problems=problems)
+
+
 class DeliverySummary(NamedTuple):
     """What lists show of a delivery."""
 
@@ -280,7 +309,9 @@ def unread_bytes(folder: RunFolder, offsets: Mapping[str, int]) -> int:
     total = 0
     for name, offset in offsets.items():
         with contextlib.suppress(OSError):
-            total += max(0, (folder.path / name).stat().st_size - offset)
+            size = (folder.path / name).stat().st_size
+            # A shorter file is not the one that was delivered: a power loss took its end.
+            total += size - offset if size >= offset else size
     return total
 
 

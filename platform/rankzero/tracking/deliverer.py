@@ -17,7 +17,9 @@ them, by what there is to do, and nothing else does:
 OPEN, SEND and UPLOAD make requests. After an error each has a wait of its own (`RetryPolicy`, 1 to
 30 s) and is then tried again. If the MLflow run was deleted, the rest of the journals is skipped.
 
-A crash before delivery.json is written replays the same items, which changes nothing in MLflow.
+A crash before delivery.json is written replays the same items, which changes nothing in MLflow. A
+journal is synced before its events are sent, and delivery.json has a checksum of what was read. If
+a power loss takes a part of the journal nevertheless, the deliverer reads it again from the start.
 Points go first, then the end, then uploads. So files that are large or cannot be stored hold up
 neither the curves nor the run's status, also if a container ends all processes after the command.
 """
@@ -31,6 +33,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankzero.events import DataDescribed, Event, RunEnded, RunStarted
@@ -38,7 +41,7 @@ from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, 
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.permanent_errors import refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
-from rankzero.run_store import claims, delivery_state
+from rankzero.run_store import claims, delivery_state, disk
 from rankzero.run_store.delivery_state import Task
 from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
 from rankzero.run_store.journal import READ_BYTES, take
@@ -88,17 +91,16 @@ class Deliverer:
         connect: Callable[[str], MlflowRuns] = open_run.connect,
         longest_wait: float = LONGEST_WAIT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        sync: Callable[[Path], None] = disk.sync,
     ) -> None:
         self._folder, self._node, self._clock = folder, node, clock
-        self._connect = functools.cache(connect)
+        self._connect, self._sync = functools.cache(connect), sync
         self._path = delivery_state.path_of(folder, node)
         self._directory = claims.directory(folder)
         system = folder.system(node).name
         self._journals = [EVENTS, system] if node == 0 else [system]
-        state = delivery_state.load(self._path)
-        offsets = {**dict.fromkeys(self._journals, 0), **state.cursor.offsets}
-        self.state = dataclasses.replace(
-            state, cursor=dataclasses.replace(state.cursor, offsets=offsets)
+        self.state = delivery_state.check_journals(
+            delivery_state.load(self._path), folder, self._journals
         )
         """As it is once `_items` are sent. Until then the file has the state before them."""
         self._committed = self.state
@@ -258,22 +260,35 @@ class Deliverer:
         """Read on in the journals. Return whether there was a whole line to read."""
         self._read_at = self._clock() + READ_SECONDS
         events: list[Event] = []
-        offsets, problems = dict(self.state.cursor.offsets), self.state.problems
+        cursor, problems = self.state.cursor, self.state.problems
+        offsets, checksums = dict(cursor.offsets), dict(cursor.checksums)
         for name in self._journals:
-            chunk = take(self._folder.path / name, offsets[name])
+            path = self._folder.path / name
+            chunk = take(path, offsets[name], checksum=checksums[name])
+            if chunk.offset == offsets[name]:
+                continue
             events += chunk.events
             if chunk.foreign:
                 problems = problems.reject(
                     f"{name} before byte {chunk.offset:,}", f"{chunk.foreign} lines are no events"
                 )
-            offsets[name] = chunk.offset
+            # A power loss must not take from the journal what MLflow has: the steps would be
+            # trained again, with other values.
+            try:
+                self._sync(path)
+            except OSError as error:
+                problems = problems.remark(
+                    name, f"the disk did not confirm it; a power loss may take a part: {error}"
+                )
+            offsets[name], checksums[name] = chunk.offset, chunk.checksum
         # A killed writer may leave a part of a line, which stays unread.
-        if offsets == self.state.cursor.offsets:
+        if offsets == cursor.offsets:
             return False
-        self._change(
-            problems=problems, cursor=dataclasses.replace(self.state.cursor, offsets=offsets)
+        cursor = dataclasses.replace(cursor, offsets=offsets, checksums=checksums)
+        # Only now: an error of `translate` must not lose the events.
+        items, self.state = translate(
+            events, dataclasses.replace(self.state, cursor=cursor, problems=problems)
         )
-        items, self.state = translate(events, self.state)
         self._items.extend(items)
         if not items:
             self.commit()
@@ -360,7 +375,9 @@ class Deliverer:
         self._items.clear()
         unread = delivery_state.unread_bytes
         offsets = {name: unread(self._folder, {name: 0}) for name in self._journals}
-        self._change(cursor=dataclasses.replace(self.state.cursor, offsets=offsets))
+        cursor = dataclasses.replace(self.state.cursor, offsets=offsets, checksums={})
+        state = dataclasses.replace(self.state, cursor=cursor)
+        self.state = delivery_state.check_journals(state, self._folder, self._journals)
         self._change_queue(waiting=(), ending=None, ended=True)
         self.commit()
 
