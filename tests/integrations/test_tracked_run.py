@@ -33,11 +33,11 @@ class NoRecorder:
         """Nothing was started."""
 
 
-def unrecorded(goal: Goal | None = None, **options: Any) -> TrackedRun:
+def unrecorded(goal: Goal | None = None, patience: float = 30.0, **options: Any) -> TrackedRun:
     """Return a run as `rankzero.track` makes it, but without a recorder. The same run each time."""
     identity = Identity("r1", "0" * 32, "mine", "sqlite:////nowhere/mlflow.db")
     folder = RunFolder.open_or_create(Path("mlruns/runs").absolute(), identity)
-    log = RunLog(folder, Journal(folder.events), 1, NoRecorder())
+    log = RunLog(folder, Journal(folder.events), 1, NoRecorder(), patience)
     return TrackedRun(log, goal or Goal(), **options)
 
 
@@ -165,12 +165,16 @@ def test_written_checkpoint_is_logged_before_the_next_one() -> None:
 
 
 def test_checkpoint_that_cannot_be_written_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    with unrecorded() as run:
+    with unrecorded(patience=0.0) as run:
         assert run.folder is not None
         (run.folder / "checkpoints").write_text("in the way")
         for step in (1, 2):
             run.checkpoint({"x": torch.zeros(1)}, step=step)
-    assert capsys.readouterr().out.count("a checkpoint could not be written") == 2
+    assert capsys.readouterr().out.count("could not be written") == 2
+    (ended,) = [
+        event for event in read_all(run.folder / "events.jsonl") if isinstance(event, RunEnded)
+    ]
+    assert ended.status == "FAILED" and "the checkpoint of step 2 could not" in ended.reason
 
 
 def test_odd_steps_and_names_do_not_affect_other_values(capsys: pytest.CaptureFixture[str]) -> None:

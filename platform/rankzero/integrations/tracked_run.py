@@ -142,6 +142,8 @@ class TrackedRun:
         self._guarded("the values logged last are lost", self._flush)
         self._guarded("the last checkpoint is not kept", self._close_checkpoints)
         status, reason = _status(error)
+        if status == "FINISHED" and self._checkpoints is not None and self._checkpoints.failure:
+            status, reason = "FAILED", f"{reason}; {self._checkpoints.failure}"
         text = None if error is None else "".join(traceback.format_exception(error))
         best = {} if self._best is None else {"best": self._best}
         self._log(RunEnded(time.time(), status, reason, text, {**self._last, **best}))
@@ -190,13 +192,18 @@ class TrackedRun:
 
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(
-                self._log.folder.path, self._keep, self._goal, notice=self._log.notice
+                self._log.folder.path,
+                self._keep,
+                self._goal,
+                notice=self._log.notice,
+                flush_journal=self._log.flush,
+                sync_journal=self._log.sync,
             )
         return self._checkpoints
 
     def _close_checkpoints(self) -> None:
         if self._checkpoints is not None:
-            self._log_all(self._checkpoints.close())
+            self._log_all(self._checkpoints.close(self._log.patience_seconds))
 
     def _guarded(self, consequence: str, action: Callable[[], None]) -> None:
         """Run the action. If it fails, as with a failed GPU, log the consequence."""

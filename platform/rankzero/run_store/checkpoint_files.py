@@ -5,6 +5,7 @@
     checkpoints/.tmp-...                      being written, replaced or deleted; never read
 
 A folder under its final name is complete: it is written under a temporary name, synced and renamed.
+Then the folder above is synced, so that a power loss does not undo the rename.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.experiment import Goal
+from rankzero.run_store import disk
 
 STATE, MANIFEST = "state.pt", "manifest.json"
 FORMAT = 2  # format 1 had no seal
@@ -169,20 +170,30 @@ def write(
     metrics: Mapping[str, float],
     best: bool,
     world_size: int | None = None,
+    sync: Callable[[Path], None] = disk.sync,
 ) -> None:
-    """Write a checkpoint's folder. A reader sees the whole folder or none. Raises OSError."""
+    """Write a checkpoint's folder. A reader sees the whole folder or none.
+
+    Raises OSError, also for a disk that does not confirm what was written.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
+    sync(target.parent.parent)
     temporary = temporary_folder(target)
-    temporary.mkdir()
-    save_state(temporary / STATE)
-    _sync(temporary / STATE)
-    files = {STATE: _size_and_checksum(temporary / STATE)}
-    manifest = Manifest(step, metrics, best, files, world_size)
-    (temporary / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-    _sync(temporary / MANIFEST)
-    _sync(temporary)
-    replace(temporary, target)
-    _sync(target.parent)
+    try:
+        temporary.mkdir()
+        save_state(temporary / STATE)
+        sync(temporary / STATE)
+        files = {STATE: _size_and_checksum(temporary / STATE)}
+        manifest = Manifest(step, metrics, best, files, world_size)
+        (temporary / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        sync(temporary / MANIFEST)
+        sync(temporary)
+        replace(temporary, target, sync)
+    except BaseException:
+        # The system may have dropped what it could not write. So nothing of it is used again, and
+        # a full disk gets its room back.
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def temporary_folder(target: Path) -> Path:
@@ -192,10 +203,14 @@ def temporary_folder(target: Path) -> Path:
     return temporary
 
 
-def replace(temporary: Path, target: Path) -> None:
-    """Move a finished folder to its final name. Whenever this is killed, a checkpoint is there."""
+def replace(temporary: Path, target: Path, sync: Callable[[Path], None] = disk.sync) -> None:
+    """Move a finished folder to its final name. Whenever this is killed, a checkpoint is there.
+
+    Raises OSError.
+    """
     if not target.exists():
         temporary.rename(target)
+        sync(target.parent)
         return
     # A resumed run saves a step again. No system call replaces a folder that is not empty, so the
     # old one gets a name under which `_undo_replacements` finds it.
@@ -208,14 +223,19 @@ def replace(temporary: Path, target: Path) -> None:
     except OSError:
         old.rename(target)
         raise
+    # The new name must be on the disk before the files under the old one are deleted.
+    sync(target.parent)
     # If this fails, the next attempt removes it as a leftover.
     with contextlib.suppress(OSError):
         shutil.rmtree(old.rename(target.with_name(_DELETED + target.name)))
 
 
-def delete(path: Path) -> None:
+def delete(path: Path, sync: Callable[[Path], None] = disk.sync) -> None:
     """Delete a checkpoint. Readers lose it in one step. Raises OSError."""
-    shutil.rmtree(path.rename(path.with_name(_DELETED + path.name)))
+    doomed = path.rename(path.with_name(_DELETED + path.name))
+    # Otherwise a power loss could leave the old name for a part of the files.
+    sync(path.parent)
+    shutil.rmtree(doomed)
 
 
 def remove_leftovers(checkpoints: Path) -> None:
@@ -273,11 +293,3 @@ def _size_and_checksum(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise BrokenCheckpoint(f"{path} cannot be read: {error}") from error
     return {"sha256": digest, "bytes": path.stat().st_size}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,7 +25,7 @@ from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
 from rankzero.launch.signals import unblocks_itself
-from rankzero.run_store.folder import Identity
+from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tracking.run_log import RunLog
 from rankzero.training import lifecycle, precision, rng, strategies
 from rankzero.training.checkpoints import restore
@@ -213,13 +213,18 @@ def _train(
     totals: RunTotals,
     watchdog: Watchdog,
 ) -> AttemptOutcome:
-    experiment, world = job.experiment, job.world
-    train, goal = experiment.train, experiment.goal
+    world, train = job.world, job.experiment.train
     stop.limit_minutes(train.limits.max_minutes)
     checkpoints = None
     if world.ranks.first:
         checkpoints = Checkpoints(
-            log.folder.path, train.checkpoints.keep, goal, world.size, log.notice
+            log.folder.path,
+            train.checkpoints.keep,
+            job.experiment.goal,
+            world.size,
+            log.notice,
+            flush_journal=log.flush,
+            sync_journal=log.sync,
         )
     job = dataclasses.replace(
         job,
@@ -233,19 +238,35 @@ def _train(
             stopped = fit(job, state, log, stop, checkpoints, totals)
     finally:
         if checkpoints is not None:
-            for event in checkpoints.close():
+            for event in checkpoints.close(log.patience_seconds):
                 log(event)
             totals.blocked_seconds = checkpoints.blocked_seconds
         totals.best = state.best
+    return _outcome(job, state, stopped, checkpoints.failure if checkpoints else None, log.folder)
+
+
+def _outcome(
+    job: TrainingContext,
+    state: State,
+    stopped: StopCode,
+    missing_checkpoint: str | None,
+    folder: RunFolder,
+) -> AttemptOutcome:
+    """Return how the attempt ended. `missing_checkpoint`: why the last one is not on the disk."""
+    train, goal = job.experiment.train, job.experiment.goal
+    lacks = f"; {missing_checkpoint}" if missing_checkpoint else ""
     if stopped:
         reason = f"{stopped.reason} at step {state.step}"
         if state.evaluation_pending:
             reason += ", during its evaluation"
-        if stopped == StopCode.PRUNED and log.folder.pruned.exists():
-            reason += f": {log.folder.pruned.read_text(encoding='utf-8')}"
+        if stopped == StopCode.PRUNED and folder.pruned.exists():
+            reason += f": {folder.pruned.read_text(encoding='utf-8')}"
         # Without checkpoints nothing can continue, so the time limit is the end of the run.
         is_over = stopped == StopCode.TIME_LIMIT and train.checkpoints.save_every == 0
-        return AttemptOutcome("FINISHED" if is_over else "KILLED", reason)
+        return AttemptOutcome("FINISHED" if is_over else "KILLED", reason + lacks)
+    if lacks:
+        # All steps are trained, but their result is not on the disk.
+        return AttemptOutcome("FAILED", f"trained {state.step} steps{lacks}")
     if state.best is None:
         return AttemptOutcome("FINISHED", f"trained {state.step} steps")
     reason = f"best {goal.metric} {state.best:.4g}"

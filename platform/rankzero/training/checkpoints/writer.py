@@ -1,4 +1,8 @@
-"""Rank 0's checkpoints of one run: copied to the host at once, written by a thread, pruned."""
+"""Rank 0's checkpoints of one run: copied to the host at once, written by a thread, pruned.
+
+A checkpoint of step N reaches the disk after the journal's events up to N. Otherwise a killed run
+would be resumed behind steps that nobody has logged.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,11 @@ import torch
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
 from rankzero.experiment import Goal
-from rankzero.run_store import checkpoint_files
+from rankzero.run_store import checkpoint_files, disk
 from rankzero.run_store.checkpoint_files import Manifest
 from rankzero.training.checkpoints.host_copy import HostCopier, PendingCopy
+
+_RETRY_SECONDS = 0.5
 
 
 class Checkpoints:
@@ -25,6 +31,8 @@ class Checkpoints:
     `save` returns as soon as the state is copied. One thread writes, and at most one checkpoint is
     being written: the next `save` waits for it, and `blocked_seconds` includes that wait.
     `save`, `poll`, `finish` and `close` pass each problem to `notice`, once.
+
+    `save` calls `flush_journal`, and the thread calls `sync_journal` before it writes.
     """
 
     def __init__(
@@ -34,13 +42,19 @@ class Checkpoints:
         goal: Goal,
         world_size: int | None = None,
         notice: Callable[[str], None] = print,
+        *,
+        flush_journal: Callable[[], None] = lambda: None,
+        sync_journal: Callable[[], None] = lambda: None,
+        sync: Callable[[Path], None] = disk.sync,
     ) -> None:
         self._root, self._keep, self._goal, self._world_size = run_folder, keep, goal, world_size
         self._notice = notice
+        self._flush_journal, self._sync_journal, self._sync = flush_journal, sync_journal, sync
         self._folder = run_folder / "checkpoints"
         self._copier = HostCopier()
         self._writer = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self._pending: Future[list[Event]] | None = None
+        self._error: Exception | None = None
         self.blocked_seconds = 0.0
         self._problems: list[str] = []
         self._cannot_delete = False
@@ -53,9 +67,11 @@ class Checkpoints:
         """Copy `state`, start writing it, and return the events of the checkpoint before."""
         start = time.perf_counter()
         events = self.finish()
+        self._flush_journal()
         copy = self._copier.copy(dict(state))
         # The training may change the state now: the copy is done, or ahead of it in the stream.
-        self._pending = self._writer.submit(self._write, copy, step, dict(metrics), best)
+        self._last, self._error = (copy, step, dict(metrics), best), None
+        self._pending = self._writer.submit(self._write, *self._last)
         self.blocked_seconds += time.perf_counter() - start
         return events
 
@@ -65,29 +81,51 @@ class Checkpoints:
 
     def finish(self) -> list[Event]:
         """Wait for the current write, if any, and return its events."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return []
-        try:
-            return pending.result()
-        except Exception as error:  # a full disk must not end the training; older ones stay
-            self._problems.append(f"a checkpoint could not be written: {error}")
-            return []
-        finally:
-            # The thread is idle now, so nothing else uses the list.
-            while self._problems:
-                self._notice(self._problems.pop(0))
+        events = self._result()
+        # The thread is idle now, so nothing else uses the list.
+        if self.failure is not None:
+            self._problems.append(self.failure)
+        while self._problems:
+            self._notice(self._problems.pop(0))
+        return events
 
-    def close(self) -> list[Event]:
-        """Wait for the current write, end the thread, and return the events of the write."""
+    def close(self, patience_seconds: float = 0.0) -> list[Event]:
+        """Wait for the current write, end the thread, and return the events of the write.
+
+        A write that failed is tried again for `patience_seconds`.
+        """
         events = self.finish()
+        until = time.monotonic() + patience_seconds
+        # torch.save reports a full disk as a RuntimeError. No other error mends itself.
+        while isinstance(self._error, (OSError, RuntimeError)) and time.monotonic() < until:
+            time.sleep(_RETRY_SECONDS)
+            self._pending = self._writer.submit(self._write, *self._last)
+            events += self._result()
         self._writer.shutdown()
         return events
+
+    @property
+    def failure(self) -> str | None:
+        """Why the newest checkpoint is not on the disk, or None if it is."""
+        if self._error is None:
+            return None
+        return f"the checkpoint of step {self._last[1]} could not be written: {self._error}"
+
+    def _result(self) -> list[Event]:
+        pending, self._pending, self._error = self._pending, None, None
+        try:
+            return pending.result() if pending is not None else []
+        except Exception as error:  # a full disk must not end the training; older ones stay
+            self._error = error
+            return []
 
     def _write(
         self, copy: PendingCopy, step: int, metrics: dict[str, float], best: bool
     ) -> list[Event]:
         target = checkpoint_files.folder_of(self._folder, step)
+        self._sync_journal()
         checkpoint_files.write(
             target,
             lambda path: torch.save(copy.wait(), path),
@@ -95,6 +133,7 @@ class Checkpoints:
             metrics,
             best,
             self._world_size,
+            self._sync,
         )
         place = str(target.relative_to(self._root))
         saved = CheckpointSaved(time.time(), step, place, best, metrics)
@@ -105,7 +144,7 @@ class Checkpoints:
         manifests = checkpoint_files.known(self._folder)
         for path in self._doomed(manifests, written):
             try:
-                checkpoint_files.delete(path)
+                checkpoint_files.delete(path, self._sync)
             except OSError as error:
                 # The same fault would return with every checkpoint, so it is reported once.
                 if not self._cannot_delete:
