@@ -57,8 +57,8 @@ class RecorderHandle:
         return self._pipe is None
 
 
-# The recorders of this process that are not reaped, or whose pipe is open. The set is global because
-# a fork copies the pipes of all of them.
+# The recorders of this process that are not reaped, or whose pipe is open. The set is global
+# because a fork copies the pipes of all of them.
 _handles: set[RecorderHandle] = set()
 
 
