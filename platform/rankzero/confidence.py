@@ -39,12 +39,12 @@ def _within(angle: float, freedom: int) -> float:
     return sine * (total + term)
 
 
-def half_width(values: Sequence[float], probability: float = 0.975) -> float | None:
-    """Return half the confidence interval of the mean, or None with fewer than two values."""
+def half_width(values: Sequence[float]) -> float | None:
+    """Return half the 95 % interval of the mean, or None with fewer than two values."""
     count = len(values)
     if count < 2:
         return None
-    return student_t(count - 1, probability) * statistics.stdev(values) / math.sqrt(count)
+    return student_t(count - 1) * statistics.stdev(values) / math.sqrt(count)
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> tuple[float, int]:

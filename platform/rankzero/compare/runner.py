@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,14 +15,13 @@ from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.agent import Topology
-from rankzero.redaction.text import settings_without_secrets
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.training.profiling import profiler
 from rankzero.training.profiling.profiler import Profile
 from rankzero.tuning.reports.study_run import StudyRun
-from rankzero.tuning.trials.follower import TrialResult, run_alone
+from rankzero.tuning.trials.follower import run_alone
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
 
@@ -58,10 +56,10 @@ def compare(
         threads_fixed = "OMP_NUM_THREADS" in os.environ
         notes = results.warnings(rows, context.device == "cpu", threads_fixed)
         verdict = tables.sentence(rows)
-        table = {"columns": list(tables.COLUMNS), "data": [tables.cells(row) for row in rows]}
-        study.write("compare.json", json.dumps(table))
+        study.write_table("compare.json", tables.COLUMNS, [tables.cells(row) for row in rows])
         study.write_description(f"**{verdict}**\n\n{tables.markdown(rows, notes)}\n")
-        _draw(study, lambda: plots.write_scaling(study.folder.artifacts, rows))
+        with study.drawing():
+            plots.write_scaling(study.folder.artifacts, rows)
         speed_ups = {f"speed_up/{row.run.name}": row.speed_up for row in rows}
         known = {name: value for name, value in speed_ups.items() if value is not None}
         study.finish(verdict, known)
@@ -79,7 +77,8 @@ def profile(context: CompareContext, processes: int) -> tuple[Profile, RunFolder
             f"{verdict}\n\n{costs}\n\nTraces: `profile/`, for ui.perfetto.dev\n"
         )
         shares = {"compute": found.breakdown.compute, **dataclasses.asdict(found.breakdown)}
-        _draw(study, lambda: plots.write_step(artifacts / "figures" / "step_time.png", found))
+        with study.drawing():
+            plots.write_step(artifacts / "figures" / "step_time.png", found)
         summary = {
             "step_seconds": found.step_seconds,
             "samples_per_second": found.batch_size / found.step_seconds,
@@ -91,9 +90,8 @@ def profile(context: CompareContext, processes: int) -> tuple[Profile, RunFolder
 
 def _open_run(context: CompareContext) -> AbstractContextManager[StudyRun]:
     """Return the run that the results are artifacts of."""
-    params = settings_without_secrets(config.rendered(context.reference))
     return StudyRun.open(
-        context.runs, context.identity, params, context.argv, offline=context.offline
+        context.runs, context.identity, context.reference, context.argv, offline=context.offline
     )
 
 
@@ -140,34 +138,22 @@ def _measure(context: CompareContext, study: StudyRun, run: StrategyRun) -> Stra
         found = _profiled(context, experiment, run.processes, folder, trace=False)
         breakdown = found.breakdown
     except RunFailed as error:
-        study.notice(f"{run.name} could not be profiled: {error}")
-    result = _result(run, trained, RunFolder(context.runs / name), experiment.train.batch_size)
-    context.notify(f"{run.name:10} {result.samples_per_second:12,.0f} samples/s")
-    return dataclasses.replace(result, breakdown=breakdown)
-
-
-def _result(
-    run: StrategyRun, trained: TrialResult, folder: RunFolder, batch_size: int
-) -> StrategyResult:
+        study.log.notice(f"{run.name} could not be profiled: {error}")
     # A run that ends before its first report has no summary of its speed.
     curve = trained.curve
     summary = curve.ended.metrics if curve.ended else {}
     # The batch size is the same under every strategy: it is over all ranks.
-    samples, joules = curve.step * batch_size, curve.joules
-    speed = samples / max(curve.seconds, 1e-9)
+    samples = curve.step * experiment.train.batch_size
+    speed = summary.get("samples_per_second", samples / max(curve.seconds, 1e-9))
+    context.notify(f"{run.name:10} {speed:12,.0f} samples/s")
+    sampled = fold(read_all(RunFolder(context.runs / name).system(0)))
     return StrategyResult(
         run,
         seconds=summary.get("train_seconds", curve.seconds),
-        samples_per_second=summary.get("samples_per_second", speed),
+        samples_per_second=speed,
         half_width=summary.get("samples_per_second_half_width"),
         memory_megabytes=summary.get("peak_memory_megabytes"),
-        gpu_percent=fold(read_all(folder.system(0))).gpu_means.get("utilization_percentage"),
-        samples_per_joule=samples / joules if joules else None,
+        gpu_percent=sampled.gpu_means.get("utilization_percentage"),
+        samples_per_joule=samples / curve.joules if curve.joules else None,
+        breakdown=breakdown,
     )
-
-
-def _draw(study: StudyRun, draw: Callable[[], None]) -> None:
-    try:
-        draw()
-    except Exception as error:  # a figure that cannot be drawn must not cost the table
-        study.notice(f"the figure could not be drawn: {error!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from pathlib import PurePath
 
 from rankzero.reporting.run_facts import Facts
@@ -13,31 +12,27 @@ _RUN_NAME = "--run-name"
 
 def commands(name: str, facts: Facts) -> list[str]:
     """Return the commands for the code and for each attempt, or none if no attempt has one."""
-    attempts = list(_attempts(name, facts))
+    recorded = [words(command) for command in facts.commands]
+    # Only a resume needs to know the new run's name.
+    again = f"{name}-again" if any(command[1:2] == ["resume"] for command in recorded) else ""
+    attempts = []
+    for command in recorded:
+        if command[:2] == ["rankzero", "train"]:
+            command = [*command, *([_RUN_NAME, again] if again else [])]
+        elif command[:2] == ["rankzero", "resume"]:
+            command = [again if word == name else word for word in command]
+        elif command[:1] == ["rankzero"]:
+            # A search's trial: the recorded command made many runs.
+            file = facts.environment.get("rankzero.experiment_file", "EXP")
+            processes = facts.params.get("world_size", "1")
+            command = ["rankzero", "train", file, "--from", name, "--nproc", processes]
+        attempts.append(shlex.join(command))
     commit = facts.environment.get("mlflow.source.git.commit")
     if not attempts or not commit:
         return attempts
     is_dirty = facts.environment.get("rankzero.dirty") == "true"
     patch = ["git apply diff.patch   # of the run's artifacts, in provenance/"] if is_dirty else []
     return [f"git checkout {commit}", *patch, *attempts]
-
-
-def _attempts(name: str, facts: Facts) -> Iterator[str]:
-    recorded = [words(command) for command in facts.commands]
-    # Only a resume needs to know the new run's name.
-    again = f"{name}-again" if any(command[1:2] == ["resume"] for command in recorded) else ""
-    for command in recorded:
-        if command[:1] != ["rankzero"]:
-            yield shlex.join(command)
-        elif command[1:2] == ["train"]:
-            yield shlex.join([*command, *([_RUN_NAME, again] if again else [])])
-        elif command[1:2] == ["resume"]:
-            yield shlex.join(again if word == name else word for word in command)
-        else:
-            # A search's trial: the recorded command made many runs.
-            file = facts.environment.get("rankzero.experiment_file", "EXP")
-            processes = facts.params.get("world_size", "1")
-            yield shlex.join(["rankzero", "train", file, "--from", name, "--nproc", processes])
 
 
 def words(command: str) -> list[str]:

@@ -25,7 +25,7 @@ _SETTLE_SECONDS = 0.2
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class FactStore(Protocol):
+class _FactStore(Protocol):
     """Facts that all members read and write."""
 
     @property
@@ -42,7 +42,7 @@ class Members:
     `settle_seconds`: how long a new leader waits for another one that writes its name as well.
     """
 
-    def __init__(self, store: FactStore, settle_seconds: float = _SETTLE_SECONDS) -> None:
+    def __init__(self, store: _FactStore, settle_seconds: float = _SETTLE_SECONDS) -> None:
         self._store, self._settle_seconds = store, settle_seconds
 
     def lead(self) -> bool:

@@ -21,7 +21,7 @@ from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.launch.agent import Topology
-from rankzero.redaction.text import settings_without_secrets, url_without_secrets
+from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.tuning import members, next_trial
 from rankzero.tuning.agreement import SPACE, agree_on_space, await_facts, check_space
@@ -184,13 +184,10 @@ def _help(
 def _open_run(
     setup: SearchSetup, identity: Identity, argv: Sequence[str]
 ) -> AbstractContextManager[StudyRun]:
-    params = {
-        **settings_without_secrets(config.rendered(setup.space.reference)),
-        **{f"search.{name}": values.render(one) for name, one in vars(setup.options).items()},
-        "search.sampler": setup.sampler,
-        "search.pruner": setup.pruner,
-    }
-    return StudyRun.open(setup.root / "runs", identity, params, argv, offline=setup.offline)
+    runs, reference, offline = setup.root / "runs", setup.space.reference, setup.offline
+    options = {**vars(setup.options), "sampler": setup.sampler, "pruner": setup.pruner}
+    params = {f"search.{name}": values.render(value) for name, value in options.items()}
+    return StudyRun.open(runs, identity, reference, argv, offline=offline, options=params)
 
 
 def first_guesses(study: Study) -> list[dict[str, Any]]:
@@ -253,12 +250,10 @@ def _draw(
 ) -> None:
     from rankzero.tuning.reports import html_page, optuna_figures, probe_figures
 
-    try:
+    with run.drawing():
         figures: list[Any] = optuna_figures.interactive(trials, goal, region)
         if measured:
             figures.append(probe_figures.heat_map(measured))
             probe_figures.write_png(run.folder.artifacts, measured)
         run.write("search.html", html_page.page(figures, title))
         optuna_figures.write_pngs(run.folder.artifacts, trials, goal, region)
-    except Exception as error:  # a figure that cannot be drawn must not cost the verdict
-        run.notice(f"the figures could not be drawn: {error!r}")

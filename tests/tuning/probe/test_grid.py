@@ -24,7 +24,8 @@ def measure_all(
     """
     found: list[ProbeResult] = []
     while (cell := grid.next_cell(found, SIZES, precisions, world_size)) is not None:
-        assert cell not in [one.cell for one in found], "measured twice"
+        known = [Cell(one.batch_size, one.micro_batch, one.precision) for one in found]
+        assert cell not in known, "measured twice"
         found.append(measure(cell, full, base, per_sample, limit, dies))
     return found
 

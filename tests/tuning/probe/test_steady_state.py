@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.tuning.probe.steady_state import FEWEST, SteadyState, inflation
+from rankzero.confidence import half_width
+from rankzero.tuning.probe.steady_state import FEWEST, SteadyState
 
 
 def measured(draw: random.Random, r: float, spread: float = 0.05) -> SteadyState:
@@ -50,4 +51,7 @@ def test_a_speed_that_never_settles_ends_by_the_time_limit() -> None:
 
 @given(st.lists(st.floats(0.1, 10), min_size=3, max_size=50))
 def test_correlation_never_narrows_the_interval(values: list[float]) -> None:
-    assert 1.0 <= inflation(values) <= 19.001
+    steady = SteadyState(most_seconds=60.0, windows=values)
+    plain = (half_width(values) or 0.0) / steady.mean
+    assert plain <= steady.relative_half_width * 1.000001
+    assert steady.relative_half_width <= plain * math.sqrt(19.001)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero.errors import UserError
-from rankzero.tuning.trials.resources import EVERYTHING, shares, visible_gpus
+from rankzero.tuning.trials.resources import shares
 
 
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(0, 32), st.integers(1, 64))
@@ -16,7 +16,7 @@ def test_shares_are_disjoint_or_refused(
 ) -> None:
     names = [str(number) for number in range(gpus)]
     try:
-        found = shares(parallel, processes, names, range(cores))
+        found = shares(parallel, processes, gpus, range(cores), {})
     except UserError as error:
         assert (gpus and parallel * processes > gpus) or parallel > cores, error
         return
@@ -30,16 +30,21 @@ def test_shares_are_disjoint_or_refused(
     )
 
 
-def test_a_single_trial_gets_everything() -> None:
-    assert shares(1, 8, ["0"], [0]) == [EVERYTHING]
-
-
-def test_gpus_have_the_names_of_cuda_visible_devices() -> None:
-    assert visible_gpus(2, {}) == ["0", "1"]
-    assert visible_gpus(2, {"CUDA_VISIBLE_DEVICES": "3, GPU-ab"}) == ["3", "GPU-ab"]
-    assert visible_gpus(0, {"CUDA_VISIBLE_DEVICES": ""}) == []
+@pytest.mark.parametrize(
+    ("gpus", "visible", "names"),
+    [
+        (2, None, [("0",), ("1",)]),
+        (2, "3, GPU-ab", [("3",), ("GPU-ab",)]),
+        (0, "", [None, None]),
+    ],
+)
+def test_gpus_have_the_names_of_cuda_visible_devices(
+    gpus: int, visible: str | None, names: list[tuple[str, ...] | None]
+) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert [share.gpus for share in shares(2, 1, gpus, range(2), environ)] == names
 
 
 def test_the_error_for_too_few_gpus_has_a_remedy() -> None:
     with pytest.raises(UserError, match=r"needs 8 GPUs, and there are 4: give --nproc 2"):
-        shares(2, 4, ["0", "1", "2", "3"], range(16))
+        shares(2, 4, 4, range(16), {})

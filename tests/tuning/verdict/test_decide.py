@@ -8,7 +8,7 @@ import pytest
 
 from rankzero.experiment import Goal
 from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun, decide, finalists
-from rankzero.tuning.verdict.sentence import sentence, settings_text
+from rankzero.tuning.verdict.sentence import sentence
 
 GOAL = Goal("val/accuracy", "max", target=0.97)
 
@@ -119,10 +119,6 @@ def test_a_candidate_faster_by_half_is_found_in_eighty_percent() -> None:
         verdict = decide("time-to-target", table[0], table[1:])
         found += verdict.beaten and verdict.winner.trial == 2
     assert found / 500 >= 0.8
-
-
-def test_the_text_of_a_configuration() -> None:
-    assert settings_text(candidate(1, 1.0, batch_size=512)) == "batch 512, bf16, lr 0.006"
 
 
 def test_a_close_verdict_asks_for_a_second_look_at_the_nearest() -> None:

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from rankzero import config
 from rankzero.cli.commands import search
 from rankzero.cli.display.terminal import text_console
 from rankzero.mlflow_store import uris
-from rankzero.redaction.text import settings_without_secrets
 from rankzero.tuning.probe import grid, probe_map
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.reports import html_page, probe_figures
@@ -40,8 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             uris.prepare_store(identity.tracking_uri)
         file = identity.experiment_file or ""
         request = probe_map.request_for(space, described, file, arguments.dir)
-        params = settings_without_secrets(config.rendered(reference))
-        with StudyRun.open(runs, identity, params, sys.argv, offline=offline) as study_run:
+        with StudyRun.open(runs, identity, reference, sys.argv, offline=offline) as study_run:
             measured = probe_map.measure(request, host, search.print_line)
             page = html_page.page([probe_figures.heat_map(measured)], "Probe map")
             study_run.write_probe_map(measured)

@@ -30,7 +30,7 @@ from rankzero.tuning.space import Space, make_space
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
-from rankzero.tuning.trials.resources import shares, visible_gpus
+from rankzero.tuning.trials.resources import shares
 
 _PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes")
 
@@ -151,8 +151,9 @@ def run(arguments: argparse.Namespace) -> int:
             return _search(arguments, [first], described, space)
         # The first host has the whole machine. Each trial needs a host on its own share.
         hosts.pop_all().close()
-        gpus = visible_gpus(described.gpus, os.environ)
-        found = shares(arguments.parallel, described.processes, gpus, usable_cores())
+        found = shares(
+            arguments.parallel, described.processes, described.gpus, usable_cores(), os.environ
+        )
         side_by_side = [
             hosts.enter_context(contextlib.closing(Host(libraries(arguments), share)))
             for share in found

@@ -51,11 +51,6 @@ class ProbeResult:
     reason: str = ""
 
     @property
-    def cell(self) -> Cell:
-        """Return the cell that was measured."""
-        return Cell(self.batch_size, self.micro_batch, self.precision)
-
-    @property
     def bound(self) -> str:
         """Return what limits the speed: data, communication or compute."""
         data, communication = self.data_wait_fraction, self.communication_fraction

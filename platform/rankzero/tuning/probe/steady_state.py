@@ -60,10 +60,10 @@ class SteadyState:
     def relative_half_width(self) -> float:
         """Return half the 95 % interval over the mean, widened for the windows' correlation."""
         half = half_width(self.windows)
-        return math.inf if half is None else half * math.sqrt(inflation(self.windows)) / self.mean
+        return math.inf if half is None else half * math.sqrt(_inflation(self.windows)) / self.mean
 
 
-def inflation(values: list[float]) -> float:
+def _inflation(values: list[float]) -> float:
     """Return the factor by which correlated neighbours raise the variance of the mean.
 
     It is (1 + r) / (1 - r) for an AR(1) process with the lag-1 correlation r. The estimate of r

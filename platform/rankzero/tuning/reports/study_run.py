@@ -17,7 +17,7 @@ from rankzero import config
 from rankzero.events import RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.ranks import Ranks
-from rankzero.redaction.text import blotted
+from rankzero.redaction.text import blotted, settings_without_secrets
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import Identity, write_atomically
 from rankzero.tracking.run_log import RunLog
@@ -46,7 +46,7 @@ class StudyRun:
     """The study's run, open during a with block of `open`."""
 
     def __init__(self, log: RunLog, environment: Mapping[str, str]) -> None:
-        self._log, self.folder, self.environment = log, log.folder, environment
+        self.log, self.folder, self.environment = log, log.folder, environment
         """`environment`: the tags of this run, and of its children."""
         self._status: Status = "FAILED"
         self._reason, self._summary = "ended without a verdict", dict[str, float]()
@@ -57,19 +57,24 @@ class StudyRun:
         cls,
         runs: Path,
         identity: Identity,
-        params: Mapping[str, str],
+        reference: Experiment,
         argv: Sequence[str],
         *,
         offline: bool,
+        options: Mapping[str, str] | None = None,
     ) -> Iterator[StudyRun]:
-        """Open the run for a block. `offline`: record it only; `rankzero sync` delivers it."""
+        """Open the run for a block. Its params are the reference's settings, and `options`.
+
+        `offline`: record the run only; `rankzero sync` delivers it.
+        """
         log = RunLog.open(runs, identity, Ranks(), gpu_uuids=(), offline=offline)
         found = provenance.collect(Path.cwd(), argv, os.environ)
         provenance.write_artifacts(found, log.folder.artifacts)
         file = os.path.relpath(identity.experiment_file or "", Path.cwd())
         run = cls(log, {**provenance.environment(found), "rankzero.experiment_file": file})
         tags = {**run.environment, "rankzero.study": log.folder.path.name}
-        log(RunStarted(time.time(), params, tags, log.attempt))
+        params = settings_without_secrets(config.rendered(reference))
+        log(RunStarted(time.time(), {**params, **(options or {})}, tags, log.attempt))
         try:
             yield run
         except KeyboardInterrupt:
@@ -94,22 +99,30 @@ class StudyRun:
         metrics = {
             f"search/{name}": [float(value)] for name, value in known.items() if value is not None
         }
-        self._log(StepsLogged([trial.number], [time.time()], metrics))
+        self.log(StepsLogged([trial.number], [time.time()], metrics))
         # The journal is buffered, and the next trial may end minutes later.
-        self._log.flush()
+        self.log.flush()
 
     def finish(self, reason: str, summary: Mapping[str, float]) -> None:
         """Let the run end as FINISHED, with `reason`."""
         self._status, self._reason, self._summary = "FINISHED", reason, dict(summary)
 
-    def notice(self, text: str) -> None:
-        """Log a message for people."""
-        self._log.notice(text)
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Log a notice if the block fails: a figure must not cost the result."""
+        try:
+            yield
+        except Exception as error:
+            self.log.notice(f"the figures could not be drawn: {error!r}")
 
     def write(self, name: str, text: str) -> None:
         """Write an artifact."""
         self.folder.artifacts.mkdir(exist_ok=True)
         write_atomically(self.folder.artifacts / name, text)
+
+    def write_table(self, name: str, columns: Sequence[str], rows: Sequence[list[Any]]) -> None:
+        """Write a table in the form that MLflow's artifact viewer shows as one."""
+        self.write(name, json.dumps({"columns": columns, "data": rows}))
 
     def write_description(self, markdown: str) -> None:
         """Set the run's description in MLflow, in the place of the usual report."""
@@ -118,16 +131,15 @@ class StudyRun:
     def write_trials(self, trials: Sequence[Trial]) -> None:
         """Write the trials as tables: for MLflow's artifact viewer, and for spreadsheets."""
         rows = [list(row_of(trial).values()) for trial in trials]
-        self.write("trials.json", json.dumps({"columns": _COLUMNS, "data": rows}))
+        self.write_table("trials.json", _COLUMNS, rows)
         table = io.StringIO()
         csv.writer(table).writerows([_COLUMNS, *rows])
         self.write("trials.csv", table.getvalue())
 
     def write_probe_map(self, measured: Sequence[ProbeResult]) -> None:
-        """Write the probe map as a table for MLflow's artifact viewer."""
+        """Write the probe map as a table."""
         rows = [{**dataclasses.asdict(one), "bound": one.bound} for one in measured]
-        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
-        self.write("probe_map.json", json.dumps(table))
+        self.write_table("probe_map.json", list(rows[0]), [list(row.values()) for row in rows])
 
 
 def row_of(trial: Trial) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 from rankzero.launch import agent, output
 from rankzero.launch.signals import SignalForwarder, handled_signals
 from rankzero.tuning.trials.describe import ExperimentDescription, describe
-from rankzero.tuning.trials.resources import EVERYTHING, VISIBLE, Share
+from rankzero.tuning.trials.resources import VISIBLE, Share
 
 _ORPHAN_SECONDS = 20.0  # for the ranks to stop by themselves once the search has died
 # The server that ranks are forked from imports these once, so that no rank does.
@@ -33,8 +33,8 @@ _PRELOAD = ("rankzero.tuning.probe.worker", "rankzero.tuning.trials.launcher")
 class Host:
     """The search's end: a host process on a share of the machine, started again if it died."""
 
-    def __init__(self, libraries: Sequence[str], share: Share = EVERYTHING) -> None:
-        self._libraries, self._share = libraries, share
+    def __init__(self, libraries: Sequence[str], share: Share | None = None) -> None:
+        self._libraries, self._share = libraries, share or Share()
         self._start()
 
     def describe(

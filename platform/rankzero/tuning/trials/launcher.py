@@ -87,7 +87,7 @@ class TrainLauncher:
         self._host, self._study = host, study
         self._topology, self._environment = topology, environment
 
-    def start(self, experiment: Experiment, name: str) -> LaunchedTrial:
+    def start(self, experiment: Experiment, name: str) -> TrialRun:
         study, runs = self._study.identity, self._study.path.parent
         # A trial of an interrupted search keeps its name, so a repeated one gets the next.
         names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
@@ -109,10 +109,10 @@ class TrainLauncher:
         self._study.add_child(name)
         request = request_for(folder, experiment, self._environment)
         self._host.run(train, self._topology, request, folder.path / "logs")
-        return LaunchedTrial(folder, self._host)
+        return _LaunchedTrial(folder, self._host)
 
 
-class LaunchedTrial:
+class _LaunchedTrial:
     """A trial that a host runs: a journal that grows, and a message at its end."""
 
     def __init__(self, folder: RunFolder, host: Host) -> None:

@@ -19,38 +19,33 @@ class Share:
     cores: tuple[int, ...] | None = None
 
 
-EVERYTHING = Share()
-
-
-def visible_gpus(count: int, environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the `count` GPUs that this process sees."""
-    named = [name.strip() for name in environ.get(VISIBLE, "").split(",") if name.strip()]
-    return named[:count] if named else [str(number) for number in range(count)]
-
-
-def shares(parallel: int, processes: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Share]:
+def shares(
+    parallel: int, processes: int, gpus: int, cores: Sequence[int], environ: Mapping[str, str]
+) -> list[Share]:
     """Return disjoint shares for `parallel` trials. Raises UserError if the machine is too small.
 
-    `processes`: of each trial. `cores`: the numbers of the usable processor cores.
+    `processes`: of each trial. `gpus`: the number that this process sees. `cores`: the numbers of
+    the usable processor cores.
     """
-    if parallel == 1:
-        return [EVERYTHING]
-    if gpus and parallel * processes > len(gpus):
+    if gpus and parallel * processes > gpus:
         raise UserError(
             f"--parallel {parallel} with {processes} processes each needs {parallel * processes} "
-            f"GPUs, and there are {len(gpus)}: give --nproc {max(1, len(gpus) // parallel)}, or a "
-            "smaller --parallel"
+            f"GPUs, and there are {gpus}: give --nproc {max(1, gpus // parallel)}, or a smaller "
+            "--parallel"
         )
     if parallel > len(cores):
         raise UserError(
             f"--parallel {parallel} needs as many processor cores, and there are {len(cores)}: "
             "give a smaller --parallel"
         )
+    # If the variable is set, numbers would mean other GPUs than those this process sees.
+    names = [name.strip() for name in environ.get(VISIBLE, "").split(",") if name.strip()]
+    names = names[:gpus] or [str(number) for number in range(gpus)]
     # Cores are divided also with GPUs: data loading of one trial must not slow another one.
     each = len(cores) // parallel
     return [
         Share(
-            gpus=tuple(gpus[number * processes : (number + 1) * processes]) or None,
+            gpus=tuple(names[number * processes : (number + 1) * processes]) or None,
             cores=tuple(cores[number * each : (number + 1) * each]),
         )
         for number in range(parallel)

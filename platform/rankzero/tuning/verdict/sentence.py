@@ -50,12 +50,12 @@ def sentence(
     )
     speed_up = f"; {fast / slow:.2g}x the samples/s" if fast and slow else ""
     return (
-        f"Your configuration {own}. The sweet spot {found}: {settings_text(winner)}{speed_up}. "
+        f"Your configuration {own}. The sweet spot {found}: {_settings(winner)}{speed_up}. "
         f"{confirmed} {took}."
     )
 
 
-def settings_text(candidate: Candidate) -> str:
+def _settings(candidate: Candidate) -> str:
     """Return the searched settings of a configuration: ``batch 512, bf16, lr 0.006``."""
     names = {"train.batch_size": "batch", "train.precision": "", "lr": "lr"}
     settings = candidate.settings
