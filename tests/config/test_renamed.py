@@ -17,9 +17,10 @@ from rankzero.config.renamed import NEW_NAMES, params_with_new_names, with_new_n
 from rankzero.reporting import run_facts
 from rankzero.search_ranges import Range
 from rankzero.training.checkpoints.best_model import experiment_of
+from rankzero.tuning.options import default_storage
 from rankzero.tuning.search import FIRST, first_guesses
 from rankzero.tuning.space import make_space
-from rankzero.tuning.study import default_storage, open_study
+from rankzero.tuning.study import open_study
 from support.paths import FIXTURES
 from support.runs import append, ended, make_folder, started
 

@@ -14,7 +14,7 @@ from rankzero.cli.commands import search
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import TrackingError, resolve_tracking_uri
-from rankzero.tuning import study
+from rankzero.tuning.options import default_storage
 from support.runs import T0, make_folder, saved
 
 
@@ -84,7 +84,7 @@ def test_a_folder_that_mlflow_would_read_as_another_is_refused(name: str, tmp_pa
         lambda: resolve_tracking_uri(None, {}, root),
         lambda: resolve_tracking_uri(uri, {}, tmp_path),
         lambda: uris.prepare_store(uri),
-        lambda: study.default_storage(root),
+        lambda: default_storage(root),
         lambda: search._check(search_in(root)),
     ):
         with pytest.raises(TrackingError, match="name another with --dir"):

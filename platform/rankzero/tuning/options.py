@@ -1,9 +1,11 @@
-"""The options of a search, and the names that they take. Pure."""
+"""The options of a search, and the names that they take."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
+from rankzero.mlflow_store.uris import require_plain
 from rankzero.tuning.objective import Name
 
 SAMPLERS = ("tpe", "gp", "random", "grid")
@@ -24,3 +26,10 @@ class SearchOptions:
     """How many of the best trials are confirmed."""
     seeds: int = 3
     silence_seconds: float = 300.0
+
+
+def default_storage(root: Path) -> str:
+    """Return the URL of the embedded database. Raises TrackingError for an unsuitable path."""
+    path = root.absolute() / "studies.db"
+    require_plain(path)
+    return f"sqlite:///{path}"

@@ -116,8 +116,9 @@ def _lead(
         measured: list[ProbeResult] = []
         if setup.probes:
             file = setup.identity.experiment_file or ""
-            request = probe_map.request_for(setup.space, setup.described, file, setup.root)
-            measured = probe_map.measure(request, hosts[0], notify)
+            measured = probe_map.measure(
+                setup.space, setup.described, file, setup.root, hosts[0], notify
+            )
             run.write_probe_map(measured)
         space = agree_on_space(study, setup.space, measured, setup.options)
         # The folder may hold an earlier attempt's identity, which stays.

@@ -101,19 +101,16 @@ class Space:
             tried = [parameters[FACTOR] * 2.0, parameters[FACTOR] / 2.0]
             low, high = self.factors.low, self.factors.high
             steps += [(FACTOR, one) for one in tried if low <= one <= high]
-        if BATCH_INDEX in parameters:
-            near = [parameters[BATCH_INDEX] + 1, parameters[BATCH_INDEX] - 1]
-            steps += [(BATCH_INDEX, one) for one in near if 0 <= one < len(self.batch_sizes)]
+        ordered: dict[str, Sequence[Any]] = {BATCH_INDEX: range(len(self.batch_sizes))}
         for key, range_ in self.extras.items():
-            if not isinstance(range_, Choice):
-                continue
-            if not all(type(option) in (int, float) for option in range_.options):
-                continue
-            options, value = sorted(range_.options), parameters.get(key)
-            if value in options:
-                place = options.index(value)
+            # A bool has a number's operators, and no order that means anything.
+            if isinstance(range_, Choice) and {type(one) for one in range_.options} <= {int, float}:
+                ordered[key] = sorted(range_.options)
+        for name, options in ordered.items():
+            if parameters.get(name) in options:
+                place = options.index(parameters[name])
                 near = [place + 1, place - 1]
-                steps += [(key, options[one]) for one in near if 0 <= one < len(options)]
+                steps += [(name, options[one]) for one in near if 0 <= one < len(options)]
         return [{**parameters, name: value} for name, value in steps]
 
     def scaled_lr(self, batch_size: int) -> float:

@@ -12,7 +12,6 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -27,7 +26,6 @@ from optuna.trial import TrialState
 
 from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
-from rankzero.mlflow_store.uris import require_plain
 from rankzero.redaction.text import text_without_secrets, url_without_secrets
 from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.tuning import members
@@ -181,13 +179,6 @@ class Study:
         """Note that a trial was interrupted: a process shall try its configuration again."""
         # One fact for each trial: processes that write one list at the same time would lose some.
         self.note(f"{_ABANDONED}{number}", True)
-
-
-def default_storage(root: Path) -> str:
-    """Return the URL of the embedded database. Raises TrackingError for an unsuitable path."""
-    path = root.absolute() / "studies.db"
-    require_plain(path)
-    return f"sqlite:///{path}"
 
 
 def open_study(storage: str, name: str, *, sampler: str, pruner: str, seed: int) -> Study:

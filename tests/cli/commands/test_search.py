@@ -16,7 +16,8 @@ from rankzero.catalog.lookup import last_end
 from rankzero.events import RunEnded, StepsLogged
 from rankzero.mlflow_store.client import RunRecord
 from rankzero.run_store.folder import RunFolder
-from rankzero.tuning.study import default_storage, find_study
+from rankzero.tuning.options import default_storage
+from rankzero.tuning.study import find_study
 from support.commands import TINY, Command, events, processes_of
 from support.stores import list_runs
 

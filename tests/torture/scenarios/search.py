@@ -10,7 +10,8 @@ from collections import Counter
 
 from rankzero.catalog.lookup import folders, last_end
 from rankzero.tuning import next_trial
-from rankzero.tuning.study import Study, default_storage, find_study
+from rankzero.tuning.options import default_storage
+from rankzero.tuning.study import Study, find_study
 from rankzero.tuning.trial import Trial
 from support.stores import list_runs
 from torture import promises

@@ -37,9 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
         if not offline:
             uris.prepare_store(identity.tracking_uri)
         file = identity.experiment_file or ""
-        request = probe_map.request_for(space, described, file, arguments.dir)
         with StudyRun.open(runs, identity, reference, sys.argv, offline=offline) as study_run:
-            measured = probe_map.measure(request, host, search.print_line)
+            measured = probe_map.measure(
+                space, described, file, arguments.dir, host, search.print_line
+            )
             page = html_page.page([probe_figures.heat_map(measured)], "Probe map")
             study_run.write_probe_map(measured)
             study_run.write("probe_map.html", page)

@@ -110,7 +110,7 @@ def _show_code(terminal: Console, left: RunSide, right: RunSide, limit: int | No
 
 def _show_study(arguments: argparse.Namespace, name: str) -> None:
     from rankzero.cli.display import study_table
-    from rankzero.tuning.study import default_storage
+    from rankzero.tuning.options import default_storage
 
     study_table.show(arguments.storage or default_storage(arguments.dir), name)
 

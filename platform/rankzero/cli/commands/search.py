@@ -25,7 +25,7 @@ from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.telemetry.host import usable_cores
 from rankzero.tracking import delivery_status
 from rankzero.tuning.objective import NAMES
-from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions
+from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions, default_storage
 from rankzero.tuning.space import Space, make_space
 from rankzero.tuning.trials import describe
 from rankzero.tuning.trials.describe import ExperimentDescription
@@ -223,7 +223,6 @@ def _search(
     identity = study_identity(arguments, space.reference, described.processes, "search")
     if not arguments.offline:
         uris.prepare_store(identity.tracking_uri)
-    embedded = f"sqlite:///{(arguments.dir / 'studies.db').absolute()}"
     setup = search.SearchSetup(
         identity=identity,
         root=arguments.dir,
@@ -232,7 +231,7 @@ def _search(
         options=_options(arguments),
         sampler=arguments.sampler,
         pruner=arguments.pruner,
-        storage=arguments.storage or embedded,
+        storage=arguments.storage or default_storage(arguments.dir),
         shared=arguments.storage is not None,
         probes=arguments.probe,
         use=f"{program()} train {arguments.experiment} --from {identity.name}",
@@ -283,7 +282,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError(f"--tolerance must be at least 0, got {arguments.tolerance:g}")
     tracking = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     if not arguments.storage:
-        uris.require_plain((arguments.dir / "studies.db").absolute())
+        default_storage(arguments.dir)  # called for its check
     elif _is_same_database(arguments.storage, tracking):
         raise UserError(
             "--storage is MLflow's own database: their tables would clash. Name another"

@@ -53,16 +53,22 @@ _NOT_PART = (
 )
 
 
-def request_for(
-    space: Space, described: ExperimentDescription, experiment_file: str, root: Path
-) -> ProbeRequest:
-    """Return the request to probe a space: batch sizes from half of the user's own, all precisions.
+def measure(
+    space: Space,
+    described: ExperimentDescription,
+    experiment_file: str,
+    root: Path,
+    host: Host,
+    notify: Callable[[str], None],
+) -> list[ProbeResult]:
+    """Measure the cells that are not known yet; return the whole map. Raises RunFailed.
 
-    `root`: the folder of the embedded store. Results are kept below it for the next search.
+    The map has the space's batch sizes from half of the user's own, and all precisions. `root`: the
+    folder of the embedded store. Results are kept below it for the next search.
     """
     train = space.reference.train
     samples = (train.epochs or 1) * described.samples
-    return ProbeRequest(
+    request = ProbeRequest(
         experiment_file=experiment_file,
         config=config.to_yaml(space.reference),
         batch_sizes=tuple(one for one in space.batch_sizes if one * _BELOW >= train.batch_size),
@@ -71,10 +77,6 @@ def request_for(
         run_samples=train.steps * train.batch_size if train.steps else samples,
         results=root / "probes" / f"{_key(space.reference, described, experiment_file)}.jsonl",
     )
-
-
-def measure(request: ProbeRequest, host: Host, notify: Callable[[str], None]) -> list[ProbeResult]:
-    """Measure the cells that are not known yet; return the whole map. Raises RunFailed."""
     request.results.parent.mkdir(parents=True, exist_ok=True)
     # Each pass ends with the map, or with a cell that ended the processes.
     for _ in range(_MOST_RESTARTS):
