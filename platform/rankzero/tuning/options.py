@@ -17,6 +17,8 @@ class SearchOptions:
     """What a search looks for, and what it may spend."""
 
     objective: Name = "time-to-target"
+    sampler: str = "tpe"
+    pruner: str = "asha"
     minutes: float | None = None
     trials: int | None = 20
     """All trials, the reference included."""

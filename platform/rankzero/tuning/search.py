@@ -54,8 +54,6 @@ class SearchSetup:
     space: Space
     described: ExperimentDescription
     options: SearchOptions
-    sampler: str
-    pruner: str
     storage: str
     shared: bool
     """Whether other processes may take part."""
@@ -63,8 +61,14 @@ class SearchSetup:
     """Whether to measure speeds first."""
     use: str
     """The command that trains with the sweet spot."""
-    offline: bool = False
+    offline: bool
     """Whether runs are only recorded, and delivered to MLflow later."""
+    argv: Sequence[str]
+    """The command line."""
+    hosts: Sequence[Host]
+    """One for each trial that runs at the same time."""
+    notify: Callable[[str], None]
+    """Prints a line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,18 +82,13 @@ class SearchOutcome:
     """Whether `text` is a verdict."""
 
 
-def run(
-    setup: SearchSetup, hosts: Sequence[Host], argv: Sequence[str], notify: Callable[[str], None]
-) -> SearchOutcome:
-    """Search, or help another process that does. Ctrl-C passes through.
-
-    `hosts`: one for each trial that runs at the same time. `notify`: prints a line.
-    """
+def run(setup: SearchSetup) -> SearchOutcome:
+    """Search, or help another process that does. Ctrl-C passes through."""
     study = open_study(
         setup.storage,
         setup.identity.name,
-        sampler=setup.sampler,
-        pruner=setup.pruner,
+        sampler=setup.options.sampler,
+        pruner=setup.options.pruner,
         seed=setup.space.reference.train.seed,
     )
     leads = study.members.lead()
@@ -99,25 +98,18 @@ def run(
             f"process {pid} is searching study {study.name}: wait for it. To run trials side by "
             "side give that command --parallel, to share a study between machines --storage URL"
         )
-    part = _lead if leads else _help
     with study.members.heartbeats():
-        return part(setup, study, hosts, argv, notify)
+        return _lead(setup, study) if leads else _help(setup, study)
 
 
-def _lead(
-    setup: SearchSetup,
-    study: Study,
-    hosts: Sequence[Host],
-    argv: Sequence[str],
-    notify: Callable[[str], None],
-) -> SearchOutcome:
-    with _open_run(setup, setup.identity, argv) as run:
+def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
+    with _open_run(setup, setup.identity) as run:
         began = time.monotonic()
         measured: list[ProbeResult] = []
         if setup.probes:
             file = setup.identity.experiment_file or ""
             measured = probe_map.measure(
-                setup.space, setup.described, file, setup.root, hosts[0], notify
+                setup.space, setup.described, file, setup.root, setup.hosts[0], setup.notify
             )
             run.write_probe_map(measured)
         space = agree_on_space(study, setup.space, measured, setup.options)
@@ -129,13 +121,13 @@ def _lead(
         if FIRST not in study.facts:
             guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
             study.note(FIRST, guesses)
-        notify(f"space  {space}")
+        setup.notify(f"space  {space}")
         session = Session(
             study,
             space,
-            _launchers(setup, hosts, run),
+            _launchers(setup, run),
             setup.options,
-            _logging_trials(study, run, notify),
+            _logging_trials(study, run, setup.notify),
             already_seconds=time.monotonic() - began,
         )
         verdict = session.run(first_guesses(study))
@@ -152,16 +144,11 @@ def _lead(
     return SearchOutcome(text, run.folder, decided=True)
 
 
-def _help(
-    setup: SearchSetup,
-    study: Study,
-    hosts: Sequence[Host],
-    argv: Sequence[str],
-    notify: Callable[[str], None],
-) -> SearchOutcome:
+def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
     """Do trials of a study that another process leads, until the budget is spent."""
     leader = study.members.leader.partition("/")[0]  # the host's name
-    notify(f"{leader} leads this study: waiting until it has trained your own configuration")
+    waiting = "waiting until it has trained your own configuration"
+    setup.notify(f"{leader} leads this study: {waiting}")
     await_facts(study, (SPACE, FIRST, PARENT, TARGET))
     space = check_space(study, setup.space, setup.options)
     # If both deliver to the same MLflow, this process's run is a child of the study's.
@@ -173,8 +160,8 @@ def _help(
         uuid=secrets.token_hex(16),
         parent_uuid=parent["uuid"] if same else None,
     )
-    with _open_run(setup, identity, argv) as run:
-        session = Session(study, space, _launchers(setup, hosts, run), setup.options, notify)
+    with _open_run(setup, identity) as run:
+        session = Session(study, space, _launchers(setup, run), setup.options, setup.notify)
         session.help(first_guesses(study))
         own = [one for one in study.trials() if one.facts.get(OWNER) == members.own_name()]
         text = f"Helped with {len(own)} trials of {study.name}; {leader} confirms and decides."
@@ -182,13 +169,16 @@ def _help(
     return SearchOutcome(text, run.folder, decided=False)
 
 
-def _open_run(
-    setup: SearchSetup, identity: Identity, argv: Sequence[str]
-) -> AbstractContextManager[StudyRun]:
-    runs, reference, offline = setup.root / "runs", setup.space.reference, setup.offline
-    options = {**vars(setup.options), "sampler": setup.sampler, "pruner": setup.pruner}
-    params = {f"search.{name}": values.render(value) for name, value in options.items()}
-    return StudyRun.open(runs, identity, reference, argv, offline=offline, options=params)
+def _open_run(setup: SearchSetup, identity: Identity) -> AbstractContextManager[StudyRun]:
+    options = vars(setup.options).items()
+    return StudyRun.open(
+        setup.root / "runs",
+        identity,
+        setup.space.reference,
+        setup.argv,
+        offline=setup.offline,
+        options={f"search.{name}": values.render(value) for name, value in options},
+    )
 
 
 def first_guesses(study: Study) -> list[dict[str, Any]]:
@@ -197,9 +187,9 @@ def first_guesses(study: Study) -> list[dict[str, Any]]:
     return [with_new_names(parameters) for parameters in study.facts[FIRST]]
 
 
-def _launchers(setup: SearchSetup, hosts: Sequence[Host], run: StudyRun) -> list[TrainLauncher]:
+def _launchers(setup: SearchSetup, run: StudyRun) -> list[TrainLauncher]:
     topology = Topology(setup.described.processes)
-    return [TrainLauncher(host, run.folder, topology, run.environment) for host in hosts]
+    return [TrainLauncher(host, run.folder, topology, run.environment) for host in setup.hosts]
 
 
 def _logging_trials(

@@ -229,19 +229,20 @@ def _search(
         space=space,
         described=described,
         options=_options(arguments),
-        sampler=arguments.sampler,
-        pruner=arguments.pruner,
         storage=arguments.storage or default_storage(arguments.dir),
         shared=arguments.storage is not None,
         probes=arguments.probe,
         use=f"{program()} train {arguments.experiment} --from {identity.name}",
         offline=arguments.offline,
+        argv=sys.argv,
+        hosts=hosts,
+        notify=print_line,
     )
     if arguments.result_file is not None:
         arguments.result_file.write_text(json.dumps({"study": identity.name}), encoding="utf-8")
     where = f"{described.processes} x {described.device}"
     print_line(f"study  {identity.name}  ({arguments.objective}, {where})")
-    outcome = search.run(setup, hosts, sys.argv, print_line)
+    outcome = search.run(setup)
     notes = delivery_lines(outcome.folder, offline=arguments.offline)
     print_line("\n".join(["", outcome.text, *notes]))
     if outcome.decided:
@@ -253,6 +254,8 @@ def _search(
 def _options(arguments: argparse.Namespace) -> SearchOptions:
     return SearchOptions(
         objective=arguments.objective,
+        sampler=arguments.sampler,
+        pruner=arguments.pruner,
         minutes=arguments.minutes,
         trials=arguments.trials or (None if arguments.minutes else SearchOptions.trials),
         tolerance=arguments.tolerance,
