@@ -37,7 +37,7 @@ def session(study: Study, trials: int, launcher: FakeLauncher | None = None) -> 
 
 
 def counted(study: Study) -> list[int]:
-    return [trial.number for trial in next_trial.ended(study.trials(), study.abandoned)]
+    return [trial.number for trial in next_trial.ended(study.trials())]
 
 
 def leave_a_trial(study: Study) -> None:

@@ -47,8 +47,7 @@ class Budget:
     def allows_a_trial(self) -> bool:
         """Return whether another trial may start. Trials of other processes that run count."""
         trials = self._study.trials()
-        taken = len(next_trial.ended(trials, self._study.abandoned))
-        taken += len(next_trial.running(trials))
+        taken = len(next_trial.ended(trials)) + len(next_trial.running(trials))
         if self._options.trials is not None and taken >= self._options.trials:
             return False
         # The time of the confirmation is kept free.
@@ -62,7 +61,7 @@ class Budget:
         if self._options.trials is None:
             return False
         trials = self._study.trials()
-        known = [*next_trial.ended(trials, self._study.abandoned), *next_trial.running(trials)]
+        known = [*next_trial.ended(trials), *next_trial.running(trials)]
         return sum(trial.number < number for trial in known) >= self._options.trials
 
     def allows_another_round(self, candidates: Sequence[Trial]) -> bool:
@@ -71,7 +70,7 @@ class Budget:
 
     def too_short(self) -> str | None:
         """Return an error message if the budget did not suffice for a second trial, or None."""
-        tried = next_trial.ended(self._study.trials(), self._study.abandoned)
+        tried = next_trial.ended(self._study.trials())
         if self._options.minutes is None or len(tried) >= 2:
             return None
         own, seeds = float(self._study.facts.get(REFERENCE_SECONDS, 0.0)), self._options.seeds

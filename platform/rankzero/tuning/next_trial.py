@@ -7,7 +7,7 @@ not been interrupted, and several machines that share a study agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankzero.tuning.space import BATCH_INDEX, Space
@@ -29,10 +29,10 @@ def guesses(space: Space) -> list[dict[str, Any]]:
     return [{**own, BATCH_INDEX: index} for index in larger[:2]]
 
 
-def ended(trials: Sequence[Trial], abandoned: Collection[int]) -> list[Trial]:
+def ended(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials that count: those with a result of their own, and those that failed."""
     known = [trial for trial in trials if trial.state in ("COMPLETE", "PRUNED", "FAIL")]
-    return [trial for trial in known if trial.number not in abandoned and REPEAT not in trial.facts]
+    return [trial for trial in known if not trial.abandoned and REPEAT not in trial.facts]
 
 
 def running(trials: Sequence[Trial]) -> list[Trial]:
@@ -41,14 +41,14 @@ def running(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def upcoming(
-    trials: Sequence[Trial], abandoned: Collection[int], first: Sequence[Parameters], space: Space
+    trials: Sequence[Trial], first: Sequence[Parameters], space: Space
 ) -> Parameters | None:
     """Return the parameters to try next, or None if the sampler shall draw them.
 
     In order: interrupted trials, those in `first`, the neighbours of each new best trial.
     """
-    known = ended(trials, abandoned)
-    interrupted = [trials[number].parameters for number in abandoned]
+    known = ended(trials)
+    interrupted = [trial.parameters for trial in trials if trial.abandoned]
     # A process that was killed while it drew a trial left only some of its parameters.
     names = set(space.reference_parameters())
     plan = [*(parameters for parameters in interrupted if set(parameters) == names), *first]

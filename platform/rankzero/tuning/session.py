@@ -138,8 +138,7 @@ class Session:
     def _next_trial(self, objective: Objective) -> TrialJob | None:
         """Ask for the next trial; return its job, or None if none may start now."""
         while self._allows_a_trial():
-            trials, abandoned = self._study.trials(), self._study.abandoned
-            planned = next_trial.upcoming(trials, abandoned, self._guesses, self._space)
+            planned = next_trial.upcoming(self._study.trials(), self._guesses, self._space)
             number, parameters = self._study.ask(planned)
             if self._budget.is_spent_before(number):
                 self._abandon(number, "other processes had the last trials")

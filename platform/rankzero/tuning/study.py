@@ -135,14 +135,24 @@ class Study:
 
     def trials(self) -> list[Trial]:
         """Return all trials, by number."""
-        found = []
-        for trial in self._study.get_trials(deepcopy=False):
+        found, stored = [], self._study.get_trials(deepcopy=False)
+        # Read after the trials: an interrupted trial ends first, and is abandoned then.
+        abandoned = set(self.abandoned)
+        for trial in stored:
             state: Any = trial.state.name
             # A pruned trial's value is its last report, which no objective has.
             value = trial.value if trial.state is TrialState.COMPLETE else None
-            constraints, attributes = dict(trial.constraints), dict(trial.user_attrs)
-            parameters = with_new_names(trial.params)
-            found.append(Trial(trial.number, state, parameters, value, constraints, attributes))
+            found.append(
+                Trial(
+                    trial.number,
+                    state,
+                    with_new_names(trial.params),
+                    value,
+                    dict(trial.constraints),
+                    dict(trial.user_attrs),
+                    trial.number in abandoned,
+                )
+            )
         return found
 
     def recover(self) -> list[int]:
@@ -170,7 +180,7 @@ class Study:
 
     @property
     def abandoned(self) -> list[int]:
-        """Return the numbers of the trials that count as if they had never been."""
+        """Return the numbers of the trials that were interrupted, in order."""
         facts = self.facts
         numbers = (int(key.removeprefix(_ABANDONED)) for key in facts if key.startswith(_ABANDONED))
         return sorted({*numbers, *facts.get(_ABANDONED_LIST, ())})

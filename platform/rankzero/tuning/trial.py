@@ -21,6 +21,8 @@ class Trial:
     constraints: Mapping[str, float]
     facts: Mapping[str, Any]
     """The search's attributes of it: run, seconds, quality, samples/s, why it ended."""
+    abandoned: bool = False
+    """Whether it was interrupted: it counts as if it had never been, and is tried again."""
 
     @property
     def feasible(self) -> bool:

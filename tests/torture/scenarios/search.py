@@ -128,7 +128,7 @@ def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
     promises.no_process_is_left(ground)
     promises.no_run_is_running(ground)
     trials = study.trials()
-    counted = next_trial.ended(trials, study.abandoned)
+    counted = next_trial.ended(trials)
     if next_trial.running(trials):
         raise Broken(
             f"wrong status: trials {[one.number for one in next_trial.running(trials)]} are RUNNING"
