@@ -15,7 +15,7 @@ def student_t(freedom: int, probability: float = 0.975) -> float:
     """Return Student's t quantile for a probability above a half, to six digits.
 
     `freedom`: at least 1. Source: the closed form of the distribution in Abramowitz & Stegun,
-    26.7.3 and 26.7.4, solved by bisection for the angle whose tangent is t / sqrt(freedom).
+    26.7.3 and 26.7.4, solved by bisection for the angle with the tangent t / sqrt(freedom).
     """
     # SciPy has this function, but RankZero does not depend on SciPy.
     low, high = 0.0, math.pi / 2

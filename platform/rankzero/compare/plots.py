@@ -66,8 +66,8 @@ def write_step(path: Path, profile: Profile) -> None:
             axes.text(left + width / 2, 0, f"{share:.0%}", fontsize=9, **style)
         left += width
     title = f"A step of {whole:.3g} ms on {profile.device}"
-    says = "its time by the profiler; communication: what no computing hides"
-    headings(figure, 2.7, title, says)
+    subtitle = "its time by the profiler; communication: what no computing hides"
+    headings(figure, 2.7, title, subtitle)
     # A step of a fast device may round to 0 ms, and an axis needs a width.
     axes.set(xlabel="milliseconds", xlim=(0, whole or 1.0), ylim=(-0.4, 0.4))
     axes.set_yticks([])

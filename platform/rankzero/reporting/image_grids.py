@@ -65,7 +65,7 @@ def draw(arrays: Mapping[str, Any], step: int, folder: Path) -> dict[str, Path]:
 
 
 def headings(
-    figure: Any, height: float, title: str, says: str, key: Sequence[tuple[str, str]] = ()
+    figure: Any, height: float, title: str, subtitle: str, key: Sequence[tuple[str, str]] = ()
 ) -> None:
     """Write a title, a line below it and a colour key, above the axes of a figure.
 
@@ -74,7 +74,7 @@ def headings(
     # The layout engine knows nothing of these texts, so it gets the rest of the figure.
     figure.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.72 / height))
     figure.text(0.02, 1 - 0.3 / height, title, fontsize=13, fontweight="bold", in_layout=False)
-    figure.text(0.02, 1 - 0.54 / height, says, fontsize=9, color=GREY, in_layout=False)
+    figure.text(0.02, 1 - 0.54 / height, subtitle, fontsize=9, color=GREY, in_layout=False)
     for number, (word, colour) in enumerate(reversed(key)):
         x, y = 0.98 - 0.1 * number, 1 - 0.3 / height
         figure.text(x, y, word, color=colour, ha="right", in_layout=False)
@@ -87,23 +87,23 @@ def _mistakes(arrays: Mapping[str, Any], classes: Sequence[str], step: int) -> A
         for right, guess, sure in zip(true, predicted, arrays["mistakes_confidence"], strict=True)
     ]
     wrong, samples = int(arrays["wrong"]), int(arrays["samples"])
-    says = f"step {step:,} · {wrong:,} of {samples:,} wrong{_share(arrays)}"
-    says += "" if classes else f" · {GUESSED}"
+    subtitle = f"step {step:,} · {wrong:,} of {samples:,} wrong{_share(arrays)}"
+    subtitle += "" if classes else f" · {GUESSED}"
     key = [("predicted", _RED), ("true", _GREEN)]
-    return _grid(arrays["mistakes"], words, "Hardest mistakes", says, key)
+    return _grid(arrays["mistakes"], words, "Hardest mistakes", subtitle, key)
 
 
 def _training_batch(arrays: Mapping[str, Any], classes: Sequence[str], _step: int) -> Any:
     words = [[(_name(label, classes), INK)] for label in arrays["batch_labels"]]
-    says = "as the model gets it, after augmentation · rank 0's first"
-    return _grid(arrays["batch"], words, "Training batch", says, ())
+    subtitle = "as the model gets it, after augmentation · rank 0's first"
+    return _grid(arrays["batch"], words, "Training batch", subtitle, ())
 
 
 def _grid(
     images: Any,
     words: Sequence[Sequence[tuple[str, str]]],
     title: str,
-    says: str,
+    subtitle: str,
     key: Sequence[tuple[str, str]],
 ) -> Any:
     """Return a figure of images in rows, each with coloured words below it."""
@@ -111,7 +111,7 @@ def _grid(
     lines = max([1, *map(len, words)])
     height = 0.98 + rows * (1.65 + 0.19 * lines) if len(images) else 2.2
     figure = _figure(7.2, height)
-    headings(figure, height, title, says, key)
+    headings(figure, height, title, subtitle, key)
     if not len(images):
         figure.text(0.5, 0.38, "No mistakes", ha="center", fontsize=15, color=_GREEN)
         return figure
@@ -153,9 +153,9 @@ def _confusion(arrays: Mapping[str, Any], classes: Sequence[str], step: int) -> 
     shares = counts / counts.sum(axis=1, keepdims=True).clip(min=1)
     side = min(11.0, max(4.2, 2.4 + 0.42 * size)) if size <= _MAX_NUMBERED else 8.0
     right = counts.trace() / max(1.0, counts.sum())
-    says = f"step {step:,} · {right:.1%} of {int(counts.sum()):,} right{_share(arrays)}"
+    subtitle = f"step {step:,} · {right:.1%} of {int(counts.sum()):,} right{_share(arrays)}"
     figure = _figure(side + 1.1, side + 0.75)
-    headings(figure, side + 0.75, "Confusion matrix", says)
+    headings(figure, side + 0.75, "Confusion matrix", subtitle)
     axes = figure.subplots()
     # With more classes than pixels, "nearest" would leave out some of them.
     smooth = "nearest" if size < 200 else "auto"

@@ -23,7 +23,7 @@ def candidate(
     runs = tuple(
         ConfirmationRun(1000 + n, value, 0.97, speed, memory) for n, value in enumerate(values)
     )
-    settings = {"lr": 0.006, "train.batch_size": batch_size, "train.precision": "bf16"}
+    settings = {"train.batch_size": batch_size, "train.precision": "bf16", "lr": 0.006}
     return Candidate(trial, settings, batch_size, runs)
 
 

@@ -115,8 +115,7 @@ def _measure_once(request: ProbeRequest, host: Host, notify: Callable[[str], Non
     status = "out of memory" if first and first.kind in _OUT_OF_MEMORY else "failed"
     reason = first.reason if first else "its processes ended and wrote no reason"
     lost = grid.parse({**lines[-1]["begun"], "status": status, "reason": reason})
-    with request.results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(dataclasses.asdict(lost)) + "\n")
+    request.append(dataclasses.asdict(lost))
     notify(_line(lost))
 
 

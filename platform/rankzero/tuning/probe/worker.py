@@ -52,6 +52,11 @@ class ProbeRequest:
         """Return the folder of the ranks' failure files."""
         return self.results.with_suffix(".failures")
 
+    def append(self, fields: dict[str, Any]) -> None:
+        """Append a line to the results."""
+        with self.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(fields) + "\n")
+
 
 def main(request: ProbeRequest) -> str:
     """Measure the cells of a request; the entry point of every rank."""
@@ -78,14 +83,14 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
     # Every rank computes the same next cell from the same measurements.
     while cell := grid.next_cell(measured, request.batch_sizes, request.precisions, world.size):
         if world.ranks.first:
-            _append(request, {"begun": dataclasses.asdict(cell)})
+            request.append({"begun": dataclasses.asdict(cell)})
         # The first cell's speed shows how long a run takes.
         speed = next((one.samples_per_second for one in measured if one.status == "ok"), math.inf)
         seconds = max(_SHORTEST_SECONDS, _PART_OF_A_RUN * request.run_samples / speed)
         seconds = min(_MOST_SECONDS, seconds)
         measured.append(_measure_or_fail(experiment, data, world, cell, seconds))
         if world.ranks.first:
-            _append(request, dataclasses.asdict(measured[-1]))
+            request.append(dataclasses.asdict(measured[-1]))
 
 
 def _measure_or_fail(
@@ -223,8 +228,3 @@ def _memory_limit(world: World) -> int | None:
     import torch
 
     return int(torch.cuda.mem_get_info()[1]) if world.device.type == "cuda" else None
-
-
-def _append(request: ProbeRequest, fields: dict[str, Any]) -> None:
-    with request.results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(fields) + "\n")

@@ -5,6 +5,7 @@ The search imports this module, so it imports no PyTorch: a host process has it.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import secrets
 import signal
@@ -23,7 +24,7 @@ from rankzero.launch.request import JobRequest, make_folder, request_for, write_
 from rankzero.launch.signals import unblocks_itself
 from rankzero.run_store import claims
 from rankzero.run_store.attempt import append_run_ended
-from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
 from rankzero.tuning.trials.host_process import Host
 
@@ -78,7 +79,7 @@ def train(request: JobRequest) -> str:
 class TrainLauncher:
     """Starts each trial in new processes, which a host forks from a server that has PyTorch.
 
-    `study`: the run whose children the trials are. `topology`: the processes of each trial.
+    `study`: the run that the trials are children of. `topology`: the processes of each trial.
     """
 
     def __init__(
@@ -92,16 +93,14 @@ class TrainLauncher:
         # A trial of an interrupted search keeps its name, so a repeated one gets the next.
         names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
         name = next(free for free in names if not (runs / free).exists())
-        identity = Identity(
+        identity = dataclasses.replace(
+            study,
             name=name,
             uuid=secrets.token_hex(16),
-            experiment=study.experiment,
-            tracking_uri=study.tracking_uri,
-            artifact_root=study.artifact_root,
-            experiment_file=study.experiment_file,
-            project_dir=study.project_dir,
             parent=study.name,
-            parent_uuid=study.parent_uuid,
+            # These name the study's own run in MLflow, and the run above it.
+            mlflow_run_id=None,
+            parent_run_id=None,
         )
         folder = make_folder(runs, identity)
         write_config(folder, experiment)

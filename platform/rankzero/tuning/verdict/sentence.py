@@ -57,15 +57,12 @@ def sentence(
 
 def _settings(candidate: Candidate) -> str:
     """Return the searched settings of a configuration: ``batch 512, bf16, lr 0.006``."""
-    names = {"train.batch_size": "batch", "train.precision": "", "lr": "lr"}
-    settings = candidate.settings
-    own = [key for key in settings if key not in names]
-    keys = [*(key for key in names if key in settings), *own]
-    values = {
-        key: f"{value:.2g}" if isinstance(value, float) else str(value)
-        for key, value in settings.items()
-    }
-    return ", ".join(f"{names.get(key, key)} {values[key]}".strip() for key in keys)
+    names = {"train.batch_size": "batch", "train.precision": ""}
+    texts = []
+    for key, value in candidate.settings.items():
+        text = f"{value:.2g}" if isinstance(value, float) else str(value)
+        texts.append(f"{names.get(key, key)} {text}".strip())
+    return ", ".join(texts)
 
 
 def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | None) -> str:
