@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankzero.catalog import filters as selection
 from rankzero.catalog import lookup
-from rankzero.catalog.summary import read_summary
+from rankzero.catalog.summary import Summary, read_summary
 from rankzero.reporting import metric_table, run_facts, run_report
 from rankzero.reporting.run_page import page
 from rankzero.run_store.checkpoint_files import folder_of
@@ -21,21 +22,12 @@ if TYPE_CHECKING:
 
     from rankzero.experiment import Experiment
 
-_COLUMNS = (
-    "name",
-    "experiment",
-    "status",
-    "reason",
-    "started",
-    "seconds",
-    "goal",
-    "best",
-    "samples_per_second",
-    "undelivered",
-    "parent",
-    "mlflow_run_id",
-    "data",
-)
+# Params and metrics have a column each, and the folder is for programs.
+_COLUMNS = [
+    field.name
+    for field in dataclasses.fields(Summary)
+    if field.name not in ("folder", "params", "metrics")
+]
 
 
 def runs(
@@ -59,7 +51,7 @@ def runs(
         for run in found
     ]
     # Without runs, a table with columns: a notebook's next lines need them.
-    table = pandas.DataFrame.from_records(rows, columns=None if found else list(_COLUMNS))
+    table = pandas.DataFrame.from_records(rows, columns=None if found else _COLUMNS)
     # Params are text in the journal. Plots and filters need numbers.
     for name in table.columns:
         if name.startswith("params."):

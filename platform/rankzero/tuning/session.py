@@ -252,9 +252,8 @@ class Session:
             # Nothing is stored of an interrupted run, so a later start trains it again.
             if result is None:
                 return
-            run = confirm.as_run(result, objective, seed)
-            stored = {"trial": trial.number, **dataclasses.asdict(run)}
-            self._study.note(CONFIRMATIONS, [*self._confirmations(), stored])
+            run = confirm.as_run(trial.number, seed, result, objective)
+            self._study.note(CONFIRMATIONS, [*self._confirmations(), dataclasses.asdict(run)])
             value = "missed the quality" if run.value is None else f"{abs(run.value):.4g}"
             self._notify(f"confirm  trial {trial.number} on seed {seed}: {value}")
 

@@ -21,7 +21,8 @@ def candidate(
     speed: float = 100.0,
 ) -> Candidate:
     runs = tuple(
-        ConfirmationRun(1000 + n, value, 0.97, speed, memory) for n, value in enumerate(values)
+        ConfirmationRun(trial, 1000 + n, value, 0.97, speed, memory)
+        for n, value in enumerate(values)
     )
     settings = {"train.batch_size": batch_size, "train.precision": "bf16", "lr": 0.006}
     return Candidate(trial, settings, batch_size, runs)

@@ -5,19 +5,9 @@ from __future__ import annotations
 from rich.table import Table
 
 from rankzero.cli.display.terminal import text_console
-from rankzero.tuning.reports.study_run import row_of
+from rankzero.tuning.reports.study_run import SHOWN_COLUMNS, row_of
 
-_SHOWN = (
-    "trial",
-    "state",
-    "value",
-    "best",
-    "samples_per_second",
-    "batch_size",
-    "precision",
-    "lr",
-    "reason",
-)
+_SHOWN = (*SHOWN_COLUMNS, "reason")
 
 
 def show(storage: str, name: str) -> None:

@@ -39,7 +39,8 @@ _COLUMNS = (
     "run",
     "reason",
 )
-_SHOWN_COLUMNS = 8  # in the run's description
+SHOWN_COLUMNS = _COLUMNS[:8]
+"""Those for people: in the run's description, and in the terminal."""
 
 
 class StudyRun:
@@ -150,10 +151,11 @@ def row_of(trial: Trial) -> dict[str, Any]:
 
 def trials_markdown(trials: Sequence[Trial]) -> str:
     """Return the trials as a Markdown table, the best first."""
-    shown = _COLUMNS[:_SHOWN_COLUMNS]
-    head = [f"{name.replace('_per_second', '/s').replace('_', ' ')}&emsp;" for name in shown]
+    head = [
+        name.replace("_per_second", "/s").replace("_", " ") + "&emsp;" for name in SHOWN_COLUMNS
+    ]
     ranked = sorted(trials, key=lambda trial: (trial.value is None, trial.rank, trial.number))
-    rows = [[_cell(row_of(trial)[name]) for name in shown] for trial in ranked]
+    rows = [[_cell(row_of(trial)[name]) for name in SHOWN_COLUMNS] for trial in ranked]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -16,7 +16,7 @@ from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun, Verdict, 
 NEW_SEED = 1000
 """Added to the experiment's seed: no trial has used a confirmation's seed."""
 Stored = Sequence[Mapping[str, Any]]
-"""Confirmations as the study stores them: the fields of `ConfirmationRun`, and `trial`."""
+"""Confirmations as the study stores them: the fields of `ConfirmationRun`."""
 
 
 def missing_runs(
@@ -35,11 +35,12 @@ def missing_runs(
                 yield trial, seed
 
 
-def as_run(result: TrialResult, objective: Objective, seed: int) -> ConfirmationRun:
+def as_run(trial: int, seed: int, result: TrialResult, objective: Objective) -> ConfirmationRun:
     """Return a training on a new seed as a confirmation. No value: it missed the quality."""
     curve = result.curve
     reached = result.state == "COMPLETE" and objective.gap(curve) <= 0
     return ConfirmationRun(
+        trial=trial,
         seed=seed,
         value=result.value if reached else None,
         quality=curve.best,
@@ -53,8 +54,8 @@ def by_trial(stored: Stored) -> dict[int, list[ConfirmationRun]]:
     """Return the stored confirmations by trial."""
     found: dict[int, list[ConfirmationRun]] = {}
     for fields in stored:
-        run = ConfirmationRun(**{name: fields[name] for name in fields if name != "trial"})
-        found.setdefault(fields["trial"], []).append(run)
+        run = ConfirmationRun(**fields)
+        found.setdefault(run.trial, []).append(run)
     return found
 
 
@@ -68,9 +69,10 @@ def verdict_of(
         raise ValueError("no trial of the reference is complete")
     if reference.number not in confirmed:
         # There was nothing to confirm it against, so its trial counts as its only run.
-        facts, value = reference.facts, reference.value if reference.feasible else None
-        run = ConfirmationRun(0, value, facts.get("best"), facts.get("samples_per_second"))
-        confirmed[reference.number] = [run]
+        number, facts = reference.number, reference.facts
+        value = reference.value if reference.feasible else None
+        speed = facts.get("samples_per_second")
+        confirmed[number] = [ConfirmationRun(number, 0, value, facts.get("best"), speed)]
     candidates = {
         trial.number: _candidate(space, trial, confirmed[trial.number])
         for trial in trials

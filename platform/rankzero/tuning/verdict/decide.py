@@ -28,8 +28,9 @@ _FLOOR = 0.03  # a smaller gain is not worth another configuration, however sure
 
 @dataclasses.dataclass(frozen=True)
 class ConfirmationRun:
-    """A configuration trained on one new seed."""
+    """A configuration trained on one new seed. The study stores these fields."""
 
+    trial: int
     seed: int
     value: float | None
     """The objective's, to be minimised. None: the quality was not reached."""
