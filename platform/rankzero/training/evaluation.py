@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from rankzero.errors import UserError
-from rankzero.events import PicturesTaken
 from rankzero.training import rng
-from rankzero.training.data.order import most_batches
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.window import EvaluationMeans
-from rankzero.training.sample_images.user_images import close_figures, images_of
 from rankzero.training.stop import EvaluationInterrupted, StopPoll, StopRequest
 
 
@@ -90,30 +88,6 @@ def _validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
             "use more samples, or train.strategy=ddp"
         )
     # If a forward is a collective, a rank must run one for each of the other ranks' batches.
-    for _ in range(count, most_batches(job.val_loader.samples, batch_size, shard.size)):
+    most = math.ceil(job.val_loader.samples / (batch_size * shard.size))
+    for _ in range(count, most):
         yield (batch if job.strategy.lockstep else None), 0
-
-
-def capture_images(job: TrainingContext, state: State) -> PicturesTaken | None:
-    """Write the images of the last evaluation. Return rank 0's event, or None without images.
-
-    Collective if the experiment overrides `pictures`: the model's forward may be one.
-    """
-    capture, device = job.image_capture, job.world.device
-    if capture.own is None or capture.first_batch is None:
-        return capture.take(state.step, {})
-    random_states, returned = rng.state(device), None
-    images: dict[str, Any] = {}
-    state.model.eval()
-    try:
-        with torch.no_grad(), job.precision.autocast:
-            returned = capture.own(state.model, capture.first_batch)
-        if job.world.ranks.first:
-            images = images_of(returned)
-    except Exception as error:  # the user's code; an image must not end a run
-        capture.complain(f"pictures() failed: {type(error).__name__}: {error}")
-    finally:
-        close_figures(returned)
-        state.model.train()
-        rng.restore(random_states, device)
-    return capture.take(state.step, images)

@@ -48,16 +48,6 @@ def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
     return optimizer
 
 
-def one_by_one(optimizer: Optimizer) -> Optimizer:
-    """Return `optimizer` set to update one parameter after the other.
-
-    Its kernels for many parameters refuse a mixture of DTensors and plain tensors.
-    """
-    for group in optimizer.param_groups:
-        group.update({name: False for name in ("foreach", "fused") if name in group})
-    return optimizer
-
-
 def set_lr(optimizer: Optimizer, base_lrs: Sequence[float], factor: float) -> None:
     """Set every group's learning rate to its base times `factor`."""
     for group, base in zip(optimizer.param_groups, base_lrs, strict=True):

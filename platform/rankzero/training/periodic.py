@@ -17,7 +17,7 @@ import torch
 from rankzero.events import Evaluated, Event
 from rankzero.training import rng, strategies
 from rankzero.training.checkpoints.writer import Checkpoints
-from rankzero.training.evaluation import capture_images, evaluate_goal
+from rankzero.training.evaluation import evaluate_goal
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.optimizers import set_lr
@@ -113,7 +113,9 @@ class PeriodicActions:
             self.last_step = state.step
         is_last = state.step == self.last_step
         if job.image_capture.due(is_best, is_last, totals.train_seconds):
-            event = capture_images(job, state)
+            event = job.image_capture.take(
+                state.step, state.model, job.world.device, job.precision.autocast
+            )
             if event is not None:
                 self._emit(event)
         job.image_capture.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from rankzero.ranks import Ranks
 from rankzero.run_store import picture_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.run_log import RunLog
-from rankzero.training import evaluation
 from rankzero.training.distributed.world import World
 from rankzero.training.loop import fit
 from rankzero.training.metrics.throughput import RunTotals
@@ -29,17 +29,14 @@ from rankzero.training.sample_images.capture import (
     ImageCapture,
     caught,
 )
-from rankzero.training.sample_images.mistakes import (
-    classified,
-)
-from rankzero.training.sample_images.user_images import (
-    class_names,
-)
+from rankzero.training.sample_images.mistakes import classified
+from rankzero.training.sample_images.user_images import class_names
 from rankzero.training.stop import StopRequest
 from rankzero.training.worker import _image_capture, build
 from support.paths import FIXTURES
 
 PICTURED = FIXTURES / "pictured.py"
+CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass
@@ -103,7 +100,7 @@ def test_embeddings_are_not_taken_for_scores(tmp_path: Path) -> None:
     with capture.watching(model) as see:
         model(X.flatten(1))
         see((X, Y), 4)
-    assert capture.take(1, {}) is None
+    assert capture.take(1, model, CPU, contextlib.nullcontext()) is None
 
 
 X, Y, OUT = torch.rand(4, 3, 5, 5), torch.tensor([0, 1, 0, 1]), torch.rand(4, 2)
@@ -173,7 +170,7 @@ def test_model_without_hooks_is_evaluated_without_pictures(tmp_path: Path) -> No
         with capture.watching(model) as see:
             model(torch.rand(4, 3))
             see((X[:4], Y), 4)
-        assert capture.take(1, {}) is None
+        assert capture.take(1, model, CPU, contextlib.nullcontext()) is None
     (notice,) = notices
     assert notice.startswith("no more pictures: ") and not (tmp_path / "pictures").exists()
 
@@ -221,13 +218,11 @@ def test_failing_own_pictures_are_reported_once(tmp_path: Path, own: str, says: 
 def test_figures_are_closed_on_every_rank(tmp_path: Path, own: str, rank: int) -> None:
     pyplot.close("all")
     experiment = pictured("Showing", own=own)
-    job, state = build(experiment, World(Ranks(), torch.device("cpu")))
-    capture = ImageCapture(tmp_path / "pictures", own=experiment.pictures)
-    capture.first_batch = X, Y
-    job = dataclasses.replace(
-        job, image_capture=capture, world=World(Ranks(rank=rank), torch.device("cpu"))
-    )
-    event = evaluation.capture_images(job, state)
+    model = experiment.model()
+    capture = ImageCapture(None if rank else tmp_path / "pictures", own=experiment.pictures)
+    with capture.watching(model) as see:
+        see((X, Y), 4)
+    event = capture.take(0, model, CPU, contextlib.nullcontext())
     assert pyplot.get_fignums() == [] and (event is not None) == (own == "figure" and rank == 0)
 
 

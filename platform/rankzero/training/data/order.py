@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -125,12 +124,6 @@ def shard(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator
     """
     mine = torch.arange(samples)[rank::world_size]
     yield from mine.split(batch_size) if len(mine) else ()
-
-
-def most_batches(samples: int, batch_size: int, world_size: int) -> int:
-    """Return how many batches `shard` yields for the rank that has most."""
-    most_samples = math.ceil(samples / world_size)
-    return math.ceil(most_samples / batch_size)
 
 
 def mix(*numbers: int) -> int:

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from rankzero.events import PicturesTaken
 from rankzero.run_store import picture_files
+from rankzero.training import rng
 from rankzero.training.sample_images.mistakes import (
     MAX_SHOWN,
     Mistakes,
@@ -29,6 +31,7 @@ from rankzero.training.sample_images.mistakes import (
     pixels,
     small,
 )
+from rankzero.training.sample_images.user_images import close_figures, images_of
 
 MIN_SECONDS = 10.0
 """Seconds of training between pictures of a new best."""
@@ -58,9 +61,9 @@ class ImageCapture:
         own: Callable[[Any, Any], Mapping[str, Any]] | None = None,
         notice: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.own = own
-        self.first_batch: Any = None
-        """The evaluation's first batch, if the experiment has pictures of its own."""
+        self._own = own
+        # The evaluation's first batch, if the experiment has pictures of its own.
+        self._first_batch: Any = None
         self._folder, self._total, self._notice = folder, total, notice
         self._classes = list(classes)
         self._mistakes: Mistakes | None = None
@@ -91,8 +94,8 @@ class ImageCapture:
         mistakes = self._mistakes = Mistakes()
 
         def see(batch: Any, samples: int) -> None:
-            if self.own is not None and self.first_batch is None and samples:
-                self.first_batch = batch
+            if self._own is not None and self._first_batch is None and samples:
+                self._first_batch = batch
             with self._harmless():
                 # Of a model that was called twice, nobody knows which output is the prediction.
                 if samples and len(outputs) == 1:
@@ -121,16 +124,20 @@ class ImageCapture:
 
     def forget(self) -> None:
         """Release what was kept of an evaluation."""
-        self._mistakes, self.first_batch = None, None
+        self._mistakes, self._first_batch = None, None
 
-    def complain(self, text: str) -> None:
-        """Report the first failure of pictures."""
-        if not self._complained:
-            self._complained = True
-            self._notice(text)
+    def take(
+        self,
+        step: int,
+        model: nn.Module,
+        device: torch.device,
+        autocast: contextlib.AbstractContextManager[Any],
+    ) -> PicturesTaken | None:
+        """Write the images of the last evaluation. Return rank 0's event, or None without images.
 
-    def take(self, step: int, own: Mapping[str, Any]) -> PicturesTaken | None:
-        """Write what was kept, and the experiment's images. Return None if there is nothing."""
+        Collective if the experiment overrides `pictures`: the model's forward may be one.
+        """
+        own = self._own_images(model, device, autocast)
         now, taken = time.time(), None
         with self._harmless():
             arrays = self._arrays(own)
@@ -140,6 +147,37 @@ class ImageCapture:
                 taken = PicturesTaken(now, step, f"{self._folder.name}/{path.name}")
         self.forget()
         return taken
+
+    def _own_images(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        autocast: contextlib.AbstractContextManager[Any],
+    ) -> dict[str, Any]:
+        """Return what the experiment's `pictures` returns. On other ranks than 0, call it only."""
+        if self._own is None or self._first_batch is None:
+            return {}
+        random_states, returned = rng.state(device), None
+        images: dict[str, Any] = {}
+        model.eval()
+        try:
+            with torch.no_grad(), autocast:
+                returned = self._own(model, self._first_batch)
+            if self._folder is not None:
+                images = images_of(returned)
+        except Exception as error:  # the user's code; an image must not end a run
+            self._complain(f"pictures() failed: {type(error).__name__}: {error}")
+        finally:
+            close_figures(returned)
+            model.train()
+            rng.restore(random_states, device)
+        return images
+
+    def _complain(self, text: str) -> None:
+        # Only the first failure is reported: the same one would follow at each evaluation.
+        if not self._complained:
+            self._complained = True
+            self._notice(text)
 
     def _arrays(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arrays that `reporting.image_grids` draws."""
@@ -162,7 +200,7 @@ class ImageCapture:
             yield
         except Exception as error:  # an odd batch, a full disk: a picture must never end a run
             self._folder = None
-            self.complain(f"no more pictures: {type(error).__name__}: {error}")
+            self._complain(f"no more pictures: {type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager

@@ -155,7 +155,11 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> S
     # `parallelize_module` replaces a weight in each module by itself.
     shared_weights.check_together(model, tied, "tp")
     model.to(world.device)
-    return Sharded(model, optimizers.one_by_one(experiment.optimizer(model)), Shard(0, 1), world)
+    optimizer = experiment.optimizer(model)
+    # Kernels for many parameters refuse a mixture of DTensors and plain tensors.
+    for group in optimizer.param_groups:
+        group.update({name: False for name in ("foreach", "fused") if name in group})
+    return Sharded(model, optimizer, Shard(0, 1), world)
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
