@@ -15,7 +15,6 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Precision:
     """How one run computes: enter `autocast` around every forward. Only fp16 has a `scaler`."""
 
-    name: str
     autocast: contextlib.AbstractContextManager[Any]
     scaler: torch.amp.GradScaler | None
 
@@ -31,6 +30,6 @@ def set_up(name: str, device: torch.device) -> Precision:
     torch.set_float32_matmul_precision("highest" if name == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = name != "fp32"
     if name not in _AUTOCAST:
-        return Precision(name, contextlib.nullcontext(), None)
+        return Precision(contextlib.nullcontext(), None)
     scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
-    return Precision(name, torch.autocast(device.type, dtype=_AUTOCAST[name]), scaler)
+    return Precision(torch.autocast(device.type, dtype=_AUTOCAST[name]), scaler)

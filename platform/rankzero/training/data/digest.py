@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ def describe(
     dataset: Any, context: Literal["training", "validation"], experiment_file: str
 ) -> DataDescribed:
     """Return what a data set is. Raises nothing: the least it returns is a type and a length."""
-    inner = innermost(dataset)
+    inner = _innermost(dataset)
     name = type(inner).__name__
     if isinstance(inner, _GENERIC):
         name = Path(experiment_file.partition(".py")[0]).name
@@ -64,18 +64,21 @@ def describe(
 
 def compute(dataset: Any) -> tuple[str, str]:
     """Return a digest of 16 characters, and of what it was computed."""
-    ways: Sequence[Callable[[Any], tuple[list[bytes], str] | None]] = (_from_contents, _from_facts)
-    for way in ways:
-        found = None
-        # A user's class may run any code when its attributes are read.
-        with contextlib.suppress(Exception):
-            found = way(dataset)
-        if found is not None:
-            return hashlib.sha256(b"\0".join(found[0])).hexdigest()[:16], found[1]
-    return hashlib.sha256(_kind(dataset)).hexdigest()[:16], "its type"
+    found, how = [_kind(dataset)], "its type"
+    # A user's class may run any code when its attributes are read.
+    with contextlib.suppress(Exception):
+        names: list[str] = []
+        contents = list(_contents(dataset, names, 0))
+        if names:
+            found, how = contents, f"up to {ROWS} rows of {', '.join(dict.fromkeys(names))}"
+        else:
+            settings = _settings(_innermost(dataset))
+            found = [*contents, repr(settings).encode()]
+            how = "its type, its length" + "".join(f", {name}" for name, _ in settings)
+    return hashlib.sha256(b"\0".join(found)).hexdigest()[:16], how[:200]
 
 
-def innermost(dataset: Any) -> Any:
+def _innermost(dataset: Any) -> Any:
     """Return the data set inside of parts and wrappers, as far as each holds exactly one."""
     for _ in range(_DEEPEST):
         inner = [value for _, value in _attributes(dataset) if isinstance(value, Dataset)]
@@ -85,24 +88,15 @@ def innermost(dataset: Any) -> Any:
     return dataset
 
 
-def _from_contents(dataset: Any) -> tuple[list[bytes], str] | None:
-    names: list[str] = []
-    found = list(_contents(dataset, names, 0))
-    if not names:
-        return None
-    return found, f"up to {ROWS} rows of {', '.join(dict.fromkeys(names))}"[:200]
-
-
-def _from_facts(dataset: Any) -> tuple[list[bytes], str]:
-    """Return what the data set is made of, and the settings of the innermost one."""
-    facts = []
-    for name, value in _attributes(innermost(dataset)):
+def _settings(dataset: Any) -> list[tuple[str, Any]]:
+    """Return the public attributes that are numbers or text."""
+    found = []
+    for name, value in _attributes(dataset):
         if name[:1] != "_" and isinstance(value, (str, int, float, bool, Path)):
             value = _portable(value)
             # A name without its folder: where data lie does not matter.
-            facts.append((name, value.rpartition("/")[2] if isinstance(value, str) else value))
-    how = "its type, its length" + "".join(f", {name}" for name, _ in facts)
-    return [*_contents(dataset, [], 0), repr(facts).encode()], how[:200]
+            found.append((name, value.rpartition("/")[2] if isinstance(value, str) else value))
+    return found
 
 
 def _contents(dataset: Any, names: list[str], depth: int) -> Iterator[bytes]:
@@ -163,7 +157,7 @@ def _packed(values: Any) -> bytes:
         most = _MAPPED_VALUES if isinstance(values, np.memmap) else _ROW_VALUES
         gathered = values[_spaced_index(values.shape, most)]
         return f"torch.{values.dtype} {values.shape}".encode() + bytes(gathered.tobytes())
-    rows = [_portable(values[row]) for row in spaced(len(values), ROWS)]
+    rows = [_portable(values[row]) for row in _spaced(len(values), ROWS)]
     return repr((len(values), rows)).encode()
 
 
@@ -172,7 +166,7 @@ def _spaced_index(shape: Sequence[int], most: int) -> tuple[Any, ...]:
 
     An index, and no view: it gathers the same values from strided memory.
     """
-    rows, size = np.array(spaced(shape[0], ROWS), np.int64)[:, None], math.prod(shape[1:])
+    rows, size = np.array(_spaced(shape[0], ROWS), np.int64)[:, None], math.prod(shape[1:])
     steps = np.arange(0, size, max(1, -(-size // most)))
     if size and len(shape) > 1:
         return (rows, *np.unravel_index(steps, tuple(shape[1:])))
@@ -181,7 +175,7 @@ def _spaced_index(shape: Sequence[int], most: int) -> tuple[Any, ...]:
 
 def _indices(indices: Any) -> bytes:
     """Return evenly spaced entries of a subset's indices, the same for a list and a tensor."""
-    places = spaced(len(indices), INDICES)
+    places = _spaced(len(indices), INDICES)
     if isinstance(indices, (Tensor, np.ndarray)):
         picked = indices[places].tolist()
     else:
@@ -198,7 +192,7 @@ def _portable(value: Any) -> Any:
     return value.item() if isinstance(value, (np.generic, Tensor)) else value
 
 
-def spaced(count: int, most: int) -> list[int]:
+def _spaced(count: int, most: int) -> list[int]:
     """Return at most `most` numbers of range(count), evenly spaced, with the first and the last."""
     if count <= most:
         return list(range(count))
