@@ -12,6 +12,7 @@ class Digits(Experiment):
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -215,7 +216,10 @@ class Experiment:
 
     def __init_subclass__(cls) -> None:
         _annotate_inherited(cls)
-        _check_types(cls)
+        # A wrong type is refused when the class is defined, not when a run starts. The first use
+        # checks a type that is defined later, or in a function.
+        with contextlib.suppress(NameError):
+            check_types(cls, f"{cls.__name__}.")
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         for field in dataclasses.fields(cls):
             if (
@@ -308,11 +312,3 @@ def _annotate_inherited(cls: type[Experiment]) -> None:
         if name in cls.__dict__ and name not in annotations
     }
     cls.__annotations__ = {**annotations, **missing}
-
-
-def _check_types(cls: type[Experiment]) -> None:
-    """Refuse a type that no setting can have when the class is defined, not when a run starts."""
-    try:
-        check_types(cls, f"{cls.__name__}.")
-    except NameError:
-        return  # A type that is defined later, or in a function. Its first use checks it.

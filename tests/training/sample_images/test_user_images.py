@@ -13,7 +13,6 @@ from rankzero.training.sample_images.user_images import (
     MAX_CLASSES,
     MAX_NAME_BYTES,
     MAX_PIXELS,
-    as_bytes,
     class_names,
     images_of,
 )
@@ -80,12 +79,13 @@ def images() -> dict[str, tuple[Any, tuple[int, ...]]]:
 @pytest.mark.parametrize("name", list(images()))
 def test_every_kind_of_image_becomes_bytes(name: str) -> None:
     image, shape = images()[name]
-    found = as_bytes(image)
+    found = images_of({"it": image})["it"]
     assert found.shape == shape and found.dtype == np.uint8
 
 
 def test_huge_image_is_thinned_before_it_is_copied() -> None:
-    found = as_bytes(np.broadcast_to(np.float32(0.5), (1_000_000, 1_000_000)))
+    huge = np.broadcast_to(np.float32(0.5), (1_000_000, 1_000_000))
+    found = images_of({"it": huge})["it"]
     assert max(found.shape) <= MAX_PIXELS and (found == 128).all()
 
 
@@ -94,4 +94,4 @@ def test_huge_image_is_thinned_before_it_is_copied() -> None:
 )
 def test_other_types_and_shapes_are_refused(odd: Any) -> None:
     with pytest.raises(ValueError, match=r"is no tensor|shape|numbers"):
-        as_bytes(odd)
+        images_of({"it": odd})

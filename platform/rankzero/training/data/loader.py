@@ -54,7 +54,7 @@ class BatchLoader:
         self.dataset = dataset
         """As the experiment returned it."""
         self.samples = len(dataset)
-        self._seeded = SeededDataset(dataset, seed)
+        self._seeded = _SeededDataset(dataset, seed)
         self._collate = collate
         self._workers = loader_workers(workers, local_world_size, len(usable_cores()))
         self._evaluation: DataLoader[Any] | None = None
@@ -156,7 +156,7 @@ def _end_with_rank(_worker: int) -> None:
     threading.Thread(target=follow, name="rank", daemon=True).start()
 
 
-class SeededDataset(Dataset[Any]):
+class _SeededDataset(Dataset[Any]):
     """A map-style data set with keys (epoch, index), each item drawn with a seed of its own."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -166,9 +166,6 @@ class SeededDataset(Dataset[Any]):
         while getattr(type(inner), "__getitems__", None) is Subset.__getitems__:
             inner = inner.dataset
         self._is_batched = hasattr(inner, "__getitems__")
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
         with _preserved_rng():
@@ -183,7 +180,7 @@ class SeededDataset(Dataset[Any]):
 
 
 class _EpochBatchSampler:
-    """Turns (epoch, indices) of a batch into the keys of `SeededDataset`."""
+    """Turns (epoch, indices) of a batch into the keys of `_SeededDataset`."""
 
     def __init__(self, keys: Iterable[tuple[int, Tensor]]) -> None:
         self._keys = keys

@@ -135,7 +135,7 @@ class Watchdog:
             # Python documents this function for debuggers. There is no other way to see where
             # another thread is, and CPython has had it since 2.5.
             frame = sys._current_frames()[threading.main_thread().ident or 0]
-            if is_waiting(frame.f_code.co_filename, self._waiting_in):
+            if frame.f_code.co_filename.startswith(self._waiting_in):
                 since, allowed, waited_until = last, allowed * WAITING_FACTOR, now
             else:
                 since = max(last, waited_until)
@@ -145,7 +145,7 @@ class Watchdog:
     def _end_process(self, frame: FrameType, silent_seconds: float, phase: str) -> None:
         """Report the hang, print every thread's stack, and kill this process."""
         stack = traceback.extract_stack(frame)
-        is_peer = is_waiting(frame.f_code.co_filename, self._waiting_in)
+        is_peer = frame.f_code.co_filename.startswith(self._waiting_in)
         did = "waited for the others" if is_peer else "hung"
         reason = " ".join(f"rank {self._rank} {did} for {silent_seconds:.0f} s {phase}".split())
         place = place_of(stack)
@@ -167,11 +167,6 @@ class Watchdog:
         _try_for_seconds([print_stacks])
         # Nothing can wake a thread that hangs in C code, so only SIGKILL surely ends the process.
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def is_waiting(file: str, waiting_in: Sequence[str] = WAITING_IN) -> bool:
-    """Return whether code in `file` waits for other ranks or its device."""
-    return file.startswith(tuple(waiting_in))
 
 
 def stopped_ranks(processes: Mapping[int, int]) -> list[int]:

@@ -36,13 +36,13 @@ def images_of(returned: Any) -> dict[str, Any]:
             number += 1
             name = _cut(str(key), f" ({number})")
         try:
-            found[name] = as_bytes(image)
+            found[name] = _as_bytes(image)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from error
     return found
 
 
-def as_bytes(image: Any) -> Any:
+def _as_bytes(image: Any) -> Any:
     """Return an image as bytes [h, w, 1, 3 or 4]. Raises ValueError.
 
     It may be a tensor or array [c, h, w], [h, w] or [h, w, c], a PIL image or a matplotlib figure.

@@ -21,7 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rankzero.errors import UserError
-from rankzero.experiment import Experiment, Train
+from rankzero.experiment import Experiment
 from rankzero.training import optimizers
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies import parameter_names
@@ -62,8 +62,14 @@ class Replicated:
         return checksum(list(self.model.parameters()))
 
     def state(self) -> dict[str, Any]:
-        optimizer = _gathered_state(self.optimizer, self.world)
-        return {"model": self.model.state_dict(), "optimizer": optimizer}
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.consolidate_state_dict(to=0)
+            if not self.world.ranks.first:
+                return {}
+            if self.world.device.type == "cuda":
+                # It copies to the host without waiting for the copies.
+                torch.cuda.current_stream(self.world.device).synchronize()
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
@@ -135,9 +141,20 @@ class AutocastDataParallel(DataParallel[Any]):
 
 def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """Wrap the model in DistributedDataParallel."""
-    optimizer = optimizers.of(experiment, model)
-    shard = Shard(world.ranks.rank, world.size)
-    return Replicated(model, _wrapped(model, world, experiment.train), optimizer, shard, world)
+    train, optimizer = experiment.train, optimizers.of(experiment, model)
+    replica = model
+    # DDP refuses a model without parameters to train.
+    if world.is_distributed and any(p.requires_grad for p in model.parameters()):
+        replica = DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            static_graph=train.ddp.static_graph,
+            bucket_cap_mb=train.ddp.bucket_mb,
+        )
+        if train.ddp.compression == "bf16":
+            replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    return Replicated(model, replica, optimizer, Shard(world.ranks.rank, world.size), world)
 
 
 def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
@@ -161,30 +178,3 @@ def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
             f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use ddp or fsdp"
         ) from error
     return dataclasses.replace(whole, optimizer=divided)
-
-
-def _wrapped(model: nn.Module, world: World, train: Train) -> nn.Module:
-    # DDP refuses a model without parameters to train.
-    if not world.is_distributed or not any(p.requires_grad for p in model.parameters()):
-        return model
-    replica = DistributedDataParallel(
-        model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        static_graph=train.ddp.static_graph,
-        bucket_cap_mb=train.ddp.bucket_mb,
-    )
-    if train.ddp.compression == "bf16":
-        replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    return replica
-
-
-def _gathered_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
-    """Return the optimizer's state, on rank 0 with the parts of all ranks. A collective."""
-    if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer.state_dict()
-    optimizer.consolidate_state_dict(to=0)
-    if world.device.type == "cuda":
-        # It copies to the host without waiting for the copies.
-        torch.cuda.current_stream(world.device).synchronize()
-    return optimizer.state_dict() if world.ranks.first else {}
