@@ -33,17 +33,15 @@ def _defined_in(module: ModuleType, base: str) -> dict[str, type[Any]]:
     found = {
         value.__name__: value
         for value in vars(module).values()
-        if isinstance(value, type) and value.__module__ == module.__name__ and _derives(value, base)
+        if isinstance(value, type)
+        and value.__module__ == module.__name__
+        and any(
+            parent.__name__ == base and parent.__module__.startswith(_LIGHTNING)
+            for parent in value.__mro__[1:]
+        )
     }
     return {
         name: cls
         for name, cls in found.items()
         if not any(cls in other.__mro__[1:] for other in found.values())
     }
-
-
-def _derives(cls: type, base: str) -> bool:
-    return any(
-        parent.__name__ == base and parent.__module__.startswith(_LIGHTNING)
-        for parent in cls.__mro__[1:]
-    )

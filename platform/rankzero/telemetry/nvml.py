@@ -69,7 +69,18 @@ class GpuSampler:
         Leaves out what a GPU does not support or fails to read, and a lost GPU from then on. The
         last two appear in `notices`, once for each GPU.
         """
-        readings = {ordinal: self._read(ordinal, gpu) for ordinal, gpu in list(self._gpus.items())}
+        readings: dict[int, dict[str, float]] = {}
+        for ordinal, gpu in list(self._gpus.items()):
+            name = f"GPU {ordinal} ({self._devices[ordinal]})"
+            try:
+                readings[ordinal] = gpu.sample()
+            except GpuLostError as error:
+                del self._gpus[ordinal]
+                self.notices.append(f"{name} gives no more metrics: {error}")
+                continue
+            if gpu.trouble and ordinal not in self._reported:
+                self._reported.add(ordinal)
+                self.notices.append(f"{name} lacks some metrics: {gpu.trouble}")
         metrics = {
             f"gpu_{ordinal}_{name}": value
             for ordinal, reading in readings.items()
@@ -78,19 +89,6 @@ class GpuSampler:
         if len(self._devices) > 1:
             metrics |= _across(list(readings.values()), self._cards)
         return metrics
-
-    def _read(self, ordinal: int, gpu: GpuReader) -> dict[str, float]:
-        name = f"GPU {ordinal} ({self._devices[ordinal]})"
-        try:
-            reading = gpu.sample()
-        except GpuLostError as error:
-            self._gpus.pop(ordinal, None)
-            self.notices.append(f"{name} gives no more metrics: {error}")
-            return {}
-        if gpu.trouble and ordinal not in self._reported:
-            self._reported.add(ordinal)
-            self.notices.append(f"{name} lacks some metrics: {gpu.trouble}")
-        return reading
 
     def close(self) -> None:
         """Release the driver; may be called twice."""

@@ -45,10 +45,16 @@ def select_devices(
     `listed`: whole cards in PCI order, and the MIG devices of each. `uuids`, in the order of the
     ordinals, win over `environ`. A UUID that the driver does not list leaves its ordinal out.
     """
-    if uuids is not None:
-        found = {ordinal: _by_whole_uuid(listed, uuid) for ordinal, uuid in enumerate(uuids)}
-        return {ordinal: device for ordinal, device in found.items() if device is not None}
-    return dict(enumerate(_visible(listed, environ.get("CUDA_VISIBLE_DEVICES"))))
+    if uuids is None:
+        return dict(enumerate(_visible(listed, environ.get("CUDA_VISIBLE_DEVICES"))))
+    found: dict[int, Device] = {}
+    for ordinal, uuid in enumerate(uuids):
+        # Torch leaves out the prefix, GPU- or MIG-.
+        bare = uuid.removeprefix("GPU-")
+        for device in listed:
+            if device.uuid in (uuid, "GPU-" + bare, "MIG-" + bare) or _former_uuid(device) == uuid:
+                found.setdefault(ordinal, device)
+    return found
 
 
 def parse_visible(value: str) -> list[int | str]:
@@ -80,15 +86,20 @@ def _visible(listed: Sequence[Device], value: str | None) -> list[Device]:
         return _as_cuda_opens(cards, listed)
     found: list[Device] = []
     for entry in parse_visible(value):
-        if isinstance(entry, str):
-            device = _by_uuid(listed, entry)
+        if isinstance(entry, int):
+            fitting = cards[entry : entry + 1]
         else:
-            device = cards[entry] if entry < len(cards) else None
-        if device is None:
+            fitting = [
+                device
+                for device in listed
+                if device.uuid.startswith(entry) or _former_uuid(device) == entry
+            ]
+        # A UUID may be shortened only as far as it names one device.
+        if len(fitting) != 1:
             break
-        if device in found:
+        if fitting[0] in found:
             return []
-        found.append(device)
+        found += fitting
     return _as_cuda_opens(found, listed)
 
 
@@ -103,25 +114,6 @@ def _as_cuda_opens(devices: Sequence[Device], listed: Sequence[Device]) -> list[
             if card.instance is None and device.instance is not None and device.card == card.uuid:
                 return [device]
     return list(devices)
-
-
-def _by_uuid(listed: Sequence[Device], start: str) -> Device | None:
-    matches = [
-        device
-        for device in listed
-        if device.uuid.startswith(start) or _former_uuid(device) == start
-    ]
-    return matches[0] if len(matches) == 1 else None
-
-
-def _by_whole_uuid(listed: Sequence[Device], uuid: str) -> Device | None:
-    """Return the device of this UUID. Torch leaves out the prefix, GPU- or MIG-."""
-    bare = uuid.removeprefix("GPU-")
-    spellings = (uuid, "GPU-" + bare, "MIG-" + bare)
-    return next(
-        (device for device in listed if device.uuid in spellings or _former_uuid(device) == uuid),
-        None,
-    )
 
 
 def _former_uuid(device: Device) -> str | None:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rankzero.errors import UserError
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.window import check_metrics
 
@@ -52,17 +51,13 @@ class MicroBatchStep:
         """
         with self.autocast:
             values = self.measure(model, batch)
-        if not isinstance(values, Mapping) or "loss" not in values:
-            is_mapping = isinstance(values, Mapping)
-            shown = f"the keys {sorted(values)}" if is_mapping else type(values).__name__
-            raise UserError(f"measure() must return a mapping with the key 'loss', got {shown}")
-        loss = values["loss"]
         try:
+            loss = values["loss"]
             if self.accumulation > 1:
                 loss = loss / self.accumulation
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             return {name: value.detach() for name, value in values.items()}
-        except (AttributeError, TypeError, RuntimeError):
+        except (AttributeError, LookupError, TypeError, RuntimeError):
             # Checked only now, because the check costs time. It raises a UserError if the values
             # are at fault.
             check_metrics(values)
