@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rankzero.launch import failures
 from rankzero.training.distributed.watchdog import WAITING_IN, stopped_ranks
 from rankzero.training.distributed.world import World
-from rankzero.training.metrics.window import MetricWindow
+from rankzero.training.metrics.window import reduce_window
 
 LIMIT_SECONDS = 0.4
 
@@ -182,7 +182,7 @@ def test_a_hang_outside_of_the_training_has_a_longer_limit(tmp_path: Path, phase
         torch.nn.parallel.DistributedDataParallel.forward,
         torch.cuda.synchronize,
         World.sum,
-        MetricWindow.reduce,
+        reduce_window,
     ],
 )
 def test_code_that_waits_for_ranks_or_a_device_is_known_by_its_file(function: Any) -> None:
