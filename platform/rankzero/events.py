@@ -139,7 +139,6 @@ Event = (
     | RunEnded
 )
 
-_CHECKSUM = ',"crc":"'
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
 
 
@@ -151,7 +150,7 @@ def encode(event: Event) -> str:
 def encode_line(event: Event) -> bytes:
     """Return the event as a line of a journal. Its last key is a CRC-32 of all before it."""
     text = encode(event)[:-1].encode()
-    return b'%b%b%08x"}\n' % (text, _CHECKSUM.encode(), zlib.crc32(text))
+    return text + b',"crc":"%08x"}\n' % zlib.crc32(text)
 
 
 def decode(line: str) -> Event:
@@ -163,7 +162,7 @@ def decode(line: str) -> Event:
         fields = json.loads(line)
         # Earlier versions wrote no checksums.
         if "crc" in fields:
-            text, _, found = line.rstrip("\n").rpartition(_CHECKSUM)
+            text, _, found = line.rstrip("\n").rpartition(',"crc":"')
             if found != f'{zlib.crc32(text.encode()):08x}"}}':
                 raise ValueError(f"altered: {line[:80]!r}")
             del fields["crc"]
