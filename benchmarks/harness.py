@@ -94,7 +94,8 @@ def run(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> Non
 
 def environment(**extra: str) -> dict[str, str]:
     """Return the environment for both candidates: one thread each, this folder importable."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), **extra}
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **extra}
 
 
 def torchrun(*words: object) -> list[str]:
