@@ -15,5 +15,6 @@ class NotFinite(Exception):
     """The training diverged: its loss is NaN or infinite."""
 
 
-# 75 is EX_TEMPFAIL of sysexits.h: the run was stopped and can be resumed.
-FINISHED, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75
+# Of sysexits.h. EX_IOERR: the run has finished and --wait-delivery ended before its delivery.
+# EX_TEMPFAIL: the run was stopped and can be resumed.
+FINISHED, FAILED, USAGE, NOT_DELIVERED, RESUMABLE = 0, 1, 2, 74, 75

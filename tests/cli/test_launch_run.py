@@ -12,6 +12,7 @@ import pytest
 
 from rankzero import config, experiment_file
 from rankzero.cli import launch_run
+from rankzero.cli.display import delivery_notes
 from rankzero.errors import RunFailed
 from rankzero.events import RunEnded
 from rankzero.launch import agent
@@ -107,9 +108,31 @@ def test_delivery_problems_are_printed_with_what_mlflow_lacks(
     assert told[0].startswith("7 tries to deliver failed") and "- metric x: no" in told
     assert told[-1] == (
         "not everything is in MLflow yet (ConnectionError: refused); it lacks an upload, the best "
-        f"model. Nothing is lost: rankzero sync {folder.path.name}"
+        f"model. Nothing is lost on this disk: rankzero sync {folder.path.name}"
     )
     assert sum("ConnectionError" in line for line in told) == 1
+
+
+def test_wait_for_the_delivery_that_was_asked_for_decides_the_exit_code(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.1")
+    finish(folder)
+    folder.late_model.unlink()
+    assert delivery_notes.exit_code(folder) == 0, "nobody asked to wait"
+    monkeypatch.setenv("RANKZERO_WAIT_DELIVERY", "0.5")
+    began = time.monotonic()
+    assert "rankzero sync" in finish(folder)[-1] and time.monotonic() - began >= 0.5
+    assert delivery_notes.exit_code(folder) == 74
+    done = state.DeliveryState(
+        run_id="abc",
+        queue=state.Queue(ended=True),
+        cursor=state.Cursor({folder.events.name: folder.events.stat().st_size}),
+    )
+    state.save(state.path_of(folder, 0), done)
+    assert delivery_notes.exit_code(folder) == 74, "the best model is still to be logged"
+    folder.late_model.unlink()
+    assert delivery_notes.exit_code(folder) == 0
 
 
 def test_best_model_gets_the_time_that_the_delivery_left(

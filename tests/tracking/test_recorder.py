@@ -24,7 +24,6 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import delivery_status, recorder, sync
 from rankzero.tracking.recorder import RecorderHandle
-from rankzero.tracking.retry import grace_seconds
 from support.paths import SUPPORT
 from support.runs import append, ended, make_folder, started, steps
 from support.stores import Server
@@ -342,8 +341,3 @@ def test_forked_child_closes_the_pipe(recorder_is_dead: bool) -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(reader)
-
-
-def test_the_grace_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "7")
-    assert grace_seconds() == 7

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankzero import config, experiment_file
 from rankzero.api import results
-from rankzero.errors import FINISHED, RESUMABLE, USAGE, RunFailed, UserError
+from rankzero.errors import FINISHED, NOT_DELIVERED, RESUMABLE, USAGE, RunFailed, UserError
 from rankzero.launch.request import with_secrets
 from rankzero.run_store.folder import new_name
 from rankzero.run_store.location import root_of
@@ -198,7 +198,7 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
         # The command prints its error last. What comes before are notes.
         notes, _, message = errors.read().rpartition("error: ")
     # A stopped run has a checkpoint, which the caller wants. It is not an error.
-    if process.returncode in (FINISHED, RESUMABLE):
+    if process.returncode in (FINISHED, NOT_DELIVERED, RESUMABLE):
         print(notes + message, end="", file=sys.stderr)
         return
     print(notes, end="", file=sys.stderr)

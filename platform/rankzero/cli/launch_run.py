@@ -24,7 +24,7 @@ from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
 from rankzero.telemetry.host import usable_cores
 from rankzero.tracking import delivery_status
-from rankzero.tracking.retry import grace_seconds
+from rankzero.tracking.patience import patience
 
 # The server that workers are forked from imports these beforehand: they are slow to import, and
 # start no threads and no CUDA.
@@ -140,14 +140,14 @@ def _report_without_attempt(
 
 
 def _finish_delivery(plan: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:
-    """Wait for the delivery and log the best model, both within `grace_seconds`.
+    """Wait for the delivery and log the best model, both within `patience`.
 
     If `hurried()` returns true, stop waiting. The recorder continues; `rankzero sync` delivers
     what remains.
     """
     from rankzero.training.checkpoints import best_model
 
-    folder, until = plan.folder, time.monotonic() + grace_seconds()
+    folder, until = plan.folder, time.monotonic() + patience().seconds
     with console.status("delivering to MLflow"):
         delivery = delivery_status.wait(
             folder, enough=lambda delivery: delivery_status.is_delivered(delivery) or hurried()
@@ -195,7 +195,7 @@ def _report(plan: LaunchPlan, result: agent.LaunchResult, console: Console) -> i
         raise RunFailed(ended.reason + (f" ({result.reason})" if result.killed_by else ""))
     if ended.status == "KILLED":
         return RESUMABLE if _has_checkpoint(plan.folder) else FAILED
-    return FINISHED
+    return delivery_notes.exit_code(plan.folder)
 
 
 def _has_checkpoint(folder: RunFolder) -> bool:

@@ -17,6 +17,7 @@ from rankzero.cli.verbs import VERBS
 from rankzero.errors import FAILED, USAGE
 from rankzero.launch import output
 from rankzero.run_store.location import root_of
+from rankzero.tracking.patience import A_DAY, WAIT
 
 
 def command() -> NoReturn:
@@ -30,7 +31,7 @@ def command() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return 0 finished, 1 failed, 2 usage, 75 stopped but resumable."""
+    """Run one command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     output.escape_unencodable()
     try:
@@ -39,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from rankzero.cli.display.terminal import warn_if_interrupt_is_ignored
 
             warn_if_interrupt_is_ignored()
+        if "wait_delivery" in arguments:
+            # In the environment, for the recorder and the courier. Offline, nothing is delivered.
+            waits = arguments.wait_delivery is not None and not arguments.offline
+            os.environ[WAIT] = str(arguments.wait_delivery) if waits else ""
         return int(_module_of(arguments.verb).run(arguments))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -88,9 +93,15 @@ def _module_of(verb: str) -> ModuleType:
 
 
 def _joined_values(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words, ``--sort -key`` as ``--sort=-key``: argparse reads ``-key`` as an option."""
+    """Yield the words as argparse needs them.
+
+    ``--sort -key`` becomes ``--sort=-key``, because argparse reads ``-key`` as an option. It would
+    read a word after ``--wait-delivery`` as its seconds.
+    """
     before = ""
     for word in words:
+        if word == "--wait-delivery":
+            word = f"{word}={A_DAY}"
         if before or word != "--sort":
             yield before + word
             before = ""
@@ -107,7 +118,8 @@ def _top_parser() -> argparse.ArgumentParser:
         description="Tracked PyTorch training: run experiments, browse them in MLflow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"verbs:\n{verbs}\n`rankzero VERB --help` shows a verb's options. "
-        "Exit codes: 0 finished, 1 failed, 2 usage, 75 stopped but resumable.",
+        "Exit codes: 0 finished, 1 failed, 2 usage, 74 finished but not delivered, "
+        "75 stopped but resumable.",
     )
     parser.add_argument("--version", action="version", version=f"rankzero {__version__}")
     parser.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs below")

@@ -18,7 +18,8 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import finish_line
 from rankzero.run_store.provenance import write_packages
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.retry import PAUSE_SECONDS, grace_seconds, guarded, succeeds
+from rankzero.tracking.patience import grace_seconds
+from rankzero.tracking.retry import PAUSE_SECONDS, guarded, succeeds
 from rankzero.tracking.throttle import Throttle
 from rankzero.tracking.trial_deliverers import TrialDeliverers
 

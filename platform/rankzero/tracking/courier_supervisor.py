@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from rankzero.run_store import claims, delivery_state
 from rankzero.run_store.attempt import LiveAttempt
-from rankzero.tracking.retry import PAUSE_SECONDS, grace_seconds, log
+from rankzero.tracking.patience import grace_seconds
+from rankzero.tracking.retry import PAUSE_SECONDS, log
 
 MOST_DEATHS = 5
 

@@ -11,10 +11,8 @@ from rankzero.reporting.delivery_problems import trouble
 from rankzero.run_store import claims, delivery_state
 from rankzero.run_store.delivery_state import DeliveryState, Task
 from rankzero.run_store.folder import RunFolder
-from rankzero.tracking.retry import grace_seconds
+from rankzero.tracking.patience import grace_seconds, patience
 
-# Long enough for one request while MLflow refuses or hangs. The rest is delivered later.
-TROUBLED_SECONDS = 15.0
 # Until a recorder on a busy machine can be expected to hold its lock.
 STARTUP_SECONDS = 20.0
 
@@ -97,15 +95,18 @@ def wait(
     on_progress: Callable[[Delivery], None] | None = None,
     enough: Callable[[Delivery], bool] = is_delivered,
     *,
-    troubled_seconds: float = TROUBLED_SECONDS,
+    troubled_seconds: float | None = None,
     startup_seconds: float = STARTUP_SECONDS,
 ) -> Delivery:
     """Wait until the delivery is `enough` or the recorder has ended, and return how it stands.
 
-    A `timeout` ends it after so many seconds without progress. Without one, it ends after
-    `grace_seconds` in all, or after `troubled_seconds` without progress while MLflow fails. A study
-    is done when its trials are.
+    A `timeout` ends it after so many seconds without progress. Without one, it ends as `patience`
+    has it: after so many seconds in all, or after `troubled_seconds` without progress while MLflow
+    fails. A study is done when its trials are.
     """
+    most = patience()
+    if troubled_seconds is None:
+        troubled_seconds = most.troubled_seconds
     began = moved = time.monotonic()
     before = combined_status(folder)
     while not enough(before) and _recorder_lives(folder, startup_seconds):
@@ -113,7 +114,7 @@ def wait(
         if timeout is not None and idle >= timeout:
             break
         troubled = before.error is not None and idle >= troubled_seconds
-        if timeout is None and (total >= grace_seconds() or troubled):
+        if timeout is None and (total >= most.seconds or troubled):
             break
         time.sleep(0.1)
         now = combined_status(folder)

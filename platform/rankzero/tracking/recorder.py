@@ -177,7 +177,8 @@ def finish(
 
     Writing is retried for `grace_seconds`.
     """
-    from rankzero.tracking.retry import grace_seconds, succeeds
+    from rankzero.tracking.patience import grace_seconds
+    from rankzero.tracking.retry import succeeds
 
     until = time.monotonic() + grace_seconds()
     written = succeeds(attempt.ensure_run_ended, pause_seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Hashable
@@ -16,7 +15,6 @@ log = logging.getLogger("rankzero.recorder")
 LONGEST_WAIT_SECONDS = 30.0
 HURRIED_WAIT_SECONDS = 5.0  # while a command waits, which gives up before long
 PAUSE_SECONDS = 5.0  # after an unexpected error
-GRACE_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +79,6 @@ class RetryPolicy:
             away += self._clock() - self._away_since
             self._away_since = None
         return dataclasses.replace(retries, away_seconds=away, error=None)
-
-
-def grace_seconds() -> float:
-    """Return how long delivery may last after rank 0's end.
-
-    A recorder stops after this time without progress, and a command stops waiting after it in all.
-    """
-    return float(os.environ.get("RANKZERO_DELIVERY_GRACE_SECONDS") or GRACE_SECONDS)
 
 
 def guarded(action: Callable[[], object], pause_seconds: float = PAUSE_SECONDS) -> bool:

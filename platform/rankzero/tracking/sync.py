@@ -14,7 +14,7 @@ from rankzero.run_store.journal import finish_line, read_all
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.delivery_status import Delivery, is_complete, status, wait
-from rankzero.tracking.retry import GRACE_SECONDS
+from rankzero.tracking.patience import GRACE_SECONDS
 
 
 def deliver(

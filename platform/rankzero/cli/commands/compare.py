@@ -13,9 +13,10 @@ from rich.table import Table
 
 from rankzero import config
 from rankzero.cli.commands import search
+from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
 from rankzero.cli.display.terminal import text_console
-from rankzero.errors import UserError
+from rankzero.errors import FAILED, UserError
 from rankzero.mlflow_store import uris
 from rankzero.run_store.folder import new_name
 from rankzero.tuning.trials import describe
@@ -69,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     for note in search.delivery_lines(folder, offline=arguments.offline):
         search.print_line(note)
     search.print_line(f"look:  {program()} ui   run: {folder.path.name}")
-    return 0 if any(row.speed_up is not None for row in rows) else 1
+    trained = any(row.speed_up is not None for row in rows)
+    return delivery_notes.exit_code(folder) if trained else FAILED
 
 
 def compare_context(

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from rankzero import config
 from rankzero.cli.commands import compare, search
+from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
 from rankzero.cli.display.terminal import text_console
 from rankzero.tuning.trials.host_process import Host
@@ -44,4 +45,4 @@ def run(arguments: argparse.Namespace) -> int:
     search.print_line(
         f"trace: {folder.artifacts / 'profile'} (open in ui.perfetto.dev)\nlook:  {program()} ui"
     )
-    return 0
+    return delivery_notes.exit_code(folder)

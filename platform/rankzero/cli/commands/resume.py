@@ -11,7 +11,7 @@ from pathlib import Path
 from rankzero import config, experiment_file
 from rankzero.catalog import lookup
 from rankzero.cli import launch_run
-from rankzero.cli.commands.train import add_launch_arguments, add_offline_argument
+from rankzero.cli.commands.train import add_delivery_arguments, add_launch_arguments
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tracking-uri", help="where MLflow has the run, if it is not on this disk"
     )
     add_launch_arguments(parser, processes="as many as before")
-    add_offline_argument(parser)
+    add_delivery_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankzero import config, experiment_file
-from rankzero.cli.commands.train import add_offline_argument
+from rankzero.cli.commands.train import add_delivery_arguments
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
 from rankzero.cli.identity import identity_for
@@ -59,7 +59,7 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, nproc: bool = T
     parser.add_argument(
         "--new", action="store_true", help="start a new study; the earlier one is kept"
     )
-    add_offline_argument(parser)
+    add_delivery_arguments(parser)
     parser.set_defaults(study=None)
 
 
@@ -248,7 +248,7 @@ def _search(
     if outcome.decided:
         again = f"{program()} report {identity.name}"
         print_line(f"use:   {setup.use}\nlook:  {program()} ui   again: {again}")
-    return 0
+    return delivery_notes.exit_code(outcome.folder)
 
 
 def _options(arguments: argparse.Namespace) -> SearchOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from rankzero.run_store import names
 from rankzero.run_store.attempt import sole_launcher
 from rankzero.run_store.folder import RunFolder, new_name
 from rankzero.run_store.location import is_offline
+from rankzero.tracking.patience import A_DAY, WAIT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start from these settings: a file such as sweet_spot.yaml, a study or a run",
     )
     add_launch_arguments(parser)
-    add_offline_argument(parser)
+    add_delivery_arguments(parser)
     parser.add_argument("--run-name", help="the run's name (default: the file's name and the time)")
     parser.add_argument(
         "--experiment-name",
@@ -48,14 +50,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_offline_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--offline`` and ``--no-offline``."""
+def add_delivery_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--offline``, ``--no-offline`` and ``--wait-delivery``."""
     parser.add_argument(
         "--offline",
         action=argparse.BooleanOptionalAction,
         default=is_offline(),
         help="only record in this command; `rankzero sync RUN` delivers to MLflow later "
         "(default: $RANKZERO_OFFLINE)",
+    )
+    parser.add_argument(
+        "--wait-delivery",
+        nargs="?",
+        type=float,
+        const=A_DAY,
+        default=os.environ.get(WAIT) or None,
+        metavar="=SECONDS",
+        help="wait at the end until MLflow has everything, for at most SECONDS (a day); exit with "
+        "74 if it has not (default: $RANKZERO_WAIT_DELIVERY, or one minute and exit with 0; ten "
+        "minutes in a container, a pod or a Slurm job)",
     )
 
 

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rankzero.errors import FINISHED, NOT_DELIVERED
 from rankzero.reporting.delivery_problems import UNDELIVERED
 from rankzero.run_store.folder import RunFolder
-from rankzero.tracking.delivery_status import Delivery
+from rankzero.tracking.delivery_status import Delivery, combined_status
+from rankzero.tracking.patience import patience
 
 
 def lines(
@@ -25,8 +27,15 @@ def lines(
         lacking = ", ".join([*delivery.lacks, *also])
         yield (
             f"not everything is in MLflow yet ({delivery.error or why})"
-            f"{lacking and f'; it lacks {lacking}'}. Nothing is lost: rankzero sync {name}"
+            f"{lacking and f'; it lacks {lacking}'}. Nothing is lost on this disk: "
+            f"rankzero sync {name}"
         )
+
+
+def exit_code(folder: RunFolder) -> int:
+    """Return the exit code of a command with a finished run, by what the user asked to wait for."""
+    complete = combined_status(folder).done and not folder.late_model.exists()
+    return FINISHED if complete or not patience().required else NOT_DELIVERED
 
 
 def offline(folder: RunFolder) -> str:

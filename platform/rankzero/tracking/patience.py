@@ -1,0 +1,65 @@
+"""How long the end of a run may wait for MLflow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+GRACE, WAIT = "RANKZERO_DELIVERY_GRACE_SECONDS", "RANKZERO_WAIT_DELIVERY"
+GRACE_SECONDS = 60.0
+A_DAY = 86_400.0
+"""How long a command waits that was asked to wait, without a number."""
+# Long enough for one request while MLflow refuses or hangs. The rest is delivered later.
+_TROUBLED_SECONDS = 15.0
+# Where nothing may remain to deliver later: ten minutes, or one without progress.
+_CONTAINED_SECONDS, _CONTAINED_TROUBLED_SECONDS = 600.0, 60.0
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+
+
+class Patience(NamedTuple):
+    """How long a command waits for the delivery."""
+
+    seconds: float
+    """In all."""
+    troubled_seconds: float
+    """Without progress, while MLflow fails."""
+    required: bool
+    """Whether the user asked for it, so the exit code shows an incomplete delivery."""
+
+
+def patience(environ: Mapping[str, str] = os.environ) -> Patience:
+    """Return how long this command waits: as asked, as configured, or by where it runs."""
+    if environ.get(WAIT):
+        return Patience(float(environ[WAIT]), float("inf"), True)
+    if not environ.get(GRACE) and goes_with_its_container(environ):
+        return Patience(_CONTAINED_SECONDS, _CONTAINED_TROUBLED_SECONDS, False)
+    return Patience(grace_seconds(environ), _TROUBLED_SECONDS, False)
+
+
+def grace_seconds(environ: Mapping[str, str] = os.environ) -> float:
+    """Return how long recorder and courier try after rank 0's end without progress."""
+    return float(environ.get(WAIT) or environ.get(GRACE) or GRACE_SECONDS)
+
+
+def goes_with_its_container(
+    environ: Mapping[str, str] = os.environ,
+    parent: int | None = None,
+    namespace: Path = Path("/proc/self/ns/pid"),
+) -> bool:
+    """Return whether the end of this command ends its child processes, too.
+
+    So it is in a job of Slurm, a pod, a systemd service, and a container whose first process is
+    this command or the shell that started it.
+    """
+    if environ.get("SLURM_JOB_ID") or environ.get("KUBERNETES_SERVICE_HOST"):
+        return True
+    # The main process of a service. Its other descendants inherit the variable.
+    mine = (os.getpid(), os.getppid() if parent is None else parent)
+    if environ.get("SYSTEMD_EXEC_PID", "") in [str(pid) for pid in mine]:
+        return True
+    try:
+        return 1 in mine and str(namespace.readlink()) != _FIRST_PID_NAMESPACE
+    except OSError:
+        return False

@@ -1,0 +1,67 @@
+"""How long the end of a run waits for MLflow, by what was asked for and by where it runs."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from rankzero.cli import main
+from rankzero.tracking.patience import goes_with_its_container, grace_seconds, patience
+
+GRACE, WAIT = "RANKZERO_DELIVERY_GRACE_SECONDS", "RANKZERO_WAIT_DELIVERY"
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected", "of_the_courier"),
+    [
+        ({}, (60, 15, False), 60),
+        ({GRACE: "7"}, (7, 15, False), 7),
+        ({WAIT: "300"}, (300, math.inf, True), 300),
+        ({WAIT: "300", GRACE: "7"}, (300, math.inf, True), 300),
+        ({"SLURM_JOB_ID": "1"}, (600, 60, False), 60),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, (600, 60, False), 60),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", GRACE: "7"}, (7, 15, False), 7),
+        ({"SYSTEMD_EXEC_PID": str(os.getpid())}, (600, 60, False), 60),
+        ({"SYSTEMD_EXEC_PID": "1", WAIT: ""}, (60, 15, False), 60),
+    ],
+)
+def test_waiting_depends_on_the_option_and_on_the_container(
+    environ: dict[str, str], expected: tuple[float, float, bool], of_the_courier: float
+) -> None:
+    assert tuple(patience(environ)) == expected
+    assert grace_seconds(environ) == of_the_courier
+
+
+def test_child_of_the_first_process_in_a_pid_namespace_goes_with_its_container(
+    tmp_path: Path,
+) -> None:
+    namespace = tmp_path / "pid"
+    assert not goes_with_its_container({}, 1, namespace), "no /proc"
+    namespace.symlink_to("pid:[4026531836]")
+    assert not goes_with_its_container({}, 1, namespace), "init has adopted this process"
+    namespace.unlink()
+    namespace.symlink_to("pid:[4026532999]")
+    assert goes_with_its_container({}, 1, namespace)
+    assert not goes_with_its_container({}, 7, namespace)
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        (["--wait-delivery", "x.py"], 86400.0),
+        (["x.py", "--wait-delivery=30", "lr=1"], 30.0),
+        (["x.py"], None),
+    ],
+)
+def test_option_takes_its_seconds_after_an_equals_sign(
+    words: list[str], seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(WAIT, raising=False)
+    found = main.parse(["train", *words])
+    assert (found.experiment, found.wait_delivery) == ("x.py", seconds)
+    monkeypatch.setenv(WAIT, "soon")
+    with pytest.raises(SystemExit):
+        main.parse(["train", "x.py"])
