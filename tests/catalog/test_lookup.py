@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from rankzero.catalog import lookup, summary
+from rankzero.cli import main
 from rankzero.errors import UserError
 from rankzero.events import StepsLogged
 from rankzero.metric_names import SPEED
+from rankzero.tracking.deliverer import Deliverer
 from support.runs import T0, append, ended, evaluated, make_folder, started, steps
 
 
@@ -147,3 +149,26 @@ def test_a_run_is_found_by_its_id_in_mlflow(tmp_path: Path) -> None:
         lookup.require(runs, "nobody")
     with pytest.raises(UserError, match="there are no runs"):
         lookup.require(tmp_path / "nowhere", "nobody")
+
+
+def test_run_that_was_renamed_in_mlflow_is_found_and_listed_by_both_names(
+    tmp_path: Path, sqlite: str
+) -> None:
+    from mlflow import MlflowClient
+
+    folder, runs = make_folder(tmp_path, sqlite), tmp_path / "runs"
+    append(folder, started(), ended())
+    deliverer = Deliverer(folder)
+    deliverer.hasten()
+    while deliverer.work() or not deliverer.complete:
+        pass
+    assert deliverer.state.run_id is not None
+    MlflowClient(sqlite).update_run(deliverer.state.run_id, name="the good one")
+    for _ in range(2):  # the second list is from the cache
+        assert [run.name for run in lookup.listed(runs)] == ["the good one"]
+    for name in ("the good one", folder.path.name, deliverer.state.run_id):
+        assert lookup.require(runs, name) == folder
+    code = main.main(["report", "the good one", "--dir", str(tmp_path)])
+    assert code == 0, "every command looks a run up in the same way"
+    (tmp_path / "mlflow.db").write_bytes(b"broken")
+    assert [run.name for run in lookup.listed(runs)] == [folder.identity.name]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlflow import MlflowClient
 
 from rankzero.events import CheckpointSaved
 from rankzero.experiment import Goal
@@ -58,6 +59,17 @@ def _fetched(folder: RunFolder) -> tuple[list[int], list[str]]:
 
 def test_the_newest_is_fetched(uploaded: RunFolder) -> None:
     assert _fetched(uploaded) == ([3], [])
+
+
+def test_run_that_was_renamed_in_mlflow_is_the_one_on_this_disk(
+    uploaded: RunFolder, sqlite: str
+) -> None:
+    run_id = uploaded.identity.mlflow_run_id or ""
+    MlflowClient(sqlite).update_run(run_id, name="the good one")
+    uploaded.config.write_text("lr: 0.1")
+    runs = uploaded.path.parent
+    assert download.run_folder(runs, sqlite, "the good one") == uploaded
+    assert [path.name for path in runs.iterdir()] == [uploaded.path.name]
 
 
 def test_broken_checkpoint_is_skipped_and_reported(uploaded: RunFolder) -> None:

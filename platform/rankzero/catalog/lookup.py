@@ -7,9 +7,12 @@ and times of the files that they are made of. The file may be deleted at any tim
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
+import sqlite3
+import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,8 @@ log = logging.getLogger(__name__)
 
 CACHE = ".summaries.jsonl"
 _IDENTITY = "run.json"
+# As `mlflow_store.uris` has it, a room above this one.
+_STORE = "mlflow.db"
 _SUMMARISED = (_IDENTITY, EVENTS, "system-node_0.jsonl", "delivery.json")
 # Outdated lines of the cache before it is deleted.
 _SPARE_LINES = 1000
@@ -47,13 +52,15 @@ def folders(runs: Path) -> list[RunFolder]:
 def find(runs: Path, name_or_id: str) -> RunFolder | None:
     """Return the folder of the run with this name or MLflow run id, or None without one.
 
-    Raises InvalidRunFolder if a link leads out of it.
+    The name may be the folder's, or the one that a user gave the run in the embedded store. Raises
+    InvalidRunFolder if a link leads out of the folder.
     """
-    if not names.is_plain(name_or_id):
-        return None
-    found: RunFolder | None = RunFolder(runs / name_or_id)
-    if not (runs / name_or_id / _IDENTITY).exists():
-        found = next((run.folder for run in listed(runs) if run.mlflow_run_id == name_or_id), None)
+    found: RunFolder | None = None
+    if names.is_plain(name_or_id) and (runs / name_or_id / _IDENTITY).exists():
+        found = RunFolder(runs / name_or_id)
+    else:
+        known = ((run.folder, (run.mlflow_run_id, run.name)) for run in listed(runs))
+        found = next((folder for folder, called in known if name_or_id in called), None)
     if found is not None:
         symlinks.refuse(found.path)
     return found
@@ -140,7 +147,26 @@ def listed(
         elif new:
             with open(runs / CACHE, "a", encoding="utf-8", opener=symlinks.no_follow) as file:
                 file.write("".join(new))
+    renamed = _names_in_mlflow(runs.parent / _STORE)
+    found = [
+        dataclasses.replace(run, name=renamed.get(run.mlflow_run_id or "") or run.name)
+        for run in found
+    ]
     return sorted(found, key=lambda run: -run.started)
+
+
+def _names_in_mlflow(database: Path) -> dict[str, str]:
+    """Return {MLflow run id: name} of the embedded store; nothing if it cannot be read now."""
+    # Importing mlflow would take seconds, and the disk does not know what users rename.
+    if not database.exists():
+        return {}
+    uri = f"file:{urllib.parse.quote(str(database.absolute()))}?mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, timeout=1.0, uri=True)) as store:
+            return dict(store.execute("SELECT run_uuid, name FROM runs"))
+    except sqlite3.Error as error:
+        log.debug("%s: %s", database, error)
+        return {}
 
 
 def _stamp(path: str) -> list[int]:

@@ -35,6 +35,7 @@ class Summary:
 
     folder: RunFolder
     name: str
+    """Its name in the embedded store, if a user has renamed it there."""
     experiment: str
     status: str
     """FINISHED, FAILED, KILLED, STARTING, RUNNING, or DIED if the writer is gone without an end."""

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rankzero.catalog.lookup import mlflow_id
+from rankzero.catalog.lookup import find, mlflow_id
 from rankzero.errors import UserError
 from rankzero.mlflow_store.uris import TrackingError, artifact_root
 from rankzero.run_store import checkpoint_files, names
@@ -15,13 +15,20 @@ from rankzero.run_store.folder import Identity, RunFolder
 
 
 def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
-    """Make the folder of a run that MLflow knows. Raises TrackingError, UserError."""
+    """Return the folder of a run that MLflow knows, made if it is not on this disk.
+
+    Raises TrackingError, UserError.
+    """
     from rankzero.mlflow_store.client import MlflowRuns
 
     tracker = MlflowRuns(tracking_uri)
     found = tracker.find_run(name_or_id)
     if "rankzero.uuid" not in found.tags:
         raise UserError(f"{name_or_id} was not made by rankzero: it cannot be resumed")
+    # A run that was renamed on a server is still in the folder of its first name.
+    here = find(runs, found.run_id)
+    if here is not None and here.config.exists():
+        return here
     identity = Identity(
         name=_free(runs, names.made_plain(found.name or ""), found.run_id),
         uuid=found.tags["rankzero.uuid"],
