@@ -299,16 +299,9 @@ class Experiment:
 def _annotate_inherited(cls: type[Experiment]) -> None:
     """Let a subclass write ``goal = Goal(…)`` without repeating the base's annotation."""
     annotations = inspect.get_annotations(cls)
-    inherited = {
-        field.name: field.type
-        for base in cls.__mro__[1:]
-        if dataclasses.is_dataclass(base)
-        for field in dataclasses.fields(base)
-    }
     annotations.pop("search", None)  # A search space is not a setting.
-    missing = {
-        name: kind
-        for name, kind in inherited.items()
-        if name in cls.__dict__ and name not in annotations
-    }
-    cls.__annotations__ = {**annotations, **missing}
+    for base in filter(dataclasses.is_dataclass, cls.__mro__[1:]):
+        for field in dataclasses.fields(base):
+            if field.name in cls.__dict__:
+                annotations.setdefault(field.name, field.type)
+    cls.__annotations__ = annotations
