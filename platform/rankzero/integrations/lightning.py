@@ -90,7 +90,8 @@ class RankZeroCallback(Callback):
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
         metrics = {
-            _grouped(name): value
+            # "val_loss" is the usual name in Lightning. A run has groups: "val/loss".
+            name.replace("val_", "val/", 1) if name.startswith("val_") else name: value
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val")
         }
@@ -106,8 +107,3 @@ class RankZeroCallback(Callback):
     ) -> None:
         """End the run as FAILED, or KILLED by Ctrl-C."""
         self._run.end(exception)
-
-
-def _grouped(name: str) -> str:
-    """Return ``val/loss`` for ``val_loss``, the usual name in Lightning."""
-    return name.replace("val_", "val/", 1) if name.startswith("val_") else name

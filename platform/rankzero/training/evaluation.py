@@ -30,7 +30,7 @@ def evaluate_goal(
             f"step {state.step}: something changes the model on one rank only, such as a write to "
             "a parameter outside the optimizer"
         )
-    metrics, goal = evaluate(job, state, stop), job.experiment.goal
+    metrics, goal = _evaluate(job, state, stop), job.experiment.goal
     if goal.metric not in metrics:
         raise UserError(
             f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric"
@@ -41,7 +41,7 @@ def evaluate_goal(
     return metrics, is_best
 
 
-def evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str, float]:
+def _evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str, float]:
     """Return ``val/<metric>`` means over every validation sample of all ranks. Collective.
 
     Raises EvaluationInterrupted.

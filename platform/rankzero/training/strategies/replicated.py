@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -114,27 +115,20 @@ class AutocastDataParallel(DataParallel[Any]):
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Run each replica on its input, in a thread; DataParallel.forward calls this."""
+        # PyTorch hands down to its threads whether autocast is on, but not the dtype. So it is read
+        # here, in the caller's thread.
+        formats = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in ("cuda", "cpu")
+        ]
 
-        # PyTorch hands down to its threads whether autocast is on, but not the dtype.
-        def with_formats(replica: Callable[..., Any]) -> Callable[..., Any]:
-            # Read here, in the caller's thread. Each replica has its own contexts, because they
-            # keep state while they are entered.
-            formats = [
-                torch.autocast(
-                    kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-                )
-                for kind in ("cuda", "cpu")
-            ]
+        def call(replica: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                for kind, dtype, is_enabled in formats:
+                    stack.enter_context(torch.autocast(kind, dtype, is_enabled))
+                return replica(*args, **kwargs)
 
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with contextlib.ExitStack() as stack:
-                    for autocast in formats:
-                        stack.enter_context(autocast)
-                    return replica(*args, **kwargs)
-
-            return call
-
-        calls = [with_formats(replica) for replica in replicas]
+        calls = [functools.partial(call, replica) for replica in replicas]
         outputs: list[Any] = super().parallel_apply(calls, inputs, kwargs)
         return outputs
 
