@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -33,9 +34,10 @@ class SamplingThread:
         process: int,
         make_sampler: Callable[..., NodeSampler] = NodeSampler,
     ) -> None:
-        self._folder, self._node = folder, node
-        self._arguments = (gpus, node, node_count)
-        self._process, self._make_sampler = process, make_sampler
+        self._path, self._has_gpus = folder.system(node), bool(gpus)
+        self._make_sampler = functools.partial(
+            make_sampler, gpus, node, node_count, folder=folder.path, process=process
+        )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
         try:
@@ -63,19 +65,17 @@ class SamplingThread:
         text = f"no more system metrics of this machine: {type(error).__name__}: {error}"
         # The disk may be what failed.
         with contextlib.suppress(OSError):
-            journal = Journal(self._folder.system(self._node))
+            journal = Journal(self._path)
             _report(journal, [text])
             journal.close()
 
     def _sample(self) -> None:
-        sampler = self._make_sampler(
-            *self._arguments, folder=self._folder.path, process=self._process
-        )
-        journal = Journal(self._folder.system(self._node))
-        number = _next_sample(self._folder.system(self._node))
+        # The driver is opened in this thread, because that may hang.
+        sampler, journal = self._make_sampler(), Journal(self._path)
+        number = _next_sample(self._path)
         start = published = time.monotonic()
         # A job that names no GPU needs no notice about a missing driver.
-        reported = 0 if self._arguments[0] else len(sampler.notices)
+        reported = 0 if self._has_gpus else len(sampler.notices)
         interval, samples, stopped = _FIRST_SECONDS, [sampler.sample()], False
         while not stopped:
             stopped = self._stop.wait(SAMPLE_SECONDS)
