@@ -168,12 +168,8 @@ def adopt(
     for cls in classes:
         _refuse_hooks(cls)
     fields = fields_of(classes)
-    batch_sizes = [
-        parameter.default
-        for cls in classes
-        for name, parameter in parameters(cls).items()
-        if name == BATCH_SIZE and type(parameter.default) is int
-    ]
+    arguments = [parameters(cls).get(BATCH_SIZE) for cls in classes]
+    batch_sizes = [one.default for one in arguments if one and type(one.default) is int]
     kinds = {"train": Train, "goal": Goal, "search": Mapping}
     # Each module gets a class of its own, because the fields of an experiment belong to its class.
     namespace = {
