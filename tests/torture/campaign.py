@@ -42,7 +42,7 @@ from torture.servers import Server
 # These scenarios use all processor time, so another one at the same time would miss its deadlines.
 ALONE = ("crowd",)
 # A run, with its launcher, recorder and courier, takes three quarters of a gigabyte.
-LEAST_CROWD, RUN_BYTES = 6, 900 << 20
+LEAST_CROWD, RUN_BYTES = 12, 900 << 20
 
 
 @dataclasses.dataclass(frozen=True)

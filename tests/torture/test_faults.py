@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,9 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from support.runs import started, steps
 from torture import results
 from torture.board import Board
+from torture.disk_calls import DiskCalls
 from torture.ground import Command, Ground, Turn
 from torture.planted import STEPS, expect_broken, run_of
 from torture.proxy import EVERYTHING, UPLOADS, Proxy
@@ -95,6 +99,64 @@ def test_a_lock_that_no_writer_met_is_not_a_fault(place: Ground, tmp_path: Path)
         assert not place.faults
         server._lock(place, command, "refused", lambda delivery: delivery.pending > 0, 0.1)
         assert place.faults == ["database locked, refused"]
+
+
+SYNCED = """
+import os
+with open("grows", "w") as file:
+    file.write("synced"); file.flush(); os.fsync(file.fileno()); file.write(", lost")
+for text in ("first", "second"):
+    with open("new", "w") as file:
+        file.write(text); file.flush(); os.fsync(file.fileno())
+    os.replace("new", "replaced")
+    if text == "first":
+        os.fsync(os.open(".", os.O_RDONLY))
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_power_cut_leaves_what_was_synced(place: Ground) -> None:
+    calls, folder = DiskCalls(place), place.runs_folder
+    words = [sys.executable, "-c", SYNCED]
+    subprocess.run(words, cwd=folder, env=place.environ, check=True)
+    assert (folder / "grows").read_text() == "synced, lost"
+    assert (folder / "replaced").read_text() == "second"
+    assert calls.synced_bytes(folder / "grows") == len("synced")
+    calls.cut("dropped", place.random)
+    assert (folder / "grows").read_text() == "synced"
+    assert (folder / "replaced").read_text() == "first", "the rename was not synced"
+    (folder / "grows").write_text("synced, lost")
+    calls.cut("zeroed", place.random)
+    assert (folder / "grows").read_bytes() == b"synced" + bytes(len(", lost"))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize(
+    ("call", "error", "code"),
+    [
+        ("write", "EIO", "os.write(os.open('a', os.O_WRONLY | os.O_CREAT), b'abc')"),
+        ("write", "half", "assert os.write(os.open('a', os.O_WRONLY | os.O_CREAT), b'abcd') == 2"),
+        ("sync", "EIO", "os.fsync(os.open('.', os.O_RDONLY))"),
+        ("rename", "ENOSPC", "open('a', 'w').close(); os.replace('a', 'b')"),
+        ("open", "EMFILE", "open('a', 'w')"),
+        ("mkdir", "ENOSPC", "os.mkdir('a')"),
+        ("unlink", "EIO", "open('a', 'w').close(); os.unlink('a')"),
+    ],
+)
+def test_a_call_fails_as_often_as_asked(place: Ground, call: str, error: str, code: str) -> None:
+    calls = DiskCalls(place)
+    calls.fail(call, error, times=1)
+    words = [sys.executable, "-c", f"import os; {code}"]
+    done = [
+        subprocess.run(
+            words, cwd=place.runs_folder, env=place.environ, capture_output=True, check=False
+        )
+        for _ in range(2)
+    ]
+    assert calls.met == 1
+    assert (error == "half") == (done[0].returncode == 0) and (done[1].returncode == 0) == (
+        error != "half"
+    )
 
 
 def test_a_campaign_tries_all_variants_in_an_order_of_its_seed() -> None:

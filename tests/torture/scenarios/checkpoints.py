@@ -31,9 +31,9 @@ from torture.scenarios.training import (
     the_run,
 )
 
-DAMAGES_EACH = 4 * len(DAMAGES)
+DAMAGES_EACH = 6 * len(DAMAGES)
 # How often one training's disk is filled or made read-only.
-MOST_FULL = 8
+MOST_FULL = 12
 
 
 def damaged_checkpoints(ground: Ground, reference: Curves) -> None:

@@ -20,11 +20,14 @@ SMALL = (
     "train.mlflow.log_pictures=true",
 )
 SECONDS_EACH = 30.0
+LATER_CROWD = 12
 
 
 def crowd(ground: Ground, _: Curves) -> None:
     """Start many runs on one embedded store in the same second. Half the time, kill a courier."""
-    asked = [ground.start("train", TINY, *SMALL) for _ in range(ground.crowd)]
+    # A crowd has the machine to itself, so only the campaign's first one is as large as allowed.
+    size = ground.crowd if ground.turn.number == 0 else min(ground.crowd, LATER_CROWD)
+    asked = [ground.start("train", TINY, *SMALL) for _ in range(size)]
     named = [ground.start("train", TINY, *SMALL, "--run-name", "same") for _ in range(2)]
     ground.note_fault(f"{len(asked) + len(named)} runs at once")
     killed = kill_one_of(ground, "courier") if ground.random.random() < 0.5 else False
@@ -32,7 +35,7 @@ def crowd(ground: Ground, _: Curves) -> None:
     for command in asked:
         ends(command, 0)
     _one_has_the_name(named)
-    seconds = SECONDS_EACH * ground.crowd
+    seconds = SECONDS_EACH * size
     promises.no_process_is_left(ground, seconds, seconds)
     promises.no_run_is_running(ground)
     _all_are_whole(ground, 1 + len(asked))

@@ -26,7 +26,7 @@ from torture.scenarios.training import (
     the_run,
 )
 
-CUTS_EACH = 4
+CUTS_EACH = 5
 CUTS = (
     "after a checkpoint",
     "with the courier ahead",
@@ -55,7 +55,7 @@ FAILURES = (
     ("mkdir", "ENOSPC"),
     ("unlink", "EIO"),
 )
-MOST_FAILURES = 8
+MOST_FAILURES = 12
 MEET_SECONDS = 4.0
 
 

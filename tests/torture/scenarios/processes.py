@@ -35,7 +35,7 @@ from torture.scenarios.training import (
 
 ROLES = ("rank 0", "other rank", "recorder", "courier")
 LAUNCHING = ("launcher", "server")
-MOST_KILLS, MOST_STOPS = 10, 9
+MOST_KILLS, MOST_STOPS = 12, 16
 HANG_SECONDS = 6.0
 # Until torchrun's agent has ended the other ranks on a busy machine. It sends SIGTERM first and
 # SIGKILL later.

@@ -42,7 +42,7 @@ HARMLESS = (
     "starts a thread that never ends",
     "registers an exit handler that hangs",
 )
-HARMLESS_EACH = 7
+HARMLESS_EACH = 14
 FATAL = (
     "closes descriptors above 2",
     "calls os._exit(0)",
