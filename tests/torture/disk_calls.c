@@ -43,7 +43,10 @@ __attribute__((constructor)) static void begin(void) {
     static type (*next)(__VA_ARGS__); \
     if (!next) next = (type (*)(__VA_ARGS__))dlsym(RTLD_NEXT, name)
 
-static int below(const char *path) { return disk[1] && !strncmp(path, disk, strlen(disk)); }
+static int below(const char *path) {
+    size_t length = strlen(disk) - 1; /* without the slash: the folder itself counts, too */
+    return length && !strncmp(path, disk, length) && (path[length] == '/' || !path[length]);
+}
 
 static int path_of(int file, char *path) {
     char link[64];
@@ -55,9 +58,13 @@ static int path_of(int file, char *path) {
 
 static void absolute(int folder, const char *name, char *path) {
     char start[PATH_MAX] = "";
-    if (name[0] != '/' && (folder == AT_FDCWD ? !getcwd(start, sizeof start) : !path_of(folder, start)))
-        start[0] = 0;
-    if (snprintf(path, PATH_MAX, "%s%s%s", start, start[0] ? "/" : "", name) >= PATH_MAX) path[0] = 0;
+    if (name[0] != '/') {
+        int here = folder == AT_FDCWD;
+        int known = here ? getcwd(start, sizeof start) != NULL : path_of(folder, start);
+        if (!known) start[0] = 0;
+    }
+    const char *slash = start[0] ? "/" : "";
+    if (snprintf(path, PATH_MAX, "%s%s%s", start, slash, name) >= PATH_MAX) path[0] = 0;
 }
 
 static void note(const char *line, int length) {
@@ -96,8 +103,10 @@ static int synchronise(int file, int (*real)(int)) {
     int known = disk[1] && path_of(file, path) && below(path) && !fstat(file, &seen);
     if (known && fails(SYNC, path)) return -1;
     int result = real(file);
-    if (!result && known && synced[0])
-        note(line, snprintf(line, sizeof line, "S\t%lu\t%ld\t%s\n", seen.st_ino, (long)seen.st_size, path));
+    if (!result && known && synced[0]) {
+        long size = seen.st_size;
+        note(line, snprintf(line, sizeof line, "S\t%lu\t%ld\t%s\n", seen.st_ino, size, path));
+    }
     return result;
 }
 
@@ -113,7 +122,8 @@ int renameat(int from, const char *old, int to, const char *new) {
     int known = below(after);
     if (known && fails(RENAME, after)) return -1;
     if (known && synced[0]) {
-        snprintf(kept, sizeof kept, "%s/%d-%d", synced, getpid(), __atomic_add_fetch(&number, 1, __ATOMIC_SEQ_CST));
+        int next_number = __atomic_add_fetch(&number, 1, __ATOMIC_SEQ_CST);
+        snprintf(kept, sizeof kept, "%s/%d-%d", synced, getpid(), next_number);
         if (linkat(AT_FDCWD, after, AT_FDCWD, kept, 0)) kept[0] = 0;
     }
     int result = next(from, old, to, new);
@@ -127,7 +137,8 @@ int rename(const char *old, const char *new) { return renameat(AT_FDCWD, old, AT
 ssize_t write(int file, const void *content, size_t length) {
     NEXT(ssize_t, "write", int, const void *, size_t);
     if (fails_in(WRITE, file)) {
-        if (failing->error != SHORT || length < 2) return errno == SHORT ? next(file, content, length) : -1;
+        if (errno != SHORT) return -1;
+        if (length < 2) return next(file, content, length);
         length /= 2;
     }
     return next(file, content, length);
@@ -155,7 +166,8 @@ ssize_t writev(int file, const struct iovec *parts, int count) {
     int name(int folder, const char *path, int flags, ...) { \
         NEXT(int, #name, int, const char *, int, ...); \
         MODE(flags) \
-        return OPENS(flags) && fails_at(OPEN, folder, path) ? -1 : next(folder, path, flags, mode); \
+        if (OPENS(flags) && fails_at(OPEN, folder, path)) return -1; \
+        return next(folder, path, flags, mode); \
     }
 OPENER(open)
 OPENER(open64)

@@ -455,3 +455,8 @@ def test_a_traceback_for_users_is_found(place: Ground) -> None:
         f"{log.read_text()}2026-11-22 17:33:55,944 WARNING try 1 failed: KeyError: 'run'\n"
     )
     promises.no_traceback_is_printed(place)
+    log.write_text(
+        "2026-11-22 17:33:55,944 ERROR unexpected error; trying again\n"
+        "Traceback (most recent call last):\nFileNotFoundError: run\n"
+    )
+    promises.no_traceback_is_printed(place)

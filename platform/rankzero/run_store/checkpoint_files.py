@@ -174,9 +174,11 @@ def write(
 ) -> None:
     """Write a checkpoint's folder. A reader sees the whole folder or none.
 
-    Raises OSError, also for a disk that does not confirm what was written.
+    Raises OSError, also without the run's folder, and for a disk that does not confirm what was
+    written.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    # Not its parents: if the run's folder was moved, half of a run would appear in the old place.
+    target.parent.mkdir(exist_ok=True)
     sync(target.parent.parent)
     temporary = temporary_folder(target)
     try:
