@@ -30,7 +30,8 @@ from typing import Any
 
 from harness import HERE, environment, line, ratios, run, save, torchrun
 
-from rankzero.mlflow_store.uris import default_tracking_uri, server_command, server_environment
+from rankzero.mlflow_store import server as mlflow_server
+from rankzero.mlflow_store.uris import default_tracking_uri
 
 STEPS = {"Mlp": 11_000, "Convnet": 1600}
 WANTED = {"Mlp": 0.95, "Convnet": 0.99}
@@ -44,8 +45,8 @@ def server(folder: Path) -> Iterator[str]:
     """Run an MLflow server on the same two cores. Yields its address."""
     folder.mkdir()
     with subprocess.Popen(
-        server_command(folder, PORT),
-        env=server_environment(os.environ),
+        mlflow_server.command(folder, mlflow_server.Access(PORT)),
+        env=mlflow_server.environment(os.environ),
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

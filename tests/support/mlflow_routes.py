@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero.mlflow_store import server
-from rankzero.mlflow_store.uris import default_tracking_uri, server_environment
+from rankzero.mlflow_store.uris import default_tracking_uri
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ METHODS = {"DELETE", "GET", "PATCH", "POST", "PUT"}
 
 
 def main(root: Path) -> None:
-    environ, _ = server.with_users(root, server_environment(os.environ))
+    environ, _ = server.with_users(root, server.environment(os.environ))
     os.environ.update(
         {**environ, **SERVED, "_MLFLOW_SERVER_FILE_STORE": default_tracking_uri(root)}
     )

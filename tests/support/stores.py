@@ -93,12 +93,12 @@ class Server:
 def list_runs(tracking_uri: str) -> list[RunRecord]:
     """Return all runs of a store, the newest first."""
     from rankzero.mlflow_store.client import MlflowRuns
-    from rankzero.mlflow_store.client.records import record_of
+    from rankzero.mlflow_store.client.records import RunRecord
 
     client = MlflowRuns(tracking_uri)._client
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     newest_first = ["attributes.start_time DESC"]
-    return [record_of(run) for run in client.search_runs(experiments, order_by=newest_first)]
+    return [RunRecord.of(run) for run in client.search_runs(experiments, order_by=newest_first)]
 
 
 @pytest.fixture(scope="session")

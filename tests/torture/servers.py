@@ -13,7 +13,8 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-from rankzero.mlflow_store.uris import DATABASE, server_command, server_environment
+from rankzero.mlflow_store import server
+from rankzero.mlflow_store.uris import DATABASE
 from torture.ground import MARK, Broken, wait_for
 
 START_SECONDS = 120.0
@@ -46,8 +47,8 @@ class Server:
         if self._process is None:
             environ = {name: value for name, value in os.environ.items() if name != MARK}
             self._process = subprocess.Popen(
-                server_command(self._root, self._port),
-                env=server_environment(environ),
+                server.command(self._root, server.Access(self._port)),
+                env=server.environment(environ),
                 start_new_session=True,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

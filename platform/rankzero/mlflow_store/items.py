@@ -50,12 +50,10 @@ def name_of(item: MlflowItem) -> str:
 
 
 def parts_of(item: MlflowItem) -> list[MlflowItem]:
-    """Return smaller items to send instead of a refused one, or [] if it cannot be divided.
-
-    Halving a batch again and again finds the points that are to blame, and saves the others.
-    """
+    """Return smaller items to send instead of a refused one, or [] if it cannot be divided."""
     match item:
         case MetricBatch(points) if len(points) > 1:
+            # Halving again and again finds the points that are to blame, and saves the others.
             half = len(points) // 2
             return [MetricBatch(points[:half]), MetricBatch(points[half:])]
         case Tags(tags) if len(tags) > 1:

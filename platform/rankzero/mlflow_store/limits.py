@@ -11,8 +11,8 @@ KEY_LENGTH = 250
 PARAM_LENGTH = 6000
 TAG_LENGTH = 8000
 METRICS_PER_BATCH = 1000
+# Params or tags.
 ITEMS_PER_BATCH = 100
-"""Params or tags."""
 
 # MLflow also accepts a colon, but not on Windows.
 _ILLEGAL = re.compile(r"[^/\w.\- ]")

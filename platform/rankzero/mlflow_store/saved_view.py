@@ -19,8 +19,8 @@ TAG = f"mlflow.sharedViewState.{_ID}"
 QUERY = f"viewStateShareKey={_ID}"
 BUSY_GPUS = "system/gpu_utilization_percentage"
 WHOLE_SPEED = f"{WHOLE_RUN}/samples_per_second"
+# The view's date. It is constant, so that an unchanged view has an unchanged tag.
 CREATED = 1_767_225_600_000
-"""The view's date. It is constant, so that an unchanged view has an unchanged tag."""
 _FIRST = "What matters first"
 # MLflow's names for the columns that are always there.
 _RUN_NAME = "attributes.`Run Name`"
@@ -45,26 +45,6 @@ _LINE: dict[str, Any] = {
 
 def tag_value(goal: str) -> str:
     """Return the value of `TAG` for an experiment whose goal metric is `goal`."""
-    text = json.dumps(state(goal), separators=(",", ":"), sort_keys=True).encode()
-    # A tag has at most 5,000 characters.
-    packed = "deflate;" + base64.b64encode(zlib.compress(text, 9)).decode()
-    dates = {"createdAt": CREATED, "updatedAt": CREATED}
-    return json.dumps({"name": _NAME, **dates, "state": packed})
-
-
-def is_ours(value: str | None) -> bool:
-    """Return whether a tag's value may be replaced: it is missing, or no user changed the view."""
-    if value is None:
-        return True
-    try:
-        view = json.loads(value)
-        return bool(view["createdAt"] == view["updatedAt"] == CREATED)
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def state(goal: str) -> dict[str, Any]:
-    """Return the view as MLflow's page has it."""
     columns = [
         *(f"metrics.`{key}`" for key in (goal, WHOLE_SPEED) if key),
         *(f"params.`{key}`" for key in ("train.batch_size", "lr", "train.precision")),
@@ -73,7 +53,7 @@ def state(goal: str) -> dict[str, Any]:
     # As many pixels as the whole name of a column takes.
     widths = {column: max(80, 22 + 63 * len(column.partition("`")[2]) // 10) for column in columns}
     charts = dict.fromkeys((goal, "train/loss", "val/loss", SPEED, WHOLE_SPEED, BUSY_GPUS))
-    return {
+    state = {
         "selectedColumns": columns,
         # MLflow sorts columns by their names.
         "columnOrder": [*_ALWAYS, *columns],
@@ -94,6 +74,22 @@ def state(goal: str) -> dict[str, Any]:
         "isAccordionReordered": True,
         "hideEmptyCharts": True,
     }
+    text = json.dumps(state, separators=(",", ":"), sort_keys=True).encode()
+    # A tag has at most 5,000 characters.
+    packed = "deflate;" + base64.b64encode(zlib.compress(text, 9)).decode()
+    dates = {"createdAt": CREATED, "updatedAt": CREATED}
+    return json.dumps({"name": _NAME, **dates, "state": packed})
+
+
+def is_ours(value: str | None) -> bool:
+    """Return whether a tag's value may be replaced: it is missing, or no user changed the view."""
+    if value is None:
+        return True
+    try:
+        view = json.loads(value)
+        return bool(view["createdAt"] == view["updatedAt"] == CREATED)
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _chart(key: str) -> dict[str, Any]:

@@ -11,12 +11,13 @@ import ipaddress
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rankzero.errors import UserError
-from rankzero.mlflow_store.uris import server_command
+from rankzero.mlflow_store.uris import artifact_root, default_tracking_uri
 
 LOOPBACK = "127.0.0.1"
 _ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - the server listens there only if a user says so
@@ -81,12 +82,22 @@ def is_loopback(host: str) -> bool:
 
 def command(root: Path, access: Access) -> list[str]:
     """Return the command that serves the embedded store of `root` with its artifacts."""
+    uri = default_tracking_uri(root)
+    artifacts = artifact_root(uri) or ""
     return [
-        *server_command(root, access.port, access.host),
-        *("--allowed-hosts", ",".join(access.names)),
+        *(sys.executable, "-P", "-m", "mlflow", "server", "--backend-store-uri", uri),
+        *("--default-artifact-root", artifacts, "--artifacts-destination", artifacts),
+        *("--host", access.host, "--port", str(access.port), "--workers", "1"),
+        *(("--allowed-hosts", ",".join(access.names)) if access.names else ()),
         *(("--cors-allowed-origins", ",".join(access.origins)) if access.origins else ()),
         *(("--app-name", "basic-auth") if access.authenticated else ()),
     ]
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for `command`: no usage telemetry, no job processes."""
+    fixed = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    return {**fixed, **environ}
 
 
 def with_users(root: Path, environ: Mapping[str, str]) -> tuple[dict[str, str], str]:

@@ -1,4 +1,4 @@
-"""The tracking store: its URI, the embedded database, the command of its server.
+"""The tracking store: its URI and the embedded database.
 
 Imports no mlflow, so every command can import it. The embedded store is a folder, ``mlruns`` by
 default, with ``mlflow.db``, ``artifacts/`` and ``runs/<name>/``.
@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import sqlite3
-import sys
 import tempfile
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
@@ -24,20 +23,8 @@ DATABASE = "mlflow.db"
 _ARTIFACTS = "artifacts"
 _SETUP = ".setup-"
 _READ_AS_URI = re.compile(r"\?|%[0-9A-Fa-f]{2}")
-
 # Write-ahead logging needs memory that processes share. Network file systems do not have it.
-_NETWORK_FILE_SYSTEMS = (
-    "nfs",
-    "cifs",
-    "smb",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "afs",
-    "9p",
-    "fuse",
-)
+_NETWORK_FILE_SYSTEMS = "nfs cifs smb lustre gpfs beegfs ceph afs 9p fuse"
 
 
 class TrackingError(UserError):
@@ -117,14 +104,12 @@ def prepare_store(tracking_uri: str) -> None:
 
 
 def make_tables(tracking_uri: str, make: Callable[[str], object]) -> None:
-    """Call `make` with a URI to set up a local database that is empty. Ignores other stores.
-
-    The tables appear in one step. MLflow's own migrations leave half of the tables if they are
-    killed or if two processes run them at once, and no later attempt can continue.
-    """
+    """Call `make` with a URI to set up a local database that is empty. Ignores other stores."""
     path = sqlite_path(tracking_uri)
     if path is None:
         return
+    # The tables must appear in one step. MLflow's own migrations leave half of them if they are
+    # killed or if two processes run them at once, and no later attempt can continue.
     with _alone(path.parent):
         if not is_empty(path):
             return
@@ -166,41 +151,6 @@ def artifact_root(tracking_uri: str) -> str | None:
     return None if path is None else str(path.parent / _ARTIFACTS)
 
 
-def server_command(root: Path, port: int, host: str = "127.0.0.1") -> list[str]:
-    """Return the command that serves the embedded store of `root` with its artifacts.
-
-    Only this machine reaches it. See `server.command` for a server that others reach.
-    """
-    artifacts = str(root.absolute() / _ARTIFACTS)
-    return [
-        *(sys.executable, "-P", "-m", "mlflow", "server"),
-        *("--backend-store-uri", default_tracking_uri(root)),
-        *("--default-artifact-root", artifacts, "--artifacts-destination", artifacts),
-        *("--host", host, "--port", str(port), "--workers", "1"),
-    ]
-
-
-def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for `server_command`: no usage telemetry, no job processes."""
-    return {
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        **environ,
-    }
-
-
-def deep_link(base_url: str, experiment_id: str, run_id: str) -> str:
-    """Return the address of a run's page, in the part of MLflow's page for training."""
-    base = f"{base_url.rstrip('/')}/#/experiments/{experiment_id}"
-    return f"{base}/runs/{run_id}?workflowType=machine_learning"
-
-
-def runs_link(base_url: str, experiment_id: str, query: str) -> str:
-    """Return the address of an experiment's runs."""
-    base = f"{base_url.rstrip('/')}/#/experiments/{experiment_id}"
-    return f"{base}/runs?workflowType=machine_learning&{query}"
-
-
 def is_empty(path: Path) -> bool:
     """Return whether a database has no tables yet."""
     with contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
@@ -229,10 +179,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _on_network(path: Path) -> bool:
     """Return whether the file is on another machine, by the longest mount point above it."""
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    except OSError:
-        return False
-    above = [fields for fields in mounts if path.absolute().is_relative_to(fields[1])]
-    kind = max(above, key=lambda fields: len(fields[1]), default=["", "", ""])[2]
-    return kind.startswith(_NETWORK_FILE_SYSTEMS)
+    import psutil
+
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    above = [place for place in mounts if path.absolute().is_relative_to(place)]
+    kind = mounts.get(max(above, key=len, default=""), "")
+    return kind.startswith(tuple(_NETWORK_FILE_SYSTEMS.split()))

@@ -20,8 +20,8 @@ import torch
 
 from rankzero.catalog.lookup import folders, mlflow_id
 from rankzero.events import Evaluated, RunEnded, RunStarted, StepsLogged
+from rankzero.mlflow_store import server
 from rankzero.mlflow_store.client import MlflowRuns
-from rankzero.mlflow_store.uris import server_command, server_environment
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import restore
@@ -358,8 +358,8 @@ def mlflow_server(
     port = port or free_port()
     uri = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(
-        server_command(root, port),
-        env=server_environment(os.environ),
+        server.command(root, server.Access(port)),
+        env=server.environment(os.environ),
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from rankzero.mlflow_store.client import MlflowRuns
-from rankzero.mlflow_store.client.images import write_image
+from rankzero.mlflow_store.client.images import write_images
 from rankzero.permanent_errors import NeverAccepted
 
 
@@ -23,7 +23,7 @@ def test_unreadable_image_is_never_accepted(tmp_path: Path, sqlite: str) -> None
 def test_long_keys_become_valid_file_names(tmp_path: Path, key: str) -> None:
     Image.new("RGB", (20, 10)).save(tmp_path / "one.png")
     for other in (key, f"{key}x"):
-        write_image(tmp_path / "one.png", tmp_path, "r" * 32, other, 2**63 - 1, 10**15 - 1)
+        write_images({other: tmp_path / "one.png"}, tmp_path, "r" * 32, 2**63 - 1, 10**15 - 1)
     names = [path.name for path in (tmp_path / "images").iterdir()]
     assert len(names) == 4 and max(len(name.encode()) for name in names) <= 255
     assert len(list((tmp_path / "pictures").iterdir())) == 2
@@ -33,7 +33,7 @@ def test_file_names_are_mlflows_and_repeatable(tmp_path: Path) -> None:
     Image.new("RGB", (2000, 1000)).save(tmp_path / "one.png")
     (tmp_path / "ours").mkdir()
     for _ in range(2):
-        write_image(tmp_path / "one.png", tmp_path / "ours", "run", "a/b", 7, 1234)
+        write_images({"a/b": tmp_path / "one.png"}, tmp_path / "ours", "run", 7, 1234)
     tags = logged_by_mlflow(tmp_path / "one.png", tmp_path, "pictures/a/b", 7, 1234)
     theirs = sorted(path.name for path in (tmp_path / "theirs").rglob("*+step+*"))
     ours = sorted(path.name for path in (tmp_path / "ours" / "images").iterdir())

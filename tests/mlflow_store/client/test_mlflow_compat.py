@@ -174,7 +174,7 @@ def test_a_server_that_is_not_mlflow_is_an_error(answer: bytes, tmp_path: Path) 
 def test_an_upload_is_answered_by_nothing_or_by_json(
     answer: bytes, taken: bool, tmp_path: Path
 ) -> None:
-    mlflow_compat.refuse_false_answers()
+    mlflow_compat.prepare()
     with (
         contextlib.nullcontext()
         if taken
@@ -212,7 +212,7 @@ def test_each_environment_variable_is_one_of_mlflows(name: str) -> None:
 def test_mlflow_still_takes_an_empty_answer_for_one_with_empty_fields(
     cutter: Cutter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once this fails, `refuse_false_answers` need not replace `verify_rest_response`."""
+    """Once this fails, `prepare` need not replace `verify_rest_response`."""
     monkeypatch.setattr(rest_utils, "verify_rest_response", mlflow_compat._verify_rest_response)
     client = MlflowClient(tracking_uri=cutter.uri)
     cutter.until = CUTS["within a later header"]
@@ -222,7 +222,7 @@ def test_mlflow_still_takes_an_empty_answer_for_one_with_empty_fields(
 def test_mlflow_still_takes_any_page_for_a_receipt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once this fails, `refuse_false_answers` need not replace `augmented_raise_for_status`."""
+    """Once this fails, `prepare` need not replace `augmented_raise_for_status`."""
     monkeypatch.setattr(
         http_artifact_repo, "augmented_raise_for_status", mlflow_compat._raise_for_status
     )

@@ -27,7 +27,7 @@ _STARTUP_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
+    """Add the command's arguments to its parser."""
     parser.add_argument("--port", type=int, default=5000, help="the port (default: 5000)")
     parser.add_argument(
         "--host",
@@ -37,20 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--insecure", action="store_true", help="no login, for anyone who reaches the address"
     )
-    parser.add_argument(
-        "--allowed-hosts",
-        type=_words,
-        default=(),
-        metavar="NAME,…",
-        help="this machine's names in browsers, such as box.example.org:5000 (default: its own)",
-    )
-    parser.add_argument(
-        "--cors-origins",
-        type=_words,
-        default=(),
-        metavar="URL,…",
-        help="other sites whose pages may use the server",
-    )
+    names = "this machine's names in browsers, such as box.example.org:5000 (default: its own)"
+    parser.add_argument("--allowed-hosts", type=_words, default=(), metavar="NAME,…", help=names)
+    sites = "other sites whose pages may use the server"
+    parser.add_argument("--cors-origins", type=_words, default=(), metavar="URL,…", help=sites)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     _require_free(access)
     uris.prepare_store(uris.default_tracking_uri(arguments.dir))
     empty = uris.is_empty(arguments.dir / uris.DATABASE)
-    environ, notes = uris.server_environment(os.environ), ""
+    environ, notes = server.environment(os.environ), ""
     if access.authenticated:
         environ, notes = server.with_users(arguments.dir, environ)
     elif not server.is_loopback(access.host):
@@ -123,12 +113,13 @@ def _links(root: Path, address: str, empty: bool) -> Iterator[str]:
         return
     # The server makes an empty store's tables. Two processes must not make them at once.
     found = {} if empty else _save_views(uris.default_tracking_uri(root), runs)
-    if runs[0].experiment in found:
-        yield f"runs: {uris.runs_link(address, found[runs[0].experiment], saved_view.QUERY)}"
+    base, kind = f"{address}/#/experiments", "workflowType=machine_learning"
+    if experiment_id := found.get(runs[0].experiment):
+        yield f"runs: {base}/{experiment_id}/runs?{kind}&{saved_view.QUERY}"
     for one in runs:
         state = delivery.load(delivery.path_of(one.folder, 0))
         if state.run_id and state.experiment_id:
-            yield f"newest run: {uris.deep_link(address, state.experiment_id, state.run_id)}"
+            yield f"newest run: {base}/{state.experiment_id}/runs/{state.run_id}?{kind}"
             return
 
 
@@ -144,9 +135,7 @@ def _save_views(tracking_uri: str, runs: Sequence[Summary]) -> dict[str, str]:
     with contextlib.suppress(Exception):
         tracker = MlflowRuns(tracking_uri)
         for name, goal in goals.items():
-            identity = tracker.save_view(
-                name, saved_view.TAG, saved_view.tag_value(goal), saved_view.is_ours
-            )
+            identity = tracker.save_view(name, goal)
             found |= {name: identity} if identity else {}
     return found
 

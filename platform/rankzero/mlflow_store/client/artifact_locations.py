@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
 
 from rankzero.mlflow_store.client import mlflow_compat
-from rankzero.mlflow_store.client.connection import MIN_FILE_SECONDS, patience
+from rankzero.mlflow_store.client.connection import patience
 from rankzero.mlflow_store.client.records import require_id
 from rankzero.permanent_errors import NeverAccepted
 
@@ -30,7 +30,7 @@ _REFUSED = (
 )
 
 
-class ArtifactLocation:
+class _ArtifactLocation:
     """The files of one run or logged model.
 
     `folder`: where they are on this machine, or None if they are elsewhere.
@@ -75,13 +75,11 @@ class ArtifactLocation:
 class ArtifactLocations:
     """The artifact locations of one tracking store's runs and models."""
 
-    def __init__(
-        self, client: MlflowClient, tracking_uri: str, min_seconds: int = MIN_FILE_SECONDS
-    ) -> None:
+    def __init__(self, client: MlflowClient, tracking_uri: str, min_seconds: int) -> None:
         self._client, self._uri, self._min_seconds = client, tracking_uri, min_seconds
-        self._runs: dict[str, ArtifactLocation] = {}
+        self._runs: dict[str, _ArtifactLocation] = {}
 
-    def of_run(self, run_id: str) -> ArtifactLocation:
+    def of_run(self, run_id: str) -> _ArtifactLocation:
         """Return the location of a run's artifacts. Raises NeverAccepted if none can be there."""
         if run_id not in self._runs:
             info = self._client.get_run(run_id).info
@@ -90,7 +88,7 @@ class ArtifactLocations:
             self._runs[run_id] = self._checked(info.artifact_uri, info.experiment_id, below)
         return self._runs[run_id]
 
-    def of_model(self, model: LoggedModel) -> ArtifactLocation:
+    def of_model(self, model: LoggedModel) -> _ArtifactLocation:
         """Return the location of a logged model. Raises NeverAccepted if none can be there."""
         model_id = require_id(model.model_id, "logged model")
         below = (_MODELS, model_id) if _MODEL_ID.fullmatch(model_id) else None
@@ -104,7 +102,7 @@ class ArtifactLocations:
 
     def _checked(
         self, location: str | None, experiment_id: str, below: tuple[str, ...] | None
-    ) -> ArtifactLocation:
+    ) -> _ArtifactLocation:
         location = location or ""
         folder = _local_folder(location)
         if folder is not None:
@@ -112,7 +110,7 @@ class ArtifactLocations:
             base = _local_folder(experiment.artifact_location or "")
             _require_usual(folder, base, below)
         repository = mlflow_compat.artifact_repository(location, self._uri)
-        return ArtifactLocation(repository, folder, self._min_seconds)
+        return _ArtifactLocation(repository, folder, self._min_seconds)
 
 
 def names(folder: Path) -> set[str]:

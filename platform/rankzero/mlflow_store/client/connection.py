@@ -16,16 +16,15 @@ from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import artifact_root, make_tables, prepare_store
 
+# Timeouts of a request with a file. A server may store all of it before it answers.
 MIN_FILE_SECONDS, MAX_FILE_SECONDS = 30, 600
-"""Timeouts of a request with a file. A server may store all of it before it answers."""
+# A slow server's speed.
 STORED_BYTES_PER_SECOND = 2 << 20
-"""What a slow server stores."""
 
 
 def connect(tracking_uri: str) -> MlflowClient:
     """Return a client of the store. Creates a local database. Raises TrackingError."""
-    mlflow_compat.refuse_false_answers()
-    mlflow_compat.quieten()
+    mlflow_compat.prepare()
     prepare_store(tracking_uri)
     with warnings.catch_warnings():
         # Deprecations between MLflow and sqlalchemy.
@@ -59,15 +58,11 @@ def patience(path: Path | None = None, min_seconds: int = MIN_FILE_SECONDS) -> I
     # An answer that a broken connection swallowed is waited for as long, hence no flat maximum.
     seconds = MAX_FILE_SECONDS
     if path is not None:
-        seconds = min(seconds, min_seconds + _size_of(path) // STORED_BYTES_PER_SECOND)
+        size = 0
+        for file in path.rglob("*") if path.is_dir() else (path,):
+            # Retention may delete a checkpoint's files meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                size += file.stat().st_size if file.is_file() else 0
+        seconds = min(seconds, min_seconds + size // STORED_BYTES_PER_SECOND)
     with mlflow_compat.request_timeout(seconds):
         yield
-
-
-def _size_of(path: Path) -> int:
-    total = 0
-    for file in path.rglob("*") if path.is_dir() else (path,):
-        # Retention may delete a checkpoint's files meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            total += file.stat().st_size if file.is_file() else 0
-    return total

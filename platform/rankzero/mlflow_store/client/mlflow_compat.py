@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+# Documented variables, which MLflow reads when it is imported or at each call. A user's win.
 ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     # MLflow's own timeouts and retries take 4 minutes a call and would hold up the courier.
@@ -24,7 +25,6 @@ ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_LOGGING_LEVEL": "ERROR",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-"""Documented variables, which MLflow reads when it is imported or at each call. A user's win."""
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
@@ -45,23 +45,19 @@ _file_utils: Any = file_utils
 _uri: Any = uri
 
 
-def quieten() -> None:
-    """Silence the logs of MLflow and of its migrations: each error is raised as well."""
+def prepare() -> None:
+    """Silence MLflow's logs; have its client raise MlflowException for an answer not of MLflow.
+
+    A second call changes nothing.
+    """
+    # Each error is raised as well as logged.
     logging.getLogger("mlflow").setLevel(logging.CRITICAL)
     logging.getLogger("alembic").setLevel(logging.ERROR)
-
-
-def refuse_false_answers() -> None:
-    """Have MLflow's client raise MlflowException for an answer that is not MLflow's.
-
-    The client takes an answer without a body for one with empty fields. Such an answer comes from
-    a server that was killed, or from a proxy that dropped the connection within the headers. The
-    run would seem to be missing, and a second one would be made. For an upload the client takes
-    any page for a receipt, also one to log in.
-
-    A second call changes nothing. There is no upstream issue: MLflow wants it so for a server that
-    answers traces without a body.
-    """
+    # The client takes an answer without a body for one with empty fields. Such an answer comes
+    # from a server that was killed, or from a proxy that dropped the connection within the
+    # headers. The run would seem to be missing, and a second one would be made. For an upload the
+    # client takes any page for a receipt, also one to log in. There is no upstream issue: MLflow
+    # wants it so for a server that answers traces without a body.
     rest_utils.verify_rest_response = _verified
     http_artifact_repo.augmented_raise_for_status = _received  # type: ignore[attr-defined]
 
@@ -77,24 +73,21 @@ def _verified(response: Any, endpoint: str, *arguments: Any, **options: Any) -> 
 def _received(response: Any) -> None:
     _raise_for_status(response)
     asked = (*response.history, response)[0].request.method
-    if asked != "GET" and (response.request.method != asked or not _may_be_receipt(response)):
-        raise MlflowException(f"the answer to an upload is not MLflow's: {response.text[:100]!r}")
-
-
-def _may_be_receipt(response: Any) -> bool:
+    if asked == "GET":
+        return
     # Object stores answer an upload with nothing, MLflow's server answers with JSON.
+    is_receipt = response.text.strip() in _EMPTY
     with contextlib.suppress(ValueError):
-        return response.text.strip() in _EMPTY or isinstance(json.loads(response.text), dict)
-    return False
+        is_receipt = is_receipt or isinstance(json.loads(response.text), dict)
+    if response.request.method != asked or not is_receipt:
+        raise MlflowException(f"the answer to an upload is not MLflow's: {response.text[:100]!r}")
 
 
 @contextlib.contextmanager
 def request_timeout(seconds: int) -> Iterator[None]:
-    """Give each request in the block at least so many seconds; not for several threads at once.
-
-    MLflow has no argument for it. An upload of 100 MB needs more than a metric does:
-    https://github.com/mlflow/mlflow/issues/8539.
-    """
+    """Give each request in the block at least so many seconds; not for several threads at once."""
+    # MLflow has no argument for it. An upload of 100 MB needs more than a metric does:
+    # https://github.com/mlflow/mlflow/issues/8539.
     name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
     before = os.environ.get(name)
     os.environ[name] = str(max(seconds, int(before or 0)))
@@ -106,13 +99,11 @@ def request_timeout(seconds: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def default_artifacts_below(root: str | None) -> Iterator[None]:
-    """Have MLflow keep the artifacts of its default experiment below `root`.
-
-    The experiment comes with a database's tables. Without a server, MLflow puts its artifacts into
-    ``mlruns`` in the current directory: https://github.com/mlflow/mlflow/issues/13244. The variable
-    is one that MLflow's server sets. It does not outlast the block, because MLflow takes a process
-    that has it for a server.
-    """
+    """Have MLflow keep the artifacts of its default experiment below `root`."""
+    # The experiment comes with a database's tables. Without a server, MLflow puts its artifacts
+    # into mlruns in the current directory: https://github.com/mlflow/mlflow/issues/13244. The
+    # variable is one that MLflow's server sets. It must not outlast the block, because MLflow
+    # takes a process that has it for a server.
     if root is None or _ARTIFACT_ROOT in os.environ:
         yield
         return
@@ -125,11 +116,9 @@ def default_artifacts_below(root: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def global_tracking_uri(tracking_uri: str) -> Iterator[None]:
-    """Make the store this process's own in the block; not for several threads at once.
-
-    MLflow's model registry looks a logged model up by a client of its own, whatever the tracking
-    URI of the client that asks: https://github.com/mlflow/mlflow/issues/23367.
-    """
+    """Make the store this process's own in the block; not for several threads at once."""
+    # MLflow's model registry looks a logged model up by a client of its own, whatever the tracking
+    # URI of the client that asks: https://github.com/mlflow/mlflow/issues/23367.
     set_tracking_uri(tracking_uri)
     try:
         yield
@@ -143,10 +132,8 @@ def scheme_of(location: str) -> str:
 
 
 def local_path(location: str) -> Path:
-    """Return the folder that MLflow reads in a location of this machine.
-
-    A check of where files lie is worth nothing if it reads a location in another way than MLflow.
-    """
+    """Return the folder that MLflow reads in a location of this machine."""
+    # A check of where files lie is worth nothing if it reads a location in another way than MLflow.
     return Path(_file_utils.local_file_uri_to_path(location)).absolute()
 
 

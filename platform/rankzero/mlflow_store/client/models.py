@@ -15,7 +15,7 @@ from rankzero.events import CheckpointSaved
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations, names
 from rankzero.mlflow_store.client.connection import log_points
-from rankzero.mlflow_store.client.records import OpenRun, RemoteCheckpoint, checkpoint_of
+from rankzero.mlflow_store.client.records import OpenRun, RemoteCheckpoint
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import TrackingError
 
@@ -59,7 +59,7 @@ class MlflowModels:
 
     def list_checkpoints(self, run: OpenRun) -> list[RemoteCheckpoint]:
         """Return the run's checkpoints by step, including interrupted uploads."""
-        return sorted(map(checkpoint_of, self._checkpoint_models(run)))
+        return sorted(map(RemoteCheckpoint.of, self._checkpoint_models(run)))
 
     def delete_checkpoints(self, run: OpenRun, step: int) -> None:
         """Delete the checkpoints of `step` with their bytes."""
@@ -67,10 +67,11 @@ class MlflowModels:
             self.delete_checkpoint(model.model_id)
 
     def delete_checkpoint(self, model_id: str) -> None:
-        """Delete the logged model with its bytes. MLflow alone would hide it and keep the bytes.
+        """Delete the logged model with its bytes.
 
         Raises NeverAccepted, and deletes nothing, if a model's bytes cannot be where MLflow says.
         """
+        # MLflow's own deletion hides a model and keeps its bytes.
         self._locations.of_model(self._client.get_logged_model(model_id)).delete()
         self._client.delete_logged_model(model_id)
 

@@ -19,6 +19,14 @@ class OpenRun(NamedTuple):
     experiment_id: str
     marks: dict[str, int]
 
+    @classmethod
+    def of(cls, run: Run) -> OpenRun:
+        """Return MLflow's run as a record. Raises TrackingError if MLflow did not answer."""
+        # Run.data.metrics has the values without their steps.
+        marks = {metric.key: metric.step for metric in run.to_proto().data.metrics}
+        run_id = require_id(run.info.run_id, "run")
+        return cls(run_id, require_id(run.info.experiment_id, "experiment"), marks)
+
 
 class RemoteCheckpoint(NamedTuple):
     """A checkpoint as MLflow knows it; `status` is READY once all of it is uploaded."""
@@ -29,9 +37,15 @@ class RemoteCheckpoint(NamedTuple):
     best: bool
     tags: Mapping[str, str]
 
+    @classmethod
+    def of(cls, model: LoggedModel) -> RemoteCheckpoint:
+        """Return a logged model of the type checkpoint as a record."""
+        step, best = int(model.tags["rankzero.step"]), model.tags.get("rankzero.best") == "true"
+        return cls(step, model.model_id, str(model.status), best, model.tags)
+
 
 class RunRecord(NamedTuple):
-    """A run as MLflow has it."""
+    """A run to look at, as MLflow has it."""
 
     name: str
     run_id: str
@@ -45,13 +59,25 @@ class RunRecord(NamedTuple):
     params: Mapping[str, str]
     tags: Mapping[str, str]
 
-
-def open_run_of(run: Run) -> OpenRun:
-    """Return a run to write to. Raises TrackingError if MLflow did not answer."""
-    # Run.data.metrics has the values without their steps.
-    marks = {metric.key: metric.step for metric in run.to_proto().data.metrics}
-    run_id = require_id(run.info.run_id, "run")
-    return OpenRun(run_id, require_id(run.info.experiment_id, "experiment"), marks)
+    @classmethod
+    def of(cls, run: Run) -> RunRecord:
+        """Return MLflow's run as a record."""
+        tags, metrics = run.data.tags, run.data.metrics
+        goal = tags.get("rankzero.goal")
+        best = scalars.number(tags.get("rankzero.best"))
+        return cls(
+            name=run.info.run_name,
+            run_id=run.info.run_id,
+            experiment_id=run.info.experiment_id,
+            status=run.info.status,
+            start_time=run.info.start_time / 1000,
+            goal=goal,
+            best=best if best is not None or goal is None else metrics.get(goal),
+            samples_per_second=metrics.get(f"{WHOLE_RUN}/samples_per_second", metrics.get(SPEED)),
+            metrics=metrics,
+            params=run.data.params,
+            tags=tags,
+        )
 
 
 def require_id(identifier: str, what: str) -> str:
@@ -62,29 +88,3 @@ def require_id(identifier: str, what: str) -> str:
             f"the server answered without the {what}'s id: is it MLflow's, at the right address?"
         )
     return str(identifier)
-
-
-def record_of(run: Run) -> RunRecord:
-    """Return a run to look at."""
-    tags, metrics = run.data.tags, run.data.metrics
-    goal = tags.get("rankzero.goal")
-    best = scalars.number(tags.get("rankzero.best"))
-    return RunRecord(
-        name=run.info.run_name,
-        run_id=run.info.run_id,
-        experiment_id=run.info.experiment_id,
-        status=run.info.status,
-        start_time=run.info.start_time / 1000,
-        goal=goal,
-        best=best if best is not None or goal is None else metrics.get(goal),
-        samples_per_second=metrics.get(f"{WHOLE_RUN}/samples_per_second", metrics.get(SPEED)),
-        metrics=metrics,
-        params=run.data.params,
-        tags=tags,
-    )
-
-
-def checkpoint_of(model: LoggedModel) -> RemoteCheckpoint:
-    """Return a logged model of kind checkpoint as one."""
-    step, best = int(model.tags["rankzero.step"]), model.tags.get("rankzero.best") == "true"
-    return RemoteCheckpoint(step, model.model_id, str(model.status), best, model.tags)

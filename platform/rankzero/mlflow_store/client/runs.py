@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mlflow.entities import Param, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
 from rankzero import scalars
 from rankzero.events import DataDescribed, RunEnded, RunStarted
-from rankzero.mlflow_store import limits
+from rankzero.mlflow_store import limits, saved_view
 from rankzero.mlflow_store.client import experiments
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
 from rankzero.mlflow_store.client.connection import (
@@ -23,20 +24,16 @@ from rankzero.mlflow_store.client.connection import (
     log_points,
     patience,
 )
-from rankzero.mlflow_store.client.datasets import dataset_input
 from rankzero.mlflow_store.client.images import write_images
 from rankzero.mlflow_store.client.models import MlflowModels
-from rankzero.mlflow_store.client.records import (
-    OpenRun,
-    RunRecord,
-    open_run_of,
-    record_of,
-    require_id,
-)
+from rankzero.mlflow_store.client.records import OpenRun, RunRecord, require_id
 from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity
+
+# Lengths that MLflow accepts.
+_DATASET_NAME, _DATASET_DIGEST, _DATASET_TAG = 500, 36, 500
 
 
 class MlflowRuns:
@@ -62,19 +59,19 @@ class MlflowRuns:
             run_name=identity.name,
             tags=_birth_tags(identity),
         )
-        return open_run_of(run)
+        return OpenRun.of(run)
 
     def find_open_run(self, identity: Identity) -> OpenRun | None:
         """Return the identity's run, or None if no process has created it yet."""
         if identity.mlflow_run_id is not None:
-            return open_run_of(self._client.get_run(identity.mlflow_run_id))
+            return OpenRun.of(self._client.get_run(identity.mlflow_run_id))
         experiment = self._client.get_experiment_by_name(identity.experiment)
         if experiment is None:
             return None
         runs = self._client.search_runs(
             [experiment.experiment_id], f"tags.`rankzero.uuid` = '{identity.uuid}'", max_results=1
         )
-        return open_run_of(runs[0]) if runs else None
+        return OpenRun.of(runs[0]) if runs else None
 
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
         """Set the run to RUNNING and log its params and tags."""
@@ -99,7 +96,7 @@ class MlflowRuns:
 
     def log_data(self, run_id: str, event: DataDescribed) -> None:
         """Log a data set as the run's input. A second call changes nothing."""
-        self._client.log_inputs(run_id, [dataset_input(event)])
+        self._client.log_inputs(run_id, [_dataset_input(event)])
 
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         """Send the points. Sending one again changes nothing."""
@@ -163,7 +160,7 @@ class MlflowRuns:
         """Return the run of this id, else the newest of this name. Raises TrackingError."""
         # MLflow refuses what is not a run's id.
         with contextlib.suppress(MlflowException):
-            return record_of(self._run(name_or_id))
+            return RunRecord.of(self._run(name_or_id))
         name = name_or_id.replace("'", "")
         runs = self._client.search_runs(
             [experiment.experiment_id for experiment in self._client.search_experiments()],
@@ -175,25 +172,23 @@ class MlflowRuns:
             raise TrackingError(
                 f"no run is called {name_or_id!r} in {url_without_secrets(self._uri)}"
             )
-        return record_of(runs[0])
+        return RunRecord.of(runs[0])
 
     def experiment_name(self, experiment_id: str) -> str:
         """Return the name of an experiment."""
         return str(self._client.get_experiment(experiment_id).name)
 
-    def save_view(
-        self, experiment: str, tag: str, value: str, may_replace: Callable[[str | None], bool]
-    ) -> str | None:
-        """Set an experiment's tag if its present value `may_replace`.
+    def save_view(self, experiment: str, goal: str) -> str | None:
+        """Save an experiment's view for its goal metric, unless a user has changed the view.
 
         Returns the experiment's id, or None if there is no such experiment.
         """
         found = self._client.get_experiment_by_name(experiment)
         if found is None or found.lifecycle_stage == "deleted":
             return None
-        present = found.tags.get(tag)
-        if present != value and may_replace(present):
-            self._client.set_experiment_tag(found.experiment_id, tag, value)
+        present, value = found.tags.get(saved_view.TAG), saved_view.tag_value(goal)
+        if present != value and saved_view.is_ours(present):
+            self._client.set_experiment_tag(found.experiment_id, saved_view.TAG, value)
         return str(found.experiment_id)
 
     def download_artifact(self, run_id: str, name: str, folder: Path) -> Path:
@@ -240,3 +235,27 @@ def _birth_tags(identity: Identity) -> dict[str, str]:
     with contextlib.suppress(OSError, KeyError, ImportError):
         tags["mlflow.user"] = getpass.getuser()
     return {key: limits.head(value, limits.TAG_LENGTH) for key, value in tags.items() if value}
+
+
+def _dataset_input(event: DataDescribed) -> DatasetInput:
+    """Return the data set as MLflow shows and filters it."""
+    source = (
+        {"uri": event.source}
+        if event.source_type == "local"
+        else {"tags": {"mlflow.source.name": event.source}}
+    )
+    columns = [
+        {"name": name, "type": kind, "required": True} for name, kind in event.columns.items()
+    ]
+    dataset = Dataset(
+        name=limits.head(event.name, _DATASET_NAME),
+        digest=limits.head(event.digest, _DATASET_DIGEST),
+        source_type=event.source_type,
+        source=json.dumps(source),
+        schema=json.dumps({"mlflow_colspec": columns}) if columns else None,
+        profile=json.dumps({"num_rows": event.samples}),
+    )
+    tags = {"mlflow.data.context": event.context, "rankzero.digest_of": event.how}
+    return DatasetInput(
+        dataset, [InputTag(key, limits.head(value, _DATASET_TAG)) for key, value in tags.items()]
+    )
