@@ -55,7 +55,7 @@ def test_a_long_journal_is_read_from_its_end(tmp_path: Path) -> None:
     append(folder, started(), evaluated(1, 0.4), *(steps(n, n) for n in range(2, 3000)))
     found = summary.read_summary(folder)
     assert found.best == 0.4 and found.metrics["train/loss"] == 1 / 2999
-    assert len(summary.tail(folder.events, max_bytes=1 << 13)) < 200
+    assert len(summary.ends(folder.events, max_bytes=1 << 13)[1]) < 200
 
 
 def test_the_last_report_of_an_ended_run_is_read_completely(tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_the_last_report_of_an_ended_run_is_read_completely(tmp_path: Path) -> N
             steps(last - 9, last, "train/aux"),
         )
         append(folder, StepsLogged([last], [T0 + last], speeds), evaluated(last, last / 100))
-    assert len(summary.tail(folder.events)) == 9
+    assert len(summary.ends(folder.events)[1]) == 9
     append(folder, ended())
-    assert len(summary.tail(folder.events)) == 5
+    assert len(summary.ends(folder.events)[1]) == 5
     found = summary.read_summary(folder)
     assert (
         found.metrics["train/loss"] == found.metrics["train/aux"] == 1 / 20
@@ -83,7 +83,7 @@ def test_the_last_report_of_an_ended_run_is_read_completely(tmp_path: Path) -> N
     )
     assert (found.metrics["val/accuracy"], found.seconds, found.params["lr"]) == (0.2, 100.0, "0.1")
     append(folder, started(2, step=20))
-    assert len(summary.tail(folder.events)) == 11
+    assert len(summary.ends(folder.events)[1]) == 11
 
 
 def test_reading_a_long_journal_without_an_evaluation_takes_linear_time(tmp_path: Path) -> None:

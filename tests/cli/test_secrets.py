@@ -114,7 +114,7 @@ def test_password_in_a_uri_is_private_and_never_printed(
 
 def test_recorder_log_has_no_secrets(tmp_path: Path) -> None:
     program = (
-        "import logging; from rankzero.redaction.log_format import log_without_secrets\n"
+        "import logging; from rankzero.redaction.text import log_without_secrets\n"
         "log_without_secrets()\n"
         f"try: raise OSError('https://me:{URI}@host/x password={URI}')\n"
         "except OSError: logging.getLogger('rankzero.recorder').exception('unexpected')"

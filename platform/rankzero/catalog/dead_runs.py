@@ -1,8 +1,4 @@
-"""Runs whose processes are gone before one of them could write the run's end.
-
-The journals are their heartbeat. Rank 0 appends to its journal at least when a window of steps
-ends, and each node's recorder appends to the node's every ten seconds.
-"""
+"""Runs whose processes are gone before one of them could write the run's end."""
 
 from __future__ import annotations
 
@@ -14,8 +10,9 @@ from rankzero.run_store import claims
 from rankzero.run_store.attempt import DIED_WITHOUT_END, append_run_ended
 from rankzero.run_store.folder import RunFolder
 
+# The journals are a run's heartbeat. Rank 0 appends to its journal at least when a window of steps
+# ends, and each node's recorder appends to the node's every ten seconds.
 QUIET_SECONDS = 30.0
-"""Three times the longest silence of a recorder that is alive."""
 
 
 def is_stale(folder: RunFolder, quiet_seconds: float = QUIET_SECONDS) -> bool:

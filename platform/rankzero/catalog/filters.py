@@ -43,7 +43,7 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Condition:
+class _Condition:
     """A condition on a run's value under `key`."""
 
     key: str
@@ -65,7 +65,7 @@ class Condition:
         return is_equal != (self.sign == "!=")
 
 
-def parse(text: str) -> Condition:
+def parse(text: str) -> _Condition:
     """Read a condition. Raises UserError if the text is none."""
     found = _CONDITION.fullmatch(text)
     if found is None or not found["key"].strip():
@@ -74,14 +74,14 @@ def parse(text: str) -> Condition:
             "in quotes, because the shell reads < and >: 'val/accuracy>0.9'"
         )
     key, sign, value = found["key"].strip(), found["sign"].replace("==", "="), found["value"]
-    condition = Condition(key, sign, value.strip())
+    condition = _Condition(key, sign, value.strip())
     if sign in _COMPARE and _number(condition.value) is None:
         raise UserError(f"{text!r}: {sign} needs a number, got {condition.value!r}")
     return condition
 
 
 def select(
-    runs: Sequence[Summary], conditions: Iterable[Condition], sort: str | None = None
+    runs: Sequence[Summary], conditions: Iterable[_Condition], sort: str | None = None
 ) -> list[Summary]:
     """Return the runs for which all conditions hold, sorted by a key (``-key``: largest first).
 
@@ -94,16 +94,15 @@ def select(
     selected = [run for run in runs if all(condition.holds(run) for condition in conditions)]
     if not key:
         return selected
-    values = {id(run): value_of(run, key) for run in selected}
-    # NaN has no place in an order.
-    have = [run for run in selected if not _is_missing(values[id(run)])]
-    lack = [run for run in selected if _is_missing(values[id(run)])]
-    numbers = {id(run): _number(values[id(run)]) for run in have}
-    if None in numbers.values():
-        have.sort(key=lambda run: str(values[id(run)]).casefold(), reverse=sort != key)
+    pairs = [(value_of(run, key), run) for run in selected]
+    # NaN has no place in an order: it is the only value that does not equal itself.
+    have = [(value, run) for value, run in pairs if value is not None and value == value]
+    lack = [run for value, run in pairs if value is None or value != value]
+    if all(_number(value) is not None for value, _ in have):
+        have.sort(key=lambda pair: _number(pair[0]) or 0.0, reverse=sort != key)
     else:
-        have.sort(key=lambda run: numbers[id(run)] or 0.0, reverse=sort != key)
-    return [*have, *lack]
+        have.sort(key=lambda pair: str(pair[0]).casefold(), reverse=sort != key)
+    return [run for _, run in have] + lack
 
 
 def value_of(run: Summary, key: str) -> _Value:
@@ -126,10 +125,6 @@ def _require(key: str, runs: Sequence[Summary]) -> None:
     ] or difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
     raise UserError(f"no run has {key!r}; {hint}")
-
-
-def _is_missing(value: _Value) -> bool:
-    return value is None or value != value
 
 
 def _number(value: _Value) -> float | None:

@@ -86,7 +86,7 @@ def mlflow_id(folder: RunFolder) -> str | None:
 
 def last_end(folder: RunFolder) -> RunEnded | None:
     """Return the newest attempt's end, or None if it has none."""
-    return summary.last_end(summary.tail(folder.events))
+    return summary.last_end(summary.ends(folder.events)[1])
 
 
 def journal_bytes(folder: RunFolder) -> int | None:
@@ -114,9 +114,7 @@ def best_so_far(folder: RunFolder, goal: Goal) -> float | None:
 
 
 def listed(
-    runs: Path,
-    on_invalid: Callable[[str], object] = log.debug,
-    spare_lines: int = _SPARE_LINES,
+    runs: Path, on_invalid: Callable[[str], object] = log.debug, spare_lines: int = _SPARE_LINES
 ) -> list[Summary]:
     """Return the summaries of all runs, the newest first.
 

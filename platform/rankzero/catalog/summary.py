@@ -18,10 +18,10 @@ from rankzero.run_store import claims, delivery_state, symlinks
 from rankzero.run_store.folder import RunFolder
 from rankzero.scalars import number, numbers
 
+# The status of a run of which this disk has only a helping node's part.
 ELSEWHERE = "ELSEWHERE"
-"""The status of a run of which this disk has only a helping node's part."""
+# From a run's folder to its first process, on a busy machine.
 STARTING_SECONDS = 120.0
-"""From a run's folder to its first process, on a busy machine."""
 _TAIL_BYTES, _MAX_TAIL_BYTES = 1 << 12, 1 << 20
 # The tag with the digest of the training data.
 _TRAINING_DATA = "rankzero.data.training"
@@ -37,26 +37,26 @@ class Summary:
     name: str
     """Its name in the embedded store, if a user has renamed it there."""
     experiment: str
+    # FINISHED, FAILED, KILLED, STARTING, RUNNING, or DIED if the writer is gone without an end.
     status: str
-    """FINISHED, FAILED, KILLED, STARTING, RUNNING, or DIED if the writer is gone without an end."""
+    # Why it ended. Empty while it runs.
     reason: str
-    """Why it ended; empty while it runs."""
     started: float
+    # From its first start to its newest event.
     seconds: float
-    """From its first start to its newest event."""
     goal: str
+    # The goal metric's best value. Of a run without an end, among the newest events.
     best: float | None
-    """The goal metric's best value; of a run without an end, among the newest events."""
     samples_per_second: float | None
     undelivered: bool
+    # The study that a trial belongs to.
     parent: str | None
-    """The study that a trial belongs to."""
     mlflow_run_id: str | None
+    # The digest of the training data: the same for the same data.
     data: str | None
-    """The digest of the training data: the same for the same data."""
     params: Mapping[str, str]
+    # The newest values, and the results of the whole run below whole_run/.
     metrics: Mapping[str, float]
-    """The newest values, and the results of the whole run below ``whole_run/``."""
 
     @property
     def ended(self) -> bool:
@@ -93,7 +93,7 @@ def read_summary(folder: RunFolder) -> Summary:
     """Return the run in short. Raises InvalidRunFolder if the folder holds no run."""
     symlinks.refuse(folder.path)
     identity = folder.identity
-    started, events = _ends(folder.events)
+    started, events = ends(folder.events)
     ended = last_end(events)
     params = params_with_new_names(started.params) if started else {}
     begun = started.time if started else (folder.path / "run.json").stat().st_mtime
@@ -133,11 +133,6 @@ def _status_without_end(folder: RunFolder) -> str:
     return "STARTING" if not claims.is_known(folder) and age <= STARTING_SECONDS else "DIED"
 
 
-def tail(path: Path, max_bytes: int = _MAX_TAIL_BYTES) -> list[Event]:
-    """Return a journal's newest events, enough to see an evaluation and a whole report."""
-    return _ends(path, max_bytes)[1]
-
-
 def last_end(events: Iterable[Event]) -> RunEnded | None:
     """Return the newest attempt's end, or None if it has none."""
     end: RunEnded | None = None
@@ -147,8 +142,8 @@ def last_end(events: Iterable[Event]) -> RunEnded | None:
     return end
 
 
-def _ends(path: Path, max_bytes: int = _MAX_TAIL_BYTES) -> tuple[RunStarted | None, list[Event]]:
-    """Return the first line's event and the `tail` of a journal."""
+def ends(path: Path, max_bytes: int = _MAX_TAIL_BYTES) -> tuple[RunStarted | None, list[Event]]:
+    """Return a journal's start, and its newest events with an evaluation and a whole report."""
     # Opening thousands of files twice would take noticeable time.
     try:
         with path.open("rb") as file:
@@ -167,8 +162,7 @@ def _ends(path: Path, max_bytes: int = _MAX_TAIL_BYTES) -> tuple[RunStarted | No
 def _newest_events(lines: Sequence[bytes]) -> tuple[list[Event], bool]:
     """Return the events of the lines, and whether they hold an evaluation and a whole report.
 
-    A report may be several events of the same step. Events older than the last report of an ended
-    run are left out: decoding a line takes longer than reading it.
+    A report may be several events of the same step.
     """
     found: list[Event] = []
     logged: set[str] = set()
@@ -180,6 +174,7 @@ def _newest_events(lines: Sequence[bytes]) -> tuple[list[Event], bool]:
         if event is None:
             continue
         step = _step(event)
+        # Decoding a line takes longer than reading it, and the older events are not needed.
         if ended and complete and step is not None and newest_step not in (None, step):
             break
         found.append(event)

@@ -60,7 +60,15 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
     Text is read as the field's type. Raises ConfigError for an unknown key, and for a value of the
     wrong type or out of range.
     """
-    _reject_unknown(changes, flatten(config))
+    known = flatten(config)
+    for key in changes:
+        if NEW_NAMES.get(key) in known:
+            raise ConfigError(f"{key} is now {NEW_NAMES[key]}: use the new name")
+        group = [name for name in known if name.startswith(key + ".")]
+        if group:
+            raise ConfigError(f"{_shown(key)} is a group: set one of {', '.join(group)}")
+        if key not in known:
+            raise ConfigError(f"unknown key {_shown(key)}; {_hint(key[:_LONGEST_SHOWN], known)}")
     return _override(config, changes, "")
 
 
@@ -132,17 +140,6 @@ def parse_assignments(words: Iterable[str]) -> dict[str, str]:
             )
         pairs[key.strip()] = value
     return pairs
-
-
-def _reject_unknown(changes: Iterable[str], known: Mapping[str, Any]) -> None:
-    for key in changes:
-        if NEW_NAMES.get(key) in known:
-            raise ConfigError(f"{key} is now {NEW_NAMES[key]}: use the new name")
-        group = [name for name in known if name.startswith(key + ".")]
-        if group:
-            raise ConfigError(f"{_shown(key)} is a group: set one of {', '.join(group)}")
-        if key not in known:
-            raise ConfigError(f"unknown key {_shown(key)}; {_hint(key[:_LONGEST_SHOWN], known)}")
 
 
 def _hint(key: str, known: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import types
@@ -13,16 +12,8 @@ from rankzero.config import yaml_text
 
 NONE_WORDS = {"none", "null", "~"}
 _LARGEST_EXACT = 2.0**53  # A float holds every integer up to here.
-_BOOLEANS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True)
+_BOOLEANS |= dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 def render(value: object) -> str:
@@ -165,10 +156,20 @@ def _coerce_union(value: Any, options: tuple[Any, ...]) -> Any:
 
 
 def _coerce_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    items = _items(value)
+    if isinstance(value, str):
+        text = value.strip()
+        value = [item.strip() for item in text.split(",")] if text else []
+        if text.startswith("["):
+            # `render` writes JSON, and YAML reads some characters of JSON differently.
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError):
+                value = yaml_text.load(text)
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("not a list")
     if args[-1:] == (Ellipsis,):
-        args = args[:1] * len(items)
-    return tuple(coerce(item, arg) for item, arg in zip(items, args, strict=True))
+        args = args[:1] * len(value)
+    return tuple(coerce(item, arg) for item, arg in zip(value, args, strict=True))
 
 
 def _coerce_literal(value: Any, options: tuple[Any, ...]) -> Any:
@@ -178,17 +179,3 @@ def _coerce_literal(value: Any, options: tuple[Any, ...]) -> Any:
         ):
             return option
     raise ValueError("not one of the choices")
-
-
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if not isinstance(value, str):
-        raise ValueError("not a list")
-    text = value.strip()
-    if not text.startswith("["):
-        return [item.strip() for item in text.split(",")] if text else []
-    # `render` writes JSON, and YAML reads some characters of JSON differently. So JSON comes first.
-    with contextlib.suppress(ValueError, RecursionError):
-        return list(json.loads(text))
-    return list(yaml_text.load(text))

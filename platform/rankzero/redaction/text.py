@@ -1,21 +1,16 @@
-"""Redact secrets in texts, URLs, settings and command lines.
+"""Redact secrets in texts, URLs, settings, command lines and logs.
 
 The patterns rather redact a harmless value than keep a secret.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from rankzero.redaction.assignments import (
-    BLOT,
-    WORD,
-    is_harmless,
-    is_secret_name,
-    without_assigned,
-)
+from rankzero.redaction.assignments import BLOT, WORD, is_harmless, is_secret_name, without_assigned
 
 # Values of a setting that is not used.
 _UNSET = ("", "none", "true", "false")
@@ -113,6 +108,19 @@ def command_without_secrets(argv: Sequence[str]) -> str:
         else:
             words.append(text_without_secrets(word))
     return shlex.join(words)
+
+
+class _RedactingFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return text_without_secrets(super().format(record))
+
+
+def log_without_secrets() -> None:
+    """Set up this process's log on standard error so that secrets are redacted."""
+    handler = logging.StreamHandler()
+    # Also in tracebacks: an error of a database has the password of its URL in it.
+    handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
 
 
 def _setting_without_secret(key: str, value: str) -> str:

@@ -22,7 +22,6 @@ DIED_WITHOUT_END = (
     "rank 0 died without writing its end "
     "(killed by a signal such as SIGKILL or the out-of-memory killer)"
 )
-AT_WORK = "another command still trains or delivers it: stop that command, or wait until it ends"
 
 
 class LiveAttempt:
@@ -87,9 +86,10 @@ class LiveAttempt:
 def take_over(folder: RunFolder) -> None:
     """Make this process's attempt the run's latest.
 
-    Raises UserError if another process of this machine writes the run. Two writers would spoil
-    each other's checkpoints, and the end of one would be taken for the other's.
+    Raises UserError if another process of this machine writes the run.
     """
+    # Two writers would spoil each other's checkpoints, and the end of one would be taken for the
+    # other's.
 
     def is_busy(claim: claims.Claim) -> bool:
         other = claim.pid != os.getpid() and claims.is_local(claim) and claims.is_alive(claim)
@@ -108,12 +108,16 @@ def take_over(folder: RunFolder) -> None:
 def sole_launcher(folder: RunFolder, machines: int) -> Iterator[None]:
     """Keep other commands from launching this run, from before its first process to the last.
 
-    The lock also covers the time between two attempts, when no process writes the run. Commands of
-    a run on several machines share the lock, because they may share the folder. Raises UserError.
+    Raises UserError if another command does.
     """
+    # The lock also covers the time between two attempts, when no process writes the run. Commands
+    # of a run on several machines share the lock, because they may share the folder.
     with claims.launching(folder, fcntl.LOCK_EX if machines == 1 else fcntl.LOCK_SH) as mine:
         if not mine:
-            raise UserError(f"{folder.path.name}: {AT_WORK}")
+            raise UserError(
+                f"{folder.path.name}: another command still trains or delivers it: stop that "
+                "command, or wait until it ends"
+            )
         yield
 
 
@@ -137,10 +141,7 @@ def closed(pipe: int, seconds: float = 0.0) -> bool:
 
 
 def append_run_ended(
-    folder: RunFolder,
-    since: float,
-    reason: str = DIED_WITHOUT_END,
-    at: float | None = None,
+    folder: RunFolder, since: float, reason: str = DIED_WITHOUT_END, at: float | None = None
 ) -> None:
     """Append the RunEnded that a dead rank 0 could not: FAILED, at the time `at` or now.
 

@@ -23,8 +23,8 @@ from rankzero.run_store.journal import read_all
 
 MAX_BYTES = 256 << 20  # more than sixteen colour images of 2048 x 2048
 _MAX_ARRAYS = 64
+# Names of complete files, and of files that are being written.
 _OURS = re.compile(r"step_\d+_\d+\.npz|\.step_\d+_\d+\.npz\.\d+")
-"""Names of complete files, and of files that are being written."""
 
 
 def write(path: Path, arrays: Mapping[str, Any], max_bytes: int = MAX_BYTES) -> None:

@@ -5,7 +5,9 @@ Imports neither torch nor pynvml: the trainer reports the devices.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import getpass
 import importlib.metadata
 import json
@@ -15,7 +17,6 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rankzero.redaction.assignments import is_secret_name
 from rankzero.redaction.text import command_without_secrets, text_without_secrets
@@ -28,28 +29,16 @@ _MAX_UNTRACKED = 200
 # conversion, no filters. diff.submodule=diff would start a git in each submodule, which has
 # settings of its own.
 _DIFF_OPTIONS = (
-    "--no-ext-diff",
-    "--no-textconv",
-    "--no-color",
-    "--ignore-submodules=dirty",
-    "--submodule=short",
+    *("--no-ext-diff", "--no-textconv", "--no-color"),
+    *("--ignore-submodules=dirty", "--submodule=short"),
 )
 _FILTERS = r"^filter\..*\.(clean|process|required)$"
 _PACKAGES = ("torch", "torchvision", "mlflow", "optuna", "numpy", "nvidia-ml-py", "rankzero")
-_VARIABLES = {
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "PYTHONHASHSEED",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NAME",
-    "SLURM_NNODES",
-    "SLURM_NTASKS",
-}
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER OMP_NUM_THREADS MKL_NUM_THREADS PYTHONHASHSEED"
+    " PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF CUBLAS_WORKSPACE_CONFIG"
+    " SLURM_JOB_ID SLURM_JOB_NAME SLURM_NNODES SLURM_NTASKS"
+)
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 
@@ -68,8 +57,8 @@ class Provenance:
     commit: str | None = None
     branch: str | None = None
     repository: str | None = None
+    # The uncommitted changes without secrets, or None without changes.
     diff: str | None = None
-    """The uncommitted changes without secrets, or None without changes."""
 
 
 def collect(
@@ -85,7 +74,7 @@ def collect(
         python=platform.python_version(),
         packages={name: version for name in _PACKAGES if (version := _version(name))},
         variables=allowed(environ),
-        **_git_facts(_Git(project_dir, git_seconds)),
+        **_git_facts(project_dir, git_seconds),
     )
 
 
@@ -127,36 +116,30 @@ def write_packages(folder: Path) -> None:
     write_atomically(target / "packages.txt", "\n".join(sorted(lines, key=str.lower)) + "\n")
 
 
-def read_packages(folder: Path) -> dict[str, str]:
-    """Return what `write_packages` wrote, version by name, or nothing."""
-    try:
-        lines = (folder / "provenance" / "packages.txt").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: version for name, _, version in (line.partition("==") for line in lines)}
-
-
-def read_diff(folder: Path) -> str:
-    """Return the uncommitted changes that `write_artifacts` wrote, or an empty text."""
-    try:
-        return (folder / "provenance" / "diff.patch").read_text(errors="replace")
-    except OSError:
-        return ""
+def read_artifacts(folder: Path) -> tuple[dict[str, str], str]:
+    """Return the packages, version by name, and the uncommitted changes, as far as there are."""
+    texts = {"packages.txt": "", "diff.patch": ""}
+    for name in texts:
+        with contextlib.suppress(OSError):
+            texts[name] = (folder / "provenance" / name).read_text(errors="replace")
+    pairs = (line.partition("==") for line in texts["packages.txt"].splitlines())
+    return {name: version for name, _, version in pairs}, texts["diff.patch"]
 
 
 def changed_between(project_dir: Path, one: str, other: str) -> str:
     """Return ``git diff --stat`` between two commits, or an empty text if git fails."""
     if not all(commit and not commit.startswith("-") for commit in (one, other)):
         return ""
-    return _Git(project_dir)("diff", "--stat=76", *_DIFF_OPTIONS, one, other, "--") or ""
+    return _git(project_dir, "diff", "--stat=76", *_DIFF_OPTIONS, one, other, "--") or ""
 
 
 def allowed(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that may be recorded, without secrets."""
+    listed = _VARIABLES.split()
     return {
         name: text_without_secrets(value)
         for name, value in sorted(environ.items())
-        if (name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES)) and not is_secret_name(name)
+        if (name in listed or name.startswith(_VARIABLE_PREFIXES)) and not is_secret_name(name)
     }
 
 
@@ -170,49 +153,41 @@ def _artifact_folder(folder: Path) -> Path:
     return target
 
 
-class _Git(NamedTuple):
-    """Runs git in a folder."""
-
-    folder: Path
-    seconds: float = 5.0
-
-    def __call__(self, *words: str, settings: Mapping[str, str] | None = None) -> str | None:
-        """Return git's output, or None if it fails or takes too long."""
-        # As variables behind those that are set: on a command line, a name may not have a "=".
-        first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
-        variables = {
-            f"GIT_CONFIG_{part}_{number}": text
-            for number, setting in enumerate((settings or {}).items(), first)
-            for part, text in zip(("KEY", "VALUE"), setting, strict=True)
-        }
-        environ = {
-            **os.environ,
-            **variables,
-            "GIT_CONFIG_COUNT": str(first + len(settings or {})),
-            "GIT_TERMINAL_PROMPT": "0",
-            "GIT_OPTIONAL_LOCKS": "0",
-            # A partial clone must not fetch objects by a program that the repository names. An old
-            # git knows the second of these variables only.
-            "GIT_NO_LAZY_FETCH": "1",
-            "GIT_ALLOW_PROTOCOL": "",
-        }
-        command = ["git", "-c", "core.fsmonitor=false", "--no-pager", *words]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=self.folder,
-                env=environ,
-                capture_output=True,
-                timeout=self.seconds,
-                check=False,
-                stdin=subprocess.DEVNULL,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+def _git(
+    folder: Path, *words: str, seconds: float = 5.0, settings: Mapping[str, str] | None = None
+) -> str | None:
+    """Return git's output, or None if it fails or takes too long."""
+    # As variables behind those that are set: on a command line, a name may not have a "=".
+    first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
+    variables = {
+        f"GIT_CONFIG_{part}_{number}": text
+        for number, setting in enumerate((settings or {}).items(), first)
+        for part, text in zip(("KEY", "VALUE"), setting, strict=True)
+    }
+    environ = {
+        **os.environ,
+        **variables,
+        "GIT_CONFIG_COUNT": str(first + len(settings or {})),
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_OPTIONAL_LOCKS": "0",
+        # A partial clone must not fetch objects by a program that the repository names. An old
+        # git knows the second of these variables only.
+        "GIT_NO_LAZY_FETCH": "1",
+        "GIT_ALLOW_PROTOCOL": "",
+    }
+    command = ["git", "-c", "core.fsmonitor=false", "--no-pager", *words]
+    null = subprocess.DEVNULL
+    try:
+        output = subprocess.check_output(
+            command, cwd=folder, env=environ, timeout=seconds, stdin=null, stderr=null
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.decode(errors="replace")
 
 
-def _git_facts(git: _Git) -> dict[str, str | None]:
+def _git_facts(project_dir: Path, seconds: float) -> dict[str, str | None]:
+    git = functools.partial(_git, project_dir, seconds=seconds)
     found = git("rev-parse", "HEAD", "--abbrev-ref", "HEAD")
     if found is None:
         return {}
@@ -223,11 +198,11 @@ def _git_facts(git: _Git) -> dict[str, str | None]:
         # Git calls a detached head "HEAD".
         "branch": None if branch.strip() == "HEAD" else branch.strip(),
         "repository": text_without_secrets(remote.strip()) if remote else None,
-        "diff": _diff(git),
+        "diff": _diff(git, seconds),
     }
 
 
-def _diff(git: _Git) -> str | None:
+def _diff(git: functools.partial[str | None], seconds: float) -> str | None:
     filters = git("config", "--show-scope", "--name-only", "--get-regexp", _FILTERS) or ""
     without_filters = {
         name: "false" if name.endswith(".required") else ""
@@ -239,7 +214,7 @@ def _diff(git: _Git) -> str | None:
     if changes == untracked == "":
         return None
     if changes is None:
-        changes = f"# git did not list the changes within {git.seconds:g} seconds\n"
+        changes = f"# git did not list the changes within {seconds:g} seconds\n"
     elif len(changes.encode()) > _MAX_DIFF_BYTES:
         # Whole lines only: half a secret would not be recognised.
         whole = changes.encode()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rankzero.redaction.log_format import log_without_secrets
+from rankzero.redaction.text import log_without_secrets
 from rankzero.run_store.attempt import LiveAttempt, closed
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import finish_line

@@ -118,7 +118,7 @@ def start(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Record one attempt on one node."""
-    from rankzero.redaction.log_format import log_without_secrets
+    from rankzero.redaction.text import log_without_secrets
     from rankzero.run_store.attempt import LiveAttempt
     from rankzero.run_store.provenance import write_packages
     from rankzero.telemetry.sampling_thread import SamplingThread

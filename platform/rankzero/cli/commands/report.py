@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
-from rankzero.cli.display.terminal import is_interactive, table_console
+from rankzero.cli.display.terminal import is_interactive, table_console, text_console
 from rankzero.errors import UserError
 from rankzero.events import RunStarted
 from rankzero.reporting import comparison, run_facts, run_report
@@ -28,12 +28,9 @@ _PATCH_LINES = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
+    """Add the command's arguments to its parser."""
     parser.add_argument(
-        "names",
-        metavar="RUN",
-        nargs="+",
-        help="a run or a study; two runs are compared",
+        "names", metavar="RUN", nargs="+", help="a run or a study; two runs are compared"
     )
     parser.add_argument("--all", action="store_true", help="show also what two runs have in common")
     parser.add_argument("--storage", help="the study's database (default: studies.db in --dir)")
@@ -53,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Only a study's run has this param.
     is_study = any(isinstance(one, RunStarted) and "search.sampler" in one.params for one in head)
     if arguments.storage or is_study:
-        _show_study(arguments, names[0])
+        _show_study(arguments)
     elif folder is not None:
         text = run_report.for_terminal(page(folder))
         if is_interactive():
@@ -61,18 +58,19 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print(text, end="")
     else:
-        _show_study_or_raise(arguments, names[0])
+        # A study may have its run on another disk, and its trials in a database of this one.
+        if (arguments.dir / "studies.db").exists():
+            with contextlib.suppress(UserError):
+                _show_study(arguments)
+                return 0
+        lookup.require(runs, names[0])  # raises, and names the newest runs
     return 0
 
 
 def _side(folder: RunFolder) -> RunSide:
-    return RunSide(
-        name=folder.identity.name,
-        status=read_summary(folder).status,
-        facts=run_facts.fold(folder.all_events()),
-        packages=provenance.read_packages(folder.artifacts),
-        patch=provenance.read_diff(folder.artifacts),
-    )
+    packages, patch = provenance.read_artifacts(folder.artifacts)
+    facts = run_facts.fold(folder.all_events())
+    return RunSide(folder.identity.name, read_summary(folder).status, facts, packages, patch)
 
 
 def _show_differences(left: RunSide, right: RunSide, *, everything: bool) -> None:
@@ -108,17 +106,37 @@ def _show_code(terminal: Console, left: RunSide, right: RunSide, limit: int | No
         terminal.print(f"  {len(lines) - limit} more lines: --all", style="dim")
 
 
-def _show_study(arguments: argparse.Namespace, name: str) -> None:
-    from rankzero.cli.display import study_table
+def _show_study(arguments: argparse.Namespace) -> None:
+    """Print a study's trials and its verdict. Raises UserError if there is no such study."""
+    # Optuna takes a second to import, and a report on a run does not need it.
     from rankzero.tuning.options import default_storage
+    from rankzero.tuning.reports.study_run import SHOWN_COLUMNS, row_of
+    from rankzero.tuning.session import CONFIRMATIONS
+    from rankzero.tuning.study import find_study
+    from rankzero.tuning.verdict.confirm import by_trial
 
-    study_table.show(arguments.storage or default_storage(arguments.dir), name)
+    storage = arguments.storage or default_storage(arguments.dir)
+    study = find_study(storage, arguments.names[0])
+    trials, facts, terminal = study.trials(), study.facts, text_console()
+    table = Table(title=f"{study.name}: {len(trials)} trials", title_justify="left")
+    # The costs of a trial do not fit into a terminal.
+    columns = (*SHOWN_COLUMNS, "reason")
+    for column in columns:
+        ratio = 1 if column == "reason" else None
+        table.add_column(column, no_wrap=True, overflow="ellipsis", ratio=ratio)
+    for trial in trials:
+        row = row_of(trial)
+        table.add_row(*(_cell(row[column]) for column in columns))
+    terminal.print(table)
+    for number, runs in by_trial(facts.get(CONFIRMATIONS, [])).items():
+        shown = ["missed" if run.value is None else f"{abs(run.value):.4g}" for run in runs]
+        terminal.print(f"confirmed  trial {number:3}: {', '.join(shown)}")
+    if "objective" in facts:
+        terminal.print(f"objective: {facts['objective']}")
+    terminal.print(facts.get("sentence") or "No verdict yet: the same search command resumes it.")
 
 
-def _show_study_or_raise(arguments: argparse.Namespace, name: str) -> None:
-    """Show a study that has no run on this disk. Raises UserError, naming the newest runs."""
-    if (arguments.dir / "studies.db").exists():
-        with contextlib.suppress(UserError):
-            _show_study(arguments, name)
-            return
-    lookup.require(arguments.dir / "runs", name)
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
