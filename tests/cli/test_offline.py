@@ -112,6 +112,27 @@ def test_offline_run_whose_rank_0_is_killed_has_failed(offline: Command, tmp_pat
     assert not (tmp_path / "imported").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("search", TINY, "--nproc", 1, "--no-probe", "--trials", 1, "train.epochs=1"),
+        ("compare", TINY, "--strategies", "single", "--nproc", 1, "train.steps=12"),
+        ("profile", TINY, "--nproc", 1),
+    ],
+    ids=lambda words: words[0],
+)
+def test_search_compare_and_profile_deliver_nothing_offline(
+    rankzero: Command, words: tuple[object, ...]
+) -> None:
+    store = rankzero.folder / "mlruns" / "mlflow.db"
+    store.unlink()
+    code, output = rankzero(*words, "--offline")
+    assert code == 0 and "offline: the run is in mlruns/runs/" in output, output
+    assert "not everything is in MLflow" not in output and not store.exists()
+    # A search's trials and the runs of a comparison are offline as their parent is.
+    assert rankzero.runs and {mlflow_id(folder) for folder in rankzero.runs} == {None}
+
+
 def test_flag_overrides_the_environment(offline: Command, new_store: Path) -> None:
     go_online(offline, new_store)
     offline.environ["RANKZERO_OFFLINE"] = "1"

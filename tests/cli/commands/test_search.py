@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rankzero.catalog.lookup import last_end
+from rankzero.catalog.lookup import last_end, mlflow_id
 from rankzero.events import RunEnded, StepsLogged
 from rankzero.mlflow_store.client import RunRecord
 from rankzero.run_store.folder import RunFolder
@@ -297,13 +297,12 @@ def test_the_probe_imports_no_torch_and_keeps_its_results(rankzero: Command) -> 
     assert code == 0, output
     first = output.count("samples/s ±")
     assert first >= 2
-    code, output = rankzero("probe", TINY, "train.batch_size=8", "--nproc", 1)
+    code, output = rankzero("probe", TINY, "train.batch_size=8", "--nproc", 1, "--new", "--offline")
     assert code == 0 and output.count("samples/s ±") == 0, "measured again"
-    assert (
-        rankzero("sync")[0] == 0
-    )  # on a busy machine the command may have left before all was delivered
+    (offline,) = (run for run in rankzero.runs if run.path.name.endswith("-2"))
+    assert mlflow_id(offline) is None, "it was delivered offline"
+    # On a busy machine the first command may have left before all was delivered.
+    assert rankzero("sync")[0] == 0
     with sqlite3.connect(rankzero.folder / "mlruns" / "mlflow.db") as database:
-        assert (
-            database.execute("select count(*) from runs where status = 'FINISHED'").fetchone()[0]
-            >= 1
-        )
+        query = "select count(*) from runs where status = 'FINISHED'"
+        assert database.execute(query).fetchone() == (2,)
