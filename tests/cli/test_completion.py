@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.cli.completion import candidates, own_settings
+from rankzero.cli.completion import candidates
 from rankzero.cli.main import main
 from rankzero.cli.verbs import VERBS
 
@@ -76,11 +76,11 @@ def test_candidates(folder: Path, line: str, found: list[str]) -> None:
     assert candidates(line, Path("mlruns")) == found
 
 
-def test_settings_are_read_without_running_the_file() -> None:
-    assert own_settings("raise SystemExit\nclass A(Experiment):\n    width: int = 3\n") == {
-        "width": []
-    }
-    assert own_settings("not python (") == {}
+def test_settings_are_read_without_running_the_file(folder: Path) -> None:
+    source = "raise SystemExit\nclass A(Experiment):\n    width: int = 3\n"
+    for text, found in {source: ["width="], "not python (": []}.items():
+        (folder / "mine.py").write_text(text)
+        assert candidates("rankzero train mine.py wid", folder / "mlruns") == found
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -133,7 +133,7 @@ def test_every_reader_of_a_journal_bears_every_line(
     assert done.problems.rejected >= bool(counted)
     [listed] = lookup.listed(folder.path.parent)
     assert listed.status == "FINISHED" and all(
-        isinstance(cell, str) for cell in runs_command._cells(listed)
+        isinstance(cell, str) for cell in runs_command._cells(listed, "")
     )
     _show(list(read_all(folder.events)))
     assert all(isinstance(line, str) for _, lines in diagnosis.sections(folder) for line in lines)

@@ -42,11 +42,12 @@ compdef _rankzero rankzero
 """
 _FISH = r"""complete -c rankzero -f -a '(rankzero completion --line (commandline -cp) 2>/dev/null)'
 """
+_BOOLEANS = ["true", "false"]
 _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
+    """Add the command's arguments to its parser."""
     parser.add_argument(
         "shell", nargs="?", choices=_SCRIPTS, metavar="SHELL", help="bash, zsh or fish"
     )
@@ -153,7 +154,7 @@ def _settings(given: Sequence[str], word: str, root: Path) -> Iterator[str]:
         kind = values.describe_type(leaf.annotation)
         choices = kind.split(" | ") if "int" not in kind and "float" not in kind else []
         known[leaf.key] = _BOOLEANS if leaf.annotation is bool else choices if choices[1:] else []
-    known |= own_settings(_source(given[0], root)) if given else {}
+    known |= _own_settings(_source(given[0], root)) if given else {}
     key, equals, _ = word.partition("=")
     if equals:
         yield from (f"{key}={choice}" for choice in known.get(key, ()))
@@ -174,26 +175,27 @@ def _source(reference: str, root: Path) -> str:
         return ""  # a damaged run.json, or a file that is not text
 
 
-_BOOLEANS = ["true", "false"]
-
-
-def own_settings(source: str) -> dict[str, list[str]]:
+def _own_settings(source: str) -> dict[str, list[str]]:
     """Return the settings that a file's classes declare, with their values if those are listed."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
         return {}
-    classes = {node.name: _fields(node) for node in body if isinstance(node, ast.ClassDef)}
-    kinds = {kind for fields in classes.values() for kind in fields.values()}
-    groups = {
-        name for fields in classes.values() for name, kind in fields.items() if kind in classes
+    classes = {
+        node.name: {
+            item.target.id: ast.unparse(item.annotation)
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        }
+        for node in body
+        if isinstance(node, ast.ClassDef)
     }
+    # A group's keys come with the class that has the group.
+    groups = {kind for fields in classes.values() for kind in fields.values()}
     found: dict[str, list[str]] = {}
-    for name in classes:
-        if name not in kinds:  # a group's keys come with the class that has the group
-            found |= _keys(name, classes, "")
-    hidden = (*groups, "train", "goal", "search")
-    return {key: values for key, values in found.items() if key not in hidden}
+    for name in classes.keys() - groups:
+        found |= _keys(name, classes, "")
+    return {key: found[key] for key in found.keys() - {"train", "goal", "search"}}
 
 
 def _keys(name: str, classes: dict[str, dict[str, str]], prefix: str) -> dict[str, list[str]]:
@@ -208,11 +210,3 @@ def _keys(name: str, classes: dict[str, dict[str, str]], prefix: str) -> dict[st
         else:
             found[key] = _BOOLEANS if kind == "bool" else []
     return found
-
-
-def _fields(node: ast.ClassDef) -> dict[str, str]:
-    return {
-        item.target.id: ast.unparse(item.annotation)
-        for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }

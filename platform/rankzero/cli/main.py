@@ -7,7 +7,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -62,8 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(words: list[str]) -> argparse.Namespace:
     """Parse the words of a command line; only the module of its verb is imported."""
     verb = _top_parser().parse_args(words[:1]).verb
+    # argparse would take a word after --wait-delivery for its seconds.
+    rest = [f"{word}={A_DAY}" if word == "--wait-delivery" else word for word in words[1:]]
+    while "--sort" in rest[:-1]:
+        # argparse would take the -key of `--sort -key` for an option.
+        at = rest.index("--sort")
+        rest[at : at + 2] = [f"--sort={rest[at + 1]}"]
     # Intermixed: options may stand between key=value words.
-    arguments = parser_of(verb).parse_intermixed_args(list(_joined_values(words[1:])))
+    arguments = parser_of(verb).parse_intermixed_args(rest)
     arguments.verb = verb
     return arguments
 
@@ -90,25 +96,6 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 def _module_of(verb: str) -> ModuleType:
     return importlib.import_module(VERBS[verb].module or f"rankzero.cli.commands.{verb}")
-
-
-def _joined_values(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words as argparse needs them.
-
-    ``--sort -key`` becomes ``--sort=-key``, because argparse reads ``-key`` as an option. It would
-    read a word after ``--wait-delivery`` as its seconds.
-    """
-    before = ""
-    for word in words:
-        if word == "--wait-delivery":
-            word = f"{word}={A_DAY}"
-        if before or word != "--sort":
-            yield before + word
-            before = ""
-        else:
-            before = "--sort="
-    if before:
-        yield "--sort"
 
 
 def _top_parser() -> argparse.ArgumentParser:

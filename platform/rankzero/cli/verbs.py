@@ -10,10 +10,10 @@ class Verb(NamedTuple):
 
     summary: str
     example: str
+    # It trains, for as long as that takes. Ctrl-C is how people stop it.
     trains: bool = False
-    """Whether it trains, for as long as that takes: Ctrl-C is how people stop it."""
+    # Where it is, if not in cli/commands.
     module: str = ""
-    """Where it is, if not in ``cli/commands``."""
 
 
 _DIGITS = "experiments/digits.py"

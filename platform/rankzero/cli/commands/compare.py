@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import secrets
 import sys
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from rankzero import config
+from rankzero.cli import options
 from rankzero.cli.commands import search
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     strategies = (arguments.strategies or "single,ddp").split(",")
     counts = _numbers(arguments.nproc or "1,2")
     plan = strategy_runs(strategies, counts)
-    with contextlib.closing(Host(search.libraries(arguments))) as host:
+    with search.host(arguments) as host:
         settings = config.parse_assignments(arguments.settings)
         described = host.describe(arguments.experiment, settings, 1)
         # The defaults depend on the GPUs, which only the host may look for.
@@ -67,8 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     problems = [f"not run: {reason}" for reason in tables.reasons(rows)]
     for text in [*problems, *(f"not fair: {note}" for note in notes), tables.sentence(rows)]:
         terminal.print(text, soft_wrap=True)
-    for note in search.delivery_lines(folder, offline=arguments.offline):
-        search.print_line(note)
+    search.print_delivery(folder, offline=arguments.offline)
     search.print_line(f"look:  {program()} ui   run: {folder.path.name}")
     trained = any(row.speed_up is not None for row in rows)
     return delivery_notes.exit_code(folder) if trained else FAILED
@@ -80,15 +78,13 @@ def compare_context(
     """Return the context of a comparison or a profile: a new run in the store of the arguments."""
     from rankzero.compare import runner
 
-    reference = describe.mirrored(described)
-    identity = search.study_identity(arguments, reference, described.processes, verb)
-    name = new_name(f"{identity.experiment}-{verb}")
-    identity = dataclasses.replace(identity, name=name, uuid=secrets.token_hex(16))
+    identity = options.identity_for(arguments, verb)
+    identity = dataclasses.replace(identity, name=new_name(f"{identity.experiment}-{verb}"))
     if not arguments.offline:
         uris.prepare_store(identity.tracking_uri)
     return runner.CompareContext(
         host=host,
-        reference=reference,
+        reference=describe.mirrored(described),
         identity=identity,
         runs=arguments.dir / "runs",
         device=described.device,

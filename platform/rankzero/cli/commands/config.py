@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 
 from rankzero import config, experiment_file
+from rankzero.cli import options
 from rankzero.config import values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
-    parser.add_argument(
-        "experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class"
-    )
-    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to change")
+    """Add the command's arguments to its parser."""
+    options.add_experiment(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -25,8 +25,8 @@ _LEAST_DISK_BYTES = 5 * _GIGABYTE
 _TORCHVISION_OFFSET = 14  # torch 2.N belongs to torchvision 0.(N + 14)
 _NOT_CHECKED = " (not checked here: a run will)"
 _DRIVER = Path("/sys/module/nvidia/version")
+# `shutil.disk_usage`: total and free bytes.
 DiskUsage = Callable[[Path], Any]
-"""`shutil.disk_usage`: total and free bytes."""
 
 
 class Check(NamedTuple):
@@ -35,12 +35,12 @@ class Check(NamedTuple):
     name: str
     found: str
     fix: str | None = None
+    # False for something absent that the machine can do without.
     there: bool = True
-    """False for something absent that the machine can do without."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
+    """Add the command's arguments to its parser."""
     parser.add_argument(
         "run", metavar="RUN", nargs="?", help="explain this run instead (its name or MLflow id)"
     )
@@ -99,10 +99,8 @@ def disk(root: Path, usage: DiskUsage = shutil.disk_usage) -> Check:
 
 
 def shared_memory(folder: Path = Path("/dev/shm"), usage: DiskUsage = shutil.disk_usage) -> Check:
-    """Check the memory through which data-loading processes pass batches.
-
-    Containers get 64 MB by default.
-    """
+    """Check the memory through which data-loading processes pass batches."""
+    # Containers get 64 MB by default.
     if not folder.exists():
         return Check("shared memory", "no /dev/shm on this system", there=False)
     total, free = usage(folder).total, usage(folder).free

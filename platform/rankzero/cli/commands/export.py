@@ -7,10 +7,10 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
+from rankzero.cli import options
 from rankzero.cli.commands import runs
 from rankzero.errors import UserError
 from rankzero.reporting import learning_curves
@@ -19,25 +19,14 @@ from rankzero.reporting.run_page import page
 from rankzero.reporting.run_report import for_terminal
 from rankzero.run_store.folder import RunFolder
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
-    parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
-    parser.add_argument(
-        "--to",
-        type=Path,
-        metavar="FOLDER",
-        help="the target (default: a folder with the run's name)",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("csv", "parquet"),
-        default="csv",
-        help="the tables' format (default: %(default)s)",
-    )
+    """Add the command's arguments to its parser."""
+    options.add_run(parser)
+    target = "the target (default: a folder with the run's name)"
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help=target)
+    kind = "the tables' format (default: %(default)s)"
+    parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help=kind)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,30 +52,27 @@ def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
     from rankzero.reporting import metric_table
 
     metrics, facts = metric_table.metrics(folder), fold(folder.all_events())
-    files = [
-        _write(metrics, target / f"metrics.{kind}"),
-        _write(metric_table.system(folder), target / f"system.{kind}"),
-    ]
-    files.append(target / "run.json")
+    files = [target / f"metrics.{kind}", target / f"system.{kind}"]
+    for table, path in zip((metrics, metric_table.system(folder)), files, strict=True):
+        if kind == "csv":
+            table.to_csv(path, index=False)
+        else:
+            table.to_parquet(path, index=False)
     steps = [{"step": step, "best": best} for step, best in sorted(facts.checkpoints.items())]
     described = {
         **runs.as_json(read_summary(folder)),
         "environment": dict(facts.environment),
         "checkpoints": steps,
     }
-    files[-1].write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    files.append(target / "report.md")
-    files[-1].write_text(for_terminal(page(folder)), encoding="utf-8")
+    texts = {
+        target / "run.json": json.dumps(described, indent=2) + "\n",
+        target / "report.md": for_terminal(page(folder)),
+    }
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+    files += texts
     picture = target / "figures" / "learning_curves.png"
     if learning_curves.write(picture, metrics, facts.goal.metric):
         files.append(picture)
     drawn = sorted(folder.artifacts.rglob("*.png"))
     return [*files, *(Path(shutil.copy2(path, target / "figures")) for path in drawn)]
-
-
-def _write(table: DataFrame, path: Path) -> Path:
-    if path.suffix == ".csv":
-        table.to_csv(path, index=False)
-    else:
-        table.to_parquet(path, index=False)
-    return path

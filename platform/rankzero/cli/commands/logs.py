@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
+from rankzero.cli import options
 from rankzero.cli.display.live import Console
 from rankzero.cli.display.terminal import warn_if_interrupt_is_ignored
 from rankzero.errors import FAILED, FINISHED, RESUMABLE, UserError
@@ -29,20 +30,12 @@ _EXIT_CODES = {"FINISHED": FINISHED, "FAILED": FAILED, "KILLED": RESUMABLE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
-    parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
-    parser.add_argument(
-        "--follow",
-        "-f",
-        action="store_true",
-        help="show the run live until it ends; Ctrl-C ends only the display",
-    )
-    parser.add_argument(
-        "--rank",
-        type=int,
-        metavar="R",
-        help="a local rank of this machine (default: all; with --follow rank 0)",
-    )
+    """Add the command's arguments to its parser."""
+    options.add_run(parser)
+    follow = "show the run live until it ends; Ctrl-C ends only the display"
+    parser.add_argument("--follow", "-f", action="store_true", help=follow)
+    rank = "a local rank of this machine (default: all; with --follow rank 0)"
+    parser.add_argument("--rank", type=int, metavar="R", help=rank)
 
 
 def run(arguments: argparse.Namespace) -> int:

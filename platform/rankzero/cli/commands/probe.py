@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +16,6 @@ from rankzero.tuning.probe import grid, probe_map
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.reports import html_page, probe_figures
 from rankzero.tuning.reports.study_run import StudyRun
-from rankzero.tuning.trials.host_process import Host
 
 _SHADES = ("grey30", "dark_red", "orange4", "gold3", "chartreuse4", "green3")  # slow to fast
 
@@ -29,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure the probe map as a run of its own; return the exit code."""
-    with contextlib.closing(Host(search.libraries(arguments))) as host:
+    with search.host(arguments) as host:
         described, space = search.described_space(arguments, host)
         reference = space.reference
         identity = search.study_identity(arguments, reference, described.processes, "probe")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 
 from rich.table import Table
 
@@ -12,11 +11,10 @@ from rankzero.cli.commands import compare, search
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
 from rankzero.cli.display.terminal import text_console
-from rankzero.tuning.trials.host_process import Host
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
+    """Add the command's arguments to its parser."""
     search.add_experiment_arguments(parser)
 
 
@@ -24,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     from rankzero.compare import runner, tables
 
-    with contextlib.closing(Host(search.libraries(arguments))) as host:
+    with search.host(arguments) as host:
         described = host.describe(
             arguments.experiment, config.parse_assignments(arguments.settings), arguments.nproc
         )
@@ -40,8 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     terminal = text_console()
     terminal.print(table)
     terminal.print(tables.verdict(profile), soft_wrap=True)
-    for note in search.delivery_lines(folder, offline=arguments.offline):
-        search.print_line(note)
+    search.print_delivery(folder, offline=arguments.offline)
     search.print_line(
         f"trace: {folder.artifacts / 'profile'} (open in ui.perfetto.dev)\nlook:  {program()} ui"
     )

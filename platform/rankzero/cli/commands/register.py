@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 
 from rankzero.catalog import lookup
+from rankzero.cli import options
 from rankzero.errors import RunFailed, UserError
-from rankzero.mlflow_store import uris
 from rankzero.redaction.text import url_without_secrets
 from rankzero.tracking import delivery_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
-    parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
+    """Add the command's arguments to its parser."""
+    options.add_run(parser, elsewhere=True)
     parser.add_argument("model_name", metavar="NAME", help="the registered model's name")
-    parser.add_argument(
-        "--tracking-uri", help="where MLflow has the run, if it is not on this disk"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = lookup.find(arguments.dir / "runs", arguments.run_name)
     problems: list[str] = []
     if folder is None:
-        uri = _tracking_uri(arguments)
+        uri = options.store_of_absent_run(arguments)
     else:
         from rankzero.training.checkpoints import best_model
 
@@ -57,14 +53,3 @@ def run(arguments: argparse.Namespace) -> int:
     where = shlex.quote(url_without_secrets(uri))
     print(f"serve: MLFLOW_TRACKING_URI={where} mlflow models serve -m {model} --env-manager local")
     return 0
-
-
-def _tracking_uri(arguments: argparse.Namespace) -> str:
-    """Return where to look for a run that is not on this disk."""
-    uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-    if (
-        uri == uris.default_tracking_uri(arguments.dir)
-        and not (arguments.dir / uris.DATABASE).exists()
-    ):
-        lookup.require(arguments.dir / "runs", arguments.run_name)  # raises, names the newest runs
-    return uri

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from pathlib import Path
 
 from rankzero import config, experiment_file
 from rankzero.catalog import lookup
-from rankzero.cli import launch_run
-from rankzero.cli.commands.train import add_delivery_arguments, add_launch_arguments
+from rankzero.cli import launch_run, options
+from rankzero.cli.commands.train import add_launch_arguments
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
@@ -26,8 +25,8 @@ _RECORDER_SECONDS = 10.0  # for a live recorder to write how the previous attemp
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
-    parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
+    """Add the command's arguments to its parser."""
+    options.add_run(parser, elsewhere=True)
     parser.add_argument(
         "settings",
         metavar="key=value",
@@ -37,11 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experiment", metavar="EXP", help="the experiment's file, if it has moved"
     )
-    parser.add_argument(
-        "--tracking-uri", help="where MLflow has the run, if it is not on this disk"
-    )
     add_launch_arguments(parser, processes="as many as before")
-    add_delivery_arguments(parser)
+    options.add_delivery(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,17 +68,11 @@ def _resume(folder: RunFolder, arguments: argparse.Namespace) -> int:
         if folder.events.exists():
             sync.close_if_dead(folder, _RECORDER_SECONDS)
         write_config(folder, experiment)
-    return launch_run.run(
-        launch_run.LaunchPlan(
-            folder,
-            experiment,
-            topology,
-            arguments.dir,
-            sys.argv,
-            resumes=True,
-            offline=arguments.offline,
-        )
+    offline = arguments.offline
+    plan = launch_run.LaunchPlan(
+        folder, experiment, topology, arguments.dir, sys.argv, resumes=True, offline=offline
     )
+    return launch_run.run(plan)
 
 
 def _folder(arguments: argparse.Namespace) -> RunFolder:
@@ -95,14 +85,9 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
                 f"{arguments.run_name} is not in {runs}, and offline nothing is downloaded from "
                 "MLflow: resume without --offline"
             )
-        uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-        if (
-            uri == uris.default_tracking_uri(arguments.dir)
-            and not (arguments.dir / uris.DATABASE).exists()
-        ):
-            return lookup.require(runs, arguments.run_name)  # raises, and names the newest runs
         from rankzero.tracking import download
 
+        uri = options.store_of_absent_run(arguments)
         print(f"{arguments.run_name} is not on this disk: looking in {uri}")
         found = download.run_folder(runs, uri, arguments.run_name)
     if arguments.experiment:

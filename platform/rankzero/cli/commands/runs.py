@@ -41,7 +41,7 @@ _IN_THE_TABLE = ("run", "status", "goal", "best", "samples/s", "age", "started")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
+    """Add the command's arguments to its parser."""
     parser.add_argument(
         "filters",
         metavar="FILTER",
@@ -49,21 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="KEY=VALUE, or with !=, <, <=, >, >=: a column, a param or a metric; all must hold; "
         "VALUE may contain * and ?",
     )
-    parser.add_argument(
-        "--sort", metavar="KEY", help="sort by a column, a param or a metric; -KEY: largest first"
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print everything about the runs as a JSON array, one run per line",
-    )
+    sort = "sort by a column, a param or a metric; -KEY: largest first"
+    parser.add_argument("--sort", metavar="KEY", help=sort)
+    array = "print everything about the runs as a JSON array, one run per line"
+    parser.add_argument("--json", action="store_true", help=array)
     parser.add_argument("--all", action="store_true", help="include the trials of searches")
-    parser.add_argument(
-        "-n",
-        type=int,
-        dest="limit",
-        help=f"the number of runs (default: {_SHOWN}; with --json all)",
-    )
+    limit = f"the number of runs (default: {_SHOWN}; with --json all)"
+    parser.add_argument("-n", type=int, dest="limit", help=limit)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,9 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif not runs:
         print(f"no runs in {arguments.dir}: start one with `rankzero train experiments/digits.py`")
     else:
-        asked = [condition.key for condition in conditions] + (
-            [arguments.sort.lstrip("-")] if arguments.sort else []
-        )
+        asked = [condition.key for condition in conditions]
+        asked += [arguments.sort.lstrip("-")] if arguments.sort else []
         _show(found, _SHOWN if arguments.limit is None else arguments.limit, asked)
     return 0
 
@@ -108,14 +99,11 @@ def _closed(runs: Path) -> list[Summary]:
             continue
         if result.pending:
             why = result.error or "no answer"
-            print(
-                f"{folder.path.name}: not in MLflow yet ({why}): rankzero sync",
-                file=sys.stderr,
-            )
+            print(f"{folder.path.name}: not in MLflow yet ({why}): rankzero sync", file=sys.stderr)
     return lookup.listed(runs) if found else listed
 
 
-def _show(found: Sequence[Summary], limit: int, asked: Sequence[str] = ()) -> None:
+def _show(found: Sequence[Summary], limit: int, asked: Sequence[str]) -> None:
     """Print the first runs as a table, with a column for each key in `asked`."""
     terminal = table_console()
     # With one goal its name is the heading, else it stands in each row.
@@ -137,22 +125,20 @@ def _show(found: Sequence[Summary], limit: int, asked: Sequence[str] = ()) -> No
         terminal.print("no run matches")
 
 
-def _cells(one: Summary, goal: str = "") -> tuple[str, ...]:
-    """Return a row, with the goal's name if the heading lacks it."""
+def _cells(one: Summary, goal: str) -> tuple[str, ...]:
+    # The heading has the goal's name if all runs have the same goal.
     named = "" if one.goal == goal else f"{escape(one.goal)} "
     best = "" if one.best is None else f"{named}{one.best:.4f}"
     speed = "" if one.samples_per_second is None else f"{one.samples_per_second:,.0f}"
     mark = _INCOMPLETE if _lacks(one) else ""
-    status = f"[{_COLOURS[one.status]}]{one.status}{mark}[/]{_silence(one)}"
-    return one.name, status, best, speed, age(time.time() - one.started)
-
-
-def _silence(one: Summary) -> str:
+    status = f"[{_COLOURS[one.status]}]{one.status}{mark}[/]"
     quiet = dead_runs.silence(one.folder) if one.status == "RUNNING" else 0.0
-    return f", silent for {age(quiet)}" if quiet > _SILENT_SECONDS else ""
+    if quiet > _SILENT_SECONDS:
+        status += f", silent for {_age(quiet)}"
+    return one.name, status, best, speed, _age(time.time() - one.started)
 
 
-def age(seconds: float) -> str:
+def _age(seconds: float) -> str:
     """Return a duration in its largest unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
@@ -165,12 +151,12 @@ def _lacks(one: Summary) -> bool:
 
 
 def _cell(one: Summary, key: str) -> str:
-    value = filters.value_of(one, key)
     if key == "duration":
         return duration(one.seconds)
-    return (
-        "" if value is None else f"{value:.4g}" if isinstance(value, float) else escape(str(value))
-    )
+    value = filters.value_of(one, key)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else escape(str(value))
 
 
 def _finite(value: Any) -> Any:

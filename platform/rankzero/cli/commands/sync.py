@@ -14,7 +14,7 @@ from rankzero.tracking import sync
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
+    """Add the command's arguments to its parser."""
     parser.add_argument(
         "run",
         metavar="RUN",

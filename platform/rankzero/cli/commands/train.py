@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from rankzero import config, experiment_file
-from rankzero.cli import launch_run
-from rankzero.cli.identity import identity_for
+from rankzero.cli import launch_run, options
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
@@ -19,18 +17,11 @@ from rankzero.mlflow_store import uris
 from rankzero.run_store import names
 from rankzero.run_store.attempt import sole_launcher
 from rankzero.run_store.folder import RunFolder, new_name
-from rankzero.run_store.location import is_offline
-from rankzero.tracking.patience import A_DAY, WAIT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command\'s arguments to its parser."""
-    parser.add_argument(
-        "experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class"
-    )
-    parser.add_argument(
-        "settings", metavar="key=value", nargs="*", help="settings to change; see `rankzero config`"
-    )
+    """Add the command's arguments to its parser."""
+    options.add_experiment(parser, "settings to change; see `rankzero config`")
     parser.add_argument(
         "--from",
         dest="start",
@@ -38,38 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start from these settings: a file such as sweet_spot.yaml, a study or a run",
     )
     add_launch_arguments(parser)
-    add_delivery_arguments(parser)
+    options.add_new_run(parser)
     parser.add_argument("--run-name", help="the run's name (default: the file's name and the time)")
-    parser.add_argument(
-        "--experiment-name",
-        help="the MLflow experiment (default: $MLFLOW_EXPERIMENT_NAME or the file's name)",
-    )
-    parser.add_argument(
-        "--tracking-uri",
-        help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or the embedded store)",
-    )
-
-
-def add_delivery_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--offline``, ``--no-offline`` and ``--wait-delivery``."""
-    parser.add_argument(
-        "--offline",
-        action=argparse.BooleanOptionalAction,
-        default=is_offline(),
-        help="only record in this command; `rankzero sync RUN` delivers to MLflow later "
-        "(default: $RANKZERO_OFFLINE)",
-    )
-    parser.add_argument(
-        "--wait-delivery",
-        nargs="?",
-        type=float,
-        const=A_DAY,
-        default=os.environ.get(WAIT) or None,
-        metavar="=SECONDS",
-        help="wait at the end until MLflow has everything, for at most SECONDS (a day); exit with "
-        "74 if it has not (default: $RANKZERO_WAIT_DELIVERY, or one minute and exit with 0; ten "
-        "minutes in a container, a pod or a Slurm job)",
-    )
 
 
 def add_launch_arguments(
@@ -77,27 +38,14 @@ def add_launch_arguments(
     processes: str = "one per GPU; 1 without, or under single and dp",
 ) -> None:
     """Add the options for where processes run; `processes`: their default number, in words."""
-    group = parser.add_argument_group("processes (torchrun's options)")
-    group.add_argument(
-        "--nproc",
-        "--nproc-per-node",
-        type=int,
-        dest="nproc",
-        help=f"processes on this machine (default: {processes})",
-    )
-    group.add_argument(
-        "--nnodes", type=int, default=1, help="machines; run the same command on each"
-    )
-    group.add_argument("--rdzv-endpoint", help="host:port of the first machine, the same on each")
-    group.add_argument(
-        "--rdzv-id", default="rankzero", help="the job's name, the same on each machine"
-    )
-    group.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        help="how often failed processes restart from the newest checkpoint (default: 0)",
-    )
+    add = parser.add_argument_group("processes (torchrun's options)").add_argument
+    nproc = f"processes on this machine (default: {processes})"
+    add("--nproc", "--nproc-per-node", type=int, dest="nproc", help=nproc)
+    add("--nnodes", type=int, default=1, help="machines; run the same command on each")
+    add("--rdzv-endpoint", help="host:port of the first machine, the same on each")
+    add("--rdzv-id", default="rankzero", help="the job's name, the same on each machine")
+    restarts = "how often failed processes restart from the newest checkpoint (default: 0)"
+    add("--max-restarts", type=int, default=0, help=restarts)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -110,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     topology = launch_run.topology_of(arguments, experiment.train)
     name = arguments.run_name
     name = new_name(path.stem) if name is None else names.checked_run(name)
-    identity = identity_for(arguments, name)
+    identity = options.identity_for(arguments, name)
     if not arguments.offline:
         uris.prepare_store(identity.tracking_uri)
     folder = make_folder(arguments.dir / "runs", identity, machines=topology.nodes)
@@ -119,17 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         # The machine that created the folder writes the settings that all ranks use.
         if not joined:
             write_config(folder, experiment)
-        return launch_run.run(
-            launch_run.LaunchPlan(
-                folder,
-                experiment,
-                topology,
-                arguments.dir,
-                sys.argv,
-                joined=joined,
-                offline=arguments.offline,
-            )
+        offline = arguments.offline
+        plan = launch_run.LaunchPlan(
+            folder, experiment, topology, arguments.dir, sys.argv, joined=joined, offline=offline
         )
+        return launch_run.run(plan)
 
 
 def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experiment:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 from rich.live import Live
 from rich.table import Table
@@ -33,8 +32,7 @@ _LINE_SECONDS = 5.0  # between progress lines where there is no terminal
 class Console:
     """Shows a run from a thread, for the duration of a ``with`` block.
 
-    On a terminal it keeps one live block of progress, into a pipe it prints plain lines. Output of
-    rank 0, or of another `rank`, appears above. It shows what is written from now on.
+    Output of `rank` appears above the progress. It shows what is written from now on.
     """
 
     def __init__(
@@ -57,8 +55,8 @@ class Console:
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._live: Live | None = None
         self._next_line = 0.0
+        # How the newest attempt ended. None while it runs.
         self.ended: RunEnded | None = None
-        """How the newest attempt ended; None while it runs."""
 
     def __enter__(self) -> Console:
         identity = self._folder.identity
@@ -69,20 +67,12 @@ class Console:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping.set()
         self._thread.join()
 
     def catch_up(self) -> None:
-        """Read what the journals hold already and print the newest evaluation.
-
-        To be called before the ``with`` block.
-        """
+        """Read the journals up to now, before the block; print the newest evaluation."""
         newest: Evaluated | None = None
         for path in self._journals:
             self._offsets[path] = 0
@@ -119,6 +109,7 @@ class Console:
 
     def _follow(self) -> None:
         with contextlib.ExitStack() as display:
+            # One block of progress that is drawn again. Into a pipe, plain lines.
             if is_interactive():
                 live = Live(console=self._terminal, refresh_per_second=4, transient=True)
                 self._live = display.enter_context(live)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -36,26 +36,17 @@ class ProgressModel:
                 self.step = event.step
                 self.total_steps, self.started = event.total_steps, event.time
             case StepsLogged():
-                self.step = max(
-                    [self.step, *(scalars.step(number) or 0 for number in event.steps[-1:])]
-                )
-                self.values |= _numbers(
-                    {name: column[-1] for name, column in event.metrics.items() if column}
-                )
+                # A journal may hold text where a number belongs.
+                steps = [scalars.step(number) or 0 for number in event.steps[-1:]]
+                self.step = max([self.step, *steps])
+                newest = {name: column[-1] for name, column in event.metrics.items() if column}
+                self.values |= scalars.numbers(newest)
             case Evaluated():
-                self.values |= _numbers(event.metrics)
+                self.values |= scalars.numbers(event.metrics)
             case SystemSampled():
-                self.system |= _numbers(event.metrics)
+                self.system |= scalars.numbers(event.metrics)
             case _:
                 pass
-
-    @property
-    def eta_seconds(self) -> float | None:
-        """Return the time left at the newest step's speed, or None while it is unknown."""
-        step_seconds = self.values.get(STEP_SECONDS)
-        if step_seconds is None or self.total_steps is None or not math.isfinite(step_seconds):
-            return None
-        return (self.total_steps - self.step) * step_seconds
 
     def facts(self) -> list[str]:
         """Return the progress: step, loss, speed and so on, a few words each."""
@@ -75,20 +66,21 @@ class ProgressModel:
         ]
         if gpus:
             facts.append(f"GPU {sum(gpus) / len(gpus):.0f}%")
-        if self.eta_seconds is not None:
-            facts.append(f"ETA {duration(self.eta_seconds)}")
+        step_seconds = self.values.get(STEP_SECONDS, math.nan)
+        if self.total_steps is not None and math.isfinite(step_seconds):
+            facts.append(f"ETA {duration((self.total_steps - self.step) * step_seconds)}")
         return facts
 
     def evaluation_line(self, event: Evaluated) -> str:
         """Return an evaluation as one line, the goal's metric first."""
-        values = _numbers(event.metrics)
+        values = scalars.numbers(event.metrics)
         names = sorted(values, key=lambda name: (name != self.goal.metric, name))
         shown = "  ".join(f"{name} {values[name]:.4f}" for name in names)
         return f"step {event.step:>7,}  {shown}{'  best' if event.best else ''}"
 
     def results(self, ended: RunEnded) -> Iterator[tuple[str, str]]:
         """Yield the rows of the result table."""
-        figures = _numbers(ended.metrics)
+        figures = scalars.numbers(ended.metrics)
         yield "result", ended.reason
         if "best" in figures:
             target = "" if self.goal.target is None else f"  (target {self.goal.target:g})"
@@ -104,12 +96,6 @@ class ProgressModel:
             yield "slowest rank", slowest
         yield "steps", f"{figures.get('steps', 0):,.0f}"
         yield "time", duration(ended.time - self.started)
-
-
-def _numbers(values: Mapping[str, object]) -> dict[str, float]:
-    # A journal may hold text where a number belongs.
-    numbers = {name: scalars.number(value) for name, value in values.items()}
-    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def progress_panel(progress: ProgressModel) -> Table | Text:

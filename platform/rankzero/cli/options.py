@@ -1,0 +1,93 @@
+"""Options that several commands share, and the identity of a new run that follows from them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+from pathlib import Path
+
+from rankzero import experiment_file
+from rankzero.catalog import lookup
+from rankzero.mlflow_store import uris
+from rankzero.run_store.folder import Identity
+from rankzero.run_store.location import is_offline
+from rankzero.tracking.patience import A_DAY, WAIT
+
+
+def add_experiment(parser: argparse.ArgumentParser, changes: str = "settings to change") -> None:
+    """Add the experiment and its settings; `changes` is the help of the settings."""
+    parser.add_argument(
+        "experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class"
+    )
+    parser.add_argument("settings", metavar="key=value", nargs="*", help=changes)
+
+
+def add_run(parser: argparse.ArgumentParser, *, elsewhere: bool = False) -> None:
+    """Add the run, and with `elsewhere` where to look for one that is not on this disk."""
+    parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
+    if elsewhere:
+        parser.add_argument(
+            "--tracking-uri", help="where MLflow has the run, if it is not on this disk"
+        )
+
+
+def add_new_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options for where a new run is kept."""
+    parser.add_argument(
+        "--experiment-name",
+        help="the MLflow experiment (default: $MLFLOW_EXPERIMENT_NAME or the file's name)",
+    )
+    parser.add_argument(
+        "--tracking-uri",
+        help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or the embedded store)",
+    )
+    add_delivery(parser)
+
+
+def add_delivery(parser: argparse.ArgumentParser) -> None:
+    """Add ``--offline``, ``--no-offline`` and ``--wait-delivery``."""
+    parser.add_argument(
+        "--offline",
+        action=argparse.BooleanOptionalAction,
+        default=is_offline(),
+        help="only record in this command; `rankzero sync RUN` delivers to MLflow later "
+        "(default: $RANKZERO_OFFLINE)",
+    )
+    parser.add_argument(
+        "--wait-delivery",
+        nargs="?",
+        type=float,
+        const=A_DAY,
+        default=os.environ.get(WAIT) or None,
+        metavar="=SECONDS",
+        help="wait at the end until MLflow has everything, for at most SECONDS (a day); exit with "
+        "74 if it has not (default: $RANKZERO_WAIT_DELIVERY, or one minute and exit with 0; ten "
+        "minutes in a container, a pod or a Slurm job)",
+    )
+
+
+def identity_for(arguments: argparse.Namespace, name: str) -> Identity:
+    """Return a new identity called `name`, by the options of `add_experiment` and `add_new_run`."""
+    path, cls = experiment_file.split(arguments.experiment)
+    uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
+    from_environment = os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    return Identity(
+        name=name,
+        uuid=secrets.token_hex(16),
+        experiment=arguments.experiment_name or from_environment or path.stem,
+        tracking_uri=uri,
+        artifact_root=uris.artifact_root(uri),
+        experiment_file=f"{path}:{cls}" if cls else str(path),
+        project_dir=str(Path.cwd()),
+    )
+
+
+def store_of_absent_run(arguments: argparse.Namespace) -> str:
+    """Return where to look for a run that is not on this disk. Raises UserError without a store."""
+    uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
+    embedded = uri == uris.default_tracking_uri(arguments.dir)
+    if embedded and not (arguments.dir / uris.DATABASE).exists():
+        # It raises, and names the newest runs.
+        lookup.require(arguments.dir / "runs", arguments.run_name)
+    return uri
