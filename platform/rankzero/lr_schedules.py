@@ -6,7 +6,8 @@ import math
 
 # The one-cycle schedule peaks at this fraction of the run, as in Smith & Topin (2018).
 _ONE_CYCLE_PEAK = 0.3
-_ONE_CYCLE_START = 1 / 25  # Its start, as a fraction of the peak.
+# Its start, as a fraction of the peak.
+_ONE_CYCLE_START = 1 / 25
 
 
 def factor(schedule: str, step: int, total_steps: int, warmup_steps: int = 0) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-_LARGEST_INTEGER = 2**63 - 1  # MLflow stores steps and times in 64 bits.
+# MLflow stores steps and times in 64 bits.
+_LARGEST_INTEGER = 2**63 - 1
 
 
 def numbers(values: Mapping[str, object]) -> dict[str, float]:
@@ -15,10 +16,7 @@ def numbers(values: Mapping[str, object]) -> dict[str, float]:
 
 
 def number(value: object) -> float | None:
-    """Return the value as a float for MLflow's charts, or None if it is not a number.
-
-    An infinity becomes NaN.
-    """
+    """Return the value as a float, NaN for an infinity, or None if it is not a number."""
     try:
         real = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

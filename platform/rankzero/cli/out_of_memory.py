@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 def with_half_the_micro_batch(plan: LaunchPlan) -> LaunchPlan | None:
-    """Return a plan with half the micro-batch if a device ran out of memory, or None.
-
-    With several machines the run fails, because only one of them knows why the ranks ended.
-    """
+    """Return a plan with half the micro-batch if a device ran out of memory, or None."""
     from rankzero.training import strategies
     from rankzero.training.data.order import micro_batch_size
 
@@ -25,6 +22,7 @@ def with_half_the_micro_batch(plan: LaunchPlan) -> LaunchPlan | None:
     first = failures.first(plan.folder.failures)
     if first is None or first.kind is not failures.FailureKind.OUT_OF_MEMORY:
         return None
+    # With several machines, only one of them knows why the ranks ended.
     if train.limits.oom == "fail" or topology.nodes > 1 or train.strategy == "pp":
         return None
     size = micro_batch_size(train, strategies.shards(train.strategy, topology.processes))

@@ -96,13 +96,11 @@ def newest_checkpoint(folder: RunFolder) -> tuple[Path | None, list[str]]:
 
 
 def _here(recorded: str | None, store: Path) -> str | None:
-    """Return the experiment's file in the current folder, or None for one outside of it.
-
-    The path was recorded relative to the folder in which the run was started. Anyone who writes to
-    MLflow could name any file, so it must not be one of the store's own either.
-    """
+    """Return the experiment's file in the current folder, or None for one outside of it."""
     if recorded is None:
         return None
+    # The path was recorded relative to the folder in which the run was started. Anyone who writes
+    # to MLflow could name any file, so it must not be one of the store's own either.
     path = (Path.cwd() / recorded).resolve()
     below = path.is_relative_to(Path.cwd().resolve()) and not path.is_relative_to(store.resolve())
     return str(Path.cwd() / recorded) if below else None

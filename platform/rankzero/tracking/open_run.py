@@ -24,7 +24,8 @@ class Target(NamedTuple):
 
 
 def connect(tracking_uri: str) -> MlflowRuns:
-    """Return the tracking store. Costs seconds of processor time, because it imports mlflow."""
+    """Return the tracking store."""
+    # The import of mlflow costs seconds of processor time.
     from rankzero.mlflow_store.client import MlflowRuns
 
     return MlflowRuns(tracking_uri)

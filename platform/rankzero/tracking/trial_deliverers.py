@@ -1,7 +1,4 @@
-"""The deliverers of a study's trials, which the study's courier works as well as its own.
-
-So MLflow is imported once for a study, and not again for each short trial.
-"""
+"""The deliverers of a study's trials, which the study's courier works as well as its own."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from rankzero.tracking.deliverer import Deliverer
 LOOK_SECONDS = 1.0
 
 
+# One courier imports MLflow once for a study, and not again for each short trial.
 class TrialDeliverers:
     """The deliverers of the runs that name `folder` their parent. Most runs have none."""
 
@@ -26,7 +24,8 @@ class TrialDeliverers:
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
         self._folder, self._make, self._look_seconds = folder, make, look_seconds
-        self._working: dict[str, tuple[Deliverer, int]] = {}  # with the lock's file descriptor
+        # With the file descriptor of each trial's lock.
+        self._working: dict[str, tuple[Deliverer, int]] = {}
         self._done: set[str] = set()
         self._look_at, self._hurried = 0.0, False
 

@@ -1,7 +1,4 @@
-"""``rankzero logs RUN [--follow] [--rank R]``: the ranks' output, or the live display of a run.
-
-The display reads the run's files in a process of its own, so ending it does not affect the run.
-"""
+"""``rankzero logs RUN [--follow] [--rank R]``: the ranks' output, or the live display of a run."""
 
 from __future__ import annotations
 
@@ -78,6 +75,7 @@ def _follow(folder: RunFolder, root: Path, rank: int) -> int:
             with console:
                 _wait_for_the_end(folder, console)
     except KeyboardInterrupt:
+        # The display only reads the run's files, so its end does not affect the run.
         console.notice(f"detached; {folder.path.name} continues")
         return FINISHED
     if console.ended is None:

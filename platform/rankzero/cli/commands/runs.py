@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def as_json(one: Summary) -> dict[str, Any]:
-    """Return a run's fields for JSON: the same keys for every run, null for NaN and infinity."""
+    """Return a run's fields for JSON, the same keys for every run."""
+    # JSON has no NaN and no infinity.
     return {key: _finite(value) for key, value in one.fields().items()}
 
 

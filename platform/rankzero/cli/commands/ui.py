@@ -1,7 +1,4 @@
-"""``rankzero ui [--port P] [--host H]``: MLflow's server on the embedded store.
-
-Beyond this machine, people must log in.
-"""
+"""``rankzero ui [--port P] [--host H]``: MLflow's server on the embedded store."""
 
 from __future__ import annotations
 
@@ -57,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     uris.prepare_store(uris.default_tracking_uri(arguments.dir))
     empty = uris.is_empty(arguments.dir / uris.DATABASE)
     environ, notes = server.environment(os.environ), ""
+    # Beyond this machine, people must log in.
     if access.authenticated:
         environ, notes = server.with_users(arguments.dir, environ)
     elif not server.is_loopback(access.host):

@@ -7,7 +7,8 @@ import sys
 
 from rich.console import Console
 
-_PIPE_WIDTH = 10_000  # columns, so that nothing is truncated
+# Columns, so that nothing is truncated.
+_PIPE_WIDTH = 10_000
 
 
 def text_console(*, soft_wrap: bool = False) -> Console:
@@ -19,19 +20,15 @@ def text_console(*, soft_wrap: bool = False) -> Console:
 
 
 def table_console() -> Console:
-    """Return a console for tables with markup; foreign text in them must be escaped.
-
-    It has colours on a terminal only, and follows NO_COLOR.
-    """
+    """Return a console for tables with markup; foreign text in them must be escaped."""
+    # rich has colours on a terminal only, and follows NO_COLOR.
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     return Console(highlight=False, emoji=False, width=width)
 
 
 def is_interactive() -> bool:
-    """Return whether output may be drawn over: on a terminal.
-
-    FORCE_COLOR does not count, because notebooks and CI set it.
-    """
+    """Return whether output may be drawn over: on a terminal."""
+    # FORCE_COLOR does not count, because notebooks and CI set it.
     return sys.stdout.isatty()
 
 
