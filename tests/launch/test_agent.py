@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import signal
+import stat
 from pathlib import Path
 
 import psutil
@@ -37,14 +38,15 @@ def test_killed_rank_is_reported_with_its_signal(tmp_path: Path) -> None:
     assert result.reason == "rank 1 was killed by SIGKILL"
 
 
-def test_rendezvous_of_one_machine_listens_on_the_loopback_only(tmp_path: Path) -> None:
-    """Rendezvous states are unpickled: whoever can write one can run code."""
+def test_ranks_of_one_machine_serve_no_store(tmp_path: Path) -> None:
+    """A TCP store answers any local user, and its rendezvous states are unpickled."""
     with SignalForwarder() as signals:
         result = agent.run(agent.Topology(2), meet, str(tmp_path), tmp_path / "logs", signals)
     assert result == agent.LaunchResult("met")
     addresses = json.loads((tmp_path / "listening.json").read_text())
-    assert addresses, "rank 0 serves a store"
-    assert set(addresses) <= {"127.0.0.1", "::1"}
+    assert len(addresses) >= 2, "the ranks' gloo"
+    assert {address for address, _, _ in addresses} <= {"127.0.0.1", "::1"}
+    assert [keys for _, _, keys in addresses] == [None] * len(addresses)
 
 
 def test_gloo_uses_the_loopback_unless_an_interface_is_set() -> None:
@@ -55,24 +57,23 @@ def test_gloo_uses_the_loopback_unless_an_interface_is_set() -> None:
     assert chosen == {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "ranks"),
-    [
-        ({"MASTER_ADDR": "node-1", "MASTER_PORT": "1"}, Ranks(0, 2, 0, 2)),
-        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, Ranks(0, 4, 0, 2)),
-        (
-            {
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": "1",
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            },
-            Ranks(0, 2, 0, 2),
-        ),
-        ({"MASTER_ADDR": "localhost"}, Ranks(0, 2, 0, 2)),
-        ({}, Ranks(0, 2, 0, 2)),
-    ],
-)
-def test_other_launchers_and_several_machines_use_their_own_store(
-    environ: dict[str, str], ranks: Ranks
-) -> None:
-    assert rendezvous.on_loopback(ranks, datetime.timedelta(seconds=1), environ) is None
+def test_each_start_of_a_job_has_a_store_of_its_own() -> None:
+    second = datetime.timedelta(seconds=1)
+    with rendezvous.private_folder() as folder:
+        assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
+        stores = []
+        for start in ("0", "1"):
+            environ = {"TORCHELASTIC_RESTART_COUNT": start}
+            rendezvous.use_folder(folder, environ)
+            stores.append(rendezvous.private_store(Ranks(), second, environ))
+        stores[0].set("address", "of a dead rank")
+        assert not stores[1].check(["address"])
+        del stores
+    assert not Path(folder).exists()
+
+
+def test_several_machines_use_the_store_of_pytorch() -> None:
+    environ = {"RANKZERO_STORE": "of the launcher above this one"}
+    rendezvous.use_folder(None, environ)
+    store = rendezvous.private_store(Ranks(0, 2), datetime.timedelta(seconds=1), environ)
+    assert store is None and not rendezvous.is_one_machine(environ)

@@ -16,6 +16,7 @@ import torch
 from rankzero import ranks
 from rankzero.launch.agent import enter
 from rankzero.training.distributed.world import join
+from support import second_user
 
 DEAF = "deaf"
 
@@ -65,21 +66,21 @@ def killed(_request: object) -> str:
 
 
 def meet(folder: str) -> str:
-    """Join the other ranks; write the addresses that the launcher and its processes listen on."""
+    """Join the other ranks; write where the launcher and its processes listen.
+
+    ``listening.json`` has [address, port, number of keys if it is a TCPStore] of each socket.
+    """
     with join(ranks.detect(), torch.device("cpu")) as world:
         world.sum(torch.ones(1))
         if world.ranks.first:
-            (Path(folder) / "listening.json").write_text(json.dumps(_listening()))
+            launcher = psutil.Process(os.getppid()).parent()
+            assert launcher is not None
+            found = [
+                (*each, second_user.store_keys(*each)) for each in second_user.listening(launcher)
+            ]
+            (Path(folder) / "listening.json").write_text(json.dumps(found))
         world.sum(torch.ones(1))
     return "met"
-
-
-def _listening() -> list[str]:
-    launcher = psutil.Process(os.getppid()).parent()
-    assert launcher is not None
-    processes = [launcher, *launcher.children(recursive=True)]
-    found = [one for process in processes for one in process.net_connections("tcp")]
-    return sorted({one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN})
 
 
 def deaf(folder: str, problems: Any) -> None:

@@ -6,6 +6,7 @@ and import nothing again. It never touches CUDA, so it may be forked.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -85,9 +86,9 @@ def run(
 ) -> LaunchResult:
     """Run `entry(request)` in every process of this machine; return how they ended.
 
-    SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process ask the workers to stop, at the same step.
-    A second signal ends them as an exception does. SIGQUIT kills them, SIGUSR2 prunes the run.
-    Nothing is started again after any of the first four.
+    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 to this process ask the workers to stop, at the
+    same step, and nothing is started again. A second signal ends them as an exception does. SIGQUIT
+    kills them.
     """
     # Late: they import PyTorch, which the server should do meanwhile.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -101,11 +102,15 @@ def run(
     torch_compat.configure_environment()
     logs.mkdir(parents=True, exist_ok=True)
     logs_specs = DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL)
-    spec = _worker_spec(topology, entry, request)
     signals.start_server()
+    store = rendezvous.private_folder() if topology.nodes == 1 else contextlib.nullcontext()
     try:
-        with forwarder.to_workers() as workers:
-            result = torch_compat.ObservedAgent(spec, logs_specs, workers).run()
+        with store as folder, forwarder.to_workers() as workers:
+            spec = _worker_spec(topology, entry, request, folder)
+            try:
+                result = torch_compat.ObservedAgent(spec, logs_specs, workers).run()
+            finally:
+                spec.rdzv_handler.shutdown()
     except signals.LaunchStopped as stopped:
         return LaunchResult("FAILED", str(stopped))
     except RendezvousError as error:
@@ -114,8 +119,6 @@ def run(
     except json.JSONDecodeError:
         # The agent reads why a rank failed from a file, which is empty where the disk is full.
         return LaunchResult("FAILED", "a rank failed, and the disk was too full to write why")
-    finally:
-        spec.rdzv_handler.shutdown()
     return _result_of(result)
 
 
@@ -139,7 +142,9 @@ def _result_of(result: RunResult) -> LaunchResult:
     )
 
 
-def _worker_spec(topology: Topology, entry: Callable[[Any], str], request: Any) -> Any:
+def _worker_spec(
+    topology: Topology, entry: Callable[[Any], str], request: Any, store: str | None = None
+) -> Any:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
@@ -158,7 +163,7 @@ def _worker_spec(topology: Topology, entry: Callable[[Any], str], request: Any) 
         role="rank",
         local_world_size=topology.processes,
         entrypoint=enter,
-        args=(entry, request),
+        args=(entry, request, store),
         rdzv_handler=make(parameters),
         max_restarts=topology.max_restarts,
         monitor_interval=_MONITOR_SECONDS,
@@ -166,10 +171,14 @@ def _worker_spec(topology: Topology, entry: Callable[[Any], str], request: Any) 
     )
 
 
-def enter(entry: Callable[[Any], str], request: Any) -> str:
-    """Run `entry(request)` in a worker. The agent calls this."""
+def enter(entry: Callable[[Any], str], request: Any, store: str | None = None) -> str:
+    """Run `entry(request)` in a worker. The agent calls this.
+
+    `store`: the folder through which the ranks of one machine find each other.
+    """
     from rankzero.launch import torch_compat
 
+    rendezvous.use_folder(store)
     if not signals.unblocks(entry):
         signals.unblock()
     result = entry(request)

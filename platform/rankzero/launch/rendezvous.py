@@ -1,23 +1,27 @@
-"""How the processes of one machine find each other, unreachable for other machines.
+"""How the processes of one machine find each other, out of reach for everybody else.
 
-PyTorch's stores listen on every address of the machine, without a password, and torchrun's
-rendezvous unpickles what it finds in its store: anyone who reaches the port could run code. Only
-jobs of several machines use them, see docs/guarantees.md.
+PyTorch's TCP stores listen without a password, and torchrun's rendezvous unpickles what it finds
+in its store: anyone who reaches the port could run code. Only jobs of several machines use them,
+see docs/guarantees.md. On one machine the launcher's store is its own memory, and the ranks' store
+is a file in a folder that only their user may enter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 from rankzero.ranks import Ranks
 
-_LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACES = ("lo", "lo0")
-_LOCAL_NAMES = ("localhost", _LOOPBACK, "::1")
+_STORE_FOLDER = "RANKZERO_STORE"
 
 
 def handler_of_one_agent(parameters: Any) -> Any:
@@ -29,27 +33,52 @@ def handler_of_one_agent(parameters: Any) -> Any:
     return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
 
 
-def on_loopback(
+@contextlib.contextmanager
+def private_folder() -> Iterator[str]:
+    """Create a folder for the ranks' stores, which only this user may enter; remove it at the end.
+
+    Its name is random. It is on this machine: a store needs locks, which a network disk may lack.
+    """
+    with tempfile.TemporaryDirectory(prefix="rankzero-", ignore_cleanup_errors=True) as folder:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            # systemd-tmpfiles deletes old files in the temporary folder, except below a locked one.
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            yield folder
+        finally:
+            os.close(descriptor)
+
+
+def use_folder(folder: str | None, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let this rank find the others through `folder`, a `private_folder` of their launcher.
+
+    None: the job has several machines.
+    """
+    environ.pop(_STORE_FOLDER, None)
+    if folder is not None:
+        environ[_STORE_FOLDER] = folder
+
+
+def private_store(
     ranks: Ranks, timeout: datetime.timedelta, environ: Mapping[str, str] = os.environ
 ) -> Any:
-    """Return the store of a job on one machine, which rank 0 serves on the loopback interface.
+    """Return the store of this start of a job on one machine, a file in its private folder.
 
-    Return None if the launcher's environment names another machine or a store that it serves
-    itself, as torchrun does. Waits for all ranks. Raises OSError if the port is in use.
+    Return None without such a folder: on several machines, PyTorch opens its own store.
     """
-    if not is_one_machine(ranks, environ):
+    if not is_one_machine(environ):
         return None
-    # PyTorch binds to all addresses. A socket that we bind to the loopback replaces its own.
-    port = int(environ["MASTER_PORT"])
-    listening = _listening(port, ranks.world_size).detach() if ranks.first else None
-    return _distributed().TCPStore(
-        _LOOPBACK,
-        port,
-        ranks.world_size,
-        is_master=ranks.first,
-        timeout=timeout,
-        master_listen_fd=listening,
-    )
+    # A restarted rank must not read the addresses of dead ones.
+    start = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    path = Path(environ[_STORE_FOLDER]) / f"start_{start}"
+    store = _distributed().FileStore(str(path), ranks.world_size)
+    store.set_timeout(timeout)
+    return store
+
+
+def is_one_machine(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether all ranks are on this machine, started by one launcher of ours."""
+    return _STORE_FOLDER in environ
 
 
 def keep_gloo_on_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -60,29 +89,6 @@ def keep_gloo_on_loopback(environ: MutableMapping[str, str] = os.environ) -> Non
     found = [name for _, name in socket.if_nameindex() if name in _LOOPBACK_INTERFACES]
     if found:
         environ.setdefault("GLOO_SOCKET_IFNAME", found[0])
-
-
-def is_one_machine(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether all ranks are on this machine and rank 0 must serve their store."""
-    return (
-        ranks.node_count == 1
-        and environ.get("MASTER_ADDR") in _LOCAL_NAMES
-        and environ.get("MASTER_PORT", "").isdecimal()
-        and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )
-
-
-def _listening(port: int, most: int) -> socket.socket:
-    server = socket.socket()
-    try:
-        # A restarted rank 0 gets the port of the one that died, whose connections linger.
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((_LOOPBACK, port))
-        server.listen(most)
-    except OSError:
-        server.close()
-        raise
-    return server
 
 
 def _distributed() -> Any:

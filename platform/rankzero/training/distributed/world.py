@@ -153,11 +153,11 @@ def join(ranks: Ranks, device: torch.device) -> Iterator[World]:
         yield world
         return
     on_gpu = device.type == "cuda"
-    if rendezvous.is_one_machine(ranks):
+    if rendezvous.is_one_machine():
         rendezvous.keep_gloo_on_loopback()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=rendezvous.on_loopback(ranks, SETUP_TIMEOUT),
+        store=rendezvous.private_store(ranks, SETUP_TIMEOUT),
         rank=ranks.rank,
         world_size=ranks.world_size,
         device_id=device if on_gpu else None,
