@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,10 @@ from torch.utils.data import (
 )
 
 from rankzero.errors import UserError
+from rankzero.run_store import locks
 
+# As long as a rank waits for another that loads its data.
+_PREPARE_SECONDS = 30 * 60.0
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
@@ -40,7 +41,7 @@ def from_hooks(source: Any) -> LoadedData:
     Raises UserError for loaders whose order or number RankZero's loop would not keep.
     """
     # Two processes that prepare at once would download into the same files.
-    with _one_at_a_time(type(source).__qualname__):
+    with one_at_a_time(type(source).__qualname__):
         source.prepare_data()
     source.setup("fit")
     train, val = _loader(source, "train_dataloader"), _loader(source, "val_dataloader")
@@ -84,11 +85,32 @@ def _loader(source: Any, name: str) -> DataLoader[Any]:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(name: str) -> Iterator[None]:
-    """Let one process of this user and machine at a time into the block."""
+def one_at_a_time(
+    name: str, temporary: Path | None = None, seconds: float = _PREPARE_SECONDS
+) -> Iterator[None]:
+    """Let one process of this user and machine at a time into the block.
+
+    `temporary`: the shared temporary folder. Raises UserError after `seconds` of waiting.
+    """
     # The lock is in the temporary folder: the working directory may be read-only, or on a disk
-    # without locks.
-    key = hashlib.sha256(f"{os.getuid()} {Path.cwd()} {name}".encode()).hexdigest()[:16]
-    with (Path(tempfile.gettempdir()) / f"rankzero-{key}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    # without locks. There other users can take any name, so the lock is in a folder of this user.
+    folder = locks.own_temporary_folder(temporary)
+    if folder is None:
+        print(
+            "note: another user has taken your folder's name in the temporary folder, so processes "
+            "of yours may prepare data at the same time: set TMPDIR to a folder of your own",
+            flush=True,
+        )
         yield
+        return
+    key = hashlib.sha256(f"{Path.cwd()} {name}".encode()).hexdigest()[:16]
+    descriptor = locks.open_lock(folder / f"prepare-{key}.lock")
+    try:
+        if not locks.try_lock(descriptor, seconds=seconds):
+            raise UserError(
+                f"another process of yours has been preparing the data of {name} for "
+                f"{seconds / 60:.0f} minutes: wait until it has ended, or stop it"
+            )
+        yield
+    finally:
+        os.close(descriptor)

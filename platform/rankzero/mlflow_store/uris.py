@@ -7,7 +7,6 @@ default, with ``mlflow.db``, ``artifacts/`` and ``runs/<name>/``.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -18,10 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rankzero.errors import UserError
+from rankzero.run_store import locks
 
 DATABASE = "mlflow.db"
 _ARTIFACTS = "artifacts"
 _SETUP = ".setup-"
+_SETUP_SECONDS = 60.0
 _READ_AS_URI = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 # Write-ahead logging needs memory that processes share. Network file systems do not have it.
 _NETWORK_FILE_SYSTEMS = "nfs cifs smb lustre gpfs beegfs ceph afs 9p fuse"
@@ -88,7 +89,7 @@ def prepare_store(tracking_uri: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
         # One process at a time: SQLite fails to set the mode if another has the file open.
-        with _alone(path.parent), contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
+        with _alone(path), contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
             if new and not _on_network(path):
                 # In SQLite's default mode, readers such as MLflow's page block the courier's
                 # commits. The mode is stored in the file.
@@ -110,7 +111,7 @@ def make_tables(tracking_uri: str, make: Callable[[str], object]) -> None:
         return
     # The tables must appear in one step. MLflow's own migrations leave half of them if they are
     # killed or if two processes run them at once, and no later attempt can continue.
-    with _alone(path.parent):
+    with _alone(path):
         if not is_empty(path):
             return
         for left in path.parent.glob(f"{_SETUP}*"):
@@ -165,13 +166,22 @@ def _migration_hint(source: Path, root: Path) -> str:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time into the block. The lock ends with its process."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _alone(database: Path) -> Iterator[None]:
+    """Let one process at a time into the block. The lock ends with its process.
+
+    Raises TrackingError after a minute: setting up a database takes seconds.
+    """
     try:
-        # Some file systems have no locks.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        descriptor = locks.open_lock(database.with_name(f".{database.name}.lock"))
+    except OSError:  # a read-only folder, where nothing is set up
+        yield
+        return
+    try:
+        if not locks.try_lock(descriptor, seconds=_SETUP_SECONDS):
+            raise TrackingError(
+                f"another process has been setting up {database} for {_SETUP_SECONDS:.0f} s: stop "
+                "it, or choose another folder with --dir"
+            )
         yield
     finally:
         os.close(descriptor)

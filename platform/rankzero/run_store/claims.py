@@ -1,13 +1,13 @@
 """Claims and locks on a run's folder.
 
-    recorder.json   claim: which attempt is the latest, and which process writes its journal.
-                    Its recorder holds a flock on this file, which shows that it lives.
+    recorder.json   claim: which attempt is the latest, and which process writes its journal
+    recorder-….live flock: the claim's recorder holds it, which shows that it lives
     recorder.lock   flock: which process delivers the node's journals (a courier, `rankzero sync`)
     launcher.lock   flock: which command launches the run's processes
-    the folder      flock for moments: a claim and the end of the attempt before exclude each other
+    attempt.lock    flock for moments: a claim and the end of the attempt before exclude each other
 
 A flock ends with the processes that hold it, however they die. Nodes other than 0 have their own
-files, ``recorder-node_<i>.json`` and ``.lock``.
+files, ``recorder-node_<i>.json`` and so on. Who may only read the folder can hold none of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.locks import open_lock, try_lock
 
 # A recorder that gets no processor time must not hold up the start of a training for longer.
 EXCLUSIVE_SECONDS = 0.2
@@ -71,6 +72,10 @@ def _claim(folder: RunFolder, node: int) -> Claim:
         time.time(),
         events,
     )
+    # An older recorder keeps its lock on a file that nobody looks at any more.
+    for left in folder.path.glob(f"{_claim_path(folder, node).stem}-{'?' * 16}.live"):
+        left.unlink(missing_ok=True)
+    os.close(open_lock(_live_path(folder, node, mine.token)))
     temporary = folder.path / f".recorder-{mine.token}"
     temporary.write_text(json.dumps(dataclasses.asdict(mine)), encoding="utf-8")
     # It is not synced to the disk, because after a crash of the machine no process needs it.
@@ -143,8 +148,8 @@ def acquire(folder: RunFolder, node: int) -> int | None:
     The lock ends when every process that inherited the descriptor has closed it or died.
     """
     name = "recorder.lock" if node == 0 else f"recorder-node_{node}.lock"
-    descriptor = os.open(folder.path / name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
-    if _try_lock(descriptor):
+    descriptor = open_lock(folder.path / name)
+    if try_lock(descriptor):
         return descriptor
     os.close(descriptor)
     return None
@@ -175,23 +180,28 @@ def announce_recorder(folder: RunFolder, node: int, token: str) -> int | None:
     another process looks at this moment; then try again.
     """
     try:
-        descriptor = os.open(_claim_path(folder, node), os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(_live_path(folder, node, token), os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return None
-    # A newer claim replaces the file, and then this lock is on a file that nobody looks at.
     found = latest(folder, node)
-    if _try_lock(descriptor) and found is not None and found.token == token:
+    if try_lock(descriptor) and found is not None and found.token == token:
         return descriptor
     os.close(descriptor)
     return None
 
 
 def has_live_recorder(folder: RunFolder, node: int = 0) -> bool:
-    """Return whether the recorder of the latest claim lives. Several processes may ask at once."""
+    """Return whether the recorder of the latest claim lives. Several processes may ask at once.
+
+    False for a user who may not write the run.
+    """
+    found = latest(folder, node)
+    if found is None:
+        return False
     with contextlib.suppress(OSError):
-        descriptor = os.open(_claim_path(folder, node), os.O_RDONLY)
+        descriptor = os.open(_live_path(folder, node, found.token), os.O_RDWR | os.O_NOFOLLOW)
         try:
-            return not _try_lock(descriptor, fcntl.LOCK_SH)
+            return not try_lock(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
     return False
@@ -200,11 +210,9 @@ def has_live_recorder(folder: RunFolder, node: int = 0) -> bool:
 @contextlib.contextmanager
 def launching(folder: RunFolder, kind: int) -> Iterator[bool]:
     """Hold the lock for launching the run, a flock of that `kind`; yield whether it is held."""
-    descriptor = os.open(
-        folder.path / "launcher.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666
-    )
+    descriptor = open_lock(folder.path / "launcher.lock")
     try:
-        yield _try_lock(descriptor, kind)
+        yield try_lock(descriptor, kind)
     finally:
         os.close(descriptor)
 
@@ -215,26 +223,17 @@ def exclusive_end(folder: RunFolder) -> Iterator[None]:
 
     Waits only a moment, then continues without the lock.
     """
-    descriptor = os.open(folder.path, os.O_RDONLY)
+    descriptor = open_lock(folder.path / "attempt.lock")
     try:
-        deadline = time.monotonic() + EXCLUSIVE_SECONDS
-        while not _try_lock(descriptor) and time.monotonic() < deadline:
-            time.sleep(0.002)
+        try_lock(descriptor, seconds=EXCLUSIVE_SECONDS)
         yield
     finally:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # A file system without locks. Then a second delivery is possible, and harmless.
-        return True
-    return True
-
-
 def _claim_path(folder: RunFolder, node: int) -> Path:
     return folder.path / ("recorder.json" if node == 0 else f"recorder-node_{node}.json")
+
+
+def _live_path(folder: RunFolder, node: int, token: str) -> Path:
+    return folder.path / f"{_claim_path(folder, node).stem}-{token}.live"
