@@ -1,4 +1,4 @@
-"""Strategies through the command: tracked, stopped, pruned and resumed, with unchanged losses."""
+"""Strategies through the command: tracked, stopped twice and resumed, with unchanged losses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def undisturbed(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strategy_stopped_pruned_and_resumed_has_the_losses_of_one_process(
+def test_strategy_stopped_twice_and_resumed_has_the_losses_of_one_process(
     rankzero: Command, undisturbed: dict[int, float], strategy: str
 ) -> None:
     how = ("--nproc", 2, "--run-name", "run", f"train.strategy={strategy}")
@@ -57,10 +57,12 @@ def test_strategy_stopped_pruned_and_resumed_has_the_losses_of_one_process(
     assert reached < STEPS
     process = rankzero.start("resume", "run", "--offline")
     rankzero.wait_for_step(reached + 4)
-    process.send_signal(signal.SIGUSR2)  # as a search asks a trial's launcher
+    process.send_signal(signal.SIGUSR2)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
-    assert last_end(run).status == "KILLED" and last_end(run).reason.startswith("pruned")
+    assert last_end(run).status == "KILLED" and last_end(run).reason.startswith(
+        "stopped by SIGUSR2"
+    )
 
     code, output = rankzero("resume", "run")  # delivers all three attempts
     assert code == 0, output

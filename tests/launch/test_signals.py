@@ -71,12 +71,12 @@ def test_stopped_workers_are_not_started_again_for_another_machine(agent: Agent)
     assert len(agent.workers) == 1
 
 
-@pytest.mark.parametrize(("second_ends", "gets"), [(True, "SIGQUIT"), (False, "SIGTERM")])
+@pytest.mark.parametrize(("of_trial", "gets"), [(False, "SIGQUIT"), (True, "SIGTERM")])
 def test_second_signal_ends_workers_unless_only_sigquit_does(
-    agent: Agent, second_ends: bool, gets: str
+    agent: Agent, of_trial: bool, gets: str
 ) -> None:
     with (
-        SignalForwarder(second_ends=second_ends) as signals,
+        SignalForwarder(of_trial=of_trial) as signals,
         signals.to_workers() as workers,
     ):
         agent.start(workers)
@@ -84,6 +84,14 @@ def test_second_signal_ends_workers_unless_only_sigquit_does(
         assert agent.printed() == "SIGTERM"
         os.kill(os.getpid(), signal.SIGTERM)
         assert agent.printed() == gets
+
+
+@pytest.mark.parametrize(("of_trial", "stops"), [(False, True), (True, False)])
+def test_sigusr2_asks_to_stop_unless_a_search_prunes_by_it(of_trial: bool, stops: bool) -> None:
+    with SignalForwarder(of_trial=of_trial) as signals, signals.to_workers() as workers:
+        workers.starting()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert workers.is_stopped == stops and (signal.SIGUSR2 in signals.received) == stops
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +24,7 @@ from rankzero.training.stop import (
     StopCode,
     StopPoll,
     StopRequest,
+    handle_signals,
     most_urgent,
     next_interval,
 )
@@ -132,7 +136,7 @@ def test_the_most_urgent_ranks_request_counts() -> None:
 
 
 def test_every_stop_code_but_none_has_a_reason() -> None:
-    assert [bool(code.reason) for code in StopCode] == [False, *[True] * 6]
+    assert [bool(code.reason) for code in StopCode] == [False, *[True] * 7]
 
 
 def slow_to_evaluate(**changes: Any) -> Experiment:
@@ -228,3 +232,32 @@ def test_a_step_after_a_repeated_evaluation_is_compiled_for_one_batch_size(
 
 def evaluations(events: list[Any]) -> dict[int, dict[str, float]]:
     return {event.step: dict(event.metrics) for event in events if isinstance(event, Evaluated)}
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Give this process its signal handlers back at the end."""
+    numbers = [
+        signal.Signals[f"SIG{name}"] for name in ("TERM", "INT", "HUP", "USR1", "USR2", "QUIT")
+    ]
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_sigusr2_prunes_only_what_a_search_wants_to_prune(tmp_path: Path) -> None:
+    """submitit and Slurm send SIGUSR2 before they take the machine away."""
+    plain, trial = StopRequest(), StopRequest()
+    handle_signals(plain)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert plain.code == StopCode.SIGUSR2 and plain.code.reason == "stopped by SIGUSR2"
+    handle_signals(trial, tmp_path / "pruned.txt")
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert trial.code == StopCode.SIGUSR2
+
+    (tmp_path / "pruned.txt").write_text("worse than the others")
+    handle_signals(trial := StopRequest(), tmp_path / "pruned.txt")
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert trial.code == StopCode.PRUNED

@@ -25,7 +25,8 @@ def command() -> NoReturn:
     code = main()
     # With PyTorch imported the interpreter takes a third of a second to shut down. A SIGUSR1 in
     # that time would kill a finished command.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    ignored = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+    for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 

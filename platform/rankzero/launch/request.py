@@ -40,6 +40,8 @@ class JobRequest:
     """Whether rank 0 must find a checkpoint to continue from."""
     offline: bool = False
     """Whether the run is only recorded, and delivered to MLflow later."""
+    is_trial: bool = False
+    """Whether a search launched the run, which may prune it."""
 
 
 def request_for(
@@ -49,6 +51,7 @@ def request_for(
     *,
     resumes: bool = False,
     offline: bool = False,
+    is_trial: bool = False,
 ) -> JobRequest:
     """Return the request to train `experiment` into `folder`; delete its old failure files."""
     for path in folder.failures.glob("rank_*.json"):
@@ -62,6 +65,7 @@ def request_for(
         failures=str(folder.failures),
         resumes=resumes,
         offline=offline,
+        is_trial=is_trial,
     )
 
 

@@ -26,11 +26,10 @@ _FORWARDED = {
     signal.SIGINT: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGUSR2: signal.SIGUSR2,
 }
 """Signals that ask to stop, and what the workers get."""
-_TRANSLATED = {signal.SIGUSR2: signal.SIGUSR2, signal.SIGQUIT: signal.SIGKILL}
-"""Signals that steer the workers: prune the run, kill it."""
-_BLOCKED = frozenset({*_FORWARDED, *_TRANSLATED})
+_BLOCKED = frozenset({*_FORWARDED, signal.SIGQUIT})
 """Signals that wait until a new worker has handlers."""
 _UNBLOCKS = "unblocks_signals"
 Entry = TypeVar("Entry", bound=Callable[..., Any])
@@ -59,9 +58,12 @@ class SignalForwarder:
     Main thread only.
     """
 
-    def __init__(self, *, second_ends: bool = True) -> None:
-        """`second_ends`: a second signal ends the workers at once. False: only SIGQUIT does."""
-        self._second_ends = second_ends
+    def __init__(self, *, of_trial: bool = False) -> None:
+        """`of_trial`: a search sends the signals. SIGUSR2 prunes, and only SIGQUIT ends at once.
+
+        Otherwise SIGUSR2 asks to stop, and a second signal ends the workers at once.
+        """
+        self._of_trial = of_trial
         self.received: list[signal.Signals] = []
         """Signals that asked to stop."""
         self._workers: _Workers | None = None
@@ -92,14 +94,15 @@ class SignalForwarder:
 
     def _handle(self, received: int, _frame: FrameType | None) -> None:
         number = signal.Signals(received)
-        if number in _FORWARDED:
+        steers = number == signal.SIGQUIT or (self._of_trial and number == signal.SIGUSR2)
+        if not steers:
             self.received.append(number)
         if self._workers is None:
             return
-        if number in _TRANSLATED:
-            self._workers.send(_TRANSLATED[number])
+        if steers:
+            self._workers.send(signal.SIGKILL if number == signal.SIGQUIT else number)
         else:
-            ends = self._second_ends and len(self.received) > 1
+            ends = not self._of_trial and len(self.received) > 1
             self._workers.stop(number, signal.SIGQUIT if ends else _FORWARDED[number])
 
 

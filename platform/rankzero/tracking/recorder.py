@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # The training process imports this module, so `main` imports what only the recorder needs.
 
 SOURCE_ROOT = str(Path(__file__).parents[2])
+_IGNORED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
@@ -135,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--offline", action="store_true")
     options = parser.parse_args(arguments)
     # They are meant for the training, and the recorder is there to record how that ends.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     log_without_secrets()
     folder = RunFolder(options.folder)

@@ -10,6 +10,7 @@ import enum
 import signal
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -34,6 +35,7 @@ class StopCode(enum.IntEnum):
     PRUNED = 4
     SIGUSR1 = 5
     LAUNCHER_DIED = 6
+    SIGUSR2 = 7
 
     @property
     def reason(self) -> str:
@@ -53,13 +55,14 @@ _REASONS = {
     StopCode.PRUNED: "pruned",
     StopCode.SIGUSR1: "stopped by SIGUSR1",
     StopCode.LAUNCHER_DIED: "stopped because the launching process died",
+    StopCode.SIGUSR2: "stopped by SIGUSR2",
 }
 _CODE_OF_SIGNAL = {
     signal.SIGTERM: StopCode.SIGTERM,
     signal.SIGINT: StopCode.CTRL_C,
     signal.SIGHUP: StopCode.SIGTERM,
     signal.SIGUSR1: StopCode.SIGUSR1,
-    signal.SIGUSR2: StopCode.PRUNED,
+    signal.SIGUSR2: StopCode.SIGUSR2,
 }
 
 
@@ -157,16 +160,22 @@ class StopPoll:
             raise EvaluationInterrupted(most_urgent(map(int, codes)))
 
 
-def handle_signals(stop: StopRequest) -> None:
+def handle_signals(stop: StopRequest, pruned: Path | None = None) -> None:
     """Let stop signals set `stop`, and let SIGQUIT raise KeyboardInterrupt. Main thread only.
 
+    `pruned`: of a trial, the file that its search writes before it prunes it by SIGUSR2.
     A signal that came earlier, while the launcher held signals back, arrives now.
     """
+
+    def handle(received: int, _frame: FrameType | None) -> None:
+        code = _CODE_OF_SIGNAL[signal.Signals(received)]
+        # Schedulers send SIGUSR2, too, before they take the machine away.
+        if code == StopCode.SIGUSR2 and pruned is not None and pruned.exists():
+            code = StopCode.PRUNED
+        stop.request(code)
+
     for number in signals.handled_signals(_CODE_OF_SIGNAL):
-        signal.signal(
-            number,
-            lambda received, _frame: stop.request(_CODE_OF_SIGNAL[signal.Signals(received)]),
-        )
+        signal.signal(number, handle)
     signal.signal(signal.SIGQUIT, _raise_interrupt)
     signals.unblock()
 

@@ -105,7 +105,7 @@ def _main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
     if share.cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, share.cores)
     # Between trials there is nothing to stop. A trial's launch sets handlers of its own.
-    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT):
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     # A launch handles no SIGHUP or SIGINT that is ignored here, so these get an empty handler.
     for number in handled_signals([signal.SIGHUP, signal.SIGINT]):
@@ -134,7 +134,7 @@ def _launch(entry: Callable[[Any], str], topology: agent.Topology, request: Any,
         try:
             # Ctrl-C reaches this process twice, from the terminal and from the search. That is one
             # request. To end a trial at once, the search sends SIGQUIT.
-            with SignalForwarder(second_ends=False) as signals:
+            with SignalForwarder(of_trial=True) as signals:
                 result = agent.run(topology, entry, request, logs, signals)
         except Exception as error:
             # The run's journal has the reason. The message of torchrun goes into its log.

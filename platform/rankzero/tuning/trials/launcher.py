@@ -106,7 +106,7 @@ class TrainLauncher:
         write_config(folder, experiment)
         # The study's courier delivers the runs that are listed here.
         self._study.add_child(name)
-        request = request_for(folder, experiment, self._environment)
+        request = request_for(folder, experiment, self._environment, is_trial=True)
         self._host.run(train, self._topology, request, folder.path / "logs")
         return _LaunchedTrial(folder, self._host)
 
@@ -135,7 +135,7 @@ class _LaunchedTrial:
         return None if first is None else first.kind
 
     def prune(self, reason: str) -> None:
-        # Written first: the ranks read the reason when they get the signal.
+        # Written first: without the file, the signal asks the ranks to stop, as for any run.
         self._folder.pruned.write_text(reason, encoding="utf-8")
         self._host.signal(signal.SIGUSR2)
 
