@@ -304,6 +304,27 @@ def test_named_tuples_in_a_state_are_saved_as_plain_values() -> None:
     assert torch.equal(restore.load(path)["at"][0], torch.ones(2))
 
 
+def test_checkpoint_that_could_not_be_loaded_again_is_refused_with_its_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    odd: list[Any] = [
+        {"scores": [1.0, np.float64(2.0)]},
+        {"path": Path("weights.pt")},
+        {"at": {np.int64(3): 1}},
+        {"change": lambda: None},
+    ]
+    with unrecorded() as run:
+        for step, state in enumerate(odd, 1):
+            run.checkpoint({"optimizer": state}, step=step)
+        run.checkpoint({"dtype": torch.bfloat16, "size": (1, 2), "name": "x"}, step=9)
+    assert run.folder is not None
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_00000009"]
+    restore.load(run.folder / "checkpoints/step_00000009")
+    printed = capsys.readouterr().out
+    for key in ("scores.1 is a numpy.float64", "path is a pathlib", "at.3 is a numpy", "change is"):
+        assert f"optimizer.{key}" in printed
+
+
 def test_second_process_cannot_write_the_same_run() -> None:
     """The second process changes nothing. After the first, the run can be continued."""
     with subprocess.Popen(

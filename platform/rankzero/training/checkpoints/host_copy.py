@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rankzero.errors import UserError
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +42,10 @@ class HostCopier:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
 
     def copy(self, state: Any) -> PendingCopy:
-        """Return `state` with every tensor copied. The copy is valid until the next call."""
+        """Return `state` with every tensor copied. The copy is valid until the next call.
+
+        Raises UserError for a value that could not be loaded again.
+        """
         gpus: set[torch.device] = set()
 
         def copy_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
@@ -71,9 +79,28 @@ def _map_tensors(
     if isinstance(value, Tensor):
         return change(value, path)
     if isinstance(value, dict):
+        for key in value:
+            _require_loadable(key, (*path, key))
         return {key: _map_tensors(item, change, (*path, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         items = [_map_tensors(item, change, (*path, index)) for index, item in enumerate(value)]
         # A named tuple becomes a plain one, because weights_only loading refuses its class.
         return items if isinstance(value, list) else tuple(items)
+    _require_loadable(value, path)
     return value
+
+
+def _require_loadable(value: Any, path: tuple[Any, ...]) -> None:
+    """Raise UserError if weights_only loading would refuse a checkpoint because of this value."""
+    if type(value) in _PLAIN:
+        return
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)
+        torch.load(io.BytesIO(content.getbuffer()), weights_only=True)
+    except Exception as error:  # pickling runs the value's own code
+        key = ".".join(map(str, path))
+        raise UserError(
+            f"{key} is a {type(value).__module__}.{type(value).__qualname__}, which could not be "
+            "loaded again: make it a tensor, a number, a text, or a list or dict of them"
+        ) from error

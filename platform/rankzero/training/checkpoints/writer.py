@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rankzero.errors import UserError
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
 from rankzero.experiment import Goal
 from rankzero.run_store import checkpoint_files, disk
@@ -64,13 +65,24 @@ class Checkpoints:
     def save(
         self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], best: bool
     ) -> list[Event]:
-        """Copy `state`, start writing it, and return the events of the checkpoint before."""
+        """Copy `state`, start writing it, and return the events of the checkpoint before.
+
+        A state with a value that could not be loaded again is not written.
+        """
         start = time.perf_counter()
         events = self.finish()
         self._flush_journal()
-        copy = self._copier.copy(dict(state))
+        self._error = None
+        try:
+            copy = self._copier.copy(dict(state))
+        except UserError as error:
+            # As a write that failed, it is reported by `finish`, and the training continues.
+            self._last = PendingCopy({}, []), step, dict(metrics), best
+            self._pending = Future()
+            self._pending.set_exception(error)
+            return events
         # The training may change the state now: the copy is done, or ahead of it in the stream.
-        self._last, self._error = (copy, step, dict(metrics), best), None
+        self._last = copy, step, dict(metrics), best
         self._pending = self._writer.submit(self._write, *self._last)
         self.blocked_seconds += time.perf_counter() - start
         return events
