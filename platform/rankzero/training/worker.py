@@ -33,7 +33,7 @@ from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.data import digest
 from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import check_same_lengths, make_batch_order
-from rankzero.training.distributed import device
+from rankzero.training.distributed import device, torch_compat
 from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog
 from rankzero.training.distributed.world import World, join
 from rankzero.training.job import State, TrainingContext
@@ -59,7 +59,8 @@ def main(request: JobRequest) -> str:
     failures.forget(Path(request.failures), ranks.rank)
     stop = StopRequest()
     try:
-        handle_signals(stop)
+        trial = RunFolder(Path(request.runs) / request.identity.name) if request.is_trial else None
+        handle_signals(stop, trial.pruned if trial else None)
         end_with_launcher(stop)
         with contextlib.ExitStack() as watched, join(ranks, device.choose(ranks)) as world:
             stop.is_training = True
@@ -148,6 +149,7 @@ def build(
     if train.deterministic:
         rng.be_deterministic()
     device.set_threads(world.ranks)
+    torch_compat.keep_compiled_code_private()
     amp = precision.set_up(train.precision, world.device)
     rng.seed_all(train.seed)
     train_set, val_set = data or load_data_sets(experiment)

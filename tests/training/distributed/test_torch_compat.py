@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import inspect
+import pickle
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import zero_redundancy_optimizer
 
 from rankzero.training.distributed import torch_compat
+from rankzero.training.distributed.torch_compat import no_foreign_objects
 
 
 @pytest.fixture
@@ -51,3 +55,34 @@ def test_only_gloo_and_distributed_errors_are_lost_connections() -> None:
     assert torch_compat.is_lost_connection(RuntimeError(peer))
     assert not torch_compat.is_lost_connection(RuntimeError("shape mismatch"))
     assert not torch_compat.is_lost_connection(OSError("gloo"))
+
+
+@pytest.mark.usefixtures("group")
+def test_objects_of_other_ranks_run_no_code() -> None:
+    found: list[object] = [None]
+    dist.all_gather_object(found, print)  # PyTorch's own unpickler takes any function
+    assert found == [print]
+    with no_foreign_objects(), pytest.raises(pickle.UnpicklingError, match=r"builtins\.print"):
+        dist.all_gather_object(found, print)
+    dist.all_gather_object(found, print)  # a user's own collectives are as before
+
+
+@pytest.mark.usefixtures("group")
+def test_shapes_pass_between_the_stages_of_a_pipeline() -> None:
+    found: list[object] = [None]
+    shape = {
+        "shape": torch.Size([2]),
+        "dtype": torch.bfloat16,
+        "of": [torch.empty(2, device="meta")],
+    }
+    with no_foreign_objects():
+        dist.all_gather_object(found, shape)
+    assert str(found) == str([shape])
+
+
+def test_the_function_by_which_zero_gathers_its_state_is_replaced() -> None:
+    before = zero_redundancy_optimizer._broadcast_object
+    with no_foreign_objects():
+        assert zero_redundancy_optimizer._broadcast_object is torch_compat._broadcast_object
+    assert zero_redundancy_optimizer._broadcast_object is before
+    assert list(inspect.signature(before).parameters) == ["obj", "src_rank", "group", "device"]

@@ -6,10 +6,32 @@ gone.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
+import io
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.optim import zero_redundancy_optimizer
+
+from rankzero.run_store import locks
+
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_PIPELINING = "torch.distributed.pipelining._utils"
+# The names below rebuild a tensor without content, by which older versions send a shape.
+_OBJECT_NAMES = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"),
+    ("torch.serialization", "_get_layout"),
+}
+_OBJECT_MODULES = {_PIPELINING, *(module for module, _ in _OBJECT_NAMES)}
 
 
 def default_store() -> Any:
@@ -32,6 +54,62 @@ def set_timeout(timeout: datetime.timedelta) -> None:
     distributed: Any = dist.distributed_c10d
     change = getattr(distributed, "set_timeout", None) or distributed._set_pg_timeout
     change(timeout)
+
+
+@contextlib.contextmanager
+def no_foreign_objects() -> Iterator[None]:
+    """Let PyTorch's own parts accept only plain values and tensors from other ranks.
+
+    They unpickle what arrives, and gloo does not check who sent it: another user of the machine
+    could run code in this process.
+    """
+    distributed: Any = dist.distributed_c10d
+    zero: Any = zero_redundancy_optimizer
+    before = distributed._unpickler, zero._broadcast_object
+    distributed._unpickler, zero._broadcast_object = _Unpickler, _broadcast_object
+    try:
+        yield
+    finally:
+        distributed._unpickler, zero._broadcast_object = before
+
+
+def _broadcast_object(obj: Any, src_rank: int, group: Any, device: torch.device) -> Any:
+    """Do what PyTorch's function of this name does, but load no other objects."""
+    content = io.BytesIO()
+    if dist.get_rank() == src_rank:
+        torch.save(obj, content)
+    length = torch.tensor([content.tell()], device=device)
+    dist.broadcast(length, src_rank, group)
+    sent = torch.empty(int(length), dtype=torch.uint8, device=device)
+    if dist.get_rank() == src_rank:
+        sent.copy_(torch.frombuffer(content.getbuffer(), dtype=torch.uint8))
+    dist.broadcast(sent, src_rank, group)
+    if dist.get_rank() == src_rank:
+        return obj
+    received = io.BytesIO(sent.cpu().numpy().tobytes())
+    return torch.load(received, map_location=device, weights_only=True)
+
+
+class _Unpickler(pickle.Unpickler):  # noqa: S301 — this class is the restriction
+    """Loads plain values, and the shapes that the stages of a pipeline send each other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module in _OBJECT_MODULES else None
+        is_metadata = dataclasses.is_dataclass(found) and module == _PIPELINING
+        if is_metadata or isinstance(found, torch.dtype) or (module, name) in _OBJECT_NAMES:
+            return found
+        raise pickle.UnpicklingError(f"another rank sent a {module}.{name}, which is refused")
+
+
+def keep_compiled_code_private(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch.compile keep its code where no other user can write, unless the user chose a place.
+
+    By default it loads code from a folder in the shared temporary folder, under a name that anyone
+    can guess, and does not check whose folder that is.
+    """
+    if _COMPILED not in environ:
+        own = locks.own_temporary_folder()
+        environ[_COMPILED] = str(own / "torchinductor" if own else tempfile.mkdtemp())
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ its input and leaves. The last rank runs it with a module that returns the pipel
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from rankzero.experiment import Train
 from rankzero.training.data.batch import rows_of, samples_in
+from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import TRAINING_TIMEOUT, World
 from rankzero.training.metrics.window import check_metrics
 from rankzero.training.strategies import parameter_names
@@ -122,9 +124,8 @@ class Pipeline:
             get_model_state_dict(self.model),
             get_optimizer_state_dict(self.model, self.optimizer),
         )
-        found: list[Any] | None = [None] * self._world.size if self._world.ranks.first else None
-        dist.gather_object(parameter_names.on_host(mine), found, group=self._host_group)
-        if found is None:
+        found = self._gathered(parameter_names.on_host(mine))
+        if not self._world.ranks.first:
             return {}
         weights = {name: value for model, _ in found for name, value in model.items()}
         optimizer = parameter_names.joined([optimizer for _, optimizer in found])
@@ -141,10 +142,32 @@ class Pipeline:
     def without_communication(self) -> Strategy | None:
         return None
 
+    def _gathered(self, mine: Any) -> list[Any]:
+        """Return every rank's content on rank 0, and nothing on the others. Collective.
+
+        Unlike `dist.gather_object`, it unpickles only tensors and plain values.
+        """
+        if not self._world.ranks.first:
+            content = io.BytesIO()
+            torch.save(mine, content)
+            sent = torch.frombuffer(content.getbuffer(), dtype=torch.uint8)
+            dist.send(torch.tensor([len(sent)]), 0, group=self._host_group)
+            dist.send(sent, 0, group=self._host_group)
+            return []
+        found = [mine]
+        for rank in range(1, self._world.size):
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.recv(length, rank, group=self._host_group)
+            received = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(received, rank, group=self._host_group)
+            found.append(torch.load(io.BytesIO(received.numpy().tobytes()), weights_only=True))
+        return found
+
     def _run(self, how: MicroBatchStep, batch: Any, schedule: Any) -> Any:
         """Send a batch through the stages, and return the output on the last rank."""
         self._how, self._batch, self._measured = how, batch, []
-        with how.autocast:
+        # In the first step, the stages send each other the shapes of their outputs, as objects.
+        with how.autocast, torch_compat.no_foreign_objects():
             if self._stage.is_first:
                 return schedule(input_of(how.measure, batch, self.model.training))
             if self._stage.is_last:

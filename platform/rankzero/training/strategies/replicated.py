@@ -24,6 +24,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.training import optimizers
+from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies import parameter_names
 from rankzero.training.strategies.base import Metrics, MicroBatchStep, Shard, Strategy, checksum
@@ -64,7 +65,8 @@ class Replicated:
 
     def state(self) -> dict[str, Any]:
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
-            self.optimizer.consolidate_state_dict(to=0)
+            with torch_compat.no_foreign_objects():
+                self.optimizer.consolidate_state_dict(to=0)
             if not self.world.ranks.first:
                 return {}
             if self.world.device.type == "cuda":
