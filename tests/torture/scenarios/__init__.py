@@ -11,6 +11,7 @@ from torture.scenarios import (
     processes,
     ranks,
     search,
+    second_user,
     server,
     signals,
     telemetry,
@@ -53,5 +54,6 @@ SCENARIOS: dict[str, Scenario] = {
     "crowd": crowds.crowd,
     "killed search": search.killed_search,
     "shared study": search.shared_study,
+    "second user": second_user.second_user,
     "GPU telemetry": telemetry.gpu_telemetry,
 }
