@@ -1,6 +1,6 @@
 """Locks that no other user can hold, and folders that no other user can write.
 
-A flock needs only an open file. So whoever may read a lock's file can hold it for ever.
+A flock needs only an open file. So any user who may read the file of a lock can hold it for ever.
 """
 
 from __future__ import annotations
