@@ -49,11 +49,11 @@ def test_an_unexpected_error_costs_one_event_and_is_noticed(
 def test_an_interrupt_is_no_failure_of_the_journal(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
 
-    class Interrupted(Journal):
-        def _append(self, event: Any) -> None:
-            raise KeyboardInterrupt
+    def interrupted(descriptor: int, data: Any) -> int:
+        data.clear()
+        raise KeyboardInterrupt
 
-    log = RunLog(folder, Interrupted(folder.events), 1, None)
+    log = RunLog(folder, Journal(folder.events, write=interrupted), 1, None)
     with pytest.raises(KeyboardInterrupt):
         log(ended())
     log.close()

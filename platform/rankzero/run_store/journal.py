@@ -72,7 +72,17 @@ class Journal:
 
     def __call__(self, event: Event) -> None:
         try:
-            self._append(event)
+            if len(self._waiting) > self._most_waiting and not isinstance(event, _NEVER_LOST):
+                self.flush()
+                if len(self._waiting) > self._most_waiting:
+                    self.lost += 1
+                    self._uncounted += 1
+                    return
+            self._waiting += encode_line(event)
+            if self._is_due(event):
+                self.flush()
+            if isinstance(event, _SYNCED):
+                self.sync()
         except Exception as error:
             # One odd value must not end the journal, and the journal must not end the training.
             self.problems.append(
@@ -107,19 +117,6 @@ class Journal:
                 self.sync()
         finally:
             os.close(self._descriptor)
-
-    def _append(self, event: Event) -> None:
-        if len(self._waiting) > self._most_waiting and not isinstance(event, _NEVER_LOST):
-            self.flush()
-            if len(self._waiting) > self._most_waiting:
-                self.lost += 1
-                self._uncounted += 1
-                return
-        self._waiting += encode_line(event)
-        if self._is_due(event):
-            self.flush()
-        if isinstance(event, _SYNCED):
-            self.sync()
 
     def _confirm(self, sync: Callable[[], None]) -> None:
         try:

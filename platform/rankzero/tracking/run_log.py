@@ -114,6 +114,8 @@ class RunLog:
                 self._journal.close(self.patience_seconds)
             except OSError as error:
                 _print(f"the end of the journal could not be written: {error}")
+            for problem in self._journal.problems:
+                _print(problem)
         if self._recorder is not None:
             self._recorder.close()
 
