@@ -184,12 +184,9 @@ def write(
     try:
         temporary.mkdir()
         save_state(temporary / STATE)
-        sync(temporary / STATE)
         files = {STATE: _size_and_checksum(temporary / STATE)}
         manifest = Manifest(step, metrics, best, files, world_size)
         (temporary / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-        sync(temporary / MANIFEST)
-        sync(temporary)
         replace(temporary, target, sync)
     except BaseException:
         # The system may have dropped what it could not write. So nothing of it is used again, and
@@ -206,10 +203,12 @@ def temporary_folder(target: Path) -> Path:
 
 
 def replace(temporary: Path, target: Path, sync: Callable[[Path], None] = disk.sync) -> None:
-    """Move a finished folder to its final name. Whenever this is killed, a checkpoint is there.
+    """Sync a finished folder, and move it to its final name. Raises OSError.
 
-    Raises OSError.
+    Whenever this is killed, a checkpoint is there.
     """
+    for path in (*sorted(temporary.iterdir()), temporary):
+        sync(path)
     if not target.exists():
         temporary.rename(target)
         sync(target.parent)

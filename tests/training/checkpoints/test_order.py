@@ -97,7 +97,7 @@ def test_the_disk_has_the_steps_before_the_name_of_their_checkpoint(tmp_path: Pa
     checkpoints.close()
     new = ".tmp-step_00000005"
     run = folder.path.name
-    assert slow.order == ["events.jsonl", run, "state.pt", "manifest.json", new, "checkpoints"]
+    assert slow.order == ["events.jsonl", run, "manifest.json", "state.pt", new, "checkpoints"]
     assert names == [[], [], [], [], ["step_00000005"]], "the name comes after the content"
 
 
