@@ -36,6 +36,7 @@ from harness import HERE, environment, rankzero, run, save
 
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.confidence import student_t
+from rankzero.errors import RESUMABLE
 from rankzero.events import CheckpointSaved, Evaluated, RunEnded, StepsLogged
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import DATABASE
@@ -49,7 +50,7 @@ from torture.servers import Server
 NAME = "soak"
 SAMPLE_SECONDS, PARTS = 10.0, 10
 # Every five minutes of an hour, and closer together in a shorter run.
-RESTARTS = 12
+RESTARTS, LEAST_SECONDS = 12, 60.0
 # Steps from one checkpoint to the next: 240 in an hour at 400 steps a second.
 SAVE_EVERY = 6000
 # Until memory no longer grows for reasons that end: imports, caches, the first checkpoints.
@@ -141,7 +142,7 @@ class Watch:
 def train(folder: Path, server: Server, minutes: float) -> tuple[RunFolder, Watch, int]:
     """Train for so long, and restart the server meanwhile. Return the run and the restarts."""
     run_folder = RunFolder(folder / "mlruns" / "runs" / NAME)
-    restart_seconds = 60 * minutes / RESTARTS
+    restart_seconds = max(60 * minutes / RESTARTS, LEAST_SECONDS)
     words = (
         *("train", f"{HERE}/workloads.py:Mlp", "--run-name", NAME, "--nproc", 2),
         *("--tracking-uri", server.uri, f"train.limits.max_minutes={minutes}"),
@@ -164,7 +165,8 @@ def train(folder: Path, server: Server, minutes: float) -> tuple[RunFolder, Watc
             server.kill()
             server.start()
             restarts, restarted = restarts + 1, time.monotonic()
-    if command.returncode != 0:
+    # The limit on its minutes stops it as a signal does.
+    if command.returncode != RESUMABLE:
         printed = (folder / "output.txt").read_text()
         raise SystemExit(f"the run ended with {command.returncode}: {printed[-2000:]}")
     return run_folder, watch, restarts

@@ -8,13 +8,13 @@ import itertools
 import time
 from collections import Counter
 
-from rankzero.catalog.lookup import folders, last_end
+from rankzero.catalog.lookup import folders, last_end, mlflow_id
 from rankzero.tuning import next_trial
 from rankzero.tuning.options import default_storage
 from rankzero.tuning.study import Study, find_study
 from rankzero.tuning.trial import Trial
 from support.stores import list_runs
-from torture import promises
+from torture import curves, promises
 from torture.ground import Broken, Command, Ground, wait_for
 from torture.promises import Curves
 from torture.scenarios.training import TINY
@@ -139,6 +139,7 @@ def _study_is_whole(ground: Ground, study: Study, wanted: int) -> None:
             f"{[one.state for one in trials]}"
         )
     _each_has_a_run(ground, counted)
+    _each_is_delivered(ground)
     if not study.facts.get("sentence"):
         raise Broken("lost: there is no verdict")
     _all_have_ended(ground)
@@ -160,6 +161,17 @@ def _each_has_a_run(ground: Ground, counted: list[Trial]) -> None:
     ).items():
         if times != 1:
             raise Broken(f"wrong: {times} trials count for {parameters}")
+
+
+def _each_is_delivered(ground: Ground) -> None:
+    """Check that no run has a gap, and that MLflow has each of its steps once."""
+    for run in folders(ground.runs_folder):
+        mine, run_id = curves.first(run), mlflow_id(run)
+        if mine and run_id is None:
+            raise Broken(f"lost: {run.path.name} is not in MLflow")
+        if run_id is not None:
+            curves.have_arrived(mine, curves.in_mlflow(run, run_id, mine))
+        curves.have_no_gap(curves.latest(run), None)
 
 
 def _all_have_ended(ground: Ground) -> None:
