@@ -20,6 +20,7 @@ from torture.scenarios.training import (
     CLOCK,
     SLOW,
     STEPS,
+    at,
     finished,
     is_consistent,
     resumes,
@@ -149,7 +150,8 @@ def failing_calls(ground: Ground, reference: Curves) -> None:
     calls = DiskCalls(ground)
     command = ground.start("train", CLOCK, *SLOW, "step_seconds=0.06")
     failures = ground.turn.of(FAILURES, MOST_FAILURES)
-    wait_for(lambda: not command.running or ground.the_run() is not None)
+    # A command that cannot write at its start ends with an error and begins no run.
+    at(ground, command, "step")
     while command.busy() and len(ground.faults) < MOST_FAILURES:
         time.sleep(ground.random.uniform(0.1, 1.0))
         call, error = next(failures)
