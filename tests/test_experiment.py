@@ -37,6 +37,16 @@ class Derived(Base):
         return self.data_, self.data_
 
 
+def test_an_inherited_field_has_the_type_of_the_nearest_base() -> None:
+    class Wider(Base):
+        lr: float | None = None  # type: ignore[assignment]
+
+    class Given(Wider):
+        lr = 0.5
+
+    assert override(Given(), {"lr": "none"}).lr is None
+
+
 def test_inherited_field_needs_no_annotation() -> None:
     assert Base().goal == Goal("val/accuracy", "max", 0.9)
     assert override(Base(), {"goal.target": "0.95"}).goal.target == 0.95
