@@ -56,10 +56,8 @@ class NodeSampler:
 
 
 def publish_interval(elapsed_seconds: float) -> float:
-    """Return the seconds that the next published mean covers.
-
-    A trial of ten seconds needs a curve, and a chart of a week's run has a limited width.
-    """
+    """Return the seconds that the next published mean covers."""
+    # A trial of ten seconds needs a curve, and a chart of a week's run has a limited width.
     if elapsed_seconds < 60:
         return 2.0
     return 5.0 if elapsed_seconds < 600 else 10.0

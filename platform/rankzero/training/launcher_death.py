@@ -21,8 +21,7 @@ def end_with_launcher(stop: StopRequest) -> None:
     """End this process soon after its launcher, and at once with the server it was forked from.
 
     If the launcher dies, a training may stop with a checkpoint for `ORPHAN_SECONDS`. Then the
-    process kills itself. Before and after the training it does so at once, because torchrun's agent
-    would make it wait for an answer of the launcher that never comes.
+    process kills itself. Before and after the training it does so at once.
     """
     launcher = multiprocessing.parent_process()
     if launcher is None:
@@ -37,6 +36,7 @@ def end_with_launcher(stop: StopRequest) -> None:
         deadline = time.monotonic() + ORPHAN_SECONDS
         while stop.is_training and time.monotonic() < deadline:
             time.sleep(0.1)
+        # torchrun's agent would make the process wait for an answer of the launcher.
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=follow, name="launcher", daemon=True).start()

@@ -77,9 +77,10 @@ def change_options(
 ) -> None:
     """Set the options that the user has changed since the checkpoint was saved.
 
-    `now` and `then` are the options as the experiment creates them. The others keep the
-    checkpoint's values, because some optimizers store what they learn among their options.
+    `now` and `then` are the options as the experiment creates them.
     """
+    # The others keep the checkpoint's values: some optimizers store what they learn among their
+    # options.
     for group, mine, before in zip(optimizer.param_groups, now, then, strict=True):
         (values,) = as_values([dict(mine)])
         changed = [name for name in mine if name not in before or values[name] != before[name]]
@@ -87,17 +88,15 @@ def change_options(
 
 
 def place_steps(optimizer: Optimizer) -> None:
-    """Move the step counts of a loaded checkpoint to where the optimizer's kernels read them.
-
-    PyTorch leaves them on the CPU, where a fused kernel refuses them. Kernels that are not fused
-    read them on the CPU: on a GPU, each read would wait for the device.
-    """
+    """Move the step counts of a loaded checkpoint to where the optimizer's kernels read them."""
     # ZeroRedundancyOptimizer holds the real optimizer as `optim`.
     inner = getattr(optimizer, "optim", None)
     inner = inner if isinstance(inner, Optimizer) else optimizer
     for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
         if "fused" not in group and "capturable" not in group:
             continue
+        # PyTorch leaves the counts on the CPU, where a fused kernel refuses them. Other kernels
+        # read them on the CPU: on a GPU, each read would wait for the device.
         on_device = bool(group.get("fused") or group.get("capturable"))
         for parameter in own["params"]:
             state = inner.state.get(parameter) or {}

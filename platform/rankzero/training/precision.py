@@ -22,9 +22,10 @@ class Precision:
 def set_up(name: str, device: torch.device) -> Precision:
     """Return the precision `name` on `device`, and set this process's float32 arithmetic to match.
 
-    fp32 means IEEE float32 throughout. PyTorch's default lets convolutions use tf32 on recent GPUs,
-    so fp32 and tf32 runs would compute the same, and a comparison between them would be void.
+    fp32 means IEEE float32 throughout.
     """
+    # PyTorch's default lets convolutions use tf32 on recent GPUs. Then fp32 and tf32 runs would
+    # compute the same, and a comparison between them would be void.
     # PyTorch has an older and a newer setting. torch.compile and torch.export read this older one,
     # and refuse a mixture.
     torch.set_float32_matmul_precision("highest" if name == "fp32" else "high")

@@ -140,11 +140,9 @@ def loader_workers(wanted: int | None, local_world_size: int, cores: int) -> int
 
 
 def _end_with_rank(_worker: int) -> None:
-    """End this loading process when its rank ends, however the rank ends.
-
-    PyTorch watches the parent process. If a fork server started this one, its parent is that
-    server, which lives as long as this process does.
-    """
+    """End this loading process when its rank ends, however the rank ends."""
+    # PyTorch watches the parent process. If a fork server started this one, its parent is that
+    # server, which lives as long as this process does.
     rank = multiprocessing.parent_process()
     if rank is None:
         return

@@ -50,9 +50,8 @@ class Watchdog:
 
     `minutes`: the longest time without a `beat` in `training`. None watches nothing. Before and
     after the training nothing beats: all of it together may take as long as a first step, and at
-    least `setup_seconds`. Time in which the whole process was stopped, by Ctrl-Z or a scheduler,
-    does not count. `on_hang`: called with the failure before the process ends, each in a thread of
-    its own. `local_processes`: the process ids of this node's ranks, by rank.
+    least `setup_seconds`. `on_hang`: called with the failure before the process ends, each in a
+    thread of its own. `local_processes`: the process ids of this node's ranks, by rank.
     """
 
     def __init__(
@@ -121,6 +120,7 @@ class Watchdog:
         waited_until = 0.0
         looked = time.monotonic()
         while not self._over.wait(interval):
+            # Time in which the whole process was stopped, by Ctrl-Z or a scheduler, does not count.
             suspended = time.monotonic() - looked - interval
             if suspended > interval:
                 self._last, waited_until = self._last + suspended, waited_until + suspended

@@ -116,11 +116,9 @@ class World:
                 dist.broadcast(buffer, 0)
 
     def extend_timeouts(self) -> None:
-        """Let later collectives take long, once a watchdog runs.
-
-        With its own shorter limit, NCCL would end the ranks that wait before the watchdog ends the
-        one that hangs.
-        """
+        """Let later collectives take long, once a watchdog runs."""
+        # With its own shorter limit, NCCL would end the ranks that wait before the watchdog ends
+        # the one that hangs.
         if self.is_distributed:
             torch_compat.set_timeout(TRAINING_TIMEOUT)
 

@@ -116,10 +116,10 @@ def total_norm_factor(
 ) -> Tensor:
     """Return the factor that reduces the gradients' norm to `norm`, at most 1. A collective.
 
-    `parts`: gradients that only this rank has. `whole`: gradients that are equal on all ranks. The
-    formula is that of torch.nn.utils.clip_grad_norm_ on the whole model.
+    `parts`: gradients that only this rank has. `whole`: gradients that are equal on all ranks.
     """
-    # 1e-6 as in clip_grad_norm_, so that all strategies take the same step.
+    # The formula of torch.nn.utils.clip_grad_norm_ on the whole model, also its 1e-6. So all
+    # strategies take the same step.
     total = (world.sum(_squares(parts, world)) + _squares(whole, world)).sqrt()
     return (norm / (total + 1e-6)).clamp(max=1.0)
 
