@@ -10,7 +10,7 @@ the same value.
 
 The slope of the memory is a line through the means of ten equal parts of the time after the
 warm-up, with Student's 95 % interval. The parts are long, so that their errors hardly depend on
-each other. A courier that was restarted counts from its restart on.
+each other. Of a courier that was restarted, the longest-lived process counts.
 """
 
 from __future__ import annotations
@@ -104,8 +104,10 @@ class Watch:
         for role, process in self._processes().items():
             with contextlib.suppress(psutil.Error):
                 megabytes = process.memory_info().rss / MEGABYTE
-                sample = Sample(seconds, process.pid, megabytes, process.num_fds())
-                self.samples[role].append(sample)
+                # A process that has ended keeps its id until its parent looks.
+                if megabytes:
+                    sample = Sample(seconds, process.pid, megabytes, process.num_fds())
+                    self.samples[role].append(sample)
         with contextlib.suppress(OSError):
             self.journal_bytes.append((seconds, self._folder.events.stat().st_size))
 
@@ -114,7 +116,7 @@ class Watch:
         found: dict[str, Any] = {}
         for role, samples in self.samples.items():
             pids = [one.pid for one in samples]
-            mine = [one for one in samples if one.pid == pids[-1]]
+            mine = [one for one in samples if one.pid == statistics.mode(pids)]
             later = mine[int(len(mine) * WARM_UP) :]
             found[role] = {
                 "processes": len(set(pids)),

@@ -60,10 +60,10 @@ def _temporary_folder_for_all(ground: Ground) -> Iterator[Path]:
             break
         folder.chmod(0o755)
     # Not in the scenario's folder: a path of a socket has at most about a hundred characters.
-    with tempfile.TemporaryDirectory(prefix="rz-", ignore_cleanup_errors=True) as folder:
-        Path(folder).chmod(0o1777)
-        ground.environ["TMPDIR"] = folder
-        yield Path(folder)
+    with tempfile.TemporaryDirectory(prefix="rz-", ignore_cleanup_errors=True) as shared:
+        Path(shared).chmod(0o1777)
+        ground.environ["TMPDIR"] = shared
+        yield Path(shared)
 
 
 def _plant_links(ground: Ground, temporary: Path) -> Path:
@@ -72,7 +72,12 @@ def _plant_links(ground: Ground, temporary: Path) -> Path:
     precious.mkdir()
     (precious / "kept").touch()
     names = (f"rankzero-{os.getuid()}", "torchinductor_root", "rankzero", "rankzero.lock")
-    as_nobody(lambda: [(temporary / name).symlink_to(precious) for name in names] and None)
+
+    def plant() -> None:
+        for name in names:
+            (temporary / name).symlink_to(precious)
+
+    as_nobody(plant)
     ground.note_fault("links of another user")
     return precious
 
