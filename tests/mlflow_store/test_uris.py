@@ -85,7 +85,7 @@ def test_a_folder_that_mlflow_would_read_as_another_is_refused(name: str, tmp_pa
         lambda: resolve_tracking_uri(uri, {}, tmp_path),
         lambda: uris.prepare_store(uri),
         lambda: default_storage(root),
-        lambda: search._check(search_in(root)),
+        lambda: search._search_options(search_in(root)),
     ):
         with pytest.raises(TrackingError, match="name another with --dir"):
             refused()
