@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rankzero.catalog import filters as selection
 from rankzero.catalog import lookup
@@ -52,10 +53,11 @@ def runs(
     ]
     # Without runs, a table with columns: a notebook's next lines need them.
     table = pandas.DataFrame.from_records(rows, columns=None if found else _COLUMNS)
-    # Params are text in the journal. Plots and filters need numbers.
+    # Params are text in the journal. Plots and filters need numbers, where all of it is numbers.
     for name in table.columns:
         if name.startswith("params."):
-            table[name] = _as_numbers(table[name])
+            with contextlib.suppress(ValueError, TypeError):
+                table[name] = pandas.to_numeric(table[name])
     table["started"] = pandas.to_datetime(table["started"], unit="s", utc=True)
     return table
 
@@ -156,13 +158,3 @@ class Run:
 
     def _repr_markdown_(self) -> str:
         return self.report
-
-
-def _as_numbers(column: Any) -> Any:
-    """Return a column of text as numbers if all of it is, else as it is."""
-    import pandas
-
-    try:
-        return pandas.to_numeric(column)
-    except (ValueError, TypeError):
-        return column

@@ -22,7 +22,7 @@ from rankzero.tuning.space import Space
 from rankzero.tuning.study import RUNGS, Study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials import follower
-from rankzero.tuning.trials.follower import TRIAL_SETTINGS, TrialJob, TrialPool, TrialResult
+from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult
 from rankzero.tuning.trials.launcher import Launcher
 from rankzero.tuning.verdict import confirm
 from rankzero.tuning.verdict.decide import LOOKS, Verdict, finalists
@@ -50,7 +50,7 @@ class Session:
         already_seconds: float = 0.0,
     ) -> None:
         self._study, self._space, self._options, self._notify = study, space, options, notify
-        self._pool, self._clock = TrialPool(launchers), clock
+        self._pool, self._clock = TrialPool(launchers, options.silence_seconds), clock
         self._budget = Budget(study, space, options, clock, already_seconds, len(launchers))
         self._guesses: Sequence[Mapping[str, Any]] = ()
         self._repeats = 0
@@ -63,31 +63,32 @@ class Session:
         self._guesses = guesses
         self._recover()
         try:
-            objective = self._train_reference()
+            self._train_reference()
             while True:
-                self._pool.run(functools.partial(self._next_trial, objective))
+                self._pool.run(self._next_trial)
                 self._await_helpers()
                 # A helper that died left its trial, so there may be one more to do.
                 if not self._allows_a_trial():
                     break
             if (problem := self._budget.too_short()) is not None:
                 raise RunFailed(problem)
-            self._confirm(objective)
+            self._confirm()
         finally:
             # Also after Ctrl-C: the time that was spent counts when the search resumes.
             self._budget.keep()
-        return self._verdict(objective)
+        return self._verdict()
 
     def help(self, guesses: Sequence[Mapping[str, Any]] = ()) -> None:
         """Do trials of a study that another process leads and has trained the reference of."""
         self._guesses = guesses
         self._recover()
-        self._pool.run(functools.partial(self._next_trial, self._objective()))
+        self._pool.run(self._next_trial)
 
     def _recover(self) -> None:
         for number in self._study.recover():
             self._notify(f"trial {number} was interrupted: it is tried again")
 
+    @property
     def _objective(self) -> Objective:
         """Return the objective. Its target may be unknown until the reference has been trained."""
         goal, options = self._space.reference.goal, self._options
@@ -99,8 +100,8 @@ class Session:
     def _reference(self) -> Trial | None:
         return next_trial.reference_trial(self._study.trials(), self._space)
 
-    def _train_reference(self) -> Objective:
-        """Train the user's own configuration once; return the objective with its target."""
+    def _train_reference(self) -> None:
+        """Train the user's own configuration once. Raises RunFailed if that fails."""
         if self._reference() is None:
             self._pool.run_all([self._reference_job()])
             if self._reference() is None:
@@ -109,11 +110,10 @@ class Session:
                     "your own configuration did not train to its end, so there is nothing to "
                     f"compare with: {reason}"
                 )
-        return self._objective()
 
     def _reference_job(self) -> TrialJob:
         number, _ = self._study.ask(self._space.reference_parameters())
-        reference, objective, began = self._space.reference, self._objective(), self._clock()
+        reference, objective, began = self._space.reference, self._objective, self._clock()
         # A reference that sets the target must be trained to its end, as under `throughput`.
         has_end = objective.name == "quality" or (
             objective.name == "time-to-target" and reference.goal.target is not None
@@ -131,11 +131,11 @@ class Session:
                 result = follower.complete(result.curve, known)
             self._end(number, reference, result)
 
-        return self._job(reference, self._label(number), watched, ended)
+        return TrialJob(reference, self._label(number), watched, ended)
 
     # -- trials
 
-    def _next_trial(self, objective: Objective) -> TrialJob | None:
+    def _next_trial(self) -> TrialJob | None:
         """Ask for the next trial; return its job, or None if none may start now."""
         while self._allows_a_trial():
             planned = next_trial.upcoming(self._study.trials(), self._guesses, self._space)
@@ -147,7 +147,7 @@ class Session:
             twin = next_trial.twin(self._study.trials(), number)
             if twin is None:
                 self._repeats = 0
-                return self._trial_job(objective, number, parameters)
+                return self._trial_job(number, parameters)
             # A twin that still runs has no result to copy. Then this trial counts for nothing.
             self._repeats += 1
             known = twin.state in ("COMPLETE", "PRUNED")
@@ -159,39 +159,20 @@ class Session:
     def _allows_a_trial(self) -> bool:
         return self._repeats < _MOST_REPEATS and self._budget.allows_a_trial()
 
-    def _trial_job(
-        self, objective: Objective, number: int, parameters: Mapping[str, Any]
-    ) -> TrialJob:
+    def _trial_job(self, number: int, parameters: Mapping[str, Any]) -> TrialJob:
         experiment = self._space.experiment(parameters)
         # A guess is trained to its end, unless it cannot win: it has no others to compare with.
         report = functools.partial(self._study.report, number)
-        return self._job(
+        # Without a reference there is no common time to compare at.
+        reference = self._reference()
+        return TrialJob(
             experiment,
             self._label(number),
-            objective,
+            self._objective,
             functools.partial(self._end, number, experiment),
             report=None if parameters in self._guesses else report,
             best=next_trial.best_value(self._study.trials()),
-        )
-
-    def _job(
-        self,
-        experiment: Experiment,
-        label: str,
-        objective: Objective,
-        ended: Callable[[TrialResult | None], None],
-        **rules: Any,
-    ) -> TrialJob:
-        # Without a reference there is no common time to compare at, and nothing to beat.
-        reference = self._reference()
-        return TrialJob(
-            override(experiment, {**objective.settings(), **TRIAL_SETTINGS}),
-            label,
-            objective,
-            ended,
             rung_seconds=float(reference.facts["train_seconds"]) / RUNGS if reference else 0.0,
-            silence_seconds=self._options.silence_seconds,
-            **rules,
         )
 
     def _end(self, number: int, experiment: Experiment, result: TrialResult | None) -> None:
@@ -228,7 +209,7 @@ class Session:
 
     # -- confirmation
 
-    def _confirm(self, objective: Objective) -> None:
+    def _confirm(self) -> None:
         """Train the best trials and the reference on new seeds; twice as many if it is close."""
         trials, space, seeds = self._study.trials(), self._space, self._options.seeds
         reference = next_trial.reference_trial(trials, space)
@@ -240,14 +221,16 @@ class Session:
             rounds = range(look * seeds, (look + 1) * seeds)
             first_seed = space.reference.train.seed
             missing = confirm.missing_runs(candidates, first_seed, rounds, self._confirmations())
-            self._pool.run_all(self._confirmation_job(objective, *run) for run in missing)
+            self._pool.run_all(self._confirmation_job(*run) for run in missing)
             # The second look trains only the two that it may separate.
-            left = finalists(self._verdict(objective))
+            left = finalists(self._verdict())
             candidates = [trial for trial in candidates if trial.number in left]
             if not self._budget.allows_another_round(candidates):
                 return
 
-    def _confirmation_job(self, objective: Objective, trial: Trial, seed: int) -> TrialJob:
+    def _confirmation_job(self, trial: Trial, seed: int) -> TrialJob:
+        objective = self._objective
+
         def ended(result: TrialResult | None) -> None:
             # Nothing is stored of an interrupted run, so a later start trains it again.
             if result is None:
@@ -259,11 +242,11 @@ class Session:
 
         experiment = override(self._space.experiment(trial.parameters), {"train.seed": seed})
         label = f"{self._study.name}-confirm-{trial.number:03d}-{seed}"
-        return self._job(experiment, label, objective, ended)
+        return TrialJob(experiment, label, objective, ended)
 
     def _confirmations(self) -> list[dict[str, Any]]:
         return list(self._study.facts.get(CONFIRMATIONS, []))
 
-    def _verdict(self, objective: Objective) -> Verdict:
+    def _verdict(self) -> Verdict:
         trials, stored = self._study.trials(), self._confirmations()
-        return confirm.verdict_of(trials, self._space, objective, stored)
+        return confirm.verdict_of(trials, self._space, self._objective, stored)

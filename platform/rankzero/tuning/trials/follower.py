@@ -31,7 +31,7 @@ from rankzero.tuning.trials.launcher import Launcher, TrialRun
 MEMORY = "memory"
 """A constraint of a trial: 1.0 if the device ran out of memory."""
 # A trial is measured and not kept.
-TRIAL_SETTINGS = {
+_TRIAL_SETTINGS = {
     "train.checkpoints.save_every": 0,
     "train.mlflow.log_model": False,
     "train.mlflow.log_pictures": False,
@@ -63,15 +63,16 @@ class TrialJob:
     best: float | None = None
     """The value that the trial must be able to beat."""
     rung_seconds: float = 0.0
-    silence_seconds: float = 300.0
-    """The trial is killed if its journal stays silent for so long."""
 
 
 class TrialPool:
-    """Launchers that run trials side by side."""
+    """Launchers that run trials side by side.
 
-    def __init__(self, launchers: Sequence[Launcher]) -> None:
-        self._free = list(launchers)
+    `silence_seconds`: a trial is killed if its journal stays silent for so long.
+    """
+
+    def __init__(self, launchers: Sequence[Launcher], silence_seconds: float = 300.0) -> None:
+        self._free, self._silence_seconds = list(launchers), silence_seconds
         self._busy: list[_Follower] = []
 
     def run(self, next_job: Callable[[], TrialJob | None]) -> None:
@@ -108,7 +109,7 @@ class TrialPool:
     def _start(self, next_job: Callable[[], TrialJob | None]) -> None:
         while self._free and (job := next_job()) is not None:
             try:
-                follower = _Follower(self._free[0], job)
+                follower = _Follower(self._free[0], job, self._silence_seconds)
             except BaseException:
                 job.ended(None)
                 raise
@@ -125,7 +126,6 @@ def run_alone(launcher: Launcher, experiment: Experiment, name: str) -> TrialRes
     """Train a configuration to its end, outside of a search; return how it ended."""
     results: list[TrialResult | None] = []
     objective = Objective("throughput", experiment.goal, None)
-    experiment = override(experiment, TRIAL_SETTINGS)
     TrialPool([launcher]).run_all([TrialJob(experiment, name, objective, results.append)])
     if (result := results[0]) is None:
         raise RunFailed(f"{name} was stopped")
@@ -135,9 +135,10 @@ def run_alone(launcher: Launcher, experiment: Experiment, name: str) -> TrialRes
 class _Follower:
     """One trial: reads its journal, prunes it if it cannot win, kills it after a silence."""
 
-    def __init__(self, launcher: Launcher, job: TrialJob) -> None:
-        self.launcher, self.job = launcher, job
-        self.run: TrialRun = launcher.start(job.experiment, job.name)
+    def __init__(self, launcher: Launcher, job: TrialJob, silence_seconds: float) -> None:
+        self.launcher, self.job, self._silence_seconds = launcher, job, silence_seconds
+        experiment = override(job.experiment, {**job.objective.settings(), **_TRIAL_SETTINGS})
+        self.run: TrialRun = launcher.start(experiment, job.name)
         self._curve = LearningCurve(job.objective.goal)
         self._last_event = time.monotonic()
         self._rung = 0
@@ -152,7 +153,7 @@ class _Follower:
             self.run.close()
             self._read()
             return self._result()
-        limit = self.job.silence_seconds
+        limit = self._silence_seconds
         if self._read():
             self._prune_if_due()
         elif time.monotonic() - self._last_event > limit and not self._is_killed:
