@@ -52,9 +52,11 @@ class MlflowModels:
         model_id = (whole or self._upload_checkpoint(run, event, folder, points)).model_id
         self._link_output(run, model_id, event.step)
         if event.best:
+            # Also its own tag: if a journal is delivered again, an earlier best has taken it.
             for model in self._checkpoint_models(run):
-                if model.model_id != model_id and model.tags.get("rankzero.best") == "true":
-                    self._client.set_logged_model_tags(model.model_id, {"rankzero.best": "false"})
+                best = str(model.model_id == model_id).lower()
+                if model.tags.get("rankzero.best") != best:
+                    self._client.set_logged_model_tags(model.model_id, {"rankzero.best": best})
         return str(model_id)
 
     def list_checkpoints(self, run: OpenRun) -> list[RemoteCheckpoint]:
