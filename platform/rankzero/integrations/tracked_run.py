@@ -32,6 +32,7 @@ from rankzero.redaction.text import settings_without_secrets
 from rankzero.run_store import provenance
 from rankzero.run_store.attempt import take_over
 from rankzero.run_store.folder import Identity, RunFolder, new_name
+from rankzero.run_store.journal import read_all
 from rankzero.run_store.location import is_offline, root_of
 from rankzero.tracking.run_log import RunLog
 
@@ -188,7 +189,7 @@ class TrackedRun:
 
     def _writer(self) -> Any:
         # Imports torch, which a program without checkpoints may not even have.
-        from rankzero.training.checkpoints.writer import Checkpoints
+        from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(
@@ -199,6 +200,9 @@ class TrackedRun:
                 flush_journal=self._log.flush,
                 sync_journal=self._log.sync,
             )
+            folder = self._log.folder
+            events = read_all(folder.events)
+            self._log_all(unlogged(folder.path, events, self._keep, self._goal))
         return self._checkpoints
 
     def _close_checkpoints(self) -> None:

@@ -72,6 +72,8 @@ class SamplingThread:
     def _sample(self) -> None:
         # The driver is opened in this thread, because that may hang.
         sampler, journal = self._make_sampler(), Journal(self._path)
+        # A last line that lacks only its newline becomes readable now, and its number is taken.
+        journal.flush()
         number = _next_sample(self._path)
         start = published = time.monotonic()
         # A job that names no GPU needs no notice about a missing driver.

@@ -26,10 +26,11 @@ from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
 from rankzero.launch.signals import unblocks_itself
 from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
 from rankzero.training import lifecycle, precision, rng, strategies
 from rankzero.training.checkpoints import restore
-from rankzero.training.checkpoints.writer import Checkpoints
+from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from rankzero.training.data import digest
 from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import check_same_lengths, make_batch_order
@@ -228,6 +229,9 @@ def _train(
             flush_journal=log.flush,
             sync_journal=log.sync,
         )
+        keep, goal = train.checkpoints.keep, job.experiment.goal
+        for event in unlogged(log.folder.path, read_all(log.folder.events), keep, goal):
+            log(event)
     job = dataclasses.replace(
         job,
         beat=watchdog.beat,

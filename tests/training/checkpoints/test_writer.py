@@ -12,8 +12,9 @@ import torch
 from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
 from rankzero.run_store import checkpoint_files
 from rankzero.training.checkpoints import restore
-from rankzero.training.checkpoints.writer import Checkpoints
+from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from support.checkpoints import GOAL, damage_checkpoint, save_steps, steps_in
+from support.runs import started
 
 
 def test_saved_state_is_loaded_again(tmp_path: Path) -> None:
@@ -130,3 +131,22 @@ def test_failed_deletion_is_reported_once_and_hides_no_checkpoint(
     assert gone == ([2, 3] if fails == "rmtree" else [])
     (problem,) = problems
     assert "could not be deleted" in problem and "Permission denied" in problem
+
+
+def test_what_a_killed_attempt_could_not_log_is_logged_by_the_next(tmp_path: Path) -> None:
+    events = [started(), *save_steps(tmp_path, {1: 0.9, 2: 0.3, 3: 0.5}, keep=1)]
+    assert unlogged(tmp_path, events, 1, GOAL) == []
+    without_saved = [event for event in events if getattr(event, "step", 0) != 3]
+    (saved,) = unlogged(tmp_path, without_saved, 1, GOAL)
+    assert isinstance(saved, CheckpointSaved) and saved.step == 3 and not saved.best
+    without_deleted = [event for event in events if not isinstance(event, CheckpointDeleted)]
+    (deleted,) = unlogged(tmp_path, without_deleted, 1, GOAL)
+    assert isinstance(deleted, CheckpointDeleted) and deleted.step == 1
+
+
+def test_checkpoints_of_other_machines_and_of_people_are_not_logged_again(tmp_path: Path) -> None:
+    events = [started(), *save_steps(tmp_path, {1: 0.9, 2: 0.3, 3: 0.5}, keep=1)]
+    downloaded: list[Event] = [started(2, step=3)]
+    assert unlogged(tmp_path, downloaded, 1, GOAL) == []
+    shutil.rmtree(tmp_path / "checkpoints/step_00000002")  # the best, which retention keeps
+    assert unlogged(tmp_path, events, 1, GOAL) == []

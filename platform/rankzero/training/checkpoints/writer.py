@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rankzero.errors import UserError
-from rankzero.events import CheckpointDeleted, CheckpointSaved, Event
+from rankzero.events import CheckpointDeleted, CheckpointSaved, Event, RunStarted
 from rankzero.experiment import Goal
 from rankzero.run_store import checkpoint_files, disk
 from rankzero.run_store.checkpoint_files import Manifest
@@ -184,6 +184,47 @@ class Checkpoints:
                 break
             manifests = usable
         return doomed
+
+
+def unlogged(run_folder: Path, events: Iterable[Event], keep: int, goal: Goal) -> list[Event]:
+    """Return what a killed attempt did to its checkpoints and could not log. Before an attempt.
+
+    `events`: of the run's journal. Without these events, MLflow would never get the newest
+    checkpoint, or would keep a deleted one.
+    """
+    began: list[int] = []
+    logged: dict[Path, CheckpointSaved] = {}
+    for event in events:
+        if isinstance(event, RunStarted):
+            began.append(event.step)
+        elif isinstance(event, CheckpointSaved):
+            logged[run_folder / event.path] = event
+        elif isinstance(event, CheckpointDeleted):
+            logged.pop(run_folder / event.path, None)
+    found, now = checkpoint_files.known(run_folder / "checkpoints"), time.time()
+    missed: list[Event] = [
+        CheckpointSaved(
+            now, manifest.step, str(path.relative_to(run_folder)), manifest.best, manifest.metrics
+        )
+        for path, manifest in found.items()
+        # MLflow has a downloaded checkpoint. This disk's attempts continue from it.
+        if path not in logged and manifest.step > min(began, default=manifest.step)
+    ]
+    missing = {
+        path: Manifest(event.step, event.metrics, event.best, {})
+        for path, event in logged.items()
+        if not path.exists()
+    }
+    newest = max(found, key=lambda path: found[path].step, default=None)
+    if newest is not None:
+        # A person deleted what retention would keep. MLflow's copy of it stays.
+        doomed = checkpoint_files.superseded({**found, **missing}, keep, goal, newest)
+        missed += [
+            CheckpointDeleted(now, missing[path].step, str(path.relative_to(run_folder)))
+            for path in doomed
+            if path in missing
+        ]
+    return missed
 
 
 def _lower_priority() -> None:
