@@ -54,7 +54,9 @@ docs: setup
 
 # 500 faults against the real command, two scenarios side by side, and what users are promised of them; then some fuzz.
 # About three quarters of an hour: a crowd of twenty has the machine to itself. ARGS="--faults 50 --seed 7": less of it; ARGS="--report FILE": kept.
+# First every crash point of a recorded training, and an error at every call: ten minutes.
 torture: setup
+	PYTHONPATH=tests $(BIN)/python -m crash_points --real
 	PYTHONPATH=tests $(BIN)/python -m torture.campaign --fuzz 1000 $(ARGS)
 
 # An hour at full speed, with a server that restarts every five minutes: what grows. ARGS="--minutes 3": less of it.
@@ -73,7 +75,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	MYPYPATH=platform:tests:benchmarks:experiments $(BIN)/mypy --explicit-package-bases benchmarks/*.py tests/torture/*.py tests/torture/scenarios/*.py
+	MYPYPATH=platform:tests:benchmarks:experiments $(BIN)/mypy --explicit-package-bases benchmarks/*.py tests/torture/*.py tests/torture/scenarios/*.py tests/crash_points/*.py
 	$(BIN)/lint-imports
 
 # Known vulnerabilities of what the lock names; asks the advisory database, so it needs the network and is not part of CI.

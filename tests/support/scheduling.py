@@ -13,6 +13,7 @@ SHARED = {
     "tests/cli/commands/test_ui_access.py",
     "tests/cli/test_browse.py",
     "tests/cli/test_strategies.py",
+    "tests/crash_points/test_crash_points.py",
     "tests/old_stores/test_old_stores.py",
     "tests/torture/test_campaign.py",
     "tests/training/strategies/test_strategies.py",
