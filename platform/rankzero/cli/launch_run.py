@@ -20,11 +20,11 @@ from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent, failures
 from rankzero.launch.request import OUT_OF_MEMORY, request_for, write_config
 from rankzero.launch.signals import SignalForwarder
+from rankzero.mlflow_store.patience import patience
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
 from rankzero.telemetry.host import usable_cores
 from rankzero.tracking import delivery_status
-from rankzero.tracking.patience import patience
 
 # The server that workers are forked from imports these beforehand: they are slow to import, and
 # start no threads and no CUDA.

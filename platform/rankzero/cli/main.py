@@ -16,8 +16,8 @@ from rankzero import __version__
 from rankzero.cli.verbs import VERBS
 from rankzero.errors import FAILED, USAGE
 from rankzero.launch import output
+from rankzero.mlflow_store.patience import A_DAY, WAIT
 from rankzero.run_store.location import root_of
-from rankzero.tracking.patience import A_DAY, WAIT
 
 
 def command() -> NoReturn:

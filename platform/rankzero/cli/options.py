@@ -10,9 +10,9 @@ from pathlib import Path
 from rankzero import experiment_file
 from rankzero.catalog import lookup
 from rankzero.mlflow_store import uris
+from rankzero.mlflow_store.patience import A_DAY, WAIT
 from rankzero.run_store.folder import Identity
 from rankzero.run_store.location import is_offline
-from rankzero.tracking.patience import A_DAY, WAIT
 
 
 def add_experiment(parser: argparse.ArgumentParser, changes: str = "settings to change") -> None:

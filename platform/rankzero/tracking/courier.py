@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rankzero.mlflow_store.patience import grace_seconds
 from rankzero.redaction.text import log_without_secrets
 from rankzero.run_store.attempt import LiveAttempt, closed
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import finish_line
 from rankzero.run_store.provenance import write_packages
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.patience import grace_seconds
 from rankzero.tracking.retry import PAUSE_SECONDS, guarded, succeeds
 from rankzero.tracking.throttle import Throttle
 from rankzero.tracking.trial_deliverers import TrialDeliverers

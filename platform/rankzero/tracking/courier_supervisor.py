@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Callable
 
+from rankzero.mlflow_store.patience import grace_seconds
 from rankzero.run_store import claims, delivery_state
 from rankzero.run_store.attempt import LiveAttempt
-from rankzero.tracking.patience import grace_seconds
 from rankzero.tracking.retry import PAUSE_SECONDS, log
 
 MOST_DEATHS = 5

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from rankzero.catalog import lookup
+from rankzero.mlflow_store.patience import grace_seconds, patience
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.run_store import claims, delivery_state
 from rankzero.run_store.delivery_state import DeliveryState, Task
 from rankzero.run_store.folder import RunFolder
-from rankzero.tracking.patience import grace_seconds, patience
 
 # Until a recorder on a busy machine can be expected to hold its lock.
 STARTUP_SECONDS = 20.0

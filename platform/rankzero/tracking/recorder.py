@@ -178,7 +178,7 @@ def finish(
 
     Writing is retried for `grace_seconds`.
     """
-    from rankzero.tracking.patience import grace_seconds
+    from rankzero.mlflow_store.patience import grace_seconds
     from rankzero.tracking.retry import succeeds
 
     until = time.monotonic() + grace_seconds()

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from rankzero.catalog import dead_runs
 from rankzero.events import RunEnded, RunStarted
+from rankzero.mlflow_store.patience import GRACE_SECONDS
 from rankzero.run_store import claims, symlinks
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.journal import finish_line, read_all
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.delivery_status import Delivery, is_complete, status, wait
-from rankzero.tracking.patience import GRACE_SECONDS
 
 
 def deliver(

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rankzero.errors import FINISHED, NOT_DELIVERED
+from rankzero.mlflow_store.patience import patience
 from rankzero.reporting.delivery_problems import UNDELIVERED
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.delivery_status import Delivery, combined_status
-from rankzero.tracking.patience import patience
 
 
 def lines(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.cli import main
-from rankzero.tracking.patience import goes_with_its_container, grace_seconds, patience
+from rankzero.mlflow_store.patience import goes_with_its_container, grace_seconds, patience
 
 GRACE, WAIT = "RANKZERO_DELIVERY_GRACE_SECONDS", "RANKZERO_WAIT_DELIVERY"
 
