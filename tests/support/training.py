@@ -75,6 +75,7 @@ def train(tmp_path: Path) -> Trainer:
         code: StopCode = StopCode.SIGTERM,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Trained:
+        folder.mkdir(exist_ok=True)
         job, state = build(experiment, World(Ranks(), torch.device("cpu"), clock))
         restore.newest(folder / "checkpoints", job, state, pytest.fail)
         events: list[Event] = []

@@ -393,22 +393,23 @@ def test_last_pipeline_rank_reports_bad_measure_values(odd: str) -> None:
 
 def test_pipeline_checkpoint_is_gathered_on_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL would gather the whole model on one GPU."""
-    gathered = []
-
-    def gather(mine: Any, found: list[Any], group: Any) -> None:
-        found[0] = mine
-        gathered.append(group)
-
+    sent = []
     monkeypatch.setattr(dist, "new_group", lambda backend, timeout: backend)
-    monkeypatch.setattr(dist, "gather_object", gather)
+    monkeypatch.setattr(
+        dist, "send", lambda tensor, to, group: sent.append((tensor.device.type, to, group))
+    )
     model = nn.Linear(2, 1)
     stage = SimpleNamespace(submod=model, is_last=True, has_backward=True)
     monkeypatch.setitem(SCHEDULES, "1f1b", lambda *words, **named: None)
     optimizer = torch.optim.AdamW(model.parameters())
-    only = Pipeline(
-        stage, optimizer, ["weight", "bias"], Train(), World(Ranks(), torch.device("cpu"))
-    )
-    assert set(only.state()["model"]) == {"weight", "bias"} and gathered == ["gloo"]
+
+    def pipeline(ranks: Ranks) -> Pipeline:
+        world = World(ranks, torch.device("cpu"))
+        return Pipeline(stage, optimizer, ["weight", "bias"], Train(), world)
+
+    assert set(pipeline(Ranks()).state()["model"]) == {"weight", "bias"}
+    assert pipeline(Ranks(rank=1, world_size=2)).state() == {}
+    assert sent == [("cpu", 0, "gloo")] * 2, "the length, then the content"
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tp", "pp"])
