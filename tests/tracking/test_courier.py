@@ -23,6 +23,7 @@ from rankzero.run_store.journal import read_all
 from rankzero.tracking import recorder
 from rankzero.tracking.courier import deliver_attempt
 from rankzero.tracking.courier_supervisor import CourierSupervisor
+from rankzero.tracking.throttle import ProcessorTime
 from rankzero.tracking.trial_deliverers import TrialDeliverers
 from support.fake_tracker import FakeTracker, deliverer_to
 from support.runs import append, make_folder
@@ -36,12 +37,14 @@ class Couriers:
     """What is started in the place of couriers: processes that do nothing."""
 
     def __init__(self) -> None:
+        self.idle: list[bool] = []
         self.error: BaseException | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: list[str], **_: Any) -> subprocess.Popen[bytes]:
         if self.error is not None:
             raise self.error
+        self.idle.append("--idle" in command)
         self.processes.append(subprocess.Popen(ASLEEP))
         return self.processes[-1]
 
@@ -84,6 +87,60 @@ def tended(courier: CourierSupervisor, seconds: float) -> None:
 
 def says(folder: RunFolder) -> None:
     delivery_state.save(delivery_state.path_of(folder, 0), DeliveryState())
+
+
+def starving(folder: RunFolder, started: Couriers, share: float) -> CourierSupervisor:
+    """Supervise a courier that waits for a processor and gets this share of one."""
+    began = time.monotonic()
+
+    def processor_time(_process: int) -> ProcessorTime:
+        passed = time.monotonic() - began
+        return ProcessorTime(share * passed, (1.0 - share) * passed)
+
+    return CourierSupervisor(
+        LiveAttempt(folder, 0, claims.claim(folder, 0).token),
+        starving_seconds=(0.3, 0.1),
+        spawn=started.start,
+        processor_time=processor_time,
+    )
+
+
+def test_courier_that_starves_is_replaced_once_by_one_of_normal_priority(
+    folder: RunFolder, started: Couriers
+) -> None:
+    courier = starving(folder, started, share=0.01)
+    tended(courier, 0.2)
+    assert started.idle == [True]
+    tended(courier, 1.0)
+    assert started.idle == [True, False] and started.processes[0].poll() is not None
+
+
+def test_courier_that_gets_a_part_of_a_processor_is_not_replaced(
+    folder: RunFolder, started: Couriers
+) -> None:
+    tended(starving(folder, started, share=0.1), 0.8)
+    assert started.idle == [True]
+
+
+def test_courier_that_progresses_is_not_replaced(folder: RunFolder, started: Couriers) -> None:
+    courier = starving(folder, started, share=0.0)
+    for _ in range(6):
+        says(folder)
+        tended(courier, 0.15)
+    assert started.idle == [True]
+
+
+def test_courier_that_starves_after_the_training_gets_a_normal_priority(
+    folder: RunFolder, started: Couriers
+) -> None:
+    courier = starving(folder, started, share=0.0)
+    courier.tend()
+    first = started.processes[0].pid
+    os.sched_setscheduler(first, os.SCHED_IDLE, os.sched_param(0))
+    courier.finish()
+    tended(courier, 0.4)
+    # Without the right to raise a priority, another courier takes its place.
+    assert started.idle == [True, False] or os.sched_getscheduler(first) == os.SCHED_OTHER
 
 
 def test_idle_courier_is_killed_for_a_newer_attempt(

@@ -1,12 +1,13 @@
 """The process that talks to MLflow: `python -m rankzero.tracking.courier`.
 
 It is apart from the recorder, which must sample on time: importing mlflow takes seconds of
-processor time, and this process pauses while the training wants it.
+processor time, and this process leaves it to the training (`throttle`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from rankzero.run_store.journal import finish_line
 from rankzero.run_store.provenance import write_packages
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.retry import PAUSE_SECONDS, guarded, succeeds
-from rankzero.tracking.throttle import Throttle
+from rankzero.tracking.throttle import Throttle, give_way
 from rankzero.tracking.trial_deliverers import TrialDeliverers
 
 
@@ -82,10 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--token", required=True)
     parser.add_argument("--node", type=int, required=True)
     parser.add_argument("--pipe", type=int, required=True)
+    parser.add_argument("--idle", action="store_true", help="use only idle processor time")
     options = parser.parse_args(arguments)
     log_without_secrets()
     folder = RunFolder(options.folder)
-    with Throttle(functools.partial(closed, options.pipe)) as throttle:
+    throttle = Throttle(functools.partial(closed, options.pipe))
+    if options.idle:
+        give_way()
+    with contextlib.nullcontext() if options.idle else throttle:
         if options.node == 0:
             # It takes a tenth of a second, which the training process need not spend.
             guarded(lambda: write_packages(folder.artifacts))

@@ -13,14 +13,20 @@ from rankzero.mlflow_store.patience import grace_seconds
 from rankzero.run_store import claims, delivery_state
 from rankzero.run_store.attempt import LiveAttempt
 from rankzero.tracking.retry import PAUSE_SECONDS, log
+from rankzero.tracking.throttle import ProcessorTime, end_giving_way, processor_time
 
 MOST_DEATHS = 5
+# After so long without progress, the courier may be starving: during the training, and after it.
+STARVING_SECONDS, STARVING_SECONDS_AT_END = 10.0, 2.0
+# It starves if it got less than this share of a processor, and waited for one half of the time.
+_STARVING_SHARE, _WAITING_SHARE = 0.05, 0.5
 
 
 class CourierSupervisor:
-    """Runs in the recorder. Starts the courier, restarts it if it dies.
+    """Runs in the recorder. Starts the courier, restarts it if it dies or starves.
 
-    It holds the lock that permits delivery, and each courier inherits it.
+    The first courier uses only idle processor time. The supervisor holds the lock that permits
+    delivery, and each courier inherits it.
     """
 
     def __init__(
@@ -28,18 +34,22 @@ class CourierSupervisor:
         attempt: LiveAttempt,
         *,
         pause_seconds: float = PAUSE_SECONDS,
+        starving_seconds: tuple[float, float] = (STARVING_SECONDS, STARVING_SECONDS_AT_END),
         spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+        processor_time: Callable[[int], ProcessorTime | None] = processor_time,
     ) -> None:
-        self._attempt, self._spawn = attempt, spawn
-        self._pause_seconds = pause_seconds
+        self._attempt, self._spawn, self._processor_time = attempt, spawn, processor_time
+        self._pause_seconds, self._starving_seconds = pause_seconds, starving_seconds
         self._path = delivery_state.path_of(attempt.folder, attempt.node)
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader, self._writer = os.pipe()
-        self._started, self._deaths = time.monotonic(), 0
+        self._started, self._deaths, self._is_idle = time.monotonic(), 0, True
         self._finished: float | None = None
         # When the courier was last seen to have replaced delivery.json, and that file's identity.
         self._wrote_at, self._written = 0.0, (0, 0)
+        # The courier's last progress, and what it had of the processors then.
+        self._progress: tuple[float, ProcessorTime | None] = (0.0, None)
         # Since when tending fails, and when to try it again.
         self._failing, self._resumes_at = math.inf, 0.0
 
@@ -91,7 +101,32 @@ class CourierSupervisor:
             process.kill()
             process.wait()
             return False
+        if self._is_idle and self._starves(process.pid):
+            self._is_idle = False
+            # After the training it takes nothing from it, and keeps what it has imported.
+            if self._finished is None or not end_giving_way(process.pid):
+                log.info("no processor is idle: starting another courier at normal priority")
+                process.kill()
+                process.wait()
+                self._start()
         return True
+
+    def _starves(self, process: int) -> bool:
+        """Return whether the idle courier makes no progress because others have the processors."""
+        since = max(self._started, self._wrote_at, self._finished or 0.0)
+        now, time_now = time.monotonic(), self._processor_time(process)
+        if since != self._progress[0]:
+            self._progress = (since, time_now)
+        before, elapsed = self._progress[1], now - since
+        if elapsed < self._starving_seconds[self._finished is not None]:
+            return False
+        if before is None or time_now is None:
+            return self._wrote_at <= self._started
+        # A courier that waits for MLflow, or has nothing to do, does not wait for a processor.
+        return (
+            time_now.used - before.used < _STARVING_SHARE * elapsed
+            and time_now.waited - before.waited > _WAITING_SHARE * elapsed
+        )
 
     def _look(self) -> None:
         """Note whether the courier has replaced delivery.json. Only this process's clock counts."""
@@ -120,6 +155,7 @@ class CourierSupervisor:
         command = [
             *(sys.executable, "-P", "-m", "rankzero.tracking.courier", str(folder.path)),
             *("--token", self._attempt.token, "--node", str(node), "--pipe", str(self._reader)),
+            *(["--idle"] if self._is_idle else []),
         ]
         # If no process can be made, that is not the death of one.
         self._process = None

@@ -1,8 +1,9 @@
-"""Leaves processor time to the training, and never starves.
+"""How the courier leaves processor time to the training.
 
-Priorities cannot do both. On a busy machine a process at idle priority gets nothing for minutes,
-and without privileges a process may lower its priority but not raise it again. So the courier
-keeps a normal priority and pauses by itself, the less the longer it is behind.
+It begins at idle priority, which costs the training nothing. On a busy machine such a process gets
+nothing for minutes, and without privileges it cannot leave idle priority. So the recorder starts
+another courier in its place. That one keeps a normal priority and pauses by itself, the less the
+longer it is behind.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 # Seconds behind -> the most of one processor that it may use while others wait for one.
 SHARES = ((20.0, 1.0), (10.0, 0.3), (0.0, 0.1))
@@ -95,9 +97,46 @@ def _lift() -> None:
     signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
-def _seconds_waited() -> float | None:
-    """Return how long this process's main thread has waited for a processor, or None."""
+class ProcessorTime(NamedTuple):
+    """What a process's main thread has had of the processors, in seconds."""
+
+    used: float
+    waited: float
+    """How long it was ready to run, and others had the processors."""
+
+
+def processor_time(process: int | str = "self") -> ProcessorTime | None:
+    """Return what Linux has counted for a process since its start, or None if it did not."""
     try:
-        return int(Path("/proc/self/schedstat").read_bytes().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
+        used, waited, _ = Path(f"/proc/{process}/schedstat").read_bytes().split()
+        return ProcessorTime(int(used) / 1e9, int(waited) / 1e9)
+    except (OSError, ValueError):
         return None
+
+
+def _seconds_waited() -> float | None:
+    found = processor_time()
+    return None if found is None else found.waited
+
+
+def give_way() -> None:
+    """Let this process run only while no other one wants the processor."""
+    # Desktops schedule a session as a whole, whatever the priorities of its processes.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (OSError, AttributeError):
+        os.nice(19)
+
+
+def end_giving_way(process: int) -> bool:
+    """Give another process of this user a normal priority again. Return whether that is allowed."""
+    try:
+        os.sched_setscheduler(process, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, process, 0)
+    except (OSError, AttributeError):
+        return False
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{process}/autogroup").write_text("0")
+    return True
