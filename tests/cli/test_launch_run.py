@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,6 +134,26 @@ def test_wait_for_the_delivery_that_was_asked_for_decides_the_exit_code(
     assert delivery_notes.exit_code(folder) == 74, "the best model is still to be logged"
     folder.late_model.unlink()
     assert delivery_notes.exit_code(folder) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("KUBERNETES_SERVICE_HOST", "10.0.0.1"), ("RANKZERO_WAIT_DELIVERY", "86400")],
+)
+def test_stopped_run_does_not_wait_long_for_a_server_that_is_away(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.delenv("RANKZERO_DELIVERY_GRACE_SECONDS", raising=False)
+    monkeypatch.setenv(name, value)
+    received = [signal.SIGTERM]
+    hurried, began = launch_run._hurried(received, 0.5), time.monotonic()
+    assert "rankzero sync" in finish(folder, hurried)[-1]
+    assert 0.5 <= time.monotonic() - began < 10.0
+    hurried = launch_run._hurried(received, 60.0)
+    assert not hurried()
+    received.append(signal.SIGTERM)
+    assert hurried(), "another signal ends the wait"
+    assert not launch_run._hurried([], 0.0)(), "nothing stopped the run"
 
 
 def test_best_model_gets_the_time_that_the_delivery_left(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import math
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +48,10 @@ _SLOW_LIBRARIES = {
 }
 
 
+# A scheduler kills a stopped job soon, often after 30 s, and the exit code would be lost.
+_STOPPED_SECONDS = 10.0
+
+
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
     """One attempt to launch."""
@@ -82,10 +88,8 @@ def run(plan: LaunchPlan) -> int:
         if not started:
             stopped = bool(forwarder.received)
             return _report_without_attempt(plan, result, console, stopped=stopped)
-        # The training is over. Another signal can only ask not to wait for the delivery.
-        before = len(forwarder.received)
         finish = _finish_offline if plan.offline else _finish_delivery
-        finish(plan, console, lambda: len(forwarder.received) > before)
+        finish(plan, console, _hurried(forwarder.received))
         return _report(plan, result, console)
 
 
@@ -137,6 +141,19 @@ def _report_without_attempt(
         raise RunFailed(f"{reason}; see {folder.path / 'logs'}")
     console.notice(f"{reason}: {folder.path.name} is unchanged")
     return RESUMABLE
+
+
+def _hurried(
+    received: Sequence[signal.Signals], stopped_seconds: float = _STOPPED_SECONDS
+) -> Callable[[], bool]:
+    """Return a function that returns whether to stop waiting for the delivery. After the training.
+
+    It returns True after another signal. If one of `received` stopped the training, it returns True
+    after `stopped_seconds`, too.
+    """
+    before = len(received)
+    until = time.monotonic() + (stopped_seconds if received else math.inf)
+    return lambda: len(received) > before or time.monotonic() >= until
 
 
 def _finish_delivery(plan: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:
