@@ -21,6 +21,12 @@ GRACE, WAIT = "RANKZERO_DELIVERY_GRACE_SECONDS", "RANKZERO_WAIT_DELIVERY"
         ({GRACE: "7"}, (7, 15, False), 7),
         ({WAIT: "300"}, (300, math.inf, True), 300),
         ({WAIT: "300", GRACE: "7"}, (300, math.inf, True), 300),
+        ({WAIT: "5"}, (5, math.inf, True), 60),
+        ({WAIT: "0"}, (0, math.inf, True), 60),
+        ({WAIT: "86400"}, (86400, math.inf, True), 600),
+        ({WAIT: "86400", GRACE: "900"}, (86400, math.inf, True), 900),
+        ({WAIT: "soon"}, (60, 15, False), 60),
+        ({WAIT: "nan", GRACE: "-1"}, (60, 15, False), 60),
         ({"SLURM_JOB_ID": "1"}, (600, 60, False), 60),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, (600, 60, False), 60),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", GRACE: "7"}, (7, 15, False), 7),
@@ -62,6 +68,16 @@ def test_option_takes_its_seconds_after_an_equals_sign(
     monkeypatch.delenv(WAIT, raising=False)
     found = main.parse(["train", *words])
     assert (found.experiment, found.wait_delivery) == ("x.py", seconds)
-    monkeypatch.setenv(WAIT, "soon")
-    with pytest.raises(SystemExit):
-        main.parse(["train", "x.py"])
+
+
+@pytest.mark.parametrize("value", ["soon", "nan", "-5"])
+def test_wait_that_is_no_number_of_seconds_is_one_error(
+    value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(WAIT, raising=False)
+    for words in (["x.py", f"--wait-delivery={value}"], ["x.py"]):
+        with pytest.raises(SystemExit):
+            main.parse(["train", *words])
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"{value!r} (also from {WAIT}) is not a number of seconds" in error
+        monkeypatch.setenv(WAIT, value)

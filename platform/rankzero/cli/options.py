@@ -10,7 +10,7 @@ from pathlib import Path
 from rankzero import experiment_file
 from rankzero.catalog import lookup
 from rankzero.mlflow_store import uris
-from rankzero.mlflow_store.patience import A_DAY, WAIT
+from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
 from rankzero.run_store.folder import Identity
 from rankzero.run_store.location import is_offline
 
@@ -57,7 +57,7 @@ def add_delivery(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait-delivery",
         nargs="?",
-        type=float,
+        type=_wait_seconds,
         const=A_DAY,
         default=os.environ.get(WAIT) or None,
         metavar="=SECONDS",
@@ -65,6 +65,15 @@ def add_delivery(parser: argparse.ArgumentParser) -> None:
         "74 if it has not (default: $RANKZERO_WAIT_DELIVERY, or one minute and exit with 0; ten "
         "minutes in a container, a pod or a Slurm job)",
     )
+
+
+def _wait_seconds(text: str) -> float:
+    try:
+        return seconds(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} (also from {WAIT}) is not a number of seconds, 0 or more"
+        ) from None
 
 
 def identity_for(arguments: argparse.Namespace, name: str) -> Identity:

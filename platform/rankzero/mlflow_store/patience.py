@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ A_DAY = 86_400.0
 _TROUBLED_SECONDS = 15.0
 # Where nothing may remain to deliver later: ten minutes, or one without progress.
 _CONTAINED_SECONDS, _CONTAINED_TROUBLED_SECONDS = 600.0, 60.0
+# The background processes of a command that was asked to wait a day may not stay for a day.
+_BACKGROUND_SECONDS = 600.0
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 
 
@@ -31,16 +34,34 @@ class Patience(NamedTuple):
 
 def patience(environ: Mapping[str, str] = os.environ) -> Patience:
     """Return how long this command waits: as asked, as configured, or by where it runs."""
-    if environ.get(WAIT):
-        return Patience(float(environ[WAIT]), float("inf"), True)
-    if not environ.get(GRACE) and goes_with_its_container(environ):
+    wait, grace = _seconds_in(environ, WAIT), _seconds_in(environ, GRACE)
+    if wait is not None:
+        return Patience(wait, math.inf, True)
+    if grace is None and goes_with_its_container(environ):
         return Patience(_CONTAINED_SECONDS, _CONTAINED_TROUBLED_SECONDS, False)
-    return Patience(grace_seconds(environ), _TROUBLED_SECONDS, False)
+    return Patience(GRACE_SECONDS if grace is None else grace, _TROUBLED_SECONDS, False)
 
 
 def grace_seconds(environ: Mapping[str, str] = os.environ) -> float:
     """Return how long recorder and courier try after rank 0's end without progress."""
-    return float(environ.get(WAIT) or environ.get(GRACE) or GRACE_SECONDS)
+    wait, grace = _seconds_in(environ, WAIT), _seconds_in(environ, GRACE)
+    return max(GRACE_SECONDS if grace is None else grace, min(wait or 0.0, _BACKGROUND_SECONDS))
+
+
+def seconds(text: str) -> float:
+    """Return the seconds that `text` gives. Raises ValueError for nan and negative numbers, too."""
+    found = float(text)
+    if not found >= 0:
+        raise ValueError(f"{text!r} is not a number of seconds")
+    return found
+
+
+def _seconds_in(environ: Mapping[str, str], name: str) -> float | None:
+    # Commands check the option. Elsewhere, a typo in the environment must not end the delivery.
+    try:
+        return seconds(environ.get(name, ""))
+    except ValueError:
+        return None
 
 
 def goes_with_its_container(
