@@ -11,8 +11,9 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import difflib
+import functools
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -22,6 +23,8 @@ from rankzero.config.values import coerce, describe_type, is_setting_type, rende
 
 Config = TypeVar("Config")
 _LONGEST_SHOWN = 200
+# Resolving the types takes longer than all else that flattens a config.
+_type_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 class ConfigError(ValueError):
@@ -40,7 +43,7 @@ class Leaf:
 def leaves(config: object, prefix: str = "") -> Iterator[Leaf]:
     """Yield every setting of `config`, in the order of declaration."""
     # Modules with `from __future__ import annotations` hold the types as text.
-    hints = typing.get_type_hints(type(config))
+    hints = _type_hints(type(config))
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         key, value = prefix + field.name.rstrip("_"), getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -122,7 +125,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def check_types(cls: Any, prefix: str = "") -> None:
     """Raise TypeError if a setting's declared type is not one that `coerce` knows."""
-    for name, annotation in typing.get_type_hints(cls).items():
+    for name, annotation in _type_hints(cls).items():
         if dataclasses.is_dataclass(annotation):
             check_types(annotation, f"{prefix}{name}.")
         elif typing.get_origin(annotation) is not ClassVar and not is_setting_type(annotation):
@@ -155,7 +158,7 @@ def _hint(key: str, known: Mapping[str, Any]) -> str:
 
 
 def _override(config: Config, changes: Mapping[str, Any], prefix: str) -> Config:
-    hints = typing.get_type_hints(type(config))
+    hints = _type_hints(type(config))
     new: dict[str, Any] = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         key, value = prefix + field.name.rstrip("_"), getattr(config, field.name)
