@@ -45,6 +45,7 @@ def recording(place: Path, library: Path) -> Recording:
     return campaign.read_recording(place / "session")
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_doubled_at_any_crash_point(recording: Recording, place: Path) -> None:
     report = campaign.check(recording, place, CUTS, POINTS).report
     print(report.text())
