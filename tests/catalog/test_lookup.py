@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import sqlite3
 import time
 from pathlib import Path
 
@@ -165,10 +167,32 @@ def test_run_that_was_renamed_in_mlflow_is_found_and_listed_by_both_names(
     assert deliverer.state.run_id is not None
     MlflowClient(sqlite).update_run(deliverer.state.run_id, name="the good one")
     for _ in range(2):  # the second list is from the cache
-        assert [run.name for run in lookup.listed(runs)] == ["the good one"]
+        [run] = lookup.listed(runs)
+        assert (run.name, run.mlflow_name) == (folder.identity.name, "the good one")
     for name in ("the good one", folder.path.name, deliverer.state.run_id):
         assert lookup.require(runs, name) == folder
     code = main.main(["report", "the good one", "--dir", str(tmp_path)])
     assert code == 0, "every command looks a run up in the same way"
     (tmp_path / "mlflow.db").write_bytes(b"broken")
-    assert [run.name for run in lookup.listed(runs)] == [folder.identity.name]
+    assert [run.shown_name for run in lookup.listed(runs)] == [folder.identity.name]
+
+
+def test_names_in_mlflow_may_hold_anything_and_be_of_several_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "lr [v2] [/]\x1b[2J"
+    made = [make_folder(tmp_path, mlflow_run_id=run_id) for run_id in ("a", "b")]
+    for folder in made:
+        append(folder, started(), ended())
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store, store:
+        store.execute("CREATE TABLE runs (run_uuid TEXT, name TEXT)")
+        store.executemany("INSERT INTO runs VALUES (?, ?)", [("a", name), ("b", name)])
+    assert main.main(["runs", "--dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("lr [v2] [/]\\x1b[2J ") == 2
+    assert main.main(["runs", "--json", "--dir", str(tmp_path)]) == 0
+    found = {(one["name"], one["mlflow_name"]) for one in json.loads(capsys.readouterr().out)}
+    assert found == {(folder.path.name, name) for folder in made}
+    with pytest.raises(UserError, match=f"2 runs have .*{made[0].path.name}"):
+        lookup.find(tmp_path / "runs", name)
+    assert lookup.find(tmp_path / "runs", made[0].path.name) == made[0]
+    assert lookup.find(tmp_path / "runs", "b") == made[1]

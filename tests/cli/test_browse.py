@@ -146,6 +146,7 @@ def test_runs_as_json_have_the_same_keys(here: Here) -> None:
             "data",
             "params",
             "metrics",
+            "mlflow_name",
         )
     }
     assert found[0]["params"]["lr"] == "0.001" and 0 <= found[0]["metrics"]["val/accuracy"] <= 1

@@ -17,7 +17,7 @@ from rankzero.errors import UserError
 _Value = str | float | bool | None
 
 COLUMNS: dict[str, Callable[[Summary], _Value]] = {
-    "run": lambda run: run.name,
+    "run": lambda run: run.shown_name,
     "experiment": lambda run: run.experiment,
     "status": lambda run: run.status,
     "reason": lambda run: run.reason,

@@ -53,14 +53,23 @@ def find(runs: Path, name_or_id: str) -> RunFolder | None:
     """Return the folder of the run with this name or MLflow run id, or None without one.
 
     The name may be the folder's, or the one that a user gave the run in the embedded store. Raises
-    InvalidRunFolder if a link leads out of the folder.
+    UserError if several runs have that name there, and InvalidRunFolder if a link leads out of the
+    folder.
     """
     found: RunFolder | None = None
     if names.is_plain(name_or_id) and (runs / name_or_id / _IDENTITY).exists():
         found = RunFolder(runs / name_or_id)
     else:
-        known = ((run.folder, (run.mlflow_run_id, run.name)) for run in listed(runs))
-        found = next((folder for folder, called in known if name_or_id in called), None)
+        known = listed(runs)
+        # A copy of a folder has the same id: the newer one is used.
+        same = [run for run in known if run.mlflow_run_id == name_or_id][:1]
+        same = same or [run for run in known if run.shown_name == name_or_id]
+        if len(same) > 1:
+            raise UserError(
+                f"{len(same)} runs have the name {names.shown(name_or_id)} in MLflow: give one of "
+                f"the folders' names, {', '.join(run.folder.path.name for run in same)}"
+            )
+        found = same[0].folder if same else None
     if found is not None:
         symlinks.refuse(found.path)
     return found
@@ -147,7 +156,7 @@ def listed(
                 file.write("".join(new))
     renamed = _names_in_mlflow(runs.parent / _STORE)
     found = [
-        dataclasses.replace(run, name=renamed.get(run.mlflow_run_id or "") or run.name)
+        dataclasses.replace(run, mlflow_name=renamed.get(run.mlflow_run_id or "") or None)
         for run in found
     ]
     return sorted(found, key=lambda run: -run.started)

@@ -35,7 +35,6 @@ class Summary:
 
     folder: RunFolder
     name: str
-    """Its name in the embedded store, if a user has renamed it there."""
     experiment: str
     # FINISHED, FAILED, KILLED, STARTING, RUNNING, or DIED if the writer is gone without an end.
     status: str
@@ -57,6 +56,13 @@ class Summary:
     params: Mapping[str, str]
     # The newest values, and the results of the whole run below whole_run/.
     metrics: Mapping[str, float]
+    mlflow_name: str | None = None
+    """Its name in the embedded store, which a user may change. `lookup.listed` looks it up."""
+
+    @property
+    def shown_name(self) -> str:
+        """The name in MLflow, if there is one. It may hold any characters."""
+        return self.mlflow_name or self.name
 
     @property
     def ended(self) -> bool:
@@ -70,7 +76,7 @@ class Summary:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("name", "experiment", "status", "reason", "goal"), (str,)),
-    **dict.fromkeys(("parent", "mlflow_run_id", "data"), (str, NoneType)),
+    **dict.fromkeys(("parent", "mlflow_name", "mlflow_run_id", "data"), (str, NoneType)),
     **dict.fromkeys(("started", "seconds"), (int, float)),
     **dict.fromkeys(("best", "samples_per_second"), (int, float, NoneType)),
     **dict.fromkeys(("params", "metrics"), (dict,)),

@@ -61,5 +61,10 @@ def shown(name: str) -> str:
     return repr(name) if len(name) <= 80 else f"{name[:60]!r}… of {len(name):,} characters"
 
 
+def printable(text: str) -> str:
+    """Return the text with its control characters escaped."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def _bytes(name: str) -> bytes:
     return name.encode("utf-8", "surrogatepass")

@@ -59,8 +59,11 @@ def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
         else:
             table.to_parquet(path, index=False)
     steps = [{"step": step, "best": best} for step, best in sorted(facts.checkpoints.items())]
+    fields = runs.as_json(read_summary(folder))
+    # Only a list looks up the name in MLflow.
+    del fields["mlflow_name"]
     described = {
-        **runs.as_json(read_summary(folder)),
+        **fields,
         "environment": dict(facts.environment),
         "checkpoints": steps,
     }

@@ -9,6 +9,7 @@ from rankzero.catalog import lookup
 from rankzero.cli import options
 from rankzero.errors import RunFailed, UserError
 from rankzero.redaction.text import url_without_secrets
+from rankzero.run_store.names import printable
 from rankzero.tracking import delivery_status
 
 
@@ -41,13 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
     model_id = tracker.models.best_model(run)
     if model_id is None:
         raise RunFailed(
-            f"{found.name} has no model in MLflow: {'; '.join(problems) or 'it ended without one'}"
+            f"{printable(found.name)} has no model in MLflow: "
+            f"{'; '.join(problems) or 'it ended without one'}"
         )
     for problem in problems:
         print(f"note: {problem}")
     version = tracker.models.register(run, model_id, arguments.model_name)
     model = f"models:/{arguments.model_name}/{version}"
-    print(f"{model} is the best model of {found.name}")
+    print(f"{model} is the best model of {printable(found.name)}")
     print(f'load:  mlflow.pytorch.load_model("{model}")')
     # Without the password: it would stay in the shell's history.
     where = shlex.quote(url_without_secrets(uri))

@@ -19,7 +19,7 @@ from rankzero.cli.display.progress import duration
 from rankzero.cli.display.terminal import table_console
 from rankzero.run_store.folder import FolderGone
 from rankzero.run_store.location import is_offline
-from rankzero.run_store.names import InvalidRunFolder
+from rankzero.run_store.names import InvalidRunFolder, printable
 from rankzero.tracking import sync
 
 _COLOURS = {
@@ -136,7 +136,7 @@ def _cells(one: Summary, goal: str) -> tuple[str, ...]:
     quiet = dead_runs.silence(one.folder) if one.status == "RUNNING" else 0.0
     if quiet > _SILENT_SECONDS:
         status += f", silent for {_age(quiet)}"
-    return one.name, status, best, speed, _age(time.time() - one.started)
+    return _cell(one, "run"), status, best, speed, _age(time.time() - one.started)
 
 
 def _age(seconds: float) -> str:
@@ -157,7 +157,8 @@ def _cell(one: Summary, key: str) -> str:
     value = filters.value_of(one, key)
     if isinstance(value, float):
         return f"{value:.4g}"
-    return "" if value is None else escape(str(value))
+    # A user of MLflow may have put anything into a name, also a terminal's control characters.
+    return "" if value is None else escape(printable(str(value)))
 
 
 def _finite(value: Any) -> Any:
