@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import io
 
+import numpy
 import pytest
 import torch
 
@@ -28,3 +31,24 @@ def test_pending_copy_waits_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert host_copy.PendingCopy("state", host_copy.record_events(gpus)).wait() == "state"
     assert waited == ["of cuda:0", "of cuda:1"]
     assert host_copy.HostCopier().copy({"x": torch.zeros(1)}).arrived == []
+
+
+class _Mode(str, enum.Enum):  # noqa: UP042 — its str() is not its value
+    MIN = "min"
+
+
+def test_numbers_of_numpy_and_of_subclasses_become_plain() -> None:
+    model = torch.nn.Linear(2, 1)
+    betas = (numpy.float64(0.5), numpy.float64(0.999))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=numpy.float64(0.01))
+    optimizer.param_groups[0]["mode"] = _Mode.MIN
+    optimizer.param_groups[0]["eps"] = numpy.float32(0.5)
+    state = {numpy.int64(3): optimizer.state_dict(), _Mode.MIN: numpy.bool_(True)}
+    copied = host_copy.HostCopier().copy(state).wait()
+    content = io.BytesIO()
+    torch.save(copied, content)
+    loaded = torch.load(io.BytesIO(content.getbuffer()), weights_only=True)
+    group = loaded[3]["param_groups"][0]
+    assert type(group["eps"]) is float
+    assert (group["betas"], group["weight_decay"], group["mode"]) == ((0.5, 0.999), 0.01, "min")
+    assert loaded["min"] is True

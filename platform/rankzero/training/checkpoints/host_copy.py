@@ -7,12 +7,19 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from rankzero.errors import UserError
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+# A subclass, such as an enumeration, may have a `__str__` of its own.
+_CONVERSIONS: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +86,32 @@ def _map_tensors(
     if isinstance(value, Tensor):
         return change(value, path)
     if isinstance(value, dict):
-        for key in value:
+        copied = {}
+        for original, item in value.items():
+            key = plain(original)
             _require_loadable(key, (*path, key))
-        return {key: _map_tensors(item, change, (*path, key)) for key, item in value.items()}
+            copied[key] = _map_tensors(item, change, (*path, key))
+        return copied
     if isinstance(value, (list, tuple)):
         items = [_map_tensors(item, change, (*path, index)) for index, item in enumerate(value)]
         # A named tuple becomes a plain one, because weights_only loading refuses its class.
         return items if isinstance(value, list) else tuple(items)
+    value = plain(value)
     _require_loadable(value, path)
+    return value
+
+
+def plain(value: Any) -> Any:
+    """Return a number or text of NumPy, or of a subclass, as Python's own type.
+
+    weights_only loading refuses the others. Any other value is returned as it is.
+    """
+    if isinstance(value, numpy.generic):
+        value = value.item()
+    if type(value) not in _PLAIN:
+        for kind, convert in _CONVERSIONS.items():
+            if isinstance(value, kind):
+                return convert(value)
     return value
 
 

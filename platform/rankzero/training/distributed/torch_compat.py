@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import zero_redundancy_optimizer
+from torch.utils._pytree import tree_map
 
 from rankzero.run_store import locks
+from rankzero.training.checkpoints.host_copy import plain
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _PIPELINING = "torch.distributed.pipelining._utils"
@@ -77,7 +79,7 @@ def _broadcast_object(obj: Any, src_rank: int, group: Any, device: torch.device)
     """Do what PyTorch's function of this name does, but load no other objects."""
     content = io.BytesIO()
     if dist.get_rank() == src_rank:
-        torch.save(obj, content)
+        torch.save(tree_map(plain, obj), content)
     length = torch.tensor([content.tell()], device=device)
     dist.broadcast(length, src_rank, group)
     sent = torch.empty(int(length), dtype=torch.uint8, device=device)

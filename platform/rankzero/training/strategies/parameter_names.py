@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from rankzero.training.checkpoints.host_copy import plain
+
 
 def order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters, in its order."""
@@ -66,7 +68,8 @@ def part_of(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def on_host(content: Any) -> Any:
-    """Return the same structure with every tensor copied to the host."""
+    """Return the same structure with every tensor copied to the host, and `plain` other values."""
     return tree_map(
-        lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value, content
+        lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else plain(value),
+        content,
     )
