@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import io
 import pickle
 from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,7 +66,23 @@ def test_objects_of_other_ranks_run_no_code() -> None:
     assert found == [print]
     with no_foreign_objects(), pytest.raises(pickle.UnpicklingError, match=r"builtins\.print"):
         dist.all_gather_object(found, print)
+    with no_foreign_objects(), torch_compat.any_objects():
+        dist.all_gather_object(found, print)
     dist.all_gather_object(found, print)  # a user's own collectives are as before
+
+
+@pytest.mark.usefixtures("group")
+def test_an_optimizers_numbers_of_numpy_are_sent_as_plain_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, *_: sent.append(tensor.clone()))
+    state = {
+        "param_groups": [{"weight_decay": numpy.float64(0.01), "betas": (numpy.float32(0.5),)}]
+    }
+    torch_compat._broadcast_object(state, 0, None, torch.device("cpu"))
+    received = torch.load(io.BytesIO(sent[1].numpy().tobytes()), weights_only=True)
+    assert received == {"param_groups": [{"weight_decay": 0.01, "betas": (0.5,)}]}
 
 
 @pytest.mark.usefixtures("group")

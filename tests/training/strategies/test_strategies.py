@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from rankzero.run_store import checkpoint_files
 from rankzero.training.checkpoints import restore
+from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.device import gpu_uuids
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies import build, processes, shards
@@ -391,6 +394,22 @@ def test_last_pipeline_rank_reports_bad_measure_values(odd: str) -> None:
         last._loss(torch.ones(2, 2), torch.arange(2))
 
 
+def test_measure_of_a_pipeline_may_exchange_any_objects() -> None:
+    used = []
+
+    def measure(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        used.append(dist.distributed_c10d._unpickler)
+        return {"loss": torch.zeros(())}
+
+    last = Pipeline.__new__(Pipeline)
+    last._metric_names, last._measured, last._batch = [], [], (torch.ones(4, 8), torch.ones(4))
+    last._how = MicroBatchStep(measure, contextlib.nullcontext(), None, 1)
+    last.model = nn.Linear(1, 1)
+    with torch_compat.no_foreign_objects():
+        last._loss(torch.ones(2, 2), torch.arange(2))
+    assert used == [pickle.Unpickler]
+
+
 def test_pipeline_checkpoint_is_gathered_on_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL would gather the whole model on one GPU."""
     sent = []
@@ -401,13 +420,16 @@ def test_pipeline_checkpoint_is_gathered_on_hosts(monkeypatch: pytest.MonkeyPatc
     model = nn.Linear(2, 1)
     stage = SimpleNamespace(submod=model, is_last=True, has_backward=True)
     monkeypatch.setitem(SCHEDULES, "1f1b", lambda *words, **named: None)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=numpy.float64(0.01))
 
     def pipeline(ranks: Ranks) -> Pipeline:
         world = World(ranks, torch.device("cpu"))
         return Pipeline(stage, optimizer, ["weight", "bias"], Train(), world)
 
-    assert set(pipeline(Ranks()).state()["model"]) == {"weight", "bias"}
+    state = pipeline(Ranks()).state()
+    assert set(state["model"]) == {"weight", "bias"}
+    # Another rank would refuse a number of NumPy.
+    assert type(state["optimizer"]["param_groups"][0]["weight_decay"]) is float
     assert pipeline(Ranks(rank=1, world_size=2)).state() == {}
     assert sent == [("cpu", 0, "gloo")] * 2, "the length, then the content"
 

@@ -75,6 +75,18 @@ def no_foreign_objects() -> Iterator[None]:
         distributed._unpickler, zero._broadcast_object = before
 
 
+@contextlib.contextmanager
+def any_objects() -> Iterator[None]:
+    """Within `no_foreign_objects`, let a user's own collectives accept any objects."""
+    distributed: Any = dist.distributed_c10d
+    before = distributed._unpickler
+    distributed._unpickler = pickle.Unpickler  # noqa: S301 — PyTorch's own
+    try:
+        yield
+    finally:
+        distributed._unpickler = before
+
+
 def _broadcast_object(obj: Any, src_rank: int, group: Any, device: torch.device) -> Any:
     """Do what PyTorch's function of this name does, but load no other objects."""
     content = io.BytesIO()

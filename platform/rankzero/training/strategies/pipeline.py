@@ -166,19 +166,24 @@ class Pipeline:
     def _run(self, how: MicroBatchStep, batch: Any, schedule: Any) -> Any:
         """Send a batch through the stages, and return the output on the last rank."""
         self._how, self._batch, self._measured = how, batch, []
-        # In the first step, the stages send each other the shapes of their outputs, as objects.
-        with how.autocast, torch_compat.no_foreign_objects():
+        with how.autocast:
+            inputs: list[Any] = []
             if self._stage.is_first:
-                return schedule(input_of(how.measure, batch, self.model.training))
-            if self._stage.is_last:
-                return schedule(target=torch.arange(self._samples, device=self._world.device))
-            return schedule()
+                inputs = [input_of(how.measure, batch, self.model.training)]
+            targets: dict[str, Tensor] = {}
+            if self._stage.is_last and not self._stage.is_first:
+                targets["target"] = torch.arange(self._samples, device=self._world.device)
+            # In the first step, the stages send each other the shapes of their outputs, as objects.
+            with torch_compat.no_foreign_objects():
+                return schedule(*inputs, **targets)
 
     def _loss(self, output: Tensor, rows: Tensor) -> Tensor:
         """Measure these rows of the batch. The schedule calls it on the last rank."""
         assert self._how is not None
         batch = rows_of(self._batch, rows)
-        values = self._how.measure(StageOutput(output, self.model.training), batch)
+        # The user's code may exchange objects of its own.
+        with torch_compat.any_objects():
+            values = self._how.measure(StageOutput(output, self.model.training), batch)
         if not self._metric_names:
             check_metrics(values)
         loss: Tensor = values["loss"]
