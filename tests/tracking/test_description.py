@@ -100,6 +100,26 @@ def test_page_of_an_earlier_version_is_replaced(folder: RunFolder, tracker: Fake
     assert "KILLED" not in tracker.tags[NOTE] and "### FINISHED" in tracker.tags[NOTE]
 
 
+@pytest.mark.parametrize(
+    ("edited", "is_kept"), [("", False), ("My notes.\n\n", True), ("\nMine below.", True)]
+)
+def test_page_of_an_earlier_version_is_recognised_without_delivery_json(
+    edited: str, is_kept: bool, folder: RunFolder, tracker: FakeTracker
+) -> None:
+    append(folder, started(lr="0.1"), ended("KILLED", "stopped"))
+    delivered(folder, tracker)
+    page = tracker.tags[NOTE].split("-->\n\n")[1]
+    assert "### Setting" in page
+    tracker.tags[NOTE] = page + edited if edited.startswith("\n") else edited + page
+    delivery_state.path_of(folder, 0).unlink()
+    append(folder, started(2, lr="0.1"), ended())
+    delivered(folder, tracker)
+    notes, _ = tracker.tags[NOTE].split("<!-- rankzero ") if is_kept else ("", "")
+    assert ("KILLED" in notes) == is_kept
+    assert is_kept or tracker.tags[NOTE].startswith("<!-- rankzero ")
+    assert "### FINISHED" in tracker.tags[NOTE]
+
+
 def test_note_tags_and_name_of_a_user_survive_a_resume(tmp_path: Path, sqlite: str) -> None:
     from mlflow import MlflowClient
 

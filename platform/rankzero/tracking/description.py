@@ -21,6 +21,12 @@ log = logging.getLogger("rankzero.recorder")
 # MLflow shows the description as Markdown, and a comment is invisible there.
 _MARKER = "<!-- rankzero {}: notes above this line stay, RankZero replaces what is below it -->"
 _MARKED = re.compile(r"^<!-- rankzero ([0-9a-f]{16}): .*-->\s*", re.MULTILINE)
+# A page as versions without a marker wrote it: its first heading, and its last section.
+_EARLIER = re.compile(
+    r"### (?:FINISHED|FAILED|KILLED): .*\n"
+    r"### (?:Setting\s+\| Setting \| Value \|(?:\n\|[^\n]*)+|Reproduce\s+```sh\n[^`]*\n```)\s*",
+    re.DOTALL,
+)
 # Below this room a page says nothing, so long notes of a user stand alone.
 _LEAST_PAGE = 500
 
@@ -38,7 +44,11 @@ def page_tags(
     problems = _digest(*trouble(state))
     if task is Task.PAGE_UPDATE and state.page.told == problems:
         return [], state
-    notes, is_ours = split(target.store.description(target.run.run_id), state.page.page)
+    description = target.store.description(target.run.run_id)
+    # Without a checksum on this disk, the text alone shows what an earlier version wrote.
+    if state.page == Page() and _EARLIER.fullmatch(description.replace("\r\n", "\n")):
+        description = ""
+    notes, is_ours = split(description, state.page.page)
     if task is Task.PAGE_UPDATE and not is_ours:
         return [Tags(problem_tags(state))], state
     try:
