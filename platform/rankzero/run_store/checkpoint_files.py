@@ -36,7 +36,8 @@ class BrokenCheckpoint(Exception):
 
 
 def _torch_version() -> str:
-    # Who saves a checkpoint has torch. The package's metadata lack the build, such as +cu132.
+    # A process that saves a checkpoint has torch. The package's metadata lack the build, such as
+    # +cu132.
     return str(getattr(sys.modules.get("torch"), "__version__", "unknown"))
 
 

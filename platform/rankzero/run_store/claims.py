@@ -7,7 +7,7 @@
     attempt.lock    flock for moments: a claim and the end of the attempt before exclude each other
 
 A flock ends with the processes that hold it, however they die. Nodes other than 0 have their own
-files, ``recorder-node_<i>.json`` and so on. Who may only read the folder can hold none of them.
+files, ``recorder-node_<i>.json`` and so on. A user with only read access can hold none of them.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Throttle:
         behind = now - self._caught_up_at
         share = next(share for seconds, share in SHARES if behind >= seconds)
         waiting = None if waited is None or waited_before is None else waited - waited_before
-        # Where Linux does not count the waiting, others may want the processor at any time.
+        # If Linux does not count the waiting, others may want the processor at any time.
         contended = waiting is None or waiting > _CONTENDED * used
         pause = used / share - (now - at)
         if share < 1.0 and contended and pause > 0 and self._wait(min(pause, _LONGEST_PAUSE)):
