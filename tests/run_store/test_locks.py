@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from rankzero.errors import UserError
+from rankzero.launch import rendezvous
 from rankzero.lightning_module.data import one_at_a_time
 from rankzero.mlflow_store import uris
-from rankzero.run_store import claims, locks
+from rankzero.run_store import claims, disk, locks
 from rankzero.run_store.attempt import sole_launcher
-from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.training.distributed.torch_compat import keep_compiled_code_private
 from support.second_user import as_nobody, locked, needs_root, nobody_locks
 
@@ -143,3 +145,35 @@ def test_compiled_code_is_not_loaded_from_a_planted_folder(
     assert found.stat().st_uid == 0 and mode(found) == 0o700
     keep_compiled_code_private(environ := {"TORCHINDUCTOR_CACHE_DIR": "/mine"})
     assert environ == {"TORCHINDUCTOR_CACHE_DIR": "/mine"}
+
+
+def test_a_run_starts_in_a_folder_that_its_user_may_write_but_not_read(shared: Path) -> None:
+    (shared / "runs").mkdir()
+    (shared / "runs").chmod(0o733)
+    shared.chmod(0o711)
+    identity = Identity("run", "run", "e", "sqlite:////nowhere.db")
+    as_nobody(lambda: str(RunFolder.create(shared / "runs", identity).path))
+    assert RunFolder(shared / "runs" / "run").identity == identity
+    with pytest.raises(FileNotFoundError):
+        disk.sync(shared / "missing")
+
+
+def test_the_ranks_meet_elsewhere_if_tmpdir_cannot_be_written(shared: Path) -> None:
+    (shared / "open").mkdir()
+    (shared / "open").chmod(0o777)
+    places = [str(shared), str(shared / "open")]
+
+    def chosen() -> str:
+        with rendezvous.private_folder(places) as folder:
+            return str(Path(folder).parent)
+
+    def refusal() -> str:
+        # No file may hold a byte, as on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        with pytest.raises(UserError) as error:
+            chosen()
+        return str(error.value)
+
+    assert as_nobody(chosen) == places[1]
+    assert "set TMPDIR" in as_nobody(refusal)
+    assert list((shared / "open").iterdir()) == []

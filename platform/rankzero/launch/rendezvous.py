@@ -14,14 +14,19 @@ import fcntl
 import os
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rankzero.errors import UserError
 from rankzero.ranks import Ranks
 
 _LOOPBACK_INTERFACES = ("lo", "lo0")
 _STORE_FOLDER = "RANKZERO_STORE"
+# None is $TMPDIR. The others are on this machine, but a logout may empty the first of them.
+_PLACES = (None, "/dev/shm", "/var/tmp")  # noqa: S108 — the names in them are random
+# More than the addresses of a machine's ranks need.
+_STORE_BYTES = 64 << 10
 
 
 def handler_of_one_agent(parameters: Any) -> Any:
@@ -34,19 +39,38 @@ def handler_of_one_agent(parameters: Any) -> Any:
 
 
 @contextlib.contextmanager
-def private_folder() -> Iterator[str]:
+def private_folder(places: Sequence[str | None] = _PLACES) -> Iterator[str]:
     """Create a folder for the ranks' stores, which only this user may enter; remove it at the end.
 
-    Its name is random. It is on this machine: a store needs locks, which a network disk may lack.
+    Its name is random. It is in the first of `places` that has locks and room. Raises UserError.
     """
-    with tempfile.TemporaryDirectory(prefix="rankzero-", ignore_cleanup_errors=True) as folder:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
+    refusals = []
+    for place in places:
+        with contextlib.ExitStack() as stack:
+            try:
+                folder = stack.enter_context(
+                    tempfile.TemporaryDirectory("", "rankzero-", place, ignore_cleanup_errors=True)
+                )
+                # A store locks its file and writes it. $TMPDIR may be a network disk, or full.
+                check = Path(folder) / "check"
+                with check.open("wb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    file.write(bytes(_STORE_BYTES))
+                check.unlink()
+            except OSError as error:
+                refusals.append(f"{place or '$TMPDIR'}: {error}")
+                continue
             # systemd-tmpfiles deletes old files in the temporary folder, except below a locked one.
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            with contextlib.suppress(OSError):
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
             yield folder
-        finally:
-            os.close(descriptor)
+            return
+    raise UserError(
+        f"no folder through which the ranks could find each other ({'; '.join(refusals)}): "
+        "set TMPDIR to a folder of a local disk with room"
+    )
 
 
 def use_folder(folder: str | None, environ: MutableMapping[str, str] = os.environ) -> None:
