@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from rankzero.cli.commands import search
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import TrackingError, resolve_tracking_uri
+from rankzero.run_store import locks
 from rankzero.tuning.options import default_storage
 from support.runs import T0, make_folder, saved
 
@@ -62,6 +65,34 @@ def test_only_a_new_database_gets_a_write_ahead_log(tmp_path: Path) -> None:
     old.close()
     uris.prepare_store(f"sqlite:///{tmp_path}/old.db")
     assert _mode(tmp_path / "old.db") == "delete"
+
+
+def test_a_database_on_a_network_disk_gets_no_write_ahead_log(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    for number, (kind, place) in enumerate(
+        [("nfs4", tmp_path), ("nfs4", tmp_path / "a\\040b"), ("ext4", tmp_path)]
+    ):
+        mounts.write_text(f"disk / ext4 rw 0 0\nserver:/home {place} {kind} rw 0 0\n")
+        database = tmp_path / "a b" / f"{number}.db"
+        uris.prepare_store(f"sqlite:///{database}", mounts=mounts)
+        assert _mode(database) == ("wal" if kind == "ext4" else "delete")
+    uris.prepare_store(f"sqlite:///{tmp_path}/no_list.db", mounts=tmp_path / "missing")
+
+
+def test_a_store_is_prepared_although_another_process_keeps_its_lock(tmp_path: Path) -> None:
+    lock = locks.open_lock(tmp_path / ".mlflow.db.lock")
+    assert locks.try_lock(lock)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uris.prepare_store(uri, patience_seconds=0.1)
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        database.execute("create table t (x)")
+    database.close()
+    # A database with content waits for nobody.
+    began = time.monotonic()
+    uris.prepare_store(uri)
+    uris.make_tables(uri, lambda _: pytest.fail("it has tables"))
+    assert time.monotonic() - began < 10
+    os.close(lock)
 
 
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:

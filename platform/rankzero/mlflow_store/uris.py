@@ -26,6 +26,7 @@ _SETUP_SECONDS = 60.0
 _READ_AS_URI = re.compile(r"\?|%[0-9A-Fa-f]{2}")
 # Write-ahead logging needs memory that processes share. Network file systems do not have it.
 _NETWORK_FILE_SYSTEMS = "nfs cifs smb lustre gpfs beegfs ceph afs 9p fuse"
+_MOUNTS = Path("/proc/self/mounts")
 
 
 class TrackingError(UserError):
@@ -76,10 +77,13 @@ def resolve_tracking_uri(flag: str | None, environ: Mapping[str, str], root: Pat
     return given.rstrip("/") if scheme in ("http", "https") else given
 
 
-def prepare_store(tracking_uri: str) -> None:
+def prepare_store(
+    tracking_uri: str, *, patience_seconds: float = _SETUP_SECONDS, mounts: Path = _MOUNTS
+) -> None:
     """Create the folder and the file of a local database. Does nothing for other stores.
 
-    Raises TrackingError if that fails.
+    Waits at most `patience_seconds` for other processes that do the same. `mounts` lists the
+    mounted file systems. Raises TrackingError if the database cannot be written.
     """
     path = sqlite_path(tracking_uri)
     if path is None:
@@ -87,13 +91,18 @@ def prepare_store(tracking_uri: str) -> None:
     require_plain(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        # One process at a time: SQLite fails to set the mode if another has the file open.
-        with _alone(path), contextlib.closing(sqlite3.connect(path, timeout=20)) as database:
-            if new and not _on_network(path):
+        # One process at a time: SQLite fails to set the mode if another has the file open. A file
+        # with content has its mode, and needs no lock.
+        is_new = not path.exists() or path.stat().st_size == 0
+        with (
+            _alone(path, patience_seconds) if is_new else contextlib.nullcontext(False) as alone,
+            contextlib.closing(sqlite3.connect(path, timeout=20)) as database,
+        ):
+            if alone and not _on_network(path, mounts):
                 # In SQLite's default mode, readers such as MLflow's page block the courier's
                 # commits. The mode is stored in the file.
-                database.execute("PRAGMA journal_mode=WAL")
+                with contextlib.suppress(sqlite3.OperationalError):
+                    database.execute("PRAGMA journal_mode=WAL")
             # A read-only database fails here, and not after an hour of training.
             database.execute("BEGIN IMMEDIATE")
             database.rollback()
@@ -107,13 +116,19 @@ def prepare_store(tracking_uri: str) -> None:
 def make_tables(tracking_uri: str, make: Callable[[str], object]) -> None:
     """Call `make` with a URI to set up a local database that is empty. Ignores other stores."""
     path = sqlite_path(tracking_uri)
-    if path is None:
+    if path is None or not is_empty(path):
         return
     # The tables must appear in one step. MLflow's own migrations leave half of them if they are
     # killed or if two processes run them at once, and no later attempt can continue.
-    with _alone(path):
+    with _alone(path, _SETUP_SECONDS) as alone:
         if not is_empty(path):
             return
+        # The other process would lose its half-made tables.
+        if not alone:
+            raise TrackingError(
+                f"another process has been setting up {path} for {_SETUP_SECONDS:.0f} s: stop "
+                "it, or choose another folder with --dir"
+            )
         for left in path.parent.glob(f"{_SETUP}*"):
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=_SETUP, dir=path.parent) as folder:
@@ -166,32 +181,31 @@ def _migration_hint(source: Path, root: Path) -> str:
 
 
 @contextlib.contextmanager
-def _alone(database: Path) -> Iterator[None]:
+def _alone(database: Path, patience_seconds: float) -> Iterator[bool]:
     """Let one process at a time into the block. The lock ends with its process.
 
-    Raises TrackingError after a minute: setting up a database takes seconds.
+    Yield whether this process is alone: False after `patience_seconds` without the lock.
     """
     try:
         descriptor = locks.open_lock(database.with_name(f".{database.name}.lock"))
     except OSError:  # a read-only folder, where nothing is set up
-        yield
+        yield True
         return
     try:
-        if not locks.try_lock(descriptor, seconds=_SETUP_SECONDS):
-            raise TrackingError(
-                f"another process has been setting up {database} for {_SETUP_SECONDS:.0f} s: stop "
-                "it, or choose another folder with --dir"
-            )
-        yield
+        yield locks.try_lock(descriptor, seconds=patience_seconds)
     finally:
         os.close(descriptor)
 
 
-def _on_network(path: Path) -> bool:
+def _on_network(path: Path, mounts: Path) -> bool:
     """Return whether the file is on another machine, by the longest mount point above it."""
-    import psutil
-
-    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    above = [place for place in mounts if path.absolute().is_relative_to(place)]
-    kind = mounts.get(max(above, key=len, default=""), "")
+    # Not psutil: it reads /etc/mtab, which in many containers is a file without the bind mounts.
+    try:
+        text = os.fsdecode(mounts.read_bytes())
+    except OSError:
+        return False
+    lines = [line.split(" ") for line in text.split("\n") if line]
+    kinds = {place.replace("\\040", " "): kind for _, place, kind, *_ in lines}
+    above = [place for place in kinds if path.absolute().is_relative_to(place)]
+    kind = kinds.get(max(above, key=len, default=""), "")
     return kind.startswith(tuple(_NETWORK_FILE_SYSTEMS.split()))
