@@ -22,11 +22,11 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import recorder
 from rankzero.tracking.courier import deliver_attempt
-from rankzero.tracking.courier_supervisor import CourierSupervisor
+from rankzero.tracking.courier_supervisor import MOST_DEATHS, CourierSupervisor
 from rankzero.tracking.throttle import ProcessorTime
 from rankzero.tracking.trial_deliverers import TrialDeliverers
 from support.fake_tracker import FakeTracker, deliverer_to
-from support.runs import append, make_folder
+from support.runs import append, ended, make_folder, steps
 from support.runs import started as begun
 
 PAUSE_SECONDS = 0.02
@@ -185,6 +185,57 @@ def test_no_courier_is_started_for_an_outdated_attempt_that_waited_for_the_lock(
         claims.claim(folder, 0)
     waiting.finish()
     assert not waiting.tend() and not started.processes
+
+
+def test_courier_that_dies_again_and_again_is_restarted_after_pauses(
+    folder: RunFolder, started: Couriers
+) -> None:
+    courier = supervisor(folder, started)
+    began = time.monotonic()
+    while courier.tend():
+        for process in started.processes:
+            process.kill()
+            process.wait()
+    assert len(started.processes) == MOST_DEATHS and not courier.tend()
+    assert time.monotonic() - began > (0 + 1 + 3 + 7) * PAUSE_SECONDS
+
+
+def test_courier_that_waits_for_mlflow_is_behind(folder: RunFolder) -> None:
+    reader, writer = os.pipe()
+    append(folder, begun(), steps(1, 3), ended())
+    os.close(writer)
+    tracker, idle = FakeTracker(), []
+    tracker.fail = failing(ConnectionError("away"))
+    deliverer = deliverer_to(tracker, folder)
+
+    def noted() -> None:
+        idle.append(deliverer.state.retries.error)
+
+    def recover() -> None:
+        tracker.fail = lambda name, argument: None
+
+    threading.Timer(0.2, recover).start()
+    deliver_attempt(
+        LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader),
+        deliverer,
+        TrialDeliverers(folder),
+        reader,
+        tick_seconds=0.01,
+        on_idle=noted,
+    )
+    assert deliverer.state.done and deliverer.state.retries.failures > 1
+    assert idle and not any(idle)
+    os.close(reader)
+
+
+def test_courier_accepts_what_an_earlier_recorder_passes(folder: RunFolder) -> None:
+    reader, writer = os.pipe()
+    os.close(writer)
+    words = [str(folder.path), "--token", "of an older attempt", "--node", "1", "--nice", "19"]
+    # In a process of its own: it changes its scheduling.
+    command = [sys.executable, "-m", "rankzero.tracking.courier", *words, "--pipe", str(reader)]
+    subprocess.run(command, pass_fds=[reader], check=True)
+    os.close(reader)
 
 
 class TestFailingCalls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,24 @@ def test_a_run_without_trials_has_no_deliverer_but_its_own(tmp_path: Path) -> No
     family.work()
     assert family.trackers["study"].status == "FINISHED" and list(family.trackers) == ["study"]
     assert not list(family.trials)
+
+
+def test_a_trial_that_cannot_be_read_now_is_taken_later(tmp_path: Path) -> None:
+    study = make(tmp_path, "study")
+    child = make(tmp_path, "one", parent="study")
+    study.add_child("one")
+    append(child, started(), ended())
+    errors = [OSError(errno.EIO, "input/output")]
+
+    def deliverer(trial: RunFolder) -> Deliverer:
+        if errors:
+            raise errors.pop()
+        return deliverer_to(FakeTracker(), trial)
+
+    trials = TrialDeliverers(study, make=deliverer, look_seconds=0.0)
+    with pytest.raises(OSError, match="input/output"):
+        trials.look()
+    assert not claims.is_recording(child)
+    trials.look()
+    assert len(list(trials)) == 1
+    trials.close()

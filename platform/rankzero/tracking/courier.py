@@ -39,7 +39,7 @@ def deliver_attempt(
 
     Gives up after `grace_seconds` without progress since the end. `recorder` is a pipe that the
     recorder closes after its last sample. The recorder may die before rank 0. Calls `on_idle`
-    whenever nothing is due.
+    whenever nothing is due, unless MLflow fails.
     """
     run = functools.partial(guarded, pause_seconds=pause_seconds)
 
@@ -55,8 +55,7 @@ def deliver_attempt(
         run(lambda: attempt.wait(0.0))
         run(trials.look)
         if not ended and attempt.over and closed(recorder):
-            ended, moved = True, time.monotonic()
-            end_written = write_end()
+            ended, moved, end_written = True, time.monotonic(), write_end()
             deliverer.hasten()
             trials.hasten()
         # Each for itself: one whose folder was moved must not stop the others.
@@ -64,8 +63,10 @@ def deliver_attempt(
         if any(worked):
             moved = time.monotonic()
             continue
+        # Not `complete`: the next steps often come while these are sent.
+        if all(each.state.retries.error is None for each in (deliverer, *trials)):
+            on_idle()
         # Complete counts only after the end: before it, more events may come.
-        on_idle()
         complete = end_written and run(lambda: deliverer.complete and trials.complete)
         if ended and (complete or time.monotonic() - moved > grace_seconds()):
             break
@@ -84,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--node", type=int, required=True)
     parser.add_argument("--pipe", type=int, required=True)
     parser.add_argument("--idle", action="store_true", help="use only idle processor time")
+    # A recorder of an earlier version passes it, if RankZero is upgraded during its run.
+    parser.add_argument("--nice", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     log_without_secrets()
     folder = RunFolder(options.folder)

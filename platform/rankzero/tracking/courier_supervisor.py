@@ -45,6 +45,7 @@ class CourierSupervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader, self._writer = os.pipe()
         self._started, self._deaths, self._is_idle = time.monotonic(), 0, True
+        self._restarts_at = 0.0
         self._finished: float | None = None
         # When the courier was last seen to have replaced delivery.json, and that file's identity.
         self._wrote_at, self._written = 0.0, (0, 0)
@@ -84,16 +85,22 @@ class CourierSupervisor:
     def _tend(self) -> bool:
         process = self._process
         if process is None:
+            if self._deaths >= MOST_DEATHS:
+                return False
+            if self._attempt.is_latest and time.monotonic() < self._restarts_at:
+                return True
             return self._start() or self._finished is None
         code = process.poll()
         if code == 0:
             return False
         if code is not None:
-            # An import that fails, for example, fails every time.
+            # An import that fails, for example, fails every time. A disk that cannot be read
+            # recovers, so the pauses grow: 0, 1, 3, 7 times `pause_seconds`.
             self._deaths += 1
-            if self._deaths <= MOST_DEATHS:
-                log.warning("the courier ended with %d, %d times by now", code, self._deaths)
-            return self._deaths < MOST_DEATHS and self._start()
+            pause = self._pause_seconds * (2 ** (self._deaths - 1) - 1)
+            self._process, self._restarts_at = None, time.monotonic() + pause
+            log.warning("the courier ended with %d, %d times by now", code, self._deaths)
+            return self._tend()
         self._look()
         # A courier that has done nothing yet only keeps the lock from a newer attempt's courier.
         outdated = self._finished is not None and not self._attempt.is_latest

@@ -45,10 +45,17 @@ class TrialDeliverers:
             if name in self._done or name in self._working or not child.events.exists():
                 continue
             lock = claims.acquire(child, 0)
-            if lock is not None:
-                self._working[name] = self._make(child), lock
-                if self._hurried:
-                    self._working[name][0].hasten()
+            if lock is None:
+                continue
+            try:
+                deliverer = self._make(child)
+            except BaseException:
+                # A journal that cannot be read now is tried again with the next look.
+                os.close(lock)
+                raise
+            self._working[name] = deliverer, lock
+            if self._hurried:
+                deliverer.hasten()
 
     @property
     def complete(self) -> bool:
