@@ -88,8 +88,8 @@ class SharedLog(RunLog):
     def __init__(
         self, folder: RunFolder, attempt: int, work: Callable[[Event], None], patience: float = 0.0
     ) -> None:
-        super().__init__(folder, Journal(folder.events), attempt, None)
-        self._work, self.patience_seconds = work, patience
+        super().__init__(folder, Journal(folder.events), attempt, None, patience)
+        self._work = work
 
     def __call__(self, event: Event) -> None:
         super().__call__(event)

@@ -141,14 +141,17 @@ class TrackedRun:
     ) -> None:
         # The end must reach the journal, even if a failed GPU cannot give the last values.
         self._guarded("the values logged last are lost", self._flush)
-        self._guarded("the last checkpoint is not kept", self._close_checkpoints)
         status, reason = _status(error)
+        self._guarded(
+            "the last checkpoint is not kept",
+            lambda: self._close_checkpoints(finished=status == "FINISHED"),
+        )
         if status == "FINISHED" and self._checkpoints is not None and self._checkpoints.failure:
             status, reason = "FAILED", f"{reason}; {self._checkpoints.failure}"
         text = None if error is None else "".join(traceback.format_exception(error))
         best = {} if self._best is None else {"best": self._best}
         self._log(RunEnded(time.time(), status, reason, text, {**self._last, **best}))
-        self._log.close()
+        self._log.close(finished=status == "FINISHED")
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Log 0-d tensors or numbers at `step`, without a host sync: tensors stay on their device.
@@ -205,9 +208,10 @@ class TrackedRun:
             self._log_all(unlogged(folder.path, events, self._keep, self._goal))
         return self._checkpoints
 
-    def _close_checkpoints(self) -> None:
+    def _close_checkpoints(self, *, finished: bool) -> None:
         if self._checkpoints is not None:
-            self._log_all(self._checkpoints.close(self._log.patience_seconds))
+            patience_seconds = self._log.patience_seconds(finished=finished)
+            self._log_all(self._checkpoints.close(patience_seconds))
 
     def _guarded(self, consequence: str, action: Callable[[], None]) -> None:
         """Run the action. If it fails, as with a failed GPU, log the consequence."""

@@ -20,6 +20,8 @@ from rankzero.tracking.recorder import RecorderHandle
 
 # Beyond these, a notice is only printed: a problem of every step must not fill the run's page.
 MOST_NOTICES = 200
+# After a stop or an error, a scheduler or the user waits for the end.
+_HURRIED_SECONDS = 5.0
 FULL = "the disk has been full for so long that metrics are lost from now on, until there is room"
 
 
@@ -35,8 +37,7 @@ class RunLog:
         patience_seconds: float = 30.0,
     ) -> None:
         self.folder, self.attempt = folder, attempt
-        self.patience_seconds = patience_seconds
-        """How long the run's end is tried again on a disk that refuses it."""
+        self._patience_seconds = patience_seconds
         self._journal, self._recorder = journal, recorder
         self._noticed: list[str] = []
 
@@ -103,15 +104,23 @@ class RunLog:
         # Printed last: whatever happens to the output, the journal has it.
         _print(text)
 
-    def close(self) -> None:
+    def patience_seconds(self, *, finished: bool) -> float:
+        """Return how long the run's end is retried on a disk that refuses it.
+
+        `finished`: whether the training ended without an error and without a request to stop.
+        """
+        most = self._patience_seconds
+        return most if finished else min(most, _HURRIED_SECONDS)
+
+    def close(self, *, finished: bool = False) -> None:
         """Close the journal, and let the recorder finish by itself.
 
-        A disk that refuses the last events is tried again for `patience_seconds`.
+        Writing the last events is retried for `patience_seconds`.
         """
         if self._journal is not None:
             self._report_problems(self._journal)
             try:
-                self._journal.close(self.patience_seconds)
+                self._journal.close(self.patience_seconds(finished=finished))
             except OSError as error:
                 _print(f"the end of the journal could not be written: {error}")
             for problem in self._journal.problems:

@@ -80,7 +80,7 @@ def tracked(
         peak_memory = device.peak_memory_megabytes(world)
         summary = {**totals.summary(), "peak_memory_megabytes": peak_memory}
         log(RunEnded(time.time(), outcome.status, outcome.reason, error, summary))
-        log.close()
+        log.close(finished=outcome.status == "FINISHED")
 
 
 def _root_cause(error: BaseException, world: World) -> failures.Failure:

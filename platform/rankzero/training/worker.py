@@ -239,12 +239,14 @@ def _train(
         image_capture=_image_capture(job, log),
     )
     totals.best = state.best
+    finished = False
     try:
         with _frozen_heap(), watchdog.training():
             stopped = fit(job, state, log, stop, checkpoints, totals)
+        finished = not stopped
     finally:
         if checkpoints is not None:
-            for event in checkpoints.close(log.patience_seconds):
+            for event in checkpoints.close(log.patience_seconds(finished=finished)):
                 log(event)
             totals.blocked_seconds = checkpoints.blocked_seconds
         totals.best = state.best

@@ -23,7 +23,7 @@ from rankzero.training.distributed.watchdog import Watchdog
 from rankzero.training.distributed.world import World
 from rankzero.training.lifecycle import AttemptOutcome
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.stop import StopRequest
+from rankzero.training.stop import StopCode, StopRequest
 from support.checkpoints import GOAL
 from support.runs import make_folder, steps
 from support.training import tiny
@@ -46,10 +46,12 @@ class BrokenDisk:
         self.sync(Path(f"/proc/self/fd/{descriptor}").readlink())
 
 
-def train(folder: RunFolder, experiment: Experiment, log: RunLog) -> AttemptOutcome:
+def train(
+    folder: RunFolder, experiment: Experiment, log: RunLog, stop: StopRequest | None = None
+) -> AttemptOutcome:
     job, state = worker.build(experiment, World(Ranks(), torch.device("cpu")))
     watchdog = Watchdog(10.0, 0, [])
-    outcome = worker._train(job, state, log, StopRequest(), RunTotals(), watchdog)
+    outcome = worker._train(job, state, log, stop or StopRequest(), RunTotals(), watchdog)
     log.close()
     return outcome
 
@@ -123,6 +125,49 @@ def test_the_last_checkpoint_is_written_again_after_a_disk_has_refused(tmp_path:
     (event,) = checkpoints.close(patience_seconds=20.0)
     assert isinstance(event, CheckpointSaved) and checkpoints.failure is None
     assert len(problems) == 1, "each try is not a problem of its own"
+
+
+@pytest.mark.parametrize("values", [3, 1_000_000])
+def test_last_checkpoint_is_written_again_after_the_disk_was_full(
+    tmp_path: Path, values: int
+) -> None:
+    checkpoints = Checkpoints(tmp_path, 1, GOAL, notice=lambda text: None)
+    with pytest.raises(RuntimeError) as full:
+        torch.save({"weights": torch.zeros(values)}, "/dev/full")
+    checkpoints.save({"weights": torch.zeros(3)}, 1, {}, False)
+    assert checkpoints.finish() and not checkpoints.failure
+    checkpoints._error = full.value
+    (event,) = checkpoints.close(patience_seconds=20.0)
+    assert isinstance(event, CheckpointSaved) and checkpoints.failure is None
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: no")]
+)
+def test_errors_of_a_gpu_are_not_retried_at_the_end(tmp_path: Path, error: Exception) -> None:
+    checkpoints = Checkpoints(tmp_path, 1, GOAL, notice=lambda text: None)
+    checkpoints.save({"weights": torch.zeros(3)}, 1, {}, False)
+    checkpoints.finish()
+    checkpoints._error = error
+    assert checkpoints.close(patience_seconds=20.0) == [] and checkpoints.failure
+
+
+def test_only_a_finished_training_waits_long_for_a_disk(tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    class Watched(RunLog):
+        def patience_seconds(self, *, finished: bool) -> float:
+            asked.append(finished)
+            return super().patience_seconds(finished=finished)
+
+    log = Watched(make_folder(tmp_path), None, 1, None)
+    assert (log.patience_seconds(finished=True), log.patience_seconds(finished=False)) == (30, 5)
+    for code in (StopCode.NONE, StopCode.SIGTERM):
+        folder, stop = make_folder(tmp_path), StopRequest()
+        stop.request(code)
+        train(folder, tiny(train__steps=3), Watched(folder, Journal(folder.events), 1, None), stop)
+    # After each training, `train` closes the log without a status.
+    assert asked[2:] == [True, False, False, False]
 
 
 def test_a_run_without_its_last_checkpoint_is_not_finished(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from rankzero.run_store.checkpoint_files import Manifest
 from rankzero.training.checkpoints.host_copy import HostCopier, PendingCopy
 
 _RETRY_SECONDS = 0.5
+# In the messages of torch.save on a full disk.
+_WRITER_ERRORS = ("PytorchStreamWriter", "inline_container", "iostream")
 
 
 class Checkpoints:
@@ -110,8 +112,7 @@ class Checkpoints:
         """
         events = self.finish()
         until = time.monotonic() + patience_seconds
-        # torch.save reports a full disk as a RuntimeError. No other error mends itself.
-        while isinstance(self._error, (OSError, RuntimeError)) and time.monotonic() < until:
+        while _is_of_the_disk(self._error) and time.monotonic() < until:
             time.sleep(_RETRY_SECONDS)
             self._pending = self._writer.submit(self._write, *self._last)
             events += self._result()
@@ -225,6 +226,14 @@ def unlogged(run_folder: Path, events: Iterable[Event], keep: int, goal: Goal) -
             if path in missing
         ]
     return missed
+
+
+def _is_of_the_disk(error: Exception | None) -> bool:
+    """Return whether a disk that refuses writes caused the error. It may mend itself."""
+    # torch.save reports a full disk as a RuntimeError. So are the errors of a GPU, which stay.
+    return isinstance(error, OSError) or (
+        type(error) is RuntimeError and any(text in str(error) for text in _WRITER_ERRORS)
+    )
 
 
 def _lower_priority() -> None:

@@ -87,7 +87,7 @@ class StudyRun:
             raise
         finally:
             log(RunEnded(time.time(), run._status, run._reason, None, run._summary))
-            log.close()
+            log.close(finished=run._status == "FINISHED")
 
     def log_trial(self, trial: Trial, best: float | None) -> None:
         """Log a trial into the study's curves. The step is the trial's number."""
