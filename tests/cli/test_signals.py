@@ -25,17 +25,12 @@ from support.commands import (
     losses,
     processes_of,
     tracked,
+    wait_for_status,
+    wait_until,
 )
 
 CLOCKED = TINY.with_name("clocked.py")
 ENDLESS = ("step_seconds=0.02", "train.epochs=1000", "train.log_every=2")
-
-
-def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.01)
 
 
 def forkservers(command: Command) -> list[psutil.Process]:
@@ -121,7 +116,8 @@ def test_resume_that_fails_to_start_is_not_reported_as_the_attempt_before(
             and starts(folder) == 1
         )
     else:
-        assert tracked(folder).status == "KILLED" and starts(folder) == 2
+        assert starts(folder) == 2
+        wait_for_status(folder, "KILLED")
 
 
 def test_machine_that_waits_for_a_stopped_one_ends_with_a_message(rankzero: Command) -> None:
@@ -157,7 +153,8 @@ def test_signal_to_every_process_leaves_a_checkpoint(rankzero: Command) -> None:
         one.terminate()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    assert tracked(folder).status == "KILLED" and any(folder.checkpoints.glob("step_*"))
+    assert any(folder.checkpoints.glob("step_*"))
+    wait_for_status(folder, "KILLED")
 
 
 def test_hangup_under_nohup_stops_nothing(rankzero: Command) -> None:

@@ -308,9 +308,8 @@ def test_checkpoint_that_could_not_be_loaded_again_is_refused_with_its_key(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     odd: list[Any] = [
-        {"scores": [1.0, np.float64(2.0)]},
-        {"path": Path("weights.pt")},
-        {"at": {np.int64(3): 1}},
+        {"scores": [1.0, Path("weights.pt")]},
+        {"at": {3: object()}},
         {"change": lambda: None},
     ]
     with unrecorded() as run:
@@ -321,8 +320,8 @@ def test_checkpoint_that_could_not_be_loaded_again_is_refused_with_its_key(
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_00000009"]
     restore.load(run.folder / "checkpoints/step_00000009")
     printed = capsys.readouterr().out
-    for key in ("scores.1 is a numpy.float64", "path is a pathlib", "at.3 is a numpy", "change is"):
-        assert f"optimizer.{key}" in printed
+    for key in ("scores.1 is a pathlib", "at.3 is a builtins.object", "change is"):
+        assert f"optimizer.{key}" in printed, printed
 
 
 def test_second_process_cannot_write_the_same_run() -> None:

@@ -14,7 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -115,6 +115,18 @@ def tracked(folder: RunFolder) -> RunRecord:
     run_id = mlflow_id(folder)
     assert run_id is not None
     return MlflowRuns(folder.identity.tracking_uri).find_run(run_id)
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.01)
+
+
+def wait_for_status(folder: RunFolder, status: str) -> None:
+    """Wait until MLflow has the status: a command that a signal stopped waits ten seconds."""
+    wait_until(lambda: mlflow_id(folder) is not None and tracked(folder).status == status)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

@@ -25,7 +25,16 @@ from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.training.checkpoints import restore
-from support.commands import TINY, Command, events, free_port, last_end, losses, tracked
+from support.commands import (
+    TINY,
+    Command,
+    events,
+    free_port,
+    last_end,
+    losses,
+    tracked,
+    wait_for_status,
+)
 
 
 def tracked_losses(folder: RunFolder) -> dict[int, float]:
@@ -98,7 +107,7 @@ def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert "rankzero resume stopped" in output
-    assert tracked(stopped).status == "KILLED"
+    wait_for_status(stopped, "KILLED")
     ended = [event for event in events(stopped) if isinstance(event, RunEnded)][-1]
     assert ended.reason.startswith("stopped by SIGTERM")
     first_id = mlflow_id(stopped)
