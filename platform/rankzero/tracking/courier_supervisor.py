@@ -17,7 +17,7 @@ from rankzero.tracking.throttle import ProcessorTime, end_giving_way, processor_
 
 MOST_DEATHS = 5
 # After so long without progress, the courier may be starving: during the training, and after it.
-STARVING_SECONDS, STARVING_SECONDS_AT_END = 10.0, 2.0
+STARVING_SECONDS, STARVING_SECONDS_AT_END = 30.0, 2.0
 # It starves if it got less than this share of a processor, and waited for one half of the time.
 _STARVING_SHARE, _WAITING_SHARE = 0.05, 0.5
 
