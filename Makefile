@@ -54,7 +54,7 @@ docs: setup
 
 # 500 faults against the real command, two scenarios side by side, and what users are promised of them; then some fuzz.
 # About three quarters of an hour: a crowd of twenty has the machine to itself. ARGS="--faults 50 --seed 7": less of it; ARGS="--report FILE": kept.
-# First every crash point of a recorded training, and an error at every call: ten minutes.
+# First every crash point of a recorded training, and an error at every call.
 torture: setup
 	PYTHONPATH=tests $(BIN)/python -m crash_points --real
 	PYTHONPATH=tests $(BIN)/python -m torture.campaign --fuzz 1000 $(ARGS)

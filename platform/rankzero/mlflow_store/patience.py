@@ -11,10 +11,10 @@ from typing import NamedTuple
 GRACE, WAIT = "RANKZERO_DELIVERY_GRACE_SECONDS", "RANKZERO_WAIT_DELIVERY"
 GRACE_SECONDS = 60.0
 A_DAY = 86_400.0
-"""How long a command waits that was asked to wait, without a number."""
+"""The longest wait of a command with `--wait-delivery` and no number."""
 # Long enough for one request while MLflow refuses or hangs. The rest is delivered later.
 _TROUBLED_SECONDS = 15.0
-# Where nothing may remain to deliver later: ten minutes, or one without progress.
+# In a container, no process remains to deliver later: ten minutes, or one without progress.
 _CONTAINED_SECONDS, _CONTAINED_TROUBLED_SECONDS = 600.0, 60.0
 # The background processes of a command that was asked to wait a day may not stay for a day.
 _BACKGROUND_SECONDS = 600.0
@@ -71,8 +71,8 @@ def goes_with_its_container(
 ) -> bool:
     """Return whether the end of this command ends its child processes, too.
 
-    So it is in a job of Slurm, a pod, a systemd service, and a container whose first process is
-    this command or the shell that started it.
+    This holds in a Slurm job, a pod and a systemd service. It also holds in a container, if this
+    command or the shell that started it is the container's first process.
     """
     if environ.get("SLURM_JOB_ID") or environ.get("KUBERNETES_SERVICE_HOST"):
         return True

@@ -88,7 +88,7 @@ class Curves:
 
 @dataclasses.dataclass(frozen=True)
 class Queue:
-    """What is to be done after the points: the end of the attempt, then uploads."""
+    """The work after the points: the end of the attempt, then uploads."""
 
     waiting: tuple[Upload, ...] = ()
     ending: RunEnded | None = None
@@ -160,7 +160,7 @@ class Page:
     """Checksums of the run's page, to see later whether it is still ours and complete."""
 
     page: str = ""
-    """Of the whole description, as versions without a marker sent it. Empty since then."""
+    """The checksum of the whole description that a version without a marker sent, else empty."""
     told: str = ""
     """Of the problems that it lists."""
 
@@ -266,7 +266,7 @@ def check_journals(
         found = checksum_of_first(folder.path / name, offset)
         if found is None or checksums.get(name, found) != found:
             offsets[name] = found = 0
-            # What MLflow has of these steps stays, so a step trained again is not there twice.
+            # MLflow keeps the steps that it has, so a step trained again is not there twice.
             curves = dataclasses.replace(curves, floor=dict(curves.marks))
             problems = problems.remark(
                 f"{name} up to byte {offset:,}",

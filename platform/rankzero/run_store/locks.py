@@ -17,8 +17,7 @@ from pathlib import Path
 def open_lock(path: Path) -> int:
     """Open the file of a lock and return its descriptor. Creates the file. Raises OSError.
 
-    Nobody may read it but its owner, and users who could replace it: those who may write its
-    folder.
+    Only its owner may open it, and users who may write its folder. They could replace it anyway.
     """
     # Created without the others' rights: they could open it before `fchmod` takes them away.
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)

@@ -34,11 +34,20 @@ _DIFF_OPTIONS = (
 )
 _FILTERS = r"^filter\..*\.(clean|process|required)$"
 _PACKAGES = ("torch", "torchvision", "mlflow", "optuna", "numpy", "nvidia-ml-py", "rankzero")
-_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER OMP_NUM_THREADS MKL_NUM_THREADS PYTHONHASHSEED"
-    " PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF CUBLAS_WORKSPACE_CONFIG"
-    " SLURM_JOB_ID SLURM_JOB_NAME SLURM_NNODES SLURM_NTASKS"
-)
+_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "SLURM_NNODES",
+    "SLURM_NTASKS",
+}
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 
@@ -135,11 +144,10 @@ def changed_between(project_dir: Path, one: str, other: str) -> str:
 
 def allowed(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that may be recorded, without secrets."""
-    listed = _VARIABLES.split()
     return {
         name: text_without_secrets(value)
         for name, value in sorted(environ.items())
-        if (name in listed or name.startswith(_VARIABLE_PREFIXES)) and not is_secret_name(name)
+        if (name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES)) and not is_secret_name(name)
     }
 
 

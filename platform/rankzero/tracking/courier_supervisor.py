@@ -17,7 +17,7 @@ from rankzero.tracking.throttle import ProcessorTime, end_giving_way, processor_
 
 MOST_DEATHS = 5
 # After so long without progress, the courier may be starving: during the training, and after it.
-STARVING_SECONDS, STARVING_SECONDS_AT_END = 30.0, 2.0
+_STARVING_SECONDS = (30.0, 2.0)
 # It starves if it got less than this share of a processor, and waited for one half of the time.
 _STARVING_SHARE, _WAITING_SHARE = 0.05, 0.5
 
@@ -34,7 +34,7 @@ class CourierSupervisor:
         attempt: LiveAttempt,
         *,
         pause_seconds: float = PAUSE_SECONDS,
-        starving_seconds: tuple[float, float] = (STARVING_SECONDS, STARVING_SECONDS_AT_END),
+        starving_seconds: tuple[float, float] = _STARVING_SECONDS,
         spawn: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
         processor_time: Callable[[int], ProcessorTime | None] = processor_time,
     ) -> None:

@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 # Seconds behind -> the most of one processor that it may use while others wait for one.
-SHARES = ((20.0, 1.0), (10.0, 0.3), (0.0, 0.1))
+_SHARES = ((20.0, 1.0), (10.0, 0.3), (0.0, 0.1))
 # After so much processor time it looks whether to pause.
 _SLICE_SECONDS = 0.02
 # An import may use a second before Python can handle the signal.
@@ -74,7 +74,7 @@ class Throttle:
         (at, used_before, waited_before), waited = self._before, self._waited()
         used, now = self._used() - used_before, self._clock()
         behind = now - self._caught_up_at
-        share = next(share for seconds, share in SHARES if behind >= seconds)
+        share = next(share for seconds, share in _SHARES if behind >= seconds)
         waiting = None if waited is None or waited_before is None else waited - waited_before
         # If Linux does not count the waiting, others may want the processor at any time.
         contended = waiting is None or waiting > _CONTENDED * used
@@ -98,7 +98,7 @@ def _lift() -> None:
 
 
 class ProcessorTime(NamedTuple):
-    """What a process's main thread has had of the processors, in seconds."""
+    """How long the main thread of a process has run and waited, in seconds."""
 
     used: float
     waited: float
