@@ -95,7 +95,8 @@ def readable(folder: Path) -> list[str]:
     found = []
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
-            if path.is_file() and path.open("rb").close() is None:
+            if path.is_file():
+                path.open("rb").close()
                 found.append(str(path))
     return found
 
