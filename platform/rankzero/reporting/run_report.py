@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rankzero.events import RunEnded
 from rankzero.reporting import reproduce
+from rankzero.reporting.bottleneck import limited_by, straggler
 from rankzero.reporting.run_facts import Facts
 from rankzero.scalars import number
 
@@ -23,10 +24,6 @@ _GPU_ROWS = (
     ("memory_usage_percentage", "GPU memory, mean", "%"),
     ("power_usage_watts", "GPU power, mean", "W"),
 )
-# The share of the training time from which waiting for data limits the speed.
-_DATA_BOUND = 0.1
-# Percent. Below it, a GPU waits for something else than data: launches or communication.
-_BUSY_GPU = 70.0
 # The end of a traceback names the error. The journal has all of it.
 _ERROR_LINES = 25
 _MAX_NOTES = 30
@@ -122,41 +119,10 @@ def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
     wait = number(end.metrics.get("data_wait_fraction"))
     if wait is not None:
         yield "Waiting for data", f"{wait:.1%} of the training time"
-        yield "Limited by", _bottleneck(facts, wait)
+        yield "Limited by", limited_by(facts, wait)
     slowest = straggler(end.metrics)
     if slowest:
         yield "Slowest rank", slowest
-
-
-def _bottleneck(facts: Facts, wait: float) -> str:
-    """Return what limited the speed, as far as the metrics of every run show it."""
-    busy = facts.gpu_means.get("utilization_percentage")
-    if wait >= _DATA_BOUND:
-        return "data: load faster (`train.workers`), or keep the data set in memory"
-    if busy is not None and busy < _BUSY_GPU:
-        return (
-            "neither data nor arithmetic: `rankzero profile` shows whether it is communication "
-            "or small steps"
-        )
-    # Ranks that wait for each other keep a GPU busy, so its utilization does not show it.
-    if facts.params.get("world_size", "1") == "1":
-        return "compute"
-    return "compute or communication: `rankzero profile` shows which"
-
-
-def straggler(metrics: Mapping[str, float]) -> str | None:
-    """Return which rank held up the others, by a run's results, or None."""
-    rank = number(metrics.get("straggler_rank"))
-    ratio = number(metrics.get("straggler_forward_ratio"))
-    wait = number(metrics.get("straggler_data_wait_fraction"))
-    if rank is None:
-        return None
-    did = (
-        f"waits for its data {wait:.0%} of the time"
-        if wait
-        else f"computes {ratio or 1:.1f}x as long as the others"
-    )
-    return f"rank {rank:.0f} {did}"
 
 
 def _error(end: RunEnded) -> str:

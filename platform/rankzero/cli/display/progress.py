@@ -14,7 +14,7 @@ from rankzero import scalars
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
 from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
-from rankzero.reporting.run_report import straggler
+from rankzero.reporting.bottleneck import straggler
 
 _BAR_WIDTH = 32
 
