@@ -14,14 +14,13 @@ class DeferredRun:
     """A `TrackedRun` that collects its params until it starts. Safe on every rank.
 
     `options`: those of `rankzero.track`. If nobody ends the run, the end of the process does: as
-    FINISHED, or as FAILED with the exception that nobody caught. `unless_ended`: the error to
-    assume instead of FINISHED, for a framework that always reports its end.
+    FINISHED, or as FAILED with the exception that nobody caught.
     """
 
-    def __init__(
-        self, experiment: str, unless_ended: BaseException | None = None, **options: Any
-    ) -> None:
-        self._experiment, self._options, self._unless_ended = experiment, options, unless_ended
+    def __init__(self, experiment: str, **options: Any) -> None:
+        self._experiment, self._options = experiment, options
+        self.unless_ended: BaseException | None = None
+        """The error to assume instead of FINISHED, while a framework has yet to report an end."""
         self._params: dict[str, Any] = {}
         self._run: TrackedRun | None = None
         self._ended = False
@@ -56,4 +55,4 @@ class DeferredRun:
         """End a run whose end the framework has not reported."""
         # Python keeps the uncaught exception here: last_exc from 3.12 on, last_value before.
         uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        self.end(uncaught or self._unless_ended)
+        self.end(uncaught or self.unless_ended)

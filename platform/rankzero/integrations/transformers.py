@@ -35,6 +35,10 @@ class RankZeroCallback(TrainerCallback):
             {name: value for name, value in args.to_sanitized_dict().items() if value is not None}
         )
         self._run.begin()
+        # Transformers reports no exception. One that the user catches would look like success.
+        self._run.unless_ended = RuntimeError(
+            "Trainer.train() did not reach its end, and the script caught the exception"
+        )
 
     def on_log(
         self,
