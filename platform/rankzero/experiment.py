@@ -271,7 +271,10 @@ class Experiment:
         return default_collate(samples)
 
     def optimizer(self, model: Any) -> Any:
-        """Return the `torch.optim.Optimizer`. AdamW at `lr` unless overridden."""
+        """Return the `torch.optim.Optimizer`. AdamW at `lr` unless overridden.
+
+        Or {name: optimizer}: all of them step together, and each parameter belongs to one.
+        """
         from torch import optim
 
         return optim.AdamW(model.parameters(), lr=self.lr)

@@ -10,12 +10,22 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from rankzero.experiment import Experiment
+from rankzero.training import joint_optimizer
 from rankzero.training.data.batch import map_tensors
 
 
-def of(experiment: Experiment, model: nn.Module) -> Optimizer:
-    """Return the experiment's optimizer of `model`, fused if that changes nothing else."""
-    return fused(experiment.optimizer(model), model, experiment.train.precision)
+def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimizer:
+    """Return the experiment's optimizer of `model`, fused if that changes nothing else.
+
+    Several optimizers become a JointOptimizer. Raises UserError if they do not divide the model's
+    parameters among them.
+    """
+    made, precision = experiment.optimizer(model), experiment.train.precision
+    if isinstance(made, Mapping):
+        joint_optimizer.check(made, model)
+        parts = {name: fused(one, model, precision) if fuse else one for name, one in made.items()}
+        return joint_optimizer.JointOptimizer(parts)
+    return fused(made, model, precision) if fuse else made
 
 
 def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
@@ -89,16 +99,17 @@ def change_options(
 
 def place_steps(optimizer: Optimizer) -> None:
     """Move the step counts of a loaded checkpoint to where the optimizer's kernels read them."""
-    # ZeroRedundancyOptimizer holds the real optimizer as `optim`.
-    inner = getattr(optimizer, "optim", None)
-    inner = inner if isinstance(inner, Optimizer) else optimizer
-    for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
-        if "fused" not in group and "capturable" not in group:
-            continue
-        # PyTorch leaves the counts on the CPU, where a fused kernel refuses them. Other kernels
-        # read them on the CPU: on a GPU, each read would wait for the device.
-        on_device = bool(group.get("fused") or group.get("capturable"))
-        for parameter in own["params"]:
-            state = inner.state.get(parameter) or {}
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to(parameter.device if on_device else "cpu")
+    for part in joint_optimizer.parts_of(optimizer):
+        # ZeroRedundancyOptimizer holds the real optimizer as `optim`.
+        inner = getattr(part, "optim", None)
+        inner = inner if isinstance(inner, Optimizer) else part
+        for group, own in zip(part.param_groups, inner.param_groups, strict=True):
+            if "fused" not in group and "capturable" not in group:
+                continue
+            # PyTorch leaves the counts on the CPU, where a fused kernel refuses them. Other kernels
+            # read them on the CPU: on a GPU, each read would wait for the device.
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            for parameter in own["params"]:
+                state = inner.state.get(parameter) or {}
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].to(parameter.device if on_device else "cpu")

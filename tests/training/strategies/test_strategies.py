@@ -37,6 +37,7 @@ DIVIDED = ("zero1", "fsdp", "tp", "pp")
 STRATEGIES = ("ddp", *DIVIDED)
 LEFT = (("ddp", 4, 1), ("zero1", 8, 0), ("fsdp", 4, 1), ("tp", 4, 0), ("pp", 4, 0))
 """Strategy, the step whose evaluation is interrupted, and the only rank that gets the signal."""
+FP16: dict[str, Any] = {"train__precision": "fp16"}
 CASES = [
     *(Case(name, {"train__strategy": name}) for name in STRATEGIES),
     *(Case(f"{name}-again", {"train__strategy": name}, stop_at=3) for name in DIVIDED),
@@ -79,6 +80,14 @@ CASES = [
             stopped_rank=signalled,
         )
         for name, stop_at, signalled in LEFT
+    ),
+    *(
+        Case(f"{name}-joint", {"train__strategy": name, "train__clip": 0.05, "optimizers": 2}, 3)
+        for name in STRATEGIES
+    ),
+    *(
+        Case(f"{name}-joint-fp16", FP16 | {"train__strategy": name, "optimizers": 2})
+        for name in ("ddp", "zero1", "fsdp")
     ),
     Case("fsdp-accumulated", {"train__strategy": "fsdp", "train__micro_batch": 2}),
     Case("pp-accumulated", {"train__strategy": "pp", "train__micro_batch": 2}),
@@ -220,6 +229,27 @@ def test_compiled_units_are_sharded_one_by_one(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["fsdp-accumulated", "pp-accumulated", "pp-gpipe", "ddp-static"])
 def test_variants_have_the_losses_of_one_process(folder: Path, alone: Any, name: str) -> None:
     assert seen(folder, name)["losses"] == pytest.approx(alone()["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp", "tp"])
+def test_two_optimizers_resume_and_have_the_losses_of_one_process(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    settings = {"train__clip": 0.05, "optimizers": 2}
+    world = World(Ranks(), torch.device("cpu"))
+    one = attempted(world, Case("one", settings), tmp_path / "one")["losses"]
+    two = seen(folder, f"{name}-joint")
+    assert "error" not in two and two["begun"][1] >= 3
+    assert two["losses"] == pytest.approx(one, rel=2e-3)
+    again = attempted(world, Case("again", settings, stop_at=3), tmp_path / "again")
+    assert again["losses"] == one and again["begun"][1] >= 3, "not bit for bit"
+
+
+def test_two_optimizers_with_a_loss_scaler(folder: Path) -> None:
+    ddp, *others = (seen(folder, f"{name}-joint-fp16") for name in ("ddp", "zero1", "fsdp"))
+    for found in others:
+        assert found["losses"] == pytest.approx(ddp["losses"], rel=2e-3)
+        assert found["scales"] == ddp["scales"] and ddp["scales"][0] < 2.0**16
 
 
 @pytest.mark.parametrize("name", ["fsdp-tied", "pp-tied-in-a-stage"])
@@ -370,6 +400,7 @@ def shutil_copy(source: Path, target: Path) -> None:
         ("pp-tied", "in several places ('2.weight', '6.weight')"),
         ("pp-blocks-tied", "in several places ('blocks.0.1.weight', 'blocks.1.1.weight')"),
         ("tp-tied", "in several places ('2.weight', '6.weight')"),
+        ("pp-joint", "pp takes one optimizer, and optimizer() returned 2: return one"),
         ("dp-compiled", "do not go together"),
         ("tp-compiled", "do not go together"),
         ("ddp-odd-metric", "measure()['text'] must be a 0-d tensor"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,7 +87,13 @@ def _pipeline(
         raise UserError("train.strategy=pp does not do fp16: use bf16")
     if not world.is_distributed:
         return replicated.single(experiment, model.to(world.device), world)
-    names = parameter_names.order(model, experiment.optimizer(model))
+    whole = experiment.optimizer(model)
+    if isinstance(whole, Mapping):
+        raise UserError(
+            f"train.strategy=pp takes one optimizer, and optimizer() returned {len(whole)}: return "
+            "one, or use ddp or fsdp"
+        )
+    names = parameter_names.order(model, whole)
     size = train.batch_size // micro_batches(train, world.size)
 
     def micro_batch() -> Tensor:

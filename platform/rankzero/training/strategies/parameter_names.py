@@ -23,16 +23,17 @@ def order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 def by_name(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return an optimizer's state keyed by the parameters' names."""
-    return dict(saved) if _is_named(saved) else _rekeyed(saved, dict(enumerate(names)))
+    return dict(saved) if _is_named(saved) else rekeyed(saved, dict(enumerate(names)))
 
 
 def by_number(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return an optimizer's state keyed by the parameters' numbers."""
     numbers = {name: number for number, name in enumerate(names)}
-    return _rekeyed(saved, numbers) if _is_named(saved) else dict(saved)
+    return rekeyed(saved, numbers) if _is_named(saved) else dict(saved)
 
 
-def _rekeyed(saved: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
+def rekeyed(saved: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with each parameter's key replaced by `keys[key]`."""
     groups = [
         {**group, "params": [keys[key] for key in group["params"]]}
         for group in saved["param_groups"]

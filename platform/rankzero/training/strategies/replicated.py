@@ -26,6 +26,7 @@ from rankzero.experiment import Experiment
 from rankzero.training import optimizers
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import World
+from rankzero.training.joint_optimizer import JointOptimizer, parts_of
 from rankzero.training.strategies import parameter_names
 from rankzero.training.strategies.base import Metrics, MicroBatchStep, Shard, Strategy, checksum
 
@@ -64,9 +65,13 @@ class Replicated:
         return checksum(list(self.model.parameters()))
 
     def state(self) -> dict[str, Any]:
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+        divided = [
+            part for part in parts_of(self.optimizer) if isinstance(part, ZeroRedundancyOptimizer)
+        ]
+        if divided:
             with torch_compat.no_foreign_objects():
-                self.optimizer.consolidate_state_dict(to=0)
+                for part in divided:
+                    part.consolidate_state_dict(to=0)
             if not self.world.ranks.first:
                 return {}
             if self.world.device.type == "cuda":
@@ -161,16 +166,24 @@ def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     whole = ddp(experiment, model, world)
     if not world.is_distributed:
         return whole
-    kind = type(whole.optimizer)
+    optimizer = whole.optimizer
+    if isinstance(optimizer, JointOptimizer):
+        parts = {name: _divided(part) for name, part in optimizer.parts.items()}
+        return dataclasses.replace(whole, optimizer=JointOptimizer(parts))
+    return dataclasses.replace(whole, optimizer=_divided(optimizer))
+
+
+def _divided(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
+    """Return the optimizer with its state divided among the ranks."""
+    kind = type(optimizer)
     parameters = inspect.signature(kind).parameters
-    defaults = whole.optimizer.defaults.items()
+    defaults = optimizer.defaults.items()
     settings = {name: value for name, value in defaults if name in parameters}
     try:
-        divided = ZeroRedundancyOptimizer(
-            whole.optimizer.param_groups, kind, parameters_as_bucket_view=False, **settings
+        return ZeroRedundancyOptimizer(
+            optimizer.param_groups, kind, parameters_as_bucket_view=False, **settings
         )
     except (TypeError, ValueError) as error:
         raise UserError(
             f"train.strategy=zero1 cannot divide {kind.__name__}: {error}; use ddp or fsdp"
         ) from error
-    return dataclasses.replace(whole, optimizer=divided)

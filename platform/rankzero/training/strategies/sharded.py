@@ -155,7 +155,7 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> S
     # `parallelize_module` replaces a weight in each module by itself.
     shared_weights.check_together(model, tied, "tp")
     model.to(world.device)
-    optimizer = experiment.optimizer(model)
+    optimizer = optimizers.of(experiment, model, fuse=False)
     # Kernels for many parameters refuse a mixture of DTensors and plain tensors.
     for group in optimizer.param_groups:
         group.update({name: False for name in ("foreach", "fused") if name in group})

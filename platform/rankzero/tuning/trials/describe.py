@@ -150,7 +150,8 @@ def _described(
     check_gpus(processes)
     # Called for its check: it raises if the batch cannot be divided.
     micro_batch_size(experiment.train, strategies.shards(strategy, processes))
-    optimizer = type(experiment.optimizer(experiment.model())).__name__
+    made = experiment.optimizer(experiment.model())
+    optimizer = type(next(iter(made.values())) if isinstance(made, Mapping) else made).__name__
     return ExperimentDescription(
         name=type(experiment).__name__,
         settings=tuple(config.leaves(experiment)),

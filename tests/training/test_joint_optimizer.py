@@ -1,0 +1,78 @@
+"""Several optimizers as one: their checks, and their state in the form of one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from rankzero.errors import UserError
+from rankzero.training import joint_optimizer
+from rankzero.training.joint_optimizer import JointOptimizer
+
+
+def divided(model: nn.Sequential) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    return list(model[0].parameters()), list(model[1].parameters())
+
+
+def stepped(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def test_state_is_that_of_one_optimizer_with_the_same_groups() -> None:
+    one_model, model = layers(), layers()
+    one = optim.Adam([{"params": one} for one in divided(one_model)], lr=0.1)
+    first, second = divided(model)
+    joint = JointOptimizer({"a": optim.Adam(first, lr=0.1), "b": optim.Adam(second, lr=0.1)})
+    stepped(one_model, one)
+    stepped(model, joint)
+    torch.testing.assert_close(one.state_dict(), joint.state_dict(), rtol=0, atol=0)
+    # A checkpoint of the one optimizer continues with the two.
+    stepped(one_model, one)
+    model.load_state_dict(one_model.state_dict())
+    joint.load_state_dict(one.state_dict())
+    stepped(one_model, one)
+    stepped(model, joint)
+    assert all(map(torch.equal, model.parameters(), one_model.parameters()))
+
+
+def test_other_groups_are_refused() -> None:
+    first, second = divided(layers())
+    joint = JointOptimizer({"a": optim.SGD(first), "b": optim.SGD(second)})
+    with pytest.raises(ValueError, match="it has 1 groups of parameters, the optimizers have 2"):
+        joint.load_state_dict(optim.SGD(layers().parameters()).state_dict())
+
+
+def only_one_layer(model: nn.Sequential) -> Mapping[str, Any]:
+    return {"a": optim.SGD(model[0].parameters())}
+
+
+def one_bias_twice(model: nn.Sequential) -> Mapping[str, Any]:
+    return {"a": optim.SGD(model.parameters()), "b": optim.SGD([model[1].bias])}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (only_one_layer, "optimizer() gives '1.weight' to no optimizer"),
+        (one_bias_twice, "optimizer() gives '1.bias' to 'a' and to 'b'"),
+        (lambda model: {"a": model.parameters}, "got method for 'a'"),
+    ],
+)
+def test_each_parameter_has_one_optimizer(optimizer: Any, says: str) -> None:
+    model = layers()
+    with pytest.raises(UserError) as error:
+        joint_optimizer.check(optimizer(model), model)
+    assert says in str(error.value)
+    frozen = model.requires_grad_(False)
+    joint_optimizer.check({"a": optim.SGD(frozen[0].parameters())}, frozen)
