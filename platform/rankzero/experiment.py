@@ -91,8 +91,14 @@ class Train:
     strategy: Literal["single", "dp", "ddp", "zero1", "fsdp", "tp", "pp"] = "ddp"
     """How the processes divide the work; see docs/strategies.md."""
     compile: bool = False
+    recompute: bool = False
+    """Save memory: compute the activations of blocks again during the backward."""
+    channels_last: bool = False
+    """Store images and convolutions channels last, which is faster on recent GPUs."""
     clip: float | None = None
     """Largest norm of the gradient; none: no clipping."""
+    log_gradient_norm: bool = False
+    """Log the norm of each step's gradient, before clipping, as `train/gradient_norm`."""
     schedule: Schedule = "constant"
     """The learning rate after the warm-up."""
     warmup_steps: int = 0

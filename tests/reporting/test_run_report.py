@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from rankzero.events import Event, StepsLogged, SystemSampled
+from rankzero.events import Event, RunStarted, StepsLogged, SystemSampled
 from rankzero.reporting.run_facts import fold
 from rankzero.reporting.run_report import for_terminal, markdown, so_far
 from support.runs import T0, deleted, ended, evaluated, make_folder, saved, started, steps
@@ -55,6 +55,18 @@ def test_the_report_of_a_finished_run(tmp_path: Path) -> None:
         "2.0% of the training time",
     ):
         assert line in text, text
+
+
+def test_a_report_shows_the_size_of_the_model() -> None:
+    sizes = {"": "1234567", ".trainable": "1234567", ".by_module": "stem 1,234,000, head 567"}
+
+    def page() -> str:
+        tags = {f"rankzero.parameters{key}": value for key, value in sizes.items()}
+        return report(RunStarted(T0, {}, tags, 1))
+
+    assert "| 1,234,567 (stem 1,234,000, head 567) |" in page()
+    sizes[".trainable"] = "567"
+    assert "| 1,234,567, of which 567 are trained (stem" in page()
 
 
 def test_a_failure_shows_the_end_of_its_traceback() -> None:

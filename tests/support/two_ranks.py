@@ -78,7 +78,14 @@ def waits(request: JobRequest) -> str:
 def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
     """Return the losses and evaluations by step, or the error."""
     folder.mkdir(exist_ok=True)
-    seen: dict[str, Any] = {"losses": {}, "trained": [], "evaluated": {}, "begun": [], "ends": []}
+    seen: dict[str, Any] = {
+        "losses": {},
+        "norms": [],
+        "trained": [],
+        "evaluated": {},
+        "begun": [],
+        "ends": [],
+    }
     try:
         if case.stop_at is not None:
             stopped = layered(**case.changes | case.before)
@@ -111,6 +118,7 @@ def train(
     def emit(event: Event) -> None:
         if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
             seen["trained"] += event.steps
+            seen["norms"] += event.metrics.get("train/gradient_norm", [])
             seen["losses"] |= dict(
                 zip(map(str, event.steps), event.metrics["train/loss"], strict=True)
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rankzero.events import RunEnded
@@ -176,6 +176,7 @@ def _origin(facts: Facts) -> str:
             )
             for context, data in facts.data.items()
         ),
+        ("Parameters", _parameters(known)),
         ("Commit", code and f"{code}{changed}"),
         (
             "Processes",
@@ -186,6 +187,17 @@ def _origin(facts: Facts) -> str:
     ]
     found = [(title, _inline(value)) for title, value in rows if value]
     return _GAP + "### What was run\n\n" + _table(("Origin", ""), found) if found else ""
+
+
+def _parameters(known: Mapping[str, str]) -> str:
+    """Return the model's size: 1,234, of which 1,000 are trained (stem 1,000, head 234)."""
+    total, trainable = (
+        known.get(f"rankzero.{key}", "") for key in ("parameters", "parameters.trainable")
+    )
+    if not (total.isdecimal() and trainable.isdecimal()):
+        return ""
+    trained = f", of which {int(trainable):,} are trained" if trainable != total else ""
+    return f"{int(total):,}{trained} ({known.get('rankzero.parameters.by_module', '')})"
 
 
 def _reproduce(name: str, facts: Facts) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class TrainingContext:
     """Reports progress to the watchdog."""
     expect_slow_step: Callable[[], None] = lambda: None
     """Announces to the watchdog a step that compiles the model and starts data loaders."""
+    model_tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The model's numbers of parameters."""
     image_capture: ImageCapture = dataclasses.field(default_factory=ImageCapture)
 
     def micro_batch_step(self) -> MicroBatchStep:

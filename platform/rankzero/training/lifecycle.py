@@ -36,15 +36,19 @@ class RunLifecycle:
         self._is_started = False
 
     def start(
-        self, step: int = 0, total_steps: int | None = None, data: Sequence[DataDescribed] = ()
+        self,
+        step: int = 0,
+        total_steps: int | None = None,
+        data: Sequence[DataDescribed] = (),
+        tags: Mapping[str, str] | None = None,
     ) -> None:
-        """Emit RunStarted, with the digests of `data` as tags, and `data` itself."""
+        """Emit RunStarted, with `tags` and the digests of `data` as tags, and `data` itself."""
         if self._is_started:
             return
         self._is_started = True
         digests = {f"rankzero.data.{event.context}": event.digest for event in data}
-        tags, attempt = {**self._tags, **digests}, self._log.attempt
-        self._log(RunStarted(time.time(), self._params, tags, attempt, step, total_steps))
+        every, attempt = {**self._tags, **digests, **(tags or {})}, self._log.attempt
+        self._log(RunStarted(time.time(), self._params, every, attempt, step, total_steps))
         for event in data:
             self._log(event)
 

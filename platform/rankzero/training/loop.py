@@ -7,11 +7,13 @@ gradients.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from rankzero.errors import NotFinite
 from rankzero.events import Event
@@ -93,17 +95,27 @@ def train_step(
         if accumulation > 1:
             values = {name: v / accumulation + metrics.get(name, 0.0) for name, v in values.items()}
         metrics = values
-    clip = job.experiment.train.clip
-    if clip is not None:
-        # The norm is bounded in true units, so the loss scale must go first.
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        strategy.clip(clip)
-    if scaler is None:
-        optimizer.step()
-    else:
-        # The scaler skips the step if a gradient overflowed, and adapts its scale.
-        scaler.step(optimizer)
+    norm = apply_gradients(job, optimizer)
+    if norm is not None:
+        metrics["gradient_norm"] = norm
+    if scaler is not None:
+        # It adapts its scale to the steps with an overflow.
         scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return metrics, data_wait
+
+
+def apply_gradients(job: TrainingContext, optimizer: Optimizer) -> Tensor | None:
+    """Clip the gradients, and let `optimizer` step. Return their norm if it is logged."""
+    train, scaler, norm = job.experiment.train, job.precision.scaler, None
+    if train.clip is not None or train.log_gradient_norm:
+        # The norm is bounded in true units, so the loss scale must go first.
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = job.strategy.clip(train.clip or math.inf)
+    if scaler is None:
+        optimizer.step()
+    else:
+        # The scaler skips the step if a gradient overflowed.
+        scaler.step(optimizer)
+    return norm if train.log_gradient_norm else None

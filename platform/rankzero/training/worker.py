@@ -28,7 +28,7 @@ from rankzero.launch.signals import unblocks_itself
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
-from rankzero.training import lifecycle, precision, rng, strategies
+from rankzero.training import lifecycle, parameter_counts, precision, rng, strategies
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from rankzero.training.data import digest
@@ -129,7 +129,7 @@ def attempt(
                 digest.describe(job.train_loader.dataset, "training", file),
                 digest.describe(job.val_loader.dataset, "validation", file),
             ]
-        run.start(state.step, job.total_steps, data)
+        run.start(state.step, job.total_steps, data, job.model_tags)
         if OUT_OF_MEMORY in request.environment:
             log.notice(
                 f"out of memory: {request.environment[OUT_OF_MEMORY]}; "
@@ -185,7 +185,16 @@ def build(
     total = train.steps or (train.epochs or 0) * order.steps_per_epoch
     timer = ForwardTimer(world.device, experiment.measure)
     job = TrainingContext(
-        experiment, world, order, total, amp, strategy, train_loader, val_loader, timer
+        experiment,
+        world,
+        order,
+        total,
+        amp,
+        strategy,
+        train_loader,
+        val_loader,
+        timer,
+        model_tags=parameter_counts.tags(model),
     )
     return job, state
 

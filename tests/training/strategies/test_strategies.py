@@ -82,6 +82,35 @@ CASES = [
         for name, stop_at, signalled in LEFT
     ),
     *(
+        Case(
+            f"{name}-recomputed",
+            {"train__strategy": name, "draws": True, "dropout": 0.3, "train__recompute": True},
+        )
+        for name in ("ddp", "fsdp", "tp", "pp")
+    ),
+    Case(
+        "fsdp-recomputed-compiled",
+        {
+            "train__strategy": "fsdp",
+            "train__compile": True,
+            "blocks": True,
+            "train__recompute": True,
+        },
+    ),
+    Case("dp-recomputed", {"train__strategy": "dp", "train__recompute": True}),
+    *(
+        Case(f"{name}-normed", {"train__strategy": name, "train__log_gradient_norm": True})
+        for name in STRATEGIES
+    ),
+    *(
+        Case(
+            f"{name}-channels-last",
+            {"train__strategy": name, "images": True, "train__channels_last": True},
+            stop_at=3,
+        )
+        for name in ("ddp", "zero1", "fsdp")
+    ),
+    *(
         Case(f"{name}-joint", {"train__strategy": name, "train__clip": 0.05, "optimizers": 2}, 3)
         for name in STRATEGIES
     ),
@@ -229,6 +258,48 @@ def test_compiled_units_are_sharded_one_by_one(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["fsdp-accumulated", "pp-accumulated", "pp-gpipe", "ddp-static"])
 def test_variants_have_the_losses_of_one_process(folder: Path, alone: Any, name: str) -> None:
     assert seen(folder, name)["losses"] == pytest.approx(alone()["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp"])
+def test_recomputed_activations_change_no_bit(folder: Path, name: str) -> None:
+    found = seen(folder, f"{name}-recomputed")
+    assert "error" not in found and found["losses"] == seen(folder, f"{name}-drawn")["losses"]
+
+
+def test_compiled_units_are_recomputed(folder: Path) -> None:
+    found = seen(folder, "fsdp-recomputed-compiled")
+    assert "error" not in found
+    assert found["losses"] == pytest.approx(seen(folder, "fsdp-compiled")["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_norm_of_the_whole_gradient_is_logged(folder: Path, alone: Any, name: str) -> None:
+    one, two = alone(train__log_gradient_norm=True), seen(folder, f"{name}-normed")
+    assert len(two["norms"]) == 8 and two["norms"] == pytest.approx(one["norms"], rel=1e-4)
+    assert two["losses"] == seen(folder, name)["losses"], "logging the norm changed the training"
+
+
+def test_norm_is_that_before_clipping(alone: Any) -> None:
+    first, *_ = alone(train__log_gradient_norm=True, train__clip=0.05)["norms"]
+    assert first == alone(train__log_gradient_norm=True)["norms"][0] > 0.05
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
+def test_channels_last(folder: Path, alone: Any, name: str) -> None:
+    two = seen(folder, f"{name}-channels-last")
+    assert "error" not in two and two["begun"][1] >= 3
+    assert two["losses"] == pytest.approx(alone(images=True)["losses"], rel=1e-4)
+
+
+def test_channels_last_is_the_layout_of_weights_and_inputs() -> None:
+    layouts = []
+    model = nn.Conv2d(2, 4, 2)
+    experiment = two_ranks.layered(train__strategy="single", train__channels_last=True)
+    strategy = build(experiment, model, World(Ranks(), torch.device("cpu")), lambda: None)
+    model.register_forward_pre_hook(lambda _, args: layouts.append(args[0].stride()))
+    strategy.model(torch.ones(1, 2, 3, 3))
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+    assert layouts == [(18, 1, 6, 2)]
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp", "tp"])
@@ -401,6 +472,9 @@ def shutil_copy(source: Path, target: Path) -> None:
         ("pp-blocks-tied", "in several places ('blocks.0.1.weight', 'blocks.1.1.weight')"),
         ("tp-tied", "in several places ('2.weight', '6.weight')"),
         ("pp-joint", "pp takes one optimizer, and optimizer() returned 2: return one"),
+        ("dp-recomputed", "train.recompute and train.strategy=dp do not go together"),
+        ("pp-recomputed", "train.recompute and train.strategy=pp do not go together"),
+        ("fsdp-channels-last", "do not go together: set train.channels_last=false"),
         ("dp-compiled", "do not go together"),
         ("tp-compiled", "do not go together"),
         ("ddp-odd-metric", "measure()['text'] must be a 0-d tensor"),

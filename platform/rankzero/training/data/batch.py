@@ -23,6 +23,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True), move)
 
 
+def channels_last(batch: Any) -> Any:
+    """Return `batch` with its 4-d tensors of floats, such as images, stored channels last."""
+
+    def stored(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 4 and tensor.is_floating_point():
+            return tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
+
+    return map_tensors(batch, stored)
+
+
 def rows_of(batch: Any, rows: Tensor) -> Any:
     """Return the samples of `batch` at `rows`: those rows of every tensor."""
     return map_tensors(batch, lambda tensor: tensor.index_select(0, rows))

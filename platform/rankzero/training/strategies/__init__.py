@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
+from rankzero.training.data.batch import channels_last
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies.base import Strategy
 
@@ -45,10 +47,18 @@ def build(
     # Each strategy imports its own part of torch.distributed, which takes time.
     train = experiment.train
     if train.compile and train.strategy in ("dp", "tp", "pp"):
-        raise UserError(
-            f"train.compile and train.strategy={train.strategy} do not go together: set "
-            "train.compile=false"
-        )
+        _refuse("compile", train.strategy)
+    if train.recompute:
+        if train.strategy in ("dp", "pp"):
+            _refuse("recompute", train.strategy)
+        from rankzero.training.strategies import units
+
+        units.recompute(model, compiled=train.compile)
+    if train.channels_last:
+        if train.strategy in ("fsdp", "tp", "pp"):
+            _refuse("channels_last", train.strategy)
+        model.to(memory_format=torch.channels_last)
+        model.register_forward_pre_hook(_channels_last, with_kwargs=True)
     match train.strategy:
         case "single" | "dp" | "ddp" | "zero1":
             from rankzero.training.strategies import replicated
@@ -73,6 +83,17 @@ def build(
             return sharded.tensor_parallel(experiment, model, world)
         case "pp":
             return _pipeline(experiment, model, world, example)
+
+
+def _channels_last(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return channels_last((args, kwargs))
+
+
+def _refuse(setting: str, strategy: str) -> NoReturn:
+    raise UserError(
+        f"train.{setting} and train.strategy={strategy} do not go together: set "
+        f"train.{setting}=false"
+    )
 
 
 def _pipeline(

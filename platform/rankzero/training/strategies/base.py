@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -95,8 +96,11 @@ class Strategy(Protocol):
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (running statistics), as a checkpoint has them."""
 
-    def clip(self, norm: float) -> None:
-        """Scale all gradients so that the norm over all ranks' parts is at most `norm`."""
+    def clip(self, norm: float) -> Tensor:
+        """Scale all gradients so that the norm over all ranks' parts is at most `norm`.
+
+        Return the norm of before. With `norm` infinite, change nothing.
+        """
 
     def checksum(self) -> Tensor:
         """Return int64 numbers that are equal on all ranks while the replicas are."""
@@ -111,17 +115,23 @@ class Strategy(Protocol):
         """Return the same work without collectives, to measure their cost, or None."""
 
 
-def total_norm_factor(
-    norm: float, world: World, *, parts: list[Tensor], whole: list[Tensor]
-) -> Tensor:
-    """Return the factor that reduces the gradients' norm to `norm`, at most 1. A collective.
+def total_norm(world: World, *, parts: list[Tensor], whole: list[Tensor]) -> Tensor:
+    """Return the norm of all gradients. A collective.
 
     `parts`: gradients that only this rank has. `whole`: gradients that are equal on all ranks.
     """
+    return (world.sum(_squares(parts, world)) + _squares(whole, world)).sqrt()
+
+
+def clip_by(total: Tensor, norm: float, gradients: Sequence[Tensor]) -> Tensor:
+    """Scale gradients whose norm is `total` to at most `norm`. Return `total`."""
     # The formula of torch.nn.utils.clip_grad_norm_ on the whole model, also its 1e-6. So all
     # strategies take the same step.
-    total = (world.sum(_squares(parts, world)) + _squares(whole, world)).sqrt()
-    return (norm / (total + 1e-6)).clamp(max=1.0)
+    if norm < math.inf:
+        factor = (norm / (total + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
+    return total
 
 
 def _squares(tensors: list[Tensor], world: World) -> Tensor:

@@ -38,7 +38,8 @@ from rankzero.training.strategies.base import (
     MicroBatchStep,
     Shard,
     Strategy,
-    total_norm_factor,
+    clip_by,
+    total_norm,
 )
 from rankzero.training.strategies.stages import StageOutput, input_of
 
@@ -109,11 +110,9 @@ class Pipeline:
     def sync_buffers(self) -> None:
         """Do nothing: no two ranks have the same buffers."""
 
-    def clip(self, norm: float) -> None:
+    def clip(self, norm: float) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        factor = total_norm_factor(norm, self._world, parts=gradients, whole=[])
-        for gradient in gradients:
-            gradient.mul_(factor)
+        return clip_by(total_norm(self._world, parts=gradients, whole=[]), norm, gradients)
 
     def checksum(self) -> Tensor:
         """Return a constant: there are no replicas."""

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,9 +58,12 @@ class Replicated:
     def sync_buffers(self) -> None:
         self.world.broadcast_buffers(self.model)
 
-    def clip(self, norm: float) -> None:
+    def clip(self, norm: float) -> Tensor:
         # After the backward, every rank has all gradients, so this needs no communication.
-        nn.utils.clip_grad_norm_(self.model.parameters(), norm)
+        if norm == math.inf:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            return nn.utils.get_total_norm(gradients)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), norm)
 
     def checksum(self) -> Tensor:
         return checksum(list(self.model.parameters()))

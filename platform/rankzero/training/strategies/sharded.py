@@ -39,8 +39,10 @@ from rankzero.training.strategies.base import (
     Shard,
     Strategy,
     checksum,
-    total_norm_factor,
+    clip_by,
+    total_norm,
 )
+from rankzero.training.strategies.units import units
 
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SCATTER = StateDictOptions(full_state_dict=True)
@@ -76,16 +78,15 @@ class Sharded:
     def sync_buffers(self) -> None:
         self.world.broadcast_buffers(self.model)
 
-    def clip(self, norm: float) -> None:
+    def clip(self, norm: float) -> Tensor:
         for p in self.model.parameters():
             p.grad = _summed(p.grad)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         # The norm needs the parts of all ranks, but each whole gradient only once.
         parts = [_local(gradient) for gradient in gradients if _is_part(gradient)]
         whole = [_local(gradient) for gradient in gradients if not _is_part(gradient)]
-        factor = total_norm_factor(norm, self.world, parts=parts, whole=whole)
-        for gradient in gradients:
-            _local(gradient).mul_(factor)
+        total = total_norm(self.world, parts=parts, whole=whole)
+        return clip_by(total, norm, [*parts, *whole])
 
     def checksum(self) -> Tensor:
         """Return numbers for the whole weights. Those in parts have no replicas."""
@@ -116,7 +117,7 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
     `nn.Sequential`s and `nn.ModuleList`s. The rest of the model is one more unit.
     """
     # A unit that shares a weight with another part stays with the rest.
-    parts = list(shared_weights.unshared(_units(model), model)) if world.is_distributed else []
+    parts = list(shared_weights.unshared(units(model), model)) if world.is_distributed else []
     if experiment.train.compile:
         # Each unit by itself, because parameters are gathered and freed between units. Only its
         # `forward`: `part.compile()` includes FSDP's hooks, and dynamo then compiles nothing.
@@ -160,16 +161,6 @@ def tensor_parallel(experiment: Experiment, model: nn.Module, world: World) -> S
     for group in optimizer.param_groups:
         group.update({name: False for name in ("foreach", "fused") if name in group})
     return Sharded(model, optimizer, Shard(0, 1), world)
-
-
-def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the items of the outermost containers that have parameters."""
-    children = list(model.children())
-    if isinstance(model, (nn.Sequential, nn.ModuleList)):
-        yield from (child for child in children if any(True for _ in child.parameters()))
-        return
-    for child in children:
-        yield from _units(child)
 
 
 def _summed(gradient: Tensor | None) -> Tensor | None:
