@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_state_is_that_of_one_optimizer_with_the_same_groups() -> None:
     # A checkpoint of the one optimizer continues with the two.
     stepped(one_model, one)
     model.load_state_dict(one_model.state_dict())
-    joint.load_state_dict(one.state_dict())
+    joint.load_state_dict(copy.deepcopy(one.state_dict()))
     stepped(one_model, one)
     stepped(model, joint)
     assert all(map(torch.equal, model.parameters(), one_model.parameters()))
@@ -51,6 +52,21 @@ def test_other_groups_are_refused() -> None:
     joint = JointOptimizer({"a": optim.SGD(first), "b": optim.SGD(second)})
     with pytest.raises(ValueError, match="it has 1 groups of parameters, the optimizers have 2"):
         joint.load_state_dict(optim.SGD(layers().parameters()).state_dict())
+
+
+def test_an_overflow_in_one_optimizer_skips_the_step_of_all() -> None:
+    model, scaler = layers(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    first, second = divided(model)
+    joint = JointOptimizer({"a": optim.SGD(first, lr=0.1), "b": optim.Adam(second, lr=0.1)})
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    assert model[1].bias.grad is not None
+    model[1].bias.grad.fill_(float("inf"))
+    scaler.step(joint)
+    scaler.update()
+    assert all(map(torch.equal, model.parameters(), before)) and scaler.get_scale() == 2.0
+    stepped(model, joint)
+    assert not any(map(torch.equal, model.parameters(), before))
 
 
 def only_one_layer(model: nn.Sequential) -> Mapping[str, Any]:
