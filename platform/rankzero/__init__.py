@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rankzero.experiment import Goal as Goal
     from rankzero.experiment import Train as Train
     from rankzero.integrations.tracked_run import track as track
+    from rankzero.progress import Progress as Progress
     from rankzero.search_ranges import Choice as Choice
     from rankzero.search_ranges import Integer as Integer
     from rankzero.search_ranges import LogUniform as LogUniform
@@ -36,6 +37,7 @@ _HOMES = {
     "rankzero.config": ("ConfigError", "flatten", "from_yaml", "override", "to_yaml"),
     "rankzero.errors": ("UserError",),
     "rankzero.experiment": ("Experiment", "Goal", "Train"),
+    "rankzero.progress": ("Progress",),
     "rankzero.search_ranges": ("Choice", "Integer", "LogUniform", "Uniform"),
     "rankzero.integrations.tracked_run": ("track",),
 }

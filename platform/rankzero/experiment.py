@@ -246,8 +246,11 @@ class Experiment:
             f"{type(self).__name__} must define model(self) -> torch.nn.Module"
         )
 
-    def measure(self, model: Any, batch: Any) -> Mapping[str, Any]:
+    def measure(self, model: Any, batch: Any, *_: Any) -> Mapping[str, Any]:
         """Return {"loss": …} and other metrics, each the mean over the batch.
+
+        Write ``measure(self, model, batch)``, or ``measure(self, model, batch, at)``: a third
+        parameter gets a `Progress`, the place in the training.
 
         Called in training and validation. `model` may be wrapped (DDP, compiled), so call it.
         Values are 0-d tensors. Do not call `.item()`: it would wait for the GPU at every step.
@@ -255,6 +258,15 @@ class Experiment:
         raise NotImplementedError(
             f"{type(self).__name__} must define measure(self, model, batch) -> {{'loss': …}}"
         )
+
+    def helpers(self) -> Mapping[str, Any]:
+        """Return {name: module} of modules that are not trained, such as a teacher.
+
+        `measure` gets them as ``at.helpers[name]``. Called on every rank after `model`, under the
+        run's seed, and in a resume again. They are moved to the device, and set to evaluation mode
+        without gradients. No checkpoint has them.
+        """
+        return {}
 
     def pictures(self, model: Any, batch: Any) -> Mapping[str, Any]:
         """Return {name: image} to show in MLflow. None unless overridden.

@@ -26,7 +26,7 @@ from rankzero.training.stop import StopCode, StopRequest
 from rankzero.training.worker import build
 from support.paths import FIXTURES
 
-LAYERED = FIXTURES / "layered.py"
+LAYERED, STAGED = FIXTURES / "layered.py", FIXTURES / "staged.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,13 @@ class Case:
     before: dict[str, Any] = dataclasses.field(default_factory=dict)
     stopped_rank: int | None = None
     """The only rank that gets the request to stop, which interrupts even a short evaluation."""
+    file: Path = LAYERED
 
 
-def layered(**changes: Any) -> Experiment:
+def layered(file: Path = LAYERED, **changes: Any) -> Experiment:
     """Return the layered experiment. ``train__steps=3`` means ``train.steps=3``."""
     found = {key.replace("__", "."): value for key, value in changes.items()}
-    return config.override(experiment_file.load(str(LAYERED))(), found)
+    return config.override(experiment_file.load(str(file))(), found)
 
 
 def main(request: tuple[str, list[Case]]) -> str:
@@ -88,9 +89,9 @@ def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
     }
     try:
         if case.stop_at is not None:
-            stopped = layered(**case.changes | case.before)
+            stopped = layered(case.file, **case.changes | case.before)
             train(world, stopped, folder, seen, case.stop_at, case.stopped_rank)
-        train(world, layered(**case.changes), folder, seen, None)
+        train(world, layered(case.file, **case.changes), folder, seen, None)
     except Exception as error:
         seen["error"] = f"{type(error).__name__}: {error}"
     return seen

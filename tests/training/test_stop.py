@@ -16,6 +16,7 @@ from hypothesis import strategies as some
 from rankzero import config, experiment_file
 from rankzero.events import CheckpointSaved, Evaluated
 from rankzero.experiment import Experiment
+from rankzero.progress import Progress
 from rankzero.training.distributed.world import World
 from rankzero.training.stop import (
     LONGEST_WINDOW,
@@ -185,30 +186,20 @@ def test_a_patient_request_waits_for_an_evaluation(
     assert list(evaluations(limited.events)) == [5]
 
 
-def test_a_repeated_evaluation_sees_the_schedule_of_the_step_before(
+def test_a_repeated_evaluation_has_the_progress_of_the_first(
     train: Trainer, tmp_path: Path
 ) -> None:
-    """A LightningModule learns the current step from `schedule`."""
-    seen: list[int] = []
-
     class Counting(type(slow_to_evaluate())):  # type: ignore[misc]
-        def schedule(self, step: int, total_steps: int) -> float:
-            seen.append(step)
-            return float(super().schedule(step, total_steps))
-
-        def measure(self, model: Any, batch: Any) -> Any:
-            return {**super().measure(model, batch), "last": torch.tensor(float(seen[-1]))}
+        def measure(self, model: Any, batch: Any, at: Progress) -> Any:
+            return {**super().measure(model, batch), "last": torch.tensor(float(at.step))}
 
     slow, quick = (
         Counting(**{**vars(slow_to_evaluate()), "evaluation_seconds": seconds})
         for seconds in (0.25, 0.0)
     )
     train(slow, tmp_path, stop_at=5)
-    seen.append(-1)
-    assert [found["val/last"] for found in evaluations(train(quick, tmp_path).events).values()] == [
-        4.0,
-        9.0,
-    ]
+    found = evaluations(train(quick, tmp_path).events).values()
+    assert [metrics["val/last"] for metrics in found] == [5.0, 10.0]
 
 
 def test_a_step_after_a_repeated_evaluation_is_compiled_for_one_batch_size(

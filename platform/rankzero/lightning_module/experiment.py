@@ -26,6 +26,7 @@ from rankzero.lightning_module.init_arguments import (
 from rankzero.lightning_module.lr_schedule import ReplayedScheduler, optimizer_and_scheduler
 from rankzero.lightning_module.steps import LightningSteps
 from rankzero.lightning_module.trainer_stub import TrainerStub
+from rankzero.progress import Progress
 
 # These hooks only matter to Lightning's own checkpoints and devices. Without them nothing is lost.
 _HARMLESS = {"on_fit_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint", "on_gpu"}
@@ -84,7 +85,10 @@ class _LightningExperiment(Experiment):
         trainer = self._fit.trainer
         return LightningSteps(self._instance(self.source.module), trainer)
 
-    def measure(self, model: nn.Module, batch: Any) -> Any:
+    def measure(self, model: nn.Module, batch: Any, at: Progress) -> Any:
+        # The module has no other way to learn the step.
+        trainer = self._fit.trainer
+        trainer.global_step, trainer.current_epoch = at.step, at.epoch
         return model(batch)
 
     def optimizer(self, model: Any) -> Any:
@@ -107,9 +111,7 @@ class _LightningExperiment(Experiment):
         return optimizer
 
     def schedule(self, step: int, total_steps: int) -> float:
-        # The loop asks before each step. The module has no other way to learn the step.
         fit = self._fit
-        fit.trainer.global_step = step
         if fit.scheduler is None:
             return super().schedule(step, total_steps)
         return fit.scheduler.after(step // fit.steps_per_change)

@@ -23,8 +23,8 @@ class TrainerStub:
 
     def __init__(self, train: Train, samples: int, datamodule: Any = None) -> None:
         self.datamodule = datamodule
-        # The experiment's `schedule` sets the steps taken, the module's forward sets `training`.
-        self.global_step, self.training = 0, True
+        # The experiment's `measure` sets the steps and the epoch, the module's forward `training`.
+        self.global_step, self.current_epoch, self.training = 0, 0, True
         self.num_training_batches = max(1, samples // train.batch_size)
         steps = train.steps or (train.epochs or 0) * self.num_training_batches
         self.estimated_stepping_batches = self.max_steps = steps
@@ -32,10 +32,6 @@ class TrainerStub:
         mine = ranks.detect()
         self.global_rank, self.is_global_zero = mine.rank, mine.first
         self.local_rank, self.world_size = mine.local_rank, mine.world_size
-
-    @property
-    def current_epoch(self) -> int:
-        return self.global_step // self.num_training_batches
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle ask for special methods, and must get an AttributeError.

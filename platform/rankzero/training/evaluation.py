@@ -47,7 +47,7 @@ def _evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str
     Raises EvaluationInterrupted.
     """
     strategy, means = job.strategy, EvaluationMeans(job.world)
-    micro_step = job.micro_batch_step()
+    micro_step = job.micro_batch_step(state.step, training=False)
     # Running statistics differ by rank. The checkpoint stores rank 0's, so evaluate those.
     strategy.sync_buffers()
     random_states = rng.state(job.world.device)

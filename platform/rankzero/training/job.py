@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rankzero.experiment import Experiment
+from rankzero.progress import Progress, bound
 from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import BatchOrder
 from rankzero.training.distributed.world import World
@@ -56,11 +57,21 @@ class TrainingContext:
     model_tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The model's numbers of parameters."""
     image_capture: ImageCapture = dataclasses.field(default_factory=ImageCapture)
+    helpers: Mapping[str, nn.Module] = dataclasses.field(default_factory=dict)
+    takes_progress: bool = False
+    """Whether the experiment's `measure` has a third parameter."""
 
-    def micro_batch_step(self) -> MicroBatchStep:
-        """Return how a strategy computes the next micro-batch."""
+    def micro_batch_step(
+        self, step: int, *, training: bool, turn: str | None = None
+    ) -> MicroBatchStep:
+        """Return how a strategy computes the next micro-batch, after `step` optimizer steps."""
+        measure = self.forward_timer.next_measure()
+        if self.takes_progress:
+            epoch = max(0, step if training else step - 1) // self.batch_order.steps_per_epoch
+            at = Progress(step, self.total_steps, epoch, training, self.helpers, turn)
+            measure = bound(measure, at)
         return MicroBatchStep(
-            self.forward_timer.next_measure(),
+            measure,
             self.precision.autocast,
             self.precision.scaler,
             self.batch_order.accumulation,

@@ -79,21 +79,23 @@ def train_step(
     """
     optimizer, strategy, scaler = state.optimizer, job.strategy, job.precision.scaler
     set_lr(optimizer, state.base_lrs, job.experiment.schedule(state.step, job.total_steps))
-    accumulation, micro_step = job.batch_order.accumulation, job.micro_batch_step()
+    how = job.micro_batch_step(state.step, training=True)
     metrics: dict[str, Tensor] = {}
     data_wait = 0.0
-    for index in range(accumulation):
+    for index in range(how.accumulation):
         begun = time.perf_counter()
         batch = next(batches)
         data_wait += time.perf_counter() - begun
         job.beat()
         job.image_capture.see_training_batch(batch)
         # Ranks average their gradients once a step, during the last backward.
-        is_last = index == accumulation - 1
+        is_last = index == how.accumulation - 1
         with contextlib.nullcontext() if is_last else strategy.no_sync():
-            values = strategy.forward_backward(micro_step, batch)
-        if accumulation > 1:
-            values = {name: v / accumulation + metrics.get(name, 0.0) for name, v in values.items()}
+            values = strategy.forward_backward(how, batch)
+        if how.accumulation > 1:
+            values = {
+                name: v / how.accumulation + metrics.get(name, 0.0) for name, v in values.items()
+            }
         metrics = values
     norm = apply_gradients(job, optimizer)
     if norm is not None:

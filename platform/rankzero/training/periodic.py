@@ -20,7 +20,6 @@ from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.evaluation import evaluate_goal
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.optimizers import set_lr
 from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest
 
 
@@ -90,16 +89,12 @@ class PeriodicActions:
 
         Return why to leave the training, or NONE.
         """
-        job, state = self._job, self._state
-        # An experiment may learn the current step from schedule(), as a LightningModule does.
-        factor = job.experiment.schedule(state.step - 1, job.total_steps)
-        set_lr(state.optimizer, state.base_lrs, factor)
         stopped = self.run()
         # The evaluation's batches came first here. torch.compile would then compile the step for
         # any batch size, with other bits than in a training that was never interrupted.
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
-        job.expect_slow_step()
+        self._job.expect_slow_step()
         return stopped
 
     def _evaluate(self) -> tuple[dict[str, float], bool]:

@@ -25,10 +25,11 @@ from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
 from rankzero.launch.signals import unblocks_itself
+from rankzero.progress import Progress, measure_at, takes_progress
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
-from rankzero.training import lifecycle, parameter_counts, precision, rng, strategies
+from rankzero.training import frozen, lifecycle, parameter_counts, precision, rng, strategies
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from rankzero.training.data import digest
@@ -171,19 +172,25 @@ def build(
     )
     train_loader, val_loader = make_loader(train_set), make_loader(val_set)
 
+    # After the model, so that its weights do not depend on the helpers.
+    helpers = frozen.helpers(experiment, world.device)
+    total = train.steps or (train.epochs or 0) * order.steps_per_epoch
+    measure = measure_at(experiment.measure, Progress(0, total, 0, True, helpers))
+
     def example_batch() -> Any:
         # Only a pipeline calls this, because it traces the model. Other strategies must not pay for
         # loading processes that start and end for one batch.
         return next(train_loader.train_batches(order, 0, 0, 1))
 
-    strategy = strategies.build(experiment, model, world, example_batch)
+    strategy = strategies.build(experiment, model, world, measure, example_batch)
     # From here on, ranks with other samples draw other numbers, for dropout.
     rng.seed_all(train.seed, 1 + strategy.shard.rank)
-    base_lrs = [float(group["lr"]) for group in strategy.optimizer.param_groups]
-    initial_options = as_values(options(strategy.optimizer))
-    state = State(strategy.model, strategy.optimizer, base_lrs, initial_options)
-    total = train.steps or (train.epochs or 0) * order.steps_per_epoch
-    timer = ForwardTimer(world.device, experiment.measure)
+    state = State(
+        strategy.model,
+        strategy.optimizer,
+        [float(group["lr"]) for group in strategy.optimizer.param_groups],
+        as_values(options(strategy.optimizer)),
+    )
     job = TrainingContext(
         experiment,
         world,
@@ -193,7 +200,9 @@ def build(
         strategy,
         train_loader,
         val_loader,
-        timer,
+        ForwardTimer(world.device, experiment.measure),
+        helpers=helpers,
+        takes_progress=takes_progress(experiment.measure),
         model_tags=parameter_counts.tags(model),
     )
     return job, state

@@ -251,7 +251,9 @@ def test_compiled_units_are_sharded_one_by_one(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(f"rankzero.training.strategies.sharded.{name}", replaced)
     experiment = two_ranks.layered(train__strategy="fsdp", train__compile=True, blocks=True)
     model: Any = experiment.model()
-    build(experiment, model, World(Ranks(0, 2), torch.device("cpu")), lambda: None)
+    build(
+        experiment, model, World(Ranks(0, 2), torch.device("cpu")), experiment.measure, lambda: None
+    )
     assert sharded == [*model.blocks, model]
 
 
@@ -561,7 +563,13 @@ def test_divided_model_is_moved_in_parts(monkeypatch: pytest.MonkeyPatch, strate
         "rankzero.training.strategies.pipeline.Pipeline", lambda stage, *_: stage.submod
     )
     experiment = two_ranks.layered(train__strategy=strategy)
-    made = build(experiment, model, World(Ranks(0, 2), torch.device("meta")), lambda: None)
+    made = build(
+        experiment,
+        model,
+        World(Ranks(0, 2), torch.device("meta")),
+        experiment.measure,
+        lambda: None,
+    )
     assert divided[0] == ({"cpu", "meta"} if strategy == "pp" else {"cpu"})
     mine = made if isinstance(made, nn.Module) else made.model
     assert {parameter.device.type for parameter in mine.parameters()} == {"meta"}

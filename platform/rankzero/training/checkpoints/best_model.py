@@ -21,10 +21,12 @@ from rankzero import config, experiment_file
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import signals
+from rankzero.progress import Progress, measure_at
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.tracking import delivery_status
+from rankzero.training import frozen
 from rankzero.training.checkpoints import restore
 from rankzero.training.data.loader import BatchLoader
 
@@ -147,7 +149,7 @@ def _log_best(folder: RunFolder) -> None:
         tracker,
         OpenRun(delivery.run_id, delivery.experiment_id, {}),
         _served(model),
-        _example_inputs(experiment, model),
+        _example_inputs(experiment, model, step),
         step=step,
         name="best_model",
         code_paths=[source],
@@ -179,7 +181,7 @@ def _served(model: nn.Module) -> nn.Module:
     return part
 
 
-def _example_inputs(experiment: Experiment, model: nn.Module) -> tuple[Tensor, ...]:
+def _example_inputs(experiment: Experiment, model: nn.Module, step: int) -> tuple[Tensor, ...]:
     """Return the inputs that `measure` gives the served part for a small validation batch.
 
     Raises ValueError if these are not tensors, passed by position.
@@ -195,7 +197,9 @@ def _example_inputs(experiment: Experiment, model: nn.Module) -> tuple[Tensor, .
     with handle, torch.no_grad():
         # Two samples, because torch.export takes a size of 1 for a constant.
         batch, _ = next(iter(loader.eval_batches(2, 0, 1)))
-        experiment.measure(model, batch)
+        helpers = frozen.helpers(experiment, torch.device("cpu"))
+        at = Progress(step, step, 0, training=False, helpers=helpers)
+        measure_at(experiment.measure, at)(model, batch)
     if not seen:
         raise ValueError(
             "its steps never call the module itself, self(x); only what they call can be logged"

@@ -12,7 +12,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.training.data.batch import channels_last
 from rankzero.training.distributed.world import World
-from rankzero.training.strategies.base import Strategy
+from rankzero.training.strategies.base import Measure, Strategy
 
 _SAME_SAMPLES = ("tp", "pp")
 """Strategies under which all ranks see the same samples."""
@@ -37,11 +37,16 @@ def layout(name: str, world_size: int) -> str:
 
 
 def build(
-    experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]
+    experiment: Experiment,
+    model: nn.Module,
+    world: World,
+    measure: Measure,
+    example: Callable[[], Any],
 ) -> Strategy:
     """Make `model`, which is on the host, ready under ``train.strategy``. A collective.
 
-    `example`: returns a micro-batch, for strategies that trace the model. Raises UserError if the
+    `measure`, `example`: the first step's, and what returns a micro-batch. Strategies that trace
+    the model call them. Raises UserError if the
     strategy does not fit the experiment or the number of processes.
     """
     # Each strategy imports its own part of torch.distributed, which takes time.
@@ -82,7 +87,7 @@ def build(
 
             return sharded.tensor_parallel(experiment, model, world)
         case "pp":
-            return _pipeline(experiment, model, world, example)
+            return _pipeline(experiment, model, world, measure, example)
 
 
 def _channels_last(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -97,7 +102,11 @@ def _refuse(setting: str, strategy: str) -> NoReturn:
 
 
 def _pipeline(
-    experiment: Experiment, model: nn.Module, world: World, example: Callable[[], Any]
+    experiment: Experiment,
+    model: nn.Module,
+    world: World,
+    measure: Measure,
+    example: Callable[[], Any],
 ) -> Strategy:
     from rankzero.training import optimizers
     from rankzero.training.strategies import parameter_names, replicated, stages
@@ -118,7 +127,7 @@ def _pipeline(
     size = train.batch_size // micro_batches(train, world.size)
 
     def micro_batch() -> Tensor:
-        return stages.input_of(experiment.measure, example())[:size]
+        return stages.input_of(measure, example())[:size]
 
     stage = stages.make_stage(
         model, experiment.split_points(), world.ranks.rank, world.size, world.device, micro_batch

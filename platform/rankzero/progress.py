@@ -1,0 +1,61 @@
+"""`Progress`: where a training is, for a `measure` with a third parameter. Pure.
+
+def measure(self, model, batch, at):
+    weight = min(1.0, at.step / 1000)
+    teacher = at.helpers["teacher"]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rankzero.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The place of a `measure` in its training. It is equal on all ranks."""
+
+    step: int
+    """Optimizer steps that are finished."""
+    total_steps: int
+    epoch: int
+    """The epoch of the batch, from 0. In an evaluation: of the last step."""
+    training: bool
+    """False in an evaluation."""
+    helpers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The modules that `Experiment.helpers` returns, on this rank's device."""
+    turn: str | None = None
+    """The name of the optimizer that steps; None without `Experiment.turns`."""
+
+
+def takes_progress(measure: Callable[..., Any]) -> bool:
+    """Return whether `measure` has a third parameter. Raises UserError if it has another number."""
+    signature = inspect.signature(measure)
+    named = [
+        p
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    takes = len(named) > 2
+    try:
+        signature.bind(*range(3 if takes else 2))
+    except TypeError:
+        raise UserError(
+            "measure must be measure(self, model, batch) or measure(self, model, batch, at), "
+            f"but its parameters are {signature}"
+        ) from None
+    return takes
+
+
+def measure_at(measure: Callable[..., Any], at: Progress) -> Callable[[Any, Any], Any]:
+    """Return `measure` as a function of a model and a batch, whether it takes `at` or not."""
+    return bound(measure, at) if takes_progress(measure) else measure
+
+
+def bound(measure: Callable[..., Any], at: Progress) -> Callable[[Any, Any], Any]:
+    """Return `measure` as a function of a model and a batch, with `at` as its third argument."""
+    return lambda model, batch: measure(model, batch, at)
