@@ -309,10 +309,10 @@ class Experiment:
         """Return the first module of each later stage, by name, for ``train.strategy=pp``."""
         return ()
 
-    def schedule(self, step: int, total_steps: int) -> float:
+    def schedule(self, step: int, total_steps: int) -> float | Sequence[float]:
         """Return the factor on the optimizer's learning rates at `step`, which counts from 0.
 
-        Must be a pure function: a resume calls it at any step.
+        One float for all parameter groups, or a list with one for each. Must be a pure function: a resume calls it at any step.
         """
         return factor(self.train.schedule, step, total_steps, self.train.warmup_steps)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from rankzero.training.optimizers import fused, place_steps
+from rankzero import UserError
+from rankzero.training.optimizers import fused, learning_rates, place_steps, set_lr
 
 
 def linear() -> nn.Linear:
@@ -96,3 +97,25 @@ def test_step_counts_are_on_the_device_that_the_kernels_read() -> None:
     inner.state[parameter] = {"step": torch.tensor(3.0)}
     place_steps(outer)
     assert inner.state[parameter]["step"].device.type == "meta"
+
+
+def two_groups() -> optim.Optimizer:
+    one, two = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    return optim.SGD([{"params": [one]}, {"params": [two], "lr": 0.5, "name": "head"}], lr=0.1)
+
+
+def test_a_schedule_may_have_a_factor_for_each_group() -> None:
+    optimizer = two_groups()
+    set_lr(optimizer, [0.1, 0.5], 0.5)
+    assert learning_rates(optimizer) == {"lr": 0.05, "lr/head": 0.25}
+    set_lr(optimizer, [0.1, 0.5], (0.5, 1.0))
+    assert learning_rates(optimizer) == {"lr": 0.05, "lr/head": 0.5}
+    del optimizer.param_groups[1]["name"]
+    assert list(learning_rates(optimizer)) == ["lr", "lr/1"]
+
+
+@pytest.mark.parametrize("factors", [[], [1.0], (1.0, 1.0, 1.0)])
+def test_a_wrong_number_of_factors_is_refused(factors: Any) -> None:
+    wanted = f"returned {len(factors)} factors, but the optimizer has 2 parameter groups"
+    with pytest.raises(UserError, match=wanted):
+        set_lr(two_groups(), [0.1, 0.5], factors)

@@ -110,7 +110,7 @@ class _LightningExperiment(Experiment):
             group["lr"] = group.pop("initial_lr", group["lr"])
         return optimizer
 
-    def schedule(self, step: int, total_steps: int) -> float:
+    def schedule(self, step: int, total_steps: int) -> float | Sequence[float]:
         fit = self._fit
         if fit.scheduler is None:
             return super().schedule(step, total_steps)

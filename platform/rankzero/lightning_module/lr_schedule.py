@@ -48,8 +48,7 @@ class ReplayedScheduler:
 
     RankZero's loop asks for the factor of any step, also after a resume, but a scheduler only moves
     forward. So the scheduler runs on a copy of its optimizer's groups, as far as needed, and the
-    factors are kept. Raises UserError for a scheduler that changes anything else, or that treats
-    groups differently.
+    factors are kept. Raises UserError for a scheduler that changes anything else.
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
@@ -58,14 +57,14 @@ class ReplayedScheduler:
         copies = [{**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups]
         self._shadow, self._scheduler = torch.optim.SGD(copies, lr=0.0), scheduler
         self._others_at_start = self._others()
-        self._factors: list[float] = []
+        self._factors: list[list[float]] = []
         _rebind(scheduler, optimizer, self._shadow)
         self._record_factor()
         # One step finds out now, not in the middle of the training, what the scheduler changes.
         self.after(1)
 
-    def after(self, count: int) -> float:
-        """Return the factor after `count` of the scheduler's steps."""
+    def after(self, count: int) -> list[float]:
+        """Return each group's factor after `count` of the scheduler's steps."""
         with warnings.catch_warnings():
             # PyTorch warns that optimizer.step() was not called before. On the copy, it never is.
             warnings.simplefilter("ignore")
@@ -80,17 +79,12 @@ class ReplayedScheduler:
             float(group["lr"]) / rate if rate else 1.0
             for group, rate in zip(groups, self._rates, strict=True)
         ]
-        if max(factors) - min(factors) > 1e-6 * max(map(abs, factors)):
-            raise UserError(
-                "the scheduler treats parameter groups differently, which RankZero's loop does not "
-                "do: use one factor for all"
-            )
         if self._others() != self._others_at_start:
             raise UserError(
                 f"{type(self._scheduler).__name__} also cycles the momentum, which RankZero's loop "
                 "does not do: pass cycle_momentum=False"
             )
-        self._factors.append(factors[0])
+        self._factors.append(factors)
 
     def _others(self) -> list[Any]:
         return [[group.get(name) for name in _CYCLED] for group in self._shadow.param_groups]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.training import joint_optimizer
 from rankzero.training.data.batch import map_tensors
@@ -58,14 +59,33 @@ def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
     return optimizer
 
 
-def set_lr(optimizer: Optimizer, base_lrs: Sequence[float], factor: float) -> None:
-    """Set every group's learning rate to its base times `factor`."""
-    for group, base in zip(optimizer.param_groups, base_lrs, strict=True):
+def set_lr(
+    optimizer: Optimizer, base_lrs: Sequence[float], factors: float | Sequence[float]
+) -> None:
+    """Set every group's learning rate to its base times the factor, or times its own factor.
+
+    Raises UserError if the number of factors is not the number of groups.
+    """
+    if not isinstance(factors, Sequence):
+        factors = [factors] * len(base_lrs)
+    if len(factors) != len(base_lrs):
+        raise UserError(
+            f"schedule() returned {len(factors)} factors, but the optimizer has {len(base_lrs)} "
+            "parameter groups: return one float, or one for each group"
+        )
+    for group, base, factor in zip(optimizer.param_groups, base_lrs, factors, strict=True):
         # A compiled or captured step reads the learning rate from a tensor, which must stay.
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(base * factor)
         else:
             group["lr"] = base * factor
+
+
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """Return each group's learning rate: ``lr``, then ``lr/<name>``, or ``lr/1`` without a name."""
+    first, *others = optimizer.param_groups
+    named = {f"lr/{group.get('name', i)}": group["lr"] for i, group in enumerate(others, 1)}
+    return {name: float(lr) for name, lr in {"lr": first["lr"], **named}.items()}
 
 
 def options(optimizer: Optimizer) -> list[dict[str, Any]]:

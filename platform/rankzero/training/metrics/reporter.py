@@ -13,6 +13,7 @@ from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.metrics.window import WindowStats, check_metrics, reduce_window
+from rankzero.training.optimizers import learning_rates
 from rankzero.training.stop import LONGEST_WINDOW, StopCode, next_interval
 
 
@@ -98,7 +99,7 @@ class Reporter:
 
     def _speed_event(self, speed: WindowStats) -> StepsLogged:
         values = {
-            "lr": [float(self._state.optimizer.param_groups[0]["lr"])],
+            **{name: [lr] for name, lr in learning_rates(self._state.optimizer).items()},
             SPEED: [self._job.batch_order.batch_size / speed.step_seconds],
             STEP_SECONDS: [speed.step_seconds],
             DATA_WAIT: [speed.data_wait_seconds / speed.seconds],
