@@ -259,6 +259,14 @@ class Experiment:
             f"{type(self).__name__} must define measure(self, model, batch) -> {{'loss': …}}"
         )
 
+    def frozen(self, epoch: int) -> Sequence[str]:
+        """Return the names of the modules that are not trained in `epoch`, with all in them.
+
+        Names are those of `torch.nn.Module.named_modules`. Must be a pure function: a resume calls
+        it for any epoch. The optimizer gets all parameters from the start.
+        """
+        return ()
+
     def helpers(self) -> Mapping[str, Any]:
         """Return {name: module} of modules that are not trained, such as a teacher.
 
@@ -312,7 +320,8 @@ class Experiment:
     def schedule(self, step: int, total_steps: int) -> float | Sequence[float]:
         """Return the factor on the optimizer's learning rates at `step`, which counts from 0.
 
-        One float for all parameter groups, or a list with one for each. Must be a pure function: a resume calls it at any step.
+        One float for all parameter groups, or a list with one for each. Must be a pure function:
+        a resume calls it at any step.
         """
         return factor(self.train.schedule, step, total_steps, self.train.warmup_steps)
 

@@ -25,10 +25,18 @@ def evaluate_goal(
     """
     differing = job.world.ranks_that_differ(job.strategy.checksum())
     if differing:
+        cause = (
+            "something changes the model on one rank only, such as a write to a parameter outside "
+            "the optimizer"
+        )
+        for name in job.frozen_parts.wrongly_set(state.model):
+            cause = (
+                f"{name!r}.requires_grad was set after model(), when DDP had wrapped the model; "
+                "write frozen(self, epoch) instead"
+            )
         raise UserError(
             f"the parameters of rank {', '.join(map(str, differing))} differ from rank 0's after "
-            f"step {state.step}: something changes the model on one rank only, such as a write to "
-            "a parameter outside the optimizer"
+            f"step {state.step}: {cause}"
         )
     metrics, goal = _evaluate(job, state, stop), job.experiment.goal
     if goal.metric not in metrics:

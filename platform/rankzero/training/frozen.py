@@ -1,8 +1,9 @@
-"""What is not trained: the experiment's helpers."""
+"""What is not trained: the experiment's helpers, and the parts of the model that it freezes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
+from rankzero.training.strategies.base import Strategy
 
 
 def helpers(experiment: Experiment, device: torch.device) -> Mapping[str, nn.Module]:
@@ -23,3 +25,69 @@ def helpers(experiment: Experiment, device: torch.device) -> Mapping[str, nn.Mod
             )
         module.to(device).eval().requires_grad_(False)
     return MappingProxyType(found)
+
+
+class FrozenParts:
+    """Which parameters of a model are trained in an epoch, by `Experiment.frozen`."""
+
+    def __init__(self, experiment: Experiment, model: nn.Module) -> None:
+        self.is_used = type(experiment).frozen is not Experiment.frozen
+        self._frozen = experiment.frozen
+        self._modules = [name for name, _ in model.named_modules() if name]
+        # A tied weight has several names, and is frozen by each of them.
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                names.setdefault(parameter, []).append(name)
+        self._names = list(names.values())
+        self._now = self._trained(())
+
+    def begin(self, epoch: int, strategy: Strategy) -> bool:
+        """Train the parameters of `epoch`. Return whether they were others before. Collective.
+
+        Raises UserError for an unknown module, and if no parameter is left.
+        """
+        trained = self._trained(self.modules(epoch))
+        if trained == self._now:
+            return False
+        if not trained:
+            raise UserError(f"frozen({epoch}) leaves no parameter to train: return fewer modules")
+        strategy.train_only(trained)
+        self._now = trained
+        return True
+
+    def change(self, epoch: int) -> str:
+        """Return how `epoch` differs from the one before, or nothing. Pure."""
+        now, before = self.modules(epoch), self.modules(epoch - 1) if epoch else []
+        frozen = ", ".join(name for name in now if name not in before)
+        trained = ", ".join(name for name in before if name not in now)
+        changes = [f"does not train {frozen}"] * bool(frozen)
+        changes += [f"begins to train {trained}"] * bool(trained)
+        return f"epoch {epoch} {' and '.join(changes)}" if changes else ""
+
+    def modules(self, epoch: int) -> list[str]:
+        """Return the modules that are frozen in `epoch`. Raises UserError for an unknown one."""
+        names = self._frozen(epoch)
+        names = [names] if isinstance(names, str) else list(names)
+        for name in names:
+            if name not in self._modules:
+                near = difflib.get_close_matches(str(name), self._modules, 1, 0)
+                raise UserError(
+                    f"frozen({epoch}) names {name!r}, which is no module of the model: "
+                    f"{f'did you mean {near[0]!r}?' if near else 'it has none'}"
+                )
+        return names
+
+    def _trained(self, modules: Sequence[str]) -> frozenset[str]:
+        inside = tuple(f"{module}." for module in modules)
+        return frozenset(
+            names[0] for names in self._names if not any(name.startswith(inside) for name in names)
+        )
+
+    def wrongly_set(self, model: nn.Module) -> list[str]:
+        """Return the parameters of a whole model of which `requires_grad` was set elsewhere."""
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad != (name in self._now)
+        ]

@@ -14,6 +14,7 @@ from rankzero.progress import Progress, bound
 from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import BatchOrder
 from rankzero.training.distributed.world import World
+from rankzero.training.frozen import FrozenParts
 from rankzero.training.metrics.straggler import ForwardTimer
 from rankzero.training.precision import Precision
 from rankzero.training.sample_images.capture import ImageCapture
@@ -50,6 +51,7 @@ class TrainingContext:
     train_loader: BatchLoader
     val_loader: BatchLoader
     forward_timer: ForwardTimer
+    frozen_parts: FrozenParts
     beat: Callable[[], None] = lambda: None
     """Reports progress to the watchdog."""
     expect_slow_step: Callable[[], None] = lambda: None
@@ -61,13 +63,17 @@ class TrainingContext:
     takes_progress: bool = False
     """Whether the experiment's `measure` has a third parameter."""
 
+    def epoch(self, step: int) -> int:
+        """Return the epoch of the step that follows `step` finished ones."""
+        return step // self.batch_order.steps_per_epoch
+
     def micro_batch_step(
         self, step: int, *, training: bool, turn: str | None = None
     ) -> MicroBatchStep:
         """Return how a strategy computes the next micro-batch, after `step` optimizer steps."""
         measure = self.forward_timer.next_measure()
         if self.takes_progress:
-            epoch = max(0, step if training else step - 1) // self.batch_order.steps_per_epoch
+            epoch = self.epoch(step if training else max(0, step - 1))
             at = Progress(step, self.total_steps, epoch, training, self.helpers, turn)
             measure = bound(measure, at)
         return MicroBatchStep(

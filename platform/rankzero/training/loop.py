@@ -47,6 +47,8 @@ def fit(
     stopped = StopCode.NONE
     if state.evaluation_pending:
         stopped = actions.repeat_interrupted_evaluation()
+    else:
+        actions.begin_epoch()
     reporter.start_window()
     while not stopped and state.step < actions.last_step:
         metrics, data_wait = train_step(job, state, batches)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rankzero.events import Evaluated, Event
+from rankzero.events import Evaluated, Event, Noticed
 from rankzero.training import rng, strategies
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.evaluation import evaluate_goal
@@ -46,16 +46,20 @@ class PeriodicActions:
         if train.checkpoints.save_every is not None:
             self._save_every = train.checkpoints.save_every
         self.last_step = job.total_steps
+        # The steps after which the trained parameters may change.
+        uses_frozen = job.frozen_parts.is_used
+        self._freeze_every = job.batch_order.steps_per_epoch if uses_frozen else self.last_step
 
     @property
     def are_due(self) -> bool:
-        """Whether this step must be evaluated or saved."""
+        """Whether this step must be evaluated or saved, or the trained parameters may change."""
         # The loop asks after every step, so it is one expression without a call.
         step, save_every = self._state.step, self._save_every
         return (
             step % self._evaluate_every == 0
             or step == self.last_step
             or (save_every > 0 and step % save_every == 0)
+            or step % self._freeze_every == 0
         )
 
     def _is_due(self, every: int) -> bool:
@@ -82,7 +86,22 @@ class PeriodicActions:
             self._emit(event)
         # A stop at the last step ends nothing early, unless its evaluation is missing.
         is_complete = state.step >= self.last_step and not state.evaluation_pending
+        if not is_complete and not stop_code:
+            self.begin_epoch()
         return StopCode.NONE if is_complete else stop_code
+
+    def begin_epoch(self) -> None:
+        """Freeze what the experiment's `frozen` names for the next step's epoch. Collective."""
+        job, step = self._job, self._state.step
+        if not job.frozen_parts.is_used:
+            return
+        epoch = job.epoch(step)
+        if job.frozen_parts.begin(epoch, job.strategy):
+            _compile_again(job)
+        if step == 0 or job.epoch(step - 1) != epoch:
+            change = job.frozen_parts.change(epoch)
+            if change:
+                self._emit(Noticed(time.time(), change))
 
     def repeat_interrupted_evaluation(self) -> StopCode:
         """Evaluate and save as the last attempt did not, before the first step. Collective.
@@ -90,11 +109,8 @@ class PeriodicActions:
         Return why to leave the training, or NONE.
         """
         stopped = self.run()
-        # The evaluation's batches came first here. torch.compile would then compile the step for
-        # any batch size, with other bits than in a training that was never interrupted.
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()
-        self._job.expect_slow_step()
+        # The evaluation's batches came first here.
+        _compile_again(self._job)
         return stopped
 
     def _evaluate(self) -> tuple[dict[str, float], bool]:
@@ -127,6 +143,15 @@ class PeriodicActions:
         begun = time.perf_counter()
         self._job.world.now()
         self._checkpoints.blocked_seconds += time.perf_counter() - begun
+
+
+def _compile_again(job: TrainingContext) -> None:
+    """Let torch.compile compile the next step for its own batch size."""
+    # After batches of other sizes, it would compile the step for any batch size, with other bits
+    # than in a training that was never interrupted.
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    job.expect_slow_step()
 
 
 def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:

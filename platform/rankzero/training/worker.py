@@ -38,6 +38,7 @@ from rankzero.training.data.order import check_same_lengths, make_batch_order
 from rankzero.training.distributed import device, torch_compat
 from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog
 from rankzero.training.distributed.world import World, join
+from rankzero.training.frozen import FrozenParts
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.launcher_death import end_with_launcher
 from rankzero.training.lifecycle import AttemptOutcome
@@ -201,10 +202,12 @@ def build(
         train_loader,
         val_loader,
         ForwardTimer(world.device, experiment.measure),
+        FrozenParts(experiment, model),
         helpers=helpers,
         takes_progress=takes_progress(experiment.measure),
         model_tags=parameter_counts.tags(model),
     )
+    job.frozen_parts.begin(0, strategy)
     return job, state
 
 

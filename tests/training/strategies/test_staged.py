@@ -17,7 +17,29 @@ from support import two_ranks
 from support.two_ranks import STAGED, Case, attempted
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "tp", "pp")
-CASES = [Case(name, {"train__strategy": name}, file=STAGED) for name in STRATEGIES]
+FREEZING = ("ddp", "zero1", "fsdp", "tp")
+FROZEN = {"frozen_parts": "0,2"}
+CASES = [
+    *(Case(name, {"train__strategy": name}, file=STAGED) for name in STRATEGIES),
+    *(
+        Case(f"{name}-frozen", {"train__strategy": name, **FROZEN}, file=STAGED)
+        for name in STRATEGIES
+    ),
+    *(
+        Case(f"{name}-thawed", {"train__strategy": name, **FROZEN}, stop_at=stop_at, file=STAGED)
+        for name, stop_at in (("ddp", 6), ("zero1", 6), ("fsdp", 6), ("tp", 3))
+    ),
+    Case(
+        "fsdp-after-ddp",
+        {"train__strategy": "fsdp", **FROZEN},
+        3,
+        {"train__strategy": "ddp"},
+        file=STAGED,
+    ),
+    Case("ddp-static", {"train__ddp__static_graph": True, **FROZEN}, file=STAGED),
+    Case("ddp-compiled", {"train__compile": True, **FROZEN}, file=STAGED),
+    Case("ddp-by-hand", {"thaws_by_hand": True}, file=STAGED),
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +78,34 @@ def test_measure_knows_its_place_and_its_helpers(folder: Path, alone: Any, name:
         for metrics in two["evaluated"].values()
     ]
     assert places == [[4, 0, 8, 0], [8, 1, 8, 0]]
+
+
+@pytest.mark.parametrize(
+    "name", [*(f"{one}-frozen" for one in FREEZING), "ddp-static", "ddp-compiled"]
+)
+def test_frozen_parts_are_trained_from_their_epoch_on(folder: Path, alone: Any, name: str) -> None:
+    one, two = alone(**FROZEN), seen(folder, name)
+    assert "error" not in two and two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert one["losses"]["8"] != pytest.approx(alone()["losses"]["8"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", FREEZING)
+def test_a_resume_across_the_change_is_bit_identical(folder: Path, name: str) -> None:
+    straight, again = seen(folder, f"{name}-frozen"), seen(folder, f"{name}-thawed")
+    assert "error" not in again and again["losses"] == straight["losses"]
+    assert again["evaluated"] == straight["evaluated"] and len(again["begun"]) == 2
+
+
+def test_another_strategy_continues_with_frozen_parts(folder: Path, alone: Any) -> None:
+    found = seen(folder, "fsdp-after-ddp")
+    assert found["losses"] == pytest.approx(alone(**FROZEN)["losses"], rel=1e-4)
+
+
+def test_a_pipeline_refuses_frozen_parts(folder: Path) -> None:
+    assert "UserError: train.strategy=pp cannot freeze" in seen(folder, "pp-frozen")["error"]
+
+
+def test_parameters_that_are_thawed_by_hand_are_named(folder: Path) -> None:
+    error = seen(folder, "ddp-by-hand")["error"]
+    assert "'0.weight'.requires_grad was set after model()" in error or "'0.bias'" in error
+    assert "write frozen(self, epoch) instead" in error

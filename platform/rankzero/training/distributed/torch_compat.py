@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import zero_redundancy_optimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from rankzero.run_store import locks
@@ -45,6 +46,13 @@ def default_store() -> Any:
     if not dist.is_initialized():
         return None
     return dist.distributed_c10d._get_default_store()
+
+
+def release(replica: DistributedDataParallel) -> None:
+    """Remove the hooks of a wrapper that is replaced, and free its buckets."""
+    # Without the cyclic garbage collector, which does not see what `gc.freeze` froze.
+    replica._remove_autograd_hooks()
+    del replica.reducer, replica.logger
 
 
 def set_timeout(timeout: datetime.timedelta) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +84,12 @@ class Strategy(Protocol):
     def lockstep(self) -> bool:
         """Whether a forward is a collective, so all ranks must run the same number of them."""
 
+    def train_only(self, names: Collection[str]) -> None:
+        """Train the parameters with these names, and no others, from the next step on.
+
+        Raises UserError if the strategy cannot.
+        """
+
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """Keep gradients local inside the block: for all but a step's last micro-batch."""
 
@@ -113,6 +119,12 @@ class Strategy(Protocol):
 
     def without_communication(self) -> Strategy | None:
         """Return the same work without collectives, to measure their cost, or None."""
+
+
+def set_trained(model: nn.Module, names: Collection[str]) -> None:
+    """Let the parameters with these names have gradients, and no others."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
 
 
 def total_norm(world: World, *, parts: list[Tensor], whole: list[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+from rankzero.errors import UserError
 from rankzero.experiment import Train
 from rankzero.training.data.batch import rows_of, samples_in
 from rankzero.training.distributed import torch_compat
@@ -75,6 +76,10 @@ class Pipeline:
         self._batch: Any = None
         self._measured: list[Metrics] = []
         self._metric_names: list[str] = []
+
+    def train_only(self, names: Collection[str]) -> None:  # noqa: ARG002
+        # The stages agree once which of their outputs have gradients.
+        raise UserError("train.strategy=pp cannot freeze parts of a model: use ddp or fsdp")
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()

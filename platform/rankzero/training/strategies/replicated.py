@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,17 @@ from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import World
 from rankzero.training.joint_optimizer import JointOptimizer, parts_of
 from rankzero.training.strategies import parameter_names
-from rankzero.training.strategies.base import Metrics, MicroBatchStep, Shard, Strategy, checksum
+from rankzero.training.strategies.base import (
+    Metrics,
+    MicroBatchStep,
+    Shard,
+    Strategy,
+    checksum,
+    set_trained,
+)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Replicated:
     """The whole model on every rank. DDP averages the gradients during the backward."""
 
@@ -42,7 +49,16 @@ class Replicated:
     optimizer: torch.optim.Optimizer
     shard: Shard
     world: World
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+    """Returns the model in its wrapper."""
     lockstep: bool = False
+
+    def train_only(self, names: Collection[str]) -> None:
+        set_trained(self.model, names)
+        # DDP averages what had gradients when it wrapped the model.
+        if isinstance(self.replica, DistributedDataParallel):
+            torch_compat.release(self.replica)
+        self.replica = self.wrap(self.model)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         if isinstance(self.replica, DistributedDataParallel):
@@ -115,8 +131,8 @@ def data_parallel(experiment: Experiment, model: nn.Module, world: World) -> Rep
             f"train.strategy=dp is one process for all GPUs, not {world.size}: give --nproc 1, or "
             "use ddp"
         )
-    replica = AutocastDataParallel(model)
-    return Replicated(model, replica, optimizers.of(experiment, model), Shard(0, 1), world)
+    optimizer, wrap = optimizers.of(experiment, model), AutocastDataParallel
+    return Replicated(model, wrap(model), optimizer, Shard(0, 1), world, wrap)
 
 
 class AutocastDataParallel(DataParallel[Any]):
@@ -147,9 +163,11 @@ class AutocastDataParallel(DataParallel[Any]):
 def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
     """Wrap the model in DistributedDataParallel."""
     train, optimizer = experiment.train, optimizers.of(experiment, model)
-    replica = model
-    # DDP refuses a model without parameters to train.
-    if world.is_distributed and any(p.requires_grad for p in model.parameters()):
+
+    def wrap(model: nn.Module) -> nn.Module:
+        # DDP refuses a model without parameters to train.
+        if not world.is_distributed or not any(p.requires_grad for p in model.parameters()):
+            return model
         replica = DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -159,7 +177,10 @@ def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
         )
         if train.ddp.compression == "bf16":
             replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    return Replicated(model, replica, optimizer, Shard(world.ranks.rank, world.size), world)
+        return replica
+
+    shard = Shard(world.ranks.rank, world.size)
+    return Replicated(model, wrap(model), optimizer, shard, world, wrap)
 
 
 def zero1(experiment: Experiment, model: nn.Module, world: World) -> Replicated:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from rankzero.training.strategies.base import (
     Strategy,
     checksum,
     clip_by,
+    set_trained,
     total_norm,
 )
 from rankzero.training.strategies.units import units
@@ -57,6 +58,16 @@ class Sharded:
     shard: Shard
     world: World
     lockstep: bool = True
+
+    def train_only(self, names: Collection[str]) -> None:
+        self._reshard()
+        set_trained(self.model, names)
+
+    def _reshard(self) -> None:
+        """Free what an evaluation left gathered, so that the parameters are this rank's parts."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -104,7 +115,11 @@ class Sharded:
         # A checkpoint of a replicated model has numbers instead of names.
         names = parameter_names.order(self.model, self.optimizer)
         named = parameter_names.by_name(saved["optimizer"], names)
+        # PyTorch loads the state of parameters with gradients, and wants it for each of them.
+        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        set_trained(self.model, named["state"])
         set_optimizer_state_dict(self.model, self.optimizer, named, options=_SCATTER)
+        set_trained(self.model, trained)
 
     def without_communication(self) -> Strategy | None:
         return None

@@ -1,0 +1,122 @@
+"""Parts of a model that are not trained in some epochs, and frozen helpers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rankzero import UserError
+from rankzero.events import Noticed
+from rankzero.experiment import Experiment
+from rankzero.progress import Progress
+from rankzero.ranks import Ranks
+from rankzero.training.distributed.world import World
+from rankzero.training.worker import build
+from support.training import Trained, Trainer, weights
+from support.two_ranks import STAGED, layered
+
+STEPS_OF_AN_EPOCH = 6
+
+
+def staged(**changes: Any) -> Experiment:
+    """Return an experiment that freezes its first layers in epoch 0, of 6 steps."""
+    return layered(STAGED, **{"frozen_parts": "0,2", "train__strategy": "single"} | changes)
+
+
+def notices(trained: Trained) -> list[str]:
+    return [event.text for event in trained.events if isinstance(event, Noticed)]
+
+
+def test_frozen_modules_do_not_move_until_their_epoch(train: Trainer, tmp_path: Path) -> None:
+    """Not even by weight decay."""
+    strong = {"weight_decay": 3.0}
+    torch.manual_seed(0)
+    before = staged().model().state_dict()
+    held = train(staged(train__steps=STEPS_OF_AN_EPOCH, **strong), tmp_path / "held")
+    thawed = train(staged(train__steps=STEPS_OF_AN_EPOCH + 1, **strong), tmp_path / "thawed")
+    for name, trained in (("0.weight", False), ("2.bias", False), ("6.weight", True)):
+        moved = not torch.equal(held.state.model.state_dict()[name], before[name])
+        assert moved == trained, name
+    assert not torch.equal(thawed.state.model.state_dict()["0.weight"], before["0.weight"])
+    assert notices(held) == ["epoch 0 does not train 0, 2"]
+    assert notices(thawed) == [*notices(held), "epoch 1 begins to train 0, 2"]
+
+
+@pytest.mark.parametrize("stop_at", [3, 6, 7])
+def test_a_resume_across_the_change_is_bit_identical(
+    train: Trainer, tmp_path: Path, stop_at: int
+) -> None:
+    straight = train(staged(), tmp_path / "straight")
+    stopped = train(staged(), tmp_path / "stopped", stop_at=stop_at)
+    again = train(staged(), tmp_path / "stopped")
+    assert all(
+        torch.equal(one, two) for one, two in zip(weights(straight), weights(again), strict=True)
+    )
+    assert notices(stopped) + notices(again) == notices(straight), "each change is reported once"
+
+
+def test_what_the_model_itself_froze_stays_frozen(train: Trainer, tmp_path: Path) -> None:
+    class Partly(type(staged())):  # type: ignore[misc]
+        def model(self) -> Any:
+            model = super().model()
+            model[0].requires_grad_(False)
+            return model
+
+    trained = train(Partly(**vars(staged())), tmp_path)
+    model = trained.state.model
+    assert [model[0].weight.requires_grad, model[2].weight.requires_grad] == [False, True]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ("0,layer3", "names 'layer3', which is no module of the model: did you mean"),
+        ("6.weight", "did you mean '6'"),
+        ("0,2,3,6", "leaves no parameter to train"),
+    ],
+)
+def test_wrong_names_are_refused_before_training(parts: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(staged(frozen_parts=parts), World(Ranks(), torch.device("cpu")))
+
+
+def test_a_tied_weight_is_frozen_by_each_of_its_names() -> None:
+    job, state = build(staged(tied=True, frozen_parts="6"), World(Ranks(), torch.device("cpu")))
+    assert not state.model[2].weight.requires_grad  # type: ignore[index]
+    assert state.model[2].bias.requires_grad  # type: ignore[index]
+    assert not job.frozen_parts.wrongly_set(state.model)
+
+
+class Helped(type(staged())):  # type: ignore[misc]
+    def measure(self, model: Any, batch: Any, at: Progress) -> Any:
+        teacher = at.helpers["teacher"]
+        assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
+        return super().measure(model, batch, at)
+
+
+def test_helpers_leave_the_model_as_it_is_and_no_checkpoint_has_them(
+    train: Trainer, tmp_path: Path
+) -> None:
+    class Unhelped(Helped):
+        def helpers(self) -> Any:
+            return {}
+
+    world = World(Ranks(), torch.device("cpu"))
+    helped, alone = (build(kind(**vars(staged())), world)[1] for kind in (Helped, Unhelped))
+    assert all(map(torch.equal, helped.model.parameters(), alone.model.parameters()))
+    trained = train(Helped(**vars(staged())), tmp_path)
+    (saved,) = (tmp_path / "checkpoints").glob("step_*8/state.pt")
+    assert torch.load(saved)["model"].keys() == trained.state.model.state_dict().keys()
+
+
+def test_a_helper_that_is_no_module_is_refused() -> None:
+    class Wrong(Helped):
+        def helpers(self) -> Any:
+            return {"teacher": nn.Linear}
+
+    with pytest.raises(UserError, match="'teacher' is a type"):
+        build(Wrong(**vars(staged())), World(Ranks(), torch.device("cpu")))
