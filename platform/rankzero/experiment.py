@@ -99,6 +99,11 @@ class Train:
     """Largest norm of the gradient; none: no clipping."""
     log_gradient_norm: bool = False
     """Log the norm of each step's gradient, before clipping, as `train/gradient_norm`."""
+    ema: float | None = None
+    """Evaluate, keep and export weights averaged over the steps, with this decay; none: the last.
+
+    0.999 averages about the last 1,000 steps. The first steps use a smaller decay.
+    """
     schedule: Schedule = "constant"
     """The learning rate after the warm-up."""
     warmup_steps: int = 0
@@ -203,7 +208,9 @@ class Train:
             at_least=1,
         )
         _require_all(self, ("warmup_steps", "workers", "seed"), at_least=0)
-        _require_all(self, ("clip",), above=0)
+        _require_all(self, ("clip", "ema"), above=0)
+        if self.ema is not None and self.ema >= 1:
+            raise ValueError(f"ema: must be below 1, got {self.ema}: use a decay such as 0.999")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -62,7 +62,11 @@ def _evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str
     poll = StopPoll(job.world, stop)
     state.model.eval()
     try:
-        with torch.no_grad(), job.image_capture.watching(state.model) as captured:
+        with (
+            state.weights_to_evaluate(),
+            torch.no_grad(),
+            job.image_capture.watching(state.model) as captured,
+        ):
             for batch, samples in _validation_batches(job):
                 poll.check()
                 values = None if batch is None else strategy.forward_metrics(micro_step, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from rankzero.experiment import Experiment
 from rankzero.progress import Progress, bound
+from rankzero.training.averaged_weights import AveragedWeights
 from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import BatchOrder
 from rankzero.training.distributed.world import World
@@ -31,10 +33,16 @@ class State:
     """Each group's learning rate, which the schedule multiplies."""
     options: list[dict[str, Any]]
     """Each group's other options, as the experiment creates them."""
+    average: AveragedWeights | None = None
+    """With `train.ema`: what is evaluated, and what the best model is."""
     step: int = 0
     best: float | None = None
     evaluation_pending: bool = False
     """Whether a stop interrupted this step's evaluation. It must come before the next step."""
+
+    def weights_to_evaluate(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which the model has the weights that are evaluated. Collective."""
+        return contextlib.nullcontext() if self.average is None else self.average.in_model()
 
 
 @dataclasses.dataclass(frozen=True)

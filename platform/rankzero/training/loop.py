@@ -106,6 +106,8 @@ def train_step(
         # It adapts its scale to the steps with an overflow.
         scaler.update()
     optimizer.zero_grad(set_to_none=True)
+    if state.average is not None:
+        state.average.update(state.step + 1)
     return metrics, data_wait
 
 

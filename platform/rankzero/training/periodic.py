@@ -124,9 +124,10 @@ class PeriodicActions:
             self.last_step = state.step
         is_last = state.step == self.last_step
         if job.image_capture.due(is_best, is_last, totals.train_seconds):
-            event = job.image_capture.take(
-                state.step, state.model, job.world.device, job.precision.autocast
-            )
+            with state.weights_to_evaluate():
+                event = job.image_capture.take(
+                    state.step, state.model, job.world.device, job.precision.autocast
+                )
             if event is not None:
                 self._emit(event)
         job.image_capture.forget()
@@ -159,6 +160,7 @@ def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
     scaler, randoms = job.precision.scaler, job.world.gather(rng.state(job.world.device))
     return {
         **job.strategy.state(),
+        **({} if state.average is None else {"ema": state.average.state()}),
         "scaler": None if scaler is None else scaler.state_dict(),
         "randoms": randoms,
         "layout": strategies.layout(job.experiment.train.strategy, job.world.size),

@@ -30,6 +30,7 @@ from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
 from rankzero.training import frozen, lifecycle, parameter_counts, precision, rng, strategies
+from rankzero.training.averaged_weights import AveragedWeights
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from rankzero.training.data import digest
@@ -191,6 +192,7 @@ def build(
         strategy.optimizer,
         [float(group["lr"]) for group in strategy.optimizer.param_groups],
         as_values(options(strategy.optimizer)),
+        None if train.ema is None else AveragedWeights(strategy, train.ema),
     )
     job = TrainingContext(
         experiment,

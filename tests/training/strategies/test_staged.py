@@ -12,12 +12,15 @@ import torch
 from rankzero.launch import agent
 from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
+from rankzero.run_store import checkpoint_files
+from rankzero.training.checkpoints import restore
 from rankzero.training.distributed.world import World
 from support import two_ranks
 from support.two_ranks import STAGED, Case, attempted
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "tp", "pp")
 FREEZING = ("ddp", "zero1", "fsdp", "tp")
+EMA = {"train__ema": 0.5}
 FROZEN = {"frozen_parts": "0,2"}
 CASES = [
     *(Case(name, {"train__strategy": name}, file=STAGED) for name in STRATEGIES),
@@ -35,6 +38,11 @@ CASES = [
         3,
         {"train__strategy": "ddp"},
         file=STAGED,
+    ),
+    *(Case(f"{name}-ema", {"train__strategy": name, **EMA}, file=STAGED) for name in STRATEGIES),
+    *(
+        Case(f"{name}-ema-again", {"train__strategy": name, **EMA}, stop_at=5, file=STAGED)
+        for name in STRATEGIES
     ),
     Case("ddp-static", {"train__ddp__static_graph": True, **FROZEN}, file=STAGED),
     Case("ddp-compiled", {"train__compile": True, **FROZEN}, file=STAGED),
@@ -62,7 +70,7 @@ def seen(folder: Path, name: str) -> dict[str, Any]:
 @pytest.fixture
 def alone(tmp_path: Path) -> Any:
     def run(**changes: Any) -> dict[str, Any]:
-        case = Case("alone", changes, file=STAGED)
+        case = Case(f"alone-{len(list(tmp_path.iterdir()))}", changes, file=STAGED)
         return attempted(World(Ranks(), torch.device("cpu")), case, tmp_path)
 
     return run
@@ -109,3 +117,33 @@ def test_parameters_that_are_thawed_by_hand_are_named(folder: Path) -> None:
     error = seen(folder, "ddp-by-hand")["error"]
     assert "'0.weight'.requires_grad was set after model()" in error or "'0.bias'" in error
     assert "write frozen(self, epoch) instead" in error
+
+
+def saved(folder: Path, name: str) -> dict[str, Any]:
+    path, _ = checkpoint_files.newest_intact(folder / name / "checkpoints")
+    assert path is not None
+    return restore.load(path)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_averaged_weights_are_evaluated_and_saved(
+    folder: Path, alone: Any, name: str, tmp_path: Path
+) -> None:
+    one, two = alone(**EMA), seen(folder, f"{name}-ema")
+    assert "error" not in two and two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert two["losses"] == seen(folder, name)["losses"], "the training uses its own weights"
+    for step, metrics in one["evaluated"].items():
+        assert two["evaluated"][step] == pytest.approx(metrics, rel=1e-4)
+    averages, wanted = saved(folder, f"{name}-ema")["ema"], saved(tmp_path, "alone-0")["ema"]
+    assert averages.keys() == wanted.keys()
+    for weight, average in averages.items():
+        assert torch.allclose(average, wanted[weight], rtol=1e-3, atol=1e-5), weight
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_resumed_average_is_bit_identical(folder: Path, name: str) -> None:
+    straight, again = seen(folder, f"{name}-ema"), seen(folder, f"{name}-ema-again")
+    assert again["losses"] == straight["losses"] and len(again["begun"]) == 2
+    assert again["evaluated"] == straight["evaluated"]
+    one, two = (saved(folder, f"{name}-ema{kind}")["ema"] for kind in ("", "-again"))
+    assert all(torch.equal(one[weight], two[weight]) for weight in one)

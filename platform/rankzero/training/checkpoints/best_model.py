@@ -170,7 +170,8 @@ def _best_checkpoint(folder: RunFolder, experiment: Experiment) -> Path:
 
 def _load_model(experiment: Experiment, path: Path) -> nn.Module:
     model: nn.Module = experiment.model()
-    model.load_state_dict(restore.load(path)["model"])
+    saved = restore.load(path)
+    model.load_state_dict(saved.get("ema", saved["model"]))
     return model.eval()
 
 

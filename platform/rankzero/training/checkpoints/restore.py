@@ -61,7 +61,10 @@ def newest(
         return
     remedy = "to continue from the checkpoint before, delete this one"
     try:
-        apply(_read(path, name, job), job, state)
+        saved = _read(path, name, job)
+        apply(saved, job, state)
+        if state.average is not None and "ema" not in saved:
+            notice(f"{name} has no averaged weights: the average of train.ema starts there")
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except BrokenCheckpoint as error:
@@ -94,7 +97,11 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
             )
     options = optimizers.options(state.optimizer)
     try:
+        if state.average is not None and "ema" in saved:
+            state.average.load(saved["ema"])
         job.strategy.load(saved)
+        if state.average is not None and "ema" not in saved:
+            state.average.restart()
         # Loading restores the options of before. Those that the user has changed since then win.
         optimizers.change_options(state.optimizer, options, saved.get("options", state.options))
         optimizers.place_steps(state.optimizer)

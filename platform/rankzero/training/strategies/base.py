@@ -111,6 +111,15 @@ class Strategy(Protocol):
     def checksum(self) -> Tensor:
         """Return int64 numbers that are equal on all ranks while the replicas are."""
 
+    def weights(self) -> list[Tensor]:
+        """Return this rank's weights, or its parts of them, as plain tensors in their memory."""
+
+    def model_state(self) -> dict[str, Any]:
+        """Return the state of the full model on rank 0. Elsewhere: anything."""
+
+    def load_model(self, saved: Mapping[str, Any]) -> None:
+        """Set the model to what `model_state` returned, the same on every rank."""
+
     def state(self) -> dict[str, Any]:
         """Return {"model", "optimizer"} of the full model on rank 0. Elsewhere: anything."""
 

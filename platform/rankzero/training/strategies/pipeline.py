@@ -123,20 +123,26 @@ class Pipeline:
         """Return a constant: there are no replicas."""
         return torch.zeros(1, dtype=torch.int64)
 
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self.model.parameters()]
+
+    def model_state(self) -> dict[str, Any]:
+        found = self._gathered(parameter_names.on_host(get_model_state_dict(self.model)))
+        return {name: value for model in found for name, value in model.items()}
+
+    def load_model(self, saved: Mapping[str, Any]) -> None:
+        self.model.load_state_dict({name: saved[name] for name in self.model.state_dict()})
+
     def state(self) -> dict[str, Any]:
-        mine = (
-            get_model_state_dict(self.model),
-            get_optimizer_state_dict(self.model, self.optimizer),
-        )
+        weights = self.model_state()
+        mine = get_optimizer_state_dict(self.model, self.optimizer)
         found = self._gathered(parameter_names.on_host(mine))
         if not self._world.ranks.first:
             return {}
-        weights = {name: value for model, _ in found for name, value in model.items()}
-        optimizer = parameter_names.joined([optimizer for _, optimizer in found])
-        return {"model": weights, "optimizer": optimizer}
+        return {"model": weights, "optimizer": parameter_names.joined(found)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        self.model.load_state_dict({name: saved["model"][name] for name in self.model.state_dict()})
+        self.load_model(saved["model"])
         # The whole optimizer's order turns a plain model's numbers into names.
         mine = [name for name, _ in self.model.named_parameters()]
         named = parameter_names.by_name(saved["optimizer"], self._names)

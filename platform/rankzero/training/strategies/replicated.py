@@ -84,6 +84,15 @@ class Replicated:
     def checksum(self) -> Tensor:
         return checksum(list(self.model.parameters()))
 
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self.model.parameters()]
+
+    def model_state(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+    def load_model(self, saved: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(saved)
+
     def state(self) -> dict[str, Any]:
         divided = [
             part for part in parts_of(self.optimizer) if isinstance(part, ZeroRedundancyOptimizer)
@@ -97,10 +106,10 @@ class Replicated:
             if self.world.device.type == "cuda":
                 # It copies to the host without waiting for the copies.
                 torch.cuda.current_stream(self.world.device).synchronize()
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"model": self.model_state(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(saved["model"])
+        self.load_model(saved["model"])
         # A checkpoint of a sharded model has names instead of numbers.
         names = parameter_names.order(self.model, self.optimizer)
         self.optimizer.load_state_dict(parameter_names.by_number(saved["optimizer"], names))

@@ -104,14 +104,24 @@ class Sharded:
         whole = [p for p in self.model.parameters() if not isinstance(p, DTensor)]
         return checksum(whole) if whole else torch.zeros(1, dtype=torch.int64)
 
+    def weights(self) -> list[Tensor]:
+        self._reshard()
+        return [_local(parameter.detach()) for parameter in self.model.parameters()]
+
+    def model_state(self) -> dict[str, Any]:
+        return get_model_state_dict(self.model, options=_GATHER)
+
+    def load_model(self, saved: Mapping[str, Any]) -> None:
+        set_model_state_dict(self.model, dict(saved), options=_SCATTER)
+
     def state(self) -> dict[str, Any]:
         return {
-            "model": get_model_state_dict(self.model, options=_GATHER),
+            "model": self.model_state(),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_GATHER),
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        set_model_state_dict(self.model, saved["model"], options=_SCATTER)
+        self.load_model(saved["model"])
         # A checkpoint of a replicated model has numbers instead of names.
         names = parameter_names.order(self.model, self.optimizer)
         named = parameter_names.by_name(saved["optimizer"], names)
