@@ -110,3 +110,15 @@ def test_process_that_ignores_sigterm_is_killed(
     best_model.in_new_process(folder, notices.append, ignores_sigterm.exists, entry=deaf)
     assert time.monotonic() - began < LONG and not multiprocessing.active_children()
     assert "was not logged" in notices[0]
+
+
+def test_the_best_model_has_the_averaged_weights(folder: RunFolder) -> None:
+    plain, averaged = (experiment_file.load(str(TINY))().model() for _ in range(2))
+    save = functools.partial(
+        torch.save, {"model": plain.state_dict(), "ema": averaged.state_dict()}
+    )
+    checkpoint_files.write(
+        checkpoint_files.folder_of(folder.checkpoints, 5), save, 5, {"val/accuracy": 0.95}, True
+    )
+    found = best_model.load_best(folder).state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in averaged.state_dict().items())

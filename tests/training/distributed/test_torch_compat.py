@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import inspect
 import io
 import pickle
+import weakref
 from collections.abc import Iterator
 
 import numpy
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import zero_redundancy_optimizer
+from torch.nn.parallel import DistributedDataParallel
 
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.torch_compat import no_foreign_objects
@@ -104,3 +107,37 @@ def test_the_function_by_which_zero_gathers_its_state_is_replaced() -> None:
         assert zero_redundancy_optimizer._broadcast_object is torch_compat._broadcast_object
     assert zero_redundancy_optimizer._broadcast_object is before
     assert list(inspect.signature(before).parameters) == ["obj", "src_rank", "group", "device"]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_released_wrapper_frees_its_hooks_and_buckets() -> None:
+    """Also while the garbage collector does not run."""
+
+    class Noted:
+        pass
+
+    def hook(noted: Noted, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        calls.append(noted)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    calls: list[Noted] = []
+    model, first, second = torch.nn.Linear(2, 2), Noted(), Noted()
+    old = DistributedDataParallel(model)
+    old.register_comm_hook(first, hook)
+    old(torch.ones(1, 2)).sum().backward()
+    alive = weakref.ref(first)
+    gc.disable()
+    try:
+        torch_compat.release(old)
+        assert calls == [first]
+        calls.clear()
+        del first
+        assert alive() is None, "the old wrapper's reducer is still there"
+        new = DistributedDataParallel(model)
+        new.register_comm_hook(second, hook)
+        new(torch.ones(1, 2)).sum().backward()
+    finally:
+        gc.enable()
+    assert calls == [second]

@@ -1,0 +1,48 @@
+"""A module learns from the loop where its training is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankzero import config
+from rankzero.lightning_module.experiment import adopt
+from support.training import Trainer, tiny
+
+
+class Module(nn.Module):
+    """Has what RankZero uses of a LightningModule."""
+
+    automatic_optimization = True
+    trainer: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 2)
+
+    def log(self, name: str, value: Any) -> None:
+        """Replaced by RankZero."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("index", batch_idx)
+        self.log("step", self.trainer.global_step)
+        self.log("epoch", self.trainer.current_epoch)
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_module_knows_its_step_and_epoch(train: Trainer) -> None:
+    experiment = adopt(Module, [], {"data": tiny().data})
+    settings = {"train.batch_size": 50, "train.epochs": 2, "train.mlflow.log_pictures": False}
+    trained = train(config.override(experiment(), settings))
+    assert list(trained.series("train/step").values()) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert list(trained.series("train/epoch").values()) == [0, 0, 0, 0, 1, 1, 1, 1]
+    last = trained.totals.last_metrics
+    assert (last["val/step"], last["val/epoch"]) == (8, 1)
