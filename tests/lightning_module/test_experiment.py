@@ -18,8 +18,9 @@ class Module(nn.Module):
     automatic_optimization = True
     trainer: Any
 
-    def __init__(self) -> None:
+    def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
+        self.lr = lr
         self.net = nn.Linear(8, 2)
 
     def log(self, name: str, value: Any) -> None:
@@ -35,7 +36,7 @@ class Module(nn.Module):
         self.log("val_loss", self.training_step(batch, batch_idx))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def test_a_module_knows_its_step_and_epoch(train: Trainer) -> None:

@@ -42,8 +42,8 @@ def test_averages_are_evaluated_and_the_training_is_left_alone(
     model = tiny().model().eval()
     model.load_state_dict(saved["ema"])
     _, val = tiny().data()
-    found = tiny().measure(model, val[:])
-    assert averaged.totals.last_metrics["val/loss"] == pytest.approx(float(found["loss"]), rel=1e-5)
+    wanted = tiny().measure(model, val[:])["loss"].item()
+    assert averaged.totals.last_metrics["val/loss"] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_an_error_in_an_evaluation_leaves_the_trainings_weights() -> None:
@@ -65,6 +65,13 @@ def test_an_average_starts_at_a_checkpoint_that_has_none(train: Trainer, tmp_pat
     assert notice.endswith("no averaged weights: the average of train.ema starts there")
     with state.weights_to_evaluate():
         assert all(map(torch.equal, weights(stopped), state.model.parameters()))
+
+
+def test_an_average_that_is_dropped_is_a_notice(train: Trainer, tmp_path: Path) -> None:
+    train(tiny(train__ema=0.9), tmp_path, stop_at=12)
+    notices: list[str] = []
+    restore.newest(tmp_path / "checkpoints", *build(tiny(), WORLD), notices.append)
+    assert len(notices) == 1 and "dropped, because train.ema is not set" in notices[0]
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, 1.5])

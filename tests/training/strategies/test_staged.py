@@ -71,7 +71,7 @@ def seen(folder: Path, name: str) -> dict[str, Any]:
 def alone(tmp_path: Path) -> Any:
     def run(**changes: Any) -> dict[str, Any]:
         case = Case(f"alone-{len(list(tmp_path.iterdir()))}", changes, file=STAGED)
-        return attempted(World(Ranks(), torch.device("cpu")), case, tmp_path)
+        return attempted(World(Ranks(), torch.device("cpu")), case, tmp_path / case.name)
 
     return run
 

@@ -65,6 +65,8 @@ def newest(
         apply(saved, job, state)
         if state.average is not None and "ema" not in saved:
             notice(f"{name} has no averaged weights: the average of train.ema starts there")
+        if state.average is None and "ema" in saved:
+            notice(f"the averaged weights of {name} are dropped, because train.ema is not set")
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except BrokenCheckpoint as error:
