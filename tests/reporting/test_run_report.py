@@ -69,6 +69,14 @@ def test_a_report_shows_the_size_of_the_model() -> None:
     assert "| 1,234,567, of which 567 are trained (stem" in page()
 
 
+def test_a_run_in_steps_is_continued_by_steps(tmp_path: Path) -> None:
+    params = {"train.epochs": "10", "train.steps": "100"}
+    text = report(started(**params), saved(make_folder(tmp_path), 100), ended())
+    assert "rankzero resume digits-1 train.steps=200\n" in text
+    stopped = report(started(**params), saved(make_folder(tmp_path), 50), status="KILLED")
+    assert "rankzero resume digits-1\n" in stopped
+
+
 def test_a_failure_shows_the_end_of_its_traceback() -> None:
     text = report(
         started(),

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rankzero import config
 from rankzero.errors import UserError
@@ -16,6 +16,7 @@ from rankzero.redaction.text import blotted
 from rankzero.run_store import claims
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 
+Configured = TypeVar("Configured", bound=Experiment)
 _CREATION_SECONDS = 5.0  # for another machine to create the folder
 OUT_OF_MEMORY = "rankzero.out_of_memory"
 """The tag of a run whose micro-batch was halved because a device ran out of memory."""
@@ -113,6 +114,18 @@ def with_secrets(settings: Mapping[str, Any], changes: Mapping[str, str]) -> dic
             f"{'=… '.join(unknown)}=…"
         )
     return {**settings, **{key: changes[key] for key in hidden}}
+
+
+def with_changes(experiment: Configured, changes: Mapping[str, Any]) -> Configured:
+    """Return the experiment with a user's changes. Raises ConfigError, also for one in vain."""
+    changed = config.override(experiment, changes)
+    train = changed.train
+    if {"train.epochs", "train.steps"} & changes.keys() == {"train.epochs"} and train.steps:
+        raise config.ConfigError(
+            f"train.epochs={train.epochs} changes nothing, because train.steps={train.steps} "
+            "decides the length: set train.steps, or add train.steps=none"
+        )
+    return changed
 
 
 def write_config(folder: RunFolder, experiment: Experiment) -> None:

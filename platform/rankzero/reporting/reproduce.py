@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import PurePath
 
 from rankzero.reporting.run_facts import Facts
@@ -33,6 +34,13 @@ def commands(name: str, facts: Facts) -> list[str]:
     is_dirty = facts.environment.get("rankzero.dirty") == "true"
     patch = ["git apply diff.patch   # of the run's artifacts, in provenance/"] if is_dirty else []
     return [f"git checkout {commit}", *patch, *attempts]
+
+
+def longer(params: Mapping[str, str]) -> str:
+    """Return the setting that doubles a run's length, or an empty text if its params lack it."""
+    # Where `train.steps` is set, it decides.
+    lengths = {key: params.get(key, "") for key in ("train.steps", "train.epochs")}
+    return next((f"{key}={2 * int(n)}" for key, n in lengths.items() if n.isdecimal()), "")
 
 
 def words(command: str) -> list[str]:

@@ -142,12 +142,15 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
     listed = ", ".join(
         f"{step:,}" + (" (best)" if facts.checkpoints[step] else "") for step in steps
     )
-    # A finished run can only continue with more epochs.
-    finished, epochs = end.status == "FINISHED", facts.params.get("train.epochs", "")
+    # A finished run can only continue to a later end.
+    finished = end.status == "FINISHED"
     verb = "Continue" if finished else "Resume"
-    further = f" train.epochs={2 * int(epochs)}" if finished and epochs.isdecimal() else ""
-    command = f"```sh\nrankzero resume {name}{further}\n```"
-    return f"{_GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n{command}"
+    command = (
+        f"rankzero resume {name} {reproduce.longer(facts.params) if finished else ''}".rstrip()
+    )
+    return (
+        f"{_GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n```sh\n{command}\n```"
+    )
 
 
 def _notes(heading: str, lines: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import argparse
 from rankzero import config, experiment_file
 from rankzero.cli import options
 from rankzero.config import values
+from rankzero.launch.request import with_changes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,9 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    experiment = config.override(
-        experiment_file.load(arguments.experiment)(), config.parse_assignments(arguments.settings)
-    )
+    changes = config.parse_assignments(arguments.settings)
+    experiment = with_changes(experiment_file.load(arguments.experiment)(), changes)
     print(config.to_yaml(experiment), end="")
     rows = [
         (leaf.key, values.describe_type(leaf.annotation), values.render(leaf.value))

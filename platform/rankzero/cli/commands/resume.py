@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from pathlib import Path
 
@@ -12,13 +13,17 @@ from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands.train import add_launch_arguments
 from rankzero.errors import UserError
-from rankzero.experiment import Experiment
+from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent
-from rankzero.launch.request import with_secrets, write_config
+from rankzero.launch.request import with_changes, with_secrets, write_config
 from rankzero.mlflow_store import uris
+from rankzero.reporting import run_facts
+from rankzero.reporting.reproduce import longer
+from rankzero.reporting.run_facts import Facts
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
 from rankzero.tracking import sync
 
 _RECORDER_SECONDS = 10.0  # for a live recorder to write how the previous attempt ended
@@ -31,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "settings",
         metavar="key=value",
         nargs="*",
-        help="settings to change, such as train.epochs=20",
+        help="settings to change, such as train.epochs=20 or train.steps=2000",
     )
     parser.add_argument(
         "--experiment", metavar="EXP", help="the experiment's file, if it has moved"
@@ -56,7 +61,7 @@ def _resume(folder: RunFolder, arguments: argparse.Namespace) -> int:
     joins = arguments.nnodes > 1 and not folder.events.exists() and not lookup.mlflow_id(folder)
     if joins:  # another machine, whose settings all ranks use in the end
         changes = config.parse_assignments(arguments.settings)
-        experiment = config.override(_class(folder, arguments.dir)(), changes)
+        experiment = with_changes(_class(folder, arguments.dir)(), changes)
     else:
         experiment = _experiment(folder, arguments)
         _set_processes(_require_checkpoint(folder, arguments.offline), arguments)
@@ -122,14 +127,16 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     cls = _class(folder, arguments.dir)
     changes = config.parse_assignments(arguments.settings)
     saved = config.override(cls(), with_secrets(config.read_file(folder.config), changes))
+    changed = with_changes(saved, changes)
     ended = lookup.last_end(folder)
-    if ended is not None and ended.status == "FINISHED" and not arguments.settings:
-        raise UserError(
-            f"{folder.path.name} has finished: to train it further, pass a new end, such as "
-            f"train.epochs={2 * (saved.train.epochs or 1)}"
-        )
+    if ended is not None and ended.status == "FINISHED":
+        facts = run_facts.fold(read_all(folder.events))
+        if not changes or _total_steps(saved.train, changed.train, facts) <= facts.steps:
+            raise UserError(
+                f"{folder.path.name} has finished with step {facts.steps:,}, so nothing is left "
+                f"to train: pass a later end, such as {longer(config.rendered(saved))}"
+            )
     # A checkpoint holds the position in the data's order, which these two settings determine.
-    changed = config.override(saved, changes)
     for key in ("train.batch_size", "train.seed"):
         if config.flatten(changed)[key] != config.flatten(saved)[key]:
             raise UserError(
@@ -137,6 +144,15 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
                 "run"
             )
     return changed
+
+
+def _total_steps(saved: Train, changed: Train, facts: Facts) -> float:
+    """Return the steps of the run with the changed settings, or infinity if they are not known."""
+    if changed.steps is not None:
+        return changed.steps
+    if saved.steps is None and saved.epochs and facts.total_steps:
+        return facts.total_steps / saved.epochs * (changed.epochs or 0)
+    return math.inf
 
 
 def _set_processes(checkpoint_path: Path, arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from rankzero.cli import launch_run, options
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
-from rankzero.launch.request import make_folder, with_secrets, write_config
+from rankzero.launch.request import make_folder, with_changes, with_secrets, write_config
 from rankzero.mlflow_store import uris
 from rankzero.run_store import names
 from rankzero.run_store.attempt import sole_launcher
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     # First of all: the server imports PyTorch while this process reads the experiment.
     agent.warm_up(launch_run.libraries_of(path))
     settings = config.parse_assignments(arguments.settings)
-    experiment = config.override(_start(arguments, settings), settings)
+    experiment = with_changes(_start(arguments, settings), settings)
     topology = launch_run.topology_of(arguments, experiment.train)
     name = arguments.run_name
     name = new_name(path.stem) if name is None else names.checked_run(name)

@@ -18,6 +18,7 @@ from typing import Any
 from rankzero import config, experiment_file
 from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment
+from rankzero.launch.request import with_changes
 from rankzero.search_ranges import Range
 
 ADAPTIVE_EXPONENT, SGD_EXPONENT = 0.5, 1.0  # of the batch size, in the learning rate's rule
@@ -137,7 +138,7 @@ def _described(
     from rankzero.training.data.order import micro_batch_size
     from rankzero.training.distributed.device import check_gpus, driver_version
 
-    experiment = config.override(experiment_file.load(reference)(), settings)
+    experiment = with_changes(experiment_file.load(reference)(), settings)
     strategy, gpus = experiment.train.strategy, torch.cuda.device_count()
     if strategy == "dp" and parallel > 1:
         raise UserError(
