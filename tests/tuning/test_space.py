@@ -142,3 +142,18 @@ def test_neighbours_are_one_step_away_in_one_direction() -> None:
         near for near in space.neighbours(edge) if near[FACTOR] > 4 or near[BATCH_INDEX] > 2
     ] == []
     assert len(space.neighbours(edge)) == 3
+
+
+def test_a_seed_is_not_searched_and_a_fold_gets_a_warning() -> None:
+    with pytest.raises(ConfigError, match=r"luckiest seed.*rankzero repeat EXP --seeds 3"):
+        make_space(searching(train__seed=Choice(0, 1)), 1, 0.5)
+
+    class Folded(Plain):
+        fold: int = 0
+        data_seed: int = 0
+        folds: int = 5
+        search = {"fold": Choice(0, 1), "data_seed": Integer(0, 9), "folds": Choice(5, 10)}
+
+    warnings = make_space(Folded(), 1, 0.5).warnings()
+    assert ["--over fold=" in warnings[0], "--over data_seed=" in warnings[1]] == [True, True]
+    assert len(warnings) == 2 and make_space(Plain(), 1, 0.5).warnings() == []

@@ -122,6 +122,8 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
             guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
             study.note(FIRST, guesses)
         setup.notify(f"space  {space}")
+        for warning in space.warnings():
+            run.log.notice(warning)
         session = Session(
             study,
             space,

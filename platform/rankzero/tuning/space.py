@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from rankzero.experiment import Experiment
 from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 
 BATCH, PRECISION, LR = "train.batch_size", "train.precision", "lr"
+SEED = "train.seed"
+_TO_REPEAT = {"fold", "split", "seed"}  # words in the names of settings that choose the data
 BATCH_INDEX, FACTOR = "batch_index", "lr_factor"
 _FACTORS = LogUniform(0.25, 4.0)
 _MOST_DOUBLINGS = 5  # up or down from the user's own batch size
@@ -44,6 +47,15 @@ class Space:
         factors = f"{self.factors.low:g}-{self.factors.high:g}"
         parts.append(f"lr {factors} x scaled (exponent {self.lr_exponent:g})")
         return ", ".join([*parts, *self.extras])
+
+    def warnings(self) -> list[str]:
+        """Return why the winner of this space might only be lucky."""
+        return [
+            f"the search chooses {key}: if that decides which data are used, the easiest data "
+            f"win. Leave it out of `search`; `rankzero repeat EXP --over {key}=…` trains on each"
+            for key in self.extras
+            if _TO_REPEAT & set(re.split(r"[._]", key.lower()))
+        ]
 
     def parameters(self) -> dict[str, Range]:
         """Return the parameters that a sampler draws."""
@@ -163,6 +175,11 @@ def narrowed(space: Space, batch_sizes: Sequence[int], precisions: Sequence[str]
 
 def _check_range(reference: Experiment, key: str, range_: Range) -> None:
     """Raise ConfigError for a range that is empty, upside down, or has values of a wrong type."""
+    if key == SEED:
+        raise ConfigError(
+            f"search[{key!r}]: a search would choose the luckiest seed. Leave it out; `rankzero "
+            "repeat EXP --seeds 3` trains the result on several seeds"
+        )
     match range_:
         case Choice(options):
             if not options:
