@@ -146,14 +146,14 @@ def test_stopped_run_does_not_wait_long_for_a_server_that_is_away(
     monkeypatch.delenv("RANKZERO_DELIVERY_GRACE_SECONDS", raising=False)
     monkeypatch.setenv(name, value)
     received = [signal.SIGTERM]
-    hurried, began = launch_run._hurried(received, 0.5), time.monotonic()
+    hurried, began = launch_run.stops_waiting(received, 0.5), time.monotonic()
     assert "rankzero sync" in finish(folder, hurried)[-1]
     assert 0.5 <= time.monotonic() - began < 10.0
-    hurried = launch_run._hurried(received, 60.0)
+    hurried = launch_run.stops_waiting(received, 60.0)
     assert not hurried()
     received.append(signal.SIGTERM)
     assert hurried(), "another signal ends the wait"
-    assert not launch_run._hurried([], 0.0)(), "nothing stopped the run"
+    assert not launch_run.stops_waiting([], 0.0)(), "nothing stopped the run"
 
 
 def test_best_model_gets_the_time_that_the_delivery_left(

@@ -6,7 +6,6 @@ import argparse
 import ast
 import dataclasses
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +68,8 @@ class LaunchPlan:
     """Whether another machine created the run's folder, and does what only one machine does."""
     offline: bool = False
     """Whether the run is only recorded; nothing talks to MLflow."""
+    is_part: bool = False
+    """Whether a repeat launches the run. It waits for the delivery of all its runs at the end."""
 
 
 def run(plan: LaunchPlan) -> int:
@@ -78,19 +79,24 @@ def run(plan: LaunchPlan) -> int:
     micro-batch. Raises RunFailed with the reason.
     """
     with SignalForwarder() as forwarder:
+        return run_with(forwarder, plan)
+
+
+def run_with(forwarder: SignalForwarder, plan: LaunchPlan) -> int:
+    """Run as `run` does, with the signals of a `forwarder` that the caller opened."""
+    console, result, started = _launch(plan, forwarder)
+    while result.status == "FAILED" and (smaller := with_half_the_micro_batch(plan)):
+        plan = smaller
+        halved = plan.tags[OUT_OF_MEMORY]
+        console.notice(f"out of memory: {halved}; starting again from the newest checkpoint")
+        write_config(plan.folder, plan.experiment)
         console, result, started = _launch(plan, forwarder)
-        while result.status == "FAILED" and (smaller := with_half_the_micro_batch(plan)):
-            plan = smaller
-            halved = plan.tags[OUT_OF_MEMORY]
-            console.notice(f"out of memory: {halved}; starting again from the newest checkpoint")
-            write_config(plan.folder, plan.experiment)
-            console, result, started = _launch(plan, forwarder)
-        if not started:
-            stopped = bool(forwarder.received)
-            return _report_without_attempt(plan, result, console, stopped=stopped)
-        finish = _finish_offline if plan.offline else _finish_delivery
-        finish(plan, console, _hurried(forwarder.received))
-        return _report(plan, result, console)
+    if not started:
+        stopped = bool(forwarder.received)
+        return _report_without_attempt(plan, result, console, stopped=stopped)
+    finish = _finish_later if plan.offline or plan.is_part else _finish_delivery
+    finish(plan, console, stops_waiting(forwarder.received))
+    return _report(plan, result, console)
 
 
 def _launch(
@@ -105,13 +111,11 @@ def _launch(
     folder, train = plan.folder, plan.experiment.train
     before = lookup.journal_bytes(folder)
     # For each launch: code and environment may have changed since the run's last attempt.
-    found = provenance.collect(Path.cwd(), plan.argv, os.environ)
-    provenance.write_artifacts(found, folder.artifacts)
-    file = os.path.relpath(folder.identity.experiment_file or "", Path.cwd())
+    tags = provenance.record(folder.artifacts, plan.argv, folder.identity.experiment_file)
     request = request_for(
         folder,
         plan.experiment,
-        {**provenance.environment(found), "rankzero.experiment_file": file, **plan.tags},
+        {**tags, **plan.tags},
         resumes=plan.resumes,
         offline=plan.offline,
     )
@@ -143,7 +147,7 @@ def _report_without_attempt(
     return RESUMABLE
 
 
-def _hurried(
+def stops_waiting(
     received: Sequence[signal.Signals], stopped_seconds: float = _STOPPED_SECONDS
 ) -> Callable[[], bool]:
     """Return a function that returns whether to stop waiting for the delivery. After the training.
@@ -182,14 +186,15 @@ def _finish_delivery(plan: LaunchPlan, console: Console, hurried: Callable[[], b
             best_model.in_new_process(folder, console.notice, hurried, left)
 
 
-def _finish_offline(plan: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:
-    """Wait until the recorder has written the run's last lines; print how to deliver the run."""
+def _finish_later(plan: LaunchPlan, console: Console, hurried: Callable[[], bool]) -> None:
+    """Wait until the recorder has written the run's last lines; what is left comes later."""
     from rankzero.training.checkpoints import best_model
 
     delivery_status.wait_for_recorder(plan.folder, hurried)
     if _logs_model(plan):
         best_model.mark_unlogged(plan.folder, True)
-    console.notice(delivery_notes.offline(plan.folder))
+    if not plan.is_part:
+        console.notice(delivery_notes.offline(plan.folder))
 
 
 def _logs_model(plan: LaunchPlan) -> bool:

@@ -15,11 +15,13 @@ from rankzero.run_store.folder import Identity
 from rankzero.run_store.location import is_offline
 
 
-def add_experiment(parser: argparse.ArgumentParser, changes: str = "settings to change") -> None:
-    """Add the experiment and its settings; `changes` is the help of the settings."""
-    parser.add_argument(
-        "experiment", metavar="EXP", help="the experiment's file: path.py or path.py:Class"
-    )
+def add_experiment(
+    parser: argparse.ArgumentParser,
+    changes: str = "settings to change",
+    reference: str = "the experiment's file: path.py or path.py:Class",
+) -> None:
+    """Add the experiment and its settings, with the help of each."""
+    parser.add_argument("experiment", metavar="EXP", help=reference)
     parser.add_argument("settings", metavar="key=value", nargs="*", help=changes)
 
 
@@ -43,6 +45,43 @@ def add_new_run(parser: argparse.ArgumentParser) -> None:
         help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or the embedded store)",
     )
     add_delivery(parser)
+
+
+def add_start(parser: argparse.ArgumentParser) -> None:
+    """Add ``--from``."""
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="FILE",
+        help="start from these settings: a file such as sweet_spot.yaml, a study or a run",
+    )
+
+
+def add_run_name(parser: argparse.ArgumentParser) -> None:
+    """Add ``--run-name``."""
+    parser.add_argument("--run-name", help="the run's name (default: the file's name and the time)")
+
+
+def add_processes(
+    parser: argparse.ArgumentParser,
+    default: str = "one per GPU; 1 without, or under single and dp",
+) -> None:
+    """Add ``--nproc`` and ``--max-restarts``; `default`: the default of the first, in words."""
+    add = parser.add_argument_group("processes (torchrun's options)").add_argument
+    nproc = f"processes on this machine (default: {default})"
+    add("--nproc", "--nproc-per-node", type=int, dest="nproc", help=nproc)
+    restarts = "how often failed processes restart from the newest checkpoint (default: 0)"
+    add("--max-restarts", type=int, default=0, help=restarts)
+    # Those of a command that does not add the options for several machines.
+    parser.set_defaults(nnodes=1, rdzv_endpoint=None, rdzv_id="rankzero")
+
+
+def add_machines(parser: argparse.ArgumentParser) -> None:
+    """Add the options for several machines."""
+    add = parser.add_argument_group("several machines (torchrun's options)").add_argument
+    add("--nnodes", type=int, default=1, help="machines; run the same command on each")
+    add("--rdzv-endpoint", help="host:port of the first machine, the same on each")
+    add("--rdzv-id", default="rankzero", help="the job's name, the same on each machine")
 
 
 def add_delivery(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankzero.compare.results import StrategyResult
+from rankzero.reporting.markdown import table as table_in_markdown
 from rankzero.training.profiling.profiler import Profile
 
 COLUMNS = (
@@ -67,9 +68,9 @@ def reasons(rows: Sequence[StrategyResult]) -> list[str]:
 def markdown(rows: Sequence[StrategyResult], notes: Sequence[str]) -> str:
     """Return the table, the strategies that were not run and the warnings, as Markdown."""
     head, body = table(rows)
-    lines = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body)]
     not_run = [f"Not run: {reason}" for reason in reasons(rows)]
-    return "\n\n".join(["\n".join(lines), *not_run, *(f"**Not fair:** {note}" for note in notes)])
+    unfair = [f"**Not fair:** {note}" for note in notes]
+    return "\n\n".join([table_in_markdown(head, body), *not_run, *unfair])
 
 
 def sentence(rows: Sequence[StrategyResult]) -> str:
@@ -101,12 +102,11 @@ def verdict(profile: Profile) -> str:
 
 def costs_markdown(profile: Profile) -> str:
     """Return the most expensive operators as a Markdown table."""
-    head = ["| operator | ms a step | share | calls a step |", "|---|---|---|---|"]
     rows = [
-        f"| {cost.name} | {cost.milliseconds:.3g} | {cost.share:.0%} | {cost.calls:.3g} |"
+        (cost.name, f"{cost.milliseconds:.3g}", f"{cost.share:.0%}", f"{cost.calls:.3g}")
         for cost in profile.costs
     ]
-    return "\n".join([*head, *rows])
+    return table_in_markdown(("operator", "ms a step", "share", "calls a step"), rows)
 
 
 def _where(one: StrategyResult) -> str:

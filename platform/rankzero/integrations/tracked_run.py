@@ -127,9 +127,7 @@ class TrackedRun:
         return self._log.folder.path
 
     def __enter__(self) -> TrackedRun:
-        found = provenance.collect(Path.cwd(), sys.argv, os.environ)
-        provenance.write_artifacts(found, self._log.folder.artifacts)
-        environment = provenance.environment(found)
+        environment = provenance.record(self._log.folder.artifacts, sys.argv)
         self._log(RunStarted(time.time(), self._params, environment, self._log.attempt))
         return self
 

@@ -39,12 +39,24 @@ class Identity:
     project_dir: str | None = None
     """The folder that the run was started in."""
     parent: str | None = None
-    """Name of the run that this one belongs to (a trial's study), whose courier delivers both."""
+    """Name of the run that this one belongs to (a study, a repeat). Its courier delivers both."""
     parent_uuid: str | None = None
     """The run to show this one below if a process elsewhere delivers that (a shared study)."""
     parent_run_id: str | None = None
     mlflow_run_id: str | None = None
     """The MLflow run to continue, if it is known from elsewhere (a resume on a new machine)."""
+
+    def child(self, name: str) -> Identity:
+        """Return the identity of a new run that this run's courier delivers."""
+        return dataclasses.replace(
+            self,
+            name=name,
+            uuid=secrets.token_hex(16),
+            parent=self.name,
+            # These name this run in MLflow, and the run above it.
+            mlflow_run_id=None,
+            parent_run_id=None,
+        )
 
 
 def read_identity(path: Path) -> Identity:

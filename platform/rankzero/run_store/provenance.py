@@ -87,6 +87,18 @@ def collect(
     )
 
 
+def record(
+    artifacts: Path, argv: Sequence[str], experiment_file: str | None = None
+) -> dict[str, str]:
+    """Collect everything now, write it into the run's artifacts, and return the run's tags."""
+    found = collect(Path.cwd(), argv, os.environ)
+    write_artifacts(found, artifacts)
+    file = {}
+    if experiment_file:
+        file["rankzero.experiment_file"] = os.path.relpath(experiment_file, Path.cwd())
+    return {**environment(found), **file}
+
+
 def environment(found: Provenance) -> dict[str, str]:
     """Return the run's tags, under MLflow's names where it has them."""
     tags = {

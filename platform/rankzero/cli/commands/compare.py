@@ -7,14 +7,12 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from rankzero import config
 from rankzero.cli import options
 from rankzero.cli.commands import search
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
-from rankzero.cli.display.terminal import text_console
+from rankzero.cli.display.terminal import print_table, text_console
 from rankzero.errors import FAILED, UserError
 from rankzero.mlflow_store import uris
 from rankzero.run_store.folder import new_name
@@ -56,13 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         context = compare_context(arguments, host, described, "compare")
         rows, notes, folder = runner.compare(context, plan)
     head, body = tables.table(rows)
-    table = Table(title="the same work, compared", title_justify="left", padding=(0, 0))
-    for name in head:
-        table.add_column(name, no_wrap=True)
-    for line in body:
-        table.add_row(*line)
+    print_table("the same work, compared", head, body)
     terminal = text_console()
-    terminal.print(table)
     problems = [f"not run: {reason}" for reason in tables.reasons(rows)]
     for text in [*problems, *(f"not fair: {note}" for note in notes), tables.sentence(rows)]:
         terminal.print(text, soft_wrap=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 from rankzero import config, experiment_file
 from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
-from rankzero.cli.commands.train import add_launch_arguments
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent
@@ -26,7 +25,7 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking import sync
 
-_RECORDER_SECONDS = 10.0  # for a live recorder to write how the previous attempt ended
+RECORDER_SECONDS = 10.0  # for a live recorder to write how the previous attempt ended
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experiment", metavar="EXP", help="the experiment's file, if it has moved"
     )
-    add_launch_arguments(parser, processes="as many as before")
+    options.add_processes(parser, default="as many as before")
+    options.add_machines(parser)
     options.add_delivery(parser)
 
 
@@ -61,7 +61,7 @@ def _resume(folder: RunFolder, arguments: argparse.Namespace) -> int:
     joins = arguments.nnodes > 1 and not folder.events.exists() and not lookup.mlflow_id(folder)
     if joins:  # another machine, whose settings all ranks use in the end
         changes = config.parse_assignments(arguments.settings)
-        experiment = with_changes(_class(folder, arguments.dir)(), changes)
+        experiment = with_changes(class_of(folder, arguments.dir)(), changes)
     else:
         experiment = _experiment(folder, arguments)
         _set_processes(_require_checkpoint(folder, arguments.offline), arguments)
@@ -71,7 +71,7 @@ def _resume(folder: RunFolder, arguments: argparse.Namespace) -> int:
             uris.prepare_store(folder.identity.tracking_uri)
         # Now, so that `rankzero runs` does not close the run while its ranks start.
         if folder.events.exists():
-            sync.close_if_dead(folder, _RECORDER_SECONDS)
+            sync.close_if_dead(folder, RECORDER_SECONDS)
         write_config(folder, experiment)
     offline = arguments.offline
     plan = launch_run.LaunchPlan(
@@ -104,7 +104,8 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
     return found
 
 
-def _class(folder: RunFolder, store_folder: Path) -> type[Experiment]:
+def class_of(folder: RunFolder, store_folder: Path) -> type[Experiment]:
+    """Return the class of a run's experiment. Raises UserError where it cannot be loaded."""
     reference = folder.identity.experiment_file
     if reference is None:
         raise UserError(
@@ -124,7 +125,7 @@ def _class(folder: RunFolder, store_folder: Path) -> type[Experiment]:
 
 
 def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
-    cls = _class(folder, arguments.dir)
+    cls = class_of(folder, arguments.dir)
     changes = config.parse_assignments(arguments.settings)
     saved = config.override(cls(), with_secrets(config.read_file(folder.config), changes))
     changed = with_changes(saved, changes)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankzero import config, experiment_file
@@ -126,13 +126,19 @@ def described_space(
     return found, space
 
 
-def print_delivery(folder: RunFolder, *, offline: bool) -> None:
-    """Wait for the delivery to MLflow; print what it lacks, and its problems."""
+def print_delivery(
+    folder: RunFolder, *, offline: bool, hurried: Callable[[], bool] = lambda: False
+) -> None:
+    """Wait for the delivery to MLflow, or until `hurried()`; print what it lacks."""
     if offline:
-        delivery_status.wait_for_recorder(folder)
+        delivery_status.wait_for_recorder(folder, hurried)
         print_line(f"note: {delivery_notes.offline(folder)}")
         return
-    for line in delivery_notes.lines(delivery_status.wait(folder), folder.path.name):
+    delivery = delivery_status.wait(
+        folder, enough=lambda now: delivery_status.is_delivered(now) or hurried()
+    )
+    why = "the command was stopped" if hurried() else "it takes long"
+    for line in delivery_notes.lines(delivery, folder.path.name, why):
         print_line(f"note: {line}")
 
 

@@ -22,30 +22,11 @@ from rankzero.run_store.folder import RunFolder, new_name
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     options.add_experiment(parser, "settings to change; see `rankzero config`")
-    parser.add_argument(
-        "--from",
-        dest="start",
-        metavar="FILE",
-        help="start from these settings: a file such as sweet_spot.yaml, a study or a run",
-    )
-    add_launch_arguments(parser)
+    options.add_start(parser)
+    options.add_processes(parser)
+    options.add_machines(parser)
     options.add_new_run(parser)
-    parser.add_argument("--run-name", help="the run's name (default: the file's name and the time)")
-
-
-def add_launch_arguments(
-    parser: argparse.ArgumentParser,
-    processes: str = "one per GPU; 1 without, or under single and dp",
-) -> None:
-    """Add the options for where processes run; `processes`: their default number, in words."""
-    add = parser.add_argument_group("processes (torchrun's options)").add_argument
-    nproc = f"processes on this machine (default: {processes})"
-    add("--nproc", "--nproc-per-node", type=int, dest="nproc", help=nproc)
-    add("--nnodes", type=int, default=1, help="machines; run the same command on each")
-    add("--rdzv-endpoint", help="host:port of the first machine, the same on each")
-    add("--rdzv-id", default="rankzero", help="the job's name, the same on each machine")
-    restarts = "how often failed processes restart from the newest checkpoint (default: 0)"
-    add("--max-restarts", type=int, default=0, help=restarts)
+    options.add_run_name(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     # First of all: the server imports PyTorch while this process reads the experiment.
     agent.warm_up(launch_run.libraries_of(path))
     settings = config.parse_assignments(arguments.settings)
-    experiment = with_changes(_start(arguments, settings), settings)
+    experiment = with_changes(start_of(arguments, settings), settings)
     topology = launch_run.topology_of(arguments, experiment.train)
     name = arguments.run_name
     name = new_name(path.stem) if name is None else names.checked_run(name)
@@ -74,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         return launch_run.run(plan)
 
 
-def _start(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experiment:
+def start_of(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experiment:
     """Return the experiment with its default settings, or with those of ``--from``."""
     cls = experiment_file.load(arguments.experiment)
     if arguments.start is None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 # Columns, so that nothing is truncated.
 _PIPE_WIDTH = 10_000
@@ -24,6 +28,16 @@ def table_console() -> Console:
     # rich has colours on a terminal only, and follows NO_COLOR.
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     return Console(highlight=False, emoji=False, width=width)
+
+
+def print_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table. A terminal folds what is too wide, and a pipe gets all of it."""
+    table = Table(title=escape(title), title_justify="left", padding=(0, 0))
+    for name in head:
+        table.add_column(Text(name), overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # as Text: values may look like markup
+    table_console().print(table)
 
 
 def is_interactive() -> bool:

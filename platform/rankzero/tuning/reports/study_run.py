@@ -1,4 +1,4 @@
-"""The study's own run, the parent of its trials. The verdict is its description in MLflow."""
+"""A run that is the parent of others: a study's of its trials, a comparison's, a repeat's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from rankzero.events import RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.ranks import Ranks
 from rankzero.redaction.text import blotted, settings_without_secrets
+from rankzero.reporting import markdown
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import Identity, write_atomically
 from rankzero.tracking.run_log import RunLog
@@ -44,7 +44,7 @@ SHOWN_COLUMNS = _COLUMNS[:8]
 
 
 class StudyRun:
-    """The study's run, open during a with block of `open`."""
+    """A parent's run, open during a with block of `open`. Its result is its page in MLflow."""
 
     def __init__(self, log: RunLog, environment: Mapping[str, str]) -> None:
         self.log, self.folder, self.environment = log, log.folder, environment
@@ -69,10 +69,7 @@ class StudyRun:
         `offline`: record the run only; `rankzero sync` delivers it.
         """
         log = RunLog.open(runs, identity, Ranks(), gpu_uuids=(), offline=offline)
-        found = provenance.collect(Path.cwd(), argv, os.environ)
-        provenance.write_artifacts(found, log.folder.artifacts)
-        file = os.path.relpath(identity.experiment_file or "", Path.cwd())
-        run = cls(log, {**provenance.environment(found), "rankzero.experiment_file": file})
+        run = cls(log, provenance.record(log.folder.artifacts, argv, identity.experiment_file))
         tags = {**run.environment, "rankzero.study": log.folder.path.name}
         params = settings_without_secrets(config.rendered(reference))
         log(RunStarted(time.time(), {**params, **(options or {})}, tags, log.attempt))
@@ -97,16 +94,21 @@ class StudyRun:
             "quality": trial.facts.get("best"),
             "samples_per_second": trial.facts.get("samples_per_second"),
         }
-        metrics = {
-            f"search/{name}": [float(value)] for name, value in known.items() if value is not None
-        }
-        self.log(StepsLogged([trial.number], [time.time()], metrics))
-        # The journal is buffered, and the next trial may end minutes later.
-        self.log.flush()
+        metrics = {f"search/{name}": value for name, value in known.items() if value is not None}
+        self.log_metrics(trial.number, metrics)
 
-    def finish(self, reason: str, summary: Mapping[str, float]) -> None:
-        """Let the run end as FINISHED, with `reason`."""
-        self._status, self._reason, self._summary = "FINISHED", reason, dict(summary)
+    def finish(
+        self, reason: str, summary: Mapping[str, float], status: Status = "FINISHED"
+    ) -> None:
+        """Let the run end with this status and `reason`."""
+        self._status, self._reason, self._summary = status, reason, dict(summary)
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics into the run's curves."""
+        columns = {name: [float(value)] for name, value in metrics.items()}
+        self.log(StepsLogged([step], [time.time()], columns))
+        # The journal is buffered, and the next child may end minutes later.
+        self.log.flush()
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
@@ -156,8 +158,7 @@ def trials_markdown(trials: Sequence[Trial]) -> str:
     ]
     ranked = sorted(trials, key=lambda trial: (trial.value is None, trial.rank, trial.number))
     rows = [[_cell(row_of(trial)[name]) for name in SHOWN_COLUMNS] for trial in ranked]
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown.table(head, rows)
 
 
 def sweet_spot_yaml(experiment: Experiment, verdict: str, command: str) -> str:

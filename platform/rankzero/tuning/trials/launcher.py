@@ -5,9 +5,7 @@ The search imports this module, so it imports no PyTorch: a host process has it.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import secrets
 import signal
 import time
 from collections.abc import Mapping
@@ -89,20 +87,11 @@ class TrainLauncher:
         self._topology, self._environment = topology, environment
 
     def start(self, experiment: Experiment, name: str) -> TrialRun:
-        study, runs = self._study.identity, self._study.path.parent
+        runs = self._study.path.parent
         # A trial of an interrupted search keeps its name, so a repeated one gets the next.
         names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
         name = next(free for free in names if not (runs / free).exists())
-        identity = dataclasses.replace(
-            study,
-            name=name,
-            uuid=secrets.token_hex(16),
-            parent=study.name,
-            # These name the study's own run in MLflow, and the run above it.
-            mlflow_run_id=None,
-            parent_run_id=None,
-        )
-        folder = make_folder(runs, identity)
+        folder = make_folder(runs, self._study.identity.child(name))
         write_config(folder, experiment)
         # The study's courier delivers the runs that are listed here.
         self._study.add_child(name)
