@@ -142,7 +142,7 @@ def test_what_is_missing_is_listed(folder: RunFolder) -> None:
     assert delivery_status.combined_status(folder).lacks == (
         "the latest values",
         "its end",
-        "1 of its 1 trials",
+        "1 of its 1 runs",
     )
 
 

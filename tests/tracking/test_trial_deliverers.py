@@ -113,3 +113,20 @@ def test_a_trial_that_cannot_be_read_now_is_taken_later(tmp_path: Path) -> None:
     trials.look()
     assert len(list(trials)) == 1
     trials.close()
+
+
+def test_a_trial_that_is_resumed_is_taken_again(tmp_path: Path) -> None:
+    study = make(tmp_path, "study")
+    child = make(tmp_path, "one", parent="study")
+    study.add_child("one")
+    append(study, started())
+    append(child, started(), steps(1, 5), ended("KILLED", "stopped"))
+    family = Family(study)
+    for _ in range(50):
+        family.turn()
+    assert family.trackers["one"].status == "KILLED" and not list(family.trials)
+    append(child, started(attempt=2, step=5), steps(6, 9), ended())
+    family.work()
+    assert family.trackers["one"].status == "FINISHED"
+    assert max(point.step for point in family.trackers["one"].points) == 9
+    assert delivery_status.status(child).done

@@ -159,7 +159,7 @@ def combined_status(folder: RunFolder) -> Delivery:
         error=own.error or next((child.error for child in children if child.error), None),
         page_update_waits=own.page_update_waits
         or any(child.page_update_waits for child in children),
-        lacks=(*own.lacks, *([f"{late} of its {len(children)} trials"] if late else [])),
+        lacks=(*own.lacks, *([f"{late} of its {len(children)} runs"] if late else [])),
     )
 
 

@@ -191,9 +191,12 @@ def finish(
 
 
 def _delivered_by_parent(folder: RunFolder) -> bool:
-    """Return whether the courier of a study on this machine delivers the run."""
+    """Return whether the courier of the study or repeat that launched the run delivers it.
+
+    `rankzero resume` may launch the run by itself later. Then the run has a courier of its own.
+    """
     parent = folder.identity.parent
-    return parent is not None and (folder.path.parent / parent / "run.json").exists()
+    return parent is not None and claims.writer_lives(RunFolder(folder.path.parent / parent))
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:

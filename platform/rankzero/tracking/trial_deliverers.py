@@ -1,4 +1,4 @@
-"""The deliverers of a study's trials, which the study's courier works as well as its own."""
+"""The deliverers of a run's children (a study's trials, a repeat's runs), in its own courier."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+from rankzero.catalog import lookup
 from rankzero.run_store import claims
-from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.folder import EVENTS, RunFolder
 from rankzero.tracking.deliverer import Deliverer
 
 LOOK_SECONDS = 1.0
@@ -26,7 +27,8 @@ class TrialDeliverers:
         self._folder, self._make, self._look_seconds = folder, make, look_seconds
         # With the file descriptor of each trial's lock.
         self._working: dict[str, tuple[Deliverer, int]] = {}
-        self._done: set[str] = set()
+        self._done: dict[str, int] = {}
+        """The bytes of journal that MLflow has of each released trial. It may be resumed."""
         self._look_at, self._hurried = 0.0, False
 
     def __iter__(self) -> Iterator[Deliverer]:
@@ -42,7 +44,8 @@ class TrialDeliverers:
         self._look_at = time.monotonic() + self._look_seconds
         for child in self._folder.children:
             name = child.path.name
-            if name in self._done or name in self._working or not child.events.exists():
+            size = lookup.journal_bytes(child)
+            if name in self._working or size in (None, self._done.get(name)):
                 continue
             lock = claims.acquire(child, 0)
             if lock is None:
@@ -78,7 +81,7 @@ class TrialDeliverers:
         deliverer, lock = self._working.pop(name)
         try:
             deliverer.commit()
-            self._done.add(name)
+            self._done[name] = deliverer.state.cursor.offsets[EVENTS]
         finally:
             # Otherwise nobody could deliver the trial again, this process included.
             os.close(lock)
