@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rankzero.api.commands import repeat as repeat
     from rankzero.api.commands import search as search
     from rankzero.api.commands import train as train
     from rankzero.api.results import run as run
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "rankzero.api.commands": ("search", "train"),
+    "rankzero.api.commands": ("repeat", "search", "train"),
     "rankzero.api.results": ("run", "runs"),
     "rankzero.config": ("ConfigError", "flatten", "from_yaml", "override", "to_yaml"),
     "rankzero.errors": ("UserError",),

@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankzero import config, experiment_file
 from rankzero.api import results
+from rankzero.config.values import render
 from rankzero.errors import FINISHED, NOT_DELIVERED, RESUMABLE, USAGE, RunFailed, UserError
 from rankzero.launch.request import with_secrets
 from rankzero.run_store.folder import new_name
@@ -74,6 +75,32 @@ def search(
         _call([*words, f"--result-file={result}"], showing=False)
         study = json.loads(result.read_text(encoding="utf-8"))["study"]
     return SearchHandle(results.run(study, dir=dir), experiment)
+
+
+def repeat(
+    experiment: Experiment,
+    *,
+    over: Mapping[str, Sequence[Any]] | None = None,
+    seeds: int | Sequence[int] | None = None,
+    nproc: int | None = None,
+    run_name: str | None = None,
+    dir: str | Path | None = None,
+    **options: Any,
+) -> results.Run:
+    """Repeat as ``rankzero repeat`` does; return the repeat's run, with its means as metrics.
+
+    `over`: {setting: values}. `options` are the command's other options. Raises RunFailed, also
+    where some of the runs failed, and UserError.
+    """
+    reference = _reference_of(experiment)
+    name = run_name or new_name(f"{Path(reference.rpartition(':')[0]).stem}-repeat")
+    chosen = seeds if seeds is None or isinstance(seeds, int) else "".join(f"{n}," for n in seeds)
+    words = ["repeat", reference, *_changed(experiment), "--run-name", name]
+    for key, values in (over or {}).items():
+        words.append(f"--over={key}={','.join(map(render, values))}")
+    words += _options(seeds=chosen, nproc=nproc, dir=dir, **options)
+    _call(words, showing=sys.stdout.isatty())
+    return results.run(name, dir=dir)
 
 
 class SearchHandle:

@@ -31,6 +31,11 @@ VERBS = {
         f"rankzero search {_DIGITS} --nproc 2 --minutes 10",
         trains=True,
     ),
+    "repeat": Verb(
+        "train on several folds or seeds, and give the mean with its interval",
+        f"rankzero repeat {_DIGITS} --seeds 5 lr=1e-2",
+        trains=True,
+    ),
     "probe": Verb(
         "measure samples/s and memory, batch size x precision",
         f"rankzero probe {_DIGITS} width=64",

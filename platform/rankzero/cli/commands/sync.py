@@ -71,8 +71,11 @@ def _deliver(folder: RunFolder) -> int:
     print(f"{name}: complete, {result.delivered:,} values in MLflow{lacks}")
     for line in result.trouble:
         print(f"  {line}")
-    ended = lookup.last_end(folder)
-    if ended is not None and ended.status == "FINISHED":
-        # In a process of its own, because it runs the user's code.
-        best_model.in_new_process(folder, lambda text: print(f"{name}: {text}"))
+    children = folder.children
+    # A parent has no model of its own, and the trials of a search keep none.
+    for one in [child for child in children if child.late_model.exists()] or [folder]:
+        ended = lookup.last_end(one)
+        if ended is not None and ended.status == "FINISHED" and (one is not folder or not children):
+            # In a process of its own, because it runs the user's code.
+            best_model.in_new_process(one, lambda text: print(f"{name}: {text}"))
     return FINISHED

@@ -34,7 +34,8 @@ def lines(
 
 def exit_code(folder: RunFolder) -> int:
     """Return the exit code of a command with a finished run, by what the user asked to wait for."""
-    complete = combined_status(folder).done and not folder.late_model.exists()
+    unlogged = any(one.late_model.exists() for one in (folder, *folder.children))
+    complete = combined_status(folder).done and not unlogged
     return FINISHED if complete or not patience().required else NOT_DELIVERED
 
 

@@ -1,0 +1,234 @@
+"""``rankzero repeat EXP [--over fold=0,1,2] [--seeds 3]``: the mean over folds and seeds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rankzero import config, experiment_file
+from rankzero.cli import launch_run, options
+from rankzero.cli.commands.resume import RECORDER_SECONDS, class_of
+from rankzero.cli.commands.search import print_delivery, print_line
+from rankzero.cli.commands.train import start_of
+from rankzero.cli.display import delivery_notes
+from rankzero.cli.display.live import program
+from rankzero.cli.display.terminal import print_table
+from rankzero.errors import FAILED, RESUMABLE, RunFailed, UserError
+from rankzero.experiment import Experiment, Goal
+from rankzero.launch import agent
+from rankzero.launch.request import make_folder, with_changes, with_secrets, write_config
+from rankzero.launch.signals import SignalForwarder
+from rankzero.mlflow_store import uris
+from rankzero.mlflow_store.patience import patience
+from rankzero.repeats import plan as plans
+from rankzero.repeats import results
+from rankzero.repeats.plan import Plan, Repetition
+from rankzero.repeats.results import RunResult
+from rankzero.run_store import names
+from rankzero.run_store.attempt import is_written, sole_launcher
+from rankzero.run_store.folder import RunFolder, new_name
+from rankzero.tracking import delivery_status, sync
+from rankzero.tuning.reports.study_run import StudyRun
+
+
+class _Part(NamedTuple):
+    """One run of a repeat, ready to launch."""
+
+    run: Repetition
+    experiment: Experiment
+    topology: agent.Topology
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    options.add_experiment(parser, reference="the experiment's file, or a repeat to continue")
+    over = "train with each of these values of a setting; give it again for another setting"
+    parser.add_argument("--over", action="append", metavar="key=a,b,…", help=over)
+    seeds = "how many seeds, or which: 3 means 0,1,2 (default: 3, or with --over train.seed)"
+    parser.add_argument("--seeds", help=seeds)
+    options.add_start(parser)
+    options.add_processes(parser)
+    options.add_new_run(parser)
+    options.add_run_name(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train every run that is missing, print the means; return the exit code."""
+    reference, runs = arguments.experiment, arguments.dir / "runs"
+    known = RunFolder(runs / reference) if names.is_plain(reference) else None
+    before = plans.stored(known) if known is not None else None
+    if known is not None and before is not None:
+        folder, plan, experiment = known, *_continued(arguments, known, before)
+        parts = _parts(arguments, plan, experiment)
+    else:
+        plan, experiment = _new(arguments)
+        # Every mistake is reported before there is a folder.
+        parts = _parts(arguments, plan, experiment)
+        folder = _new_folder(arguments, experiment)
+    for child in folder.children:
+        if is_written(child):
+            raise UserError(f"{child.path.name} is still training: wait until it has ended")
+    with sole_launcher(folder, machines=1), SignalForwarder() as forwarder:
+        identity, params, offline = folder.identity, plan.params(), arguments.offline
+        with StudyRun.open(
+            runs, identity, experiment, sys.argv, offline=offline, options=params
+        ) as study:
+            found = _train(arguments, study, plan, parts, forwarder)
+            complete = all(one.finished for one in found)
+            stopped = "" if complete or not forwarder.received else forwarder.received[0].name
+            _finish(study, plan, found, experiment.goal, stopped)
+        _print(folder.path.name, found, experiment.goal)
+        _deliver(folder, forwarder, offline=arguments.offline)
+    if stopped:
+        print_line(f"stopped by {stopped}; continue: {program()} repeat {folder.path.name}")
+        return RESUMABLE
+    return delivery_notes.exit_code(folder) if complete else FAILED
+
+
+def _new(arguments: argparse.Namespace) -> tuple[Plan, Experiment]:
+    path, _ = experiment_file.split(arguments.experiment)
+    # First of all: the server imports PyTorch while this process reads the experiment.
+    agent.warm_up(launch_run.libraries_of(path))
+    changes = config.parse_assignments(arguments.settings)
+    experiment = with_changes(start_of(arguments, changes), changes)
+    return _plan(arguments, experiment), experiment
+
+
+def _continued(
+    arguments: argparse.Namespace, folder: RunFolder, before: Plan
+) -> tuple[Plan, Experiment]:
+    """Return a repeat's plan, with the seeds and values of the command line, and its experiment."""
+    if arguments.settings or arguments.start or arguments.run_name:
+        raise UserError(
+            f"{folder.path.name} is a repeat, and all its runs share their settings: to change "
+            "them, start a new repeat of the experiment's file"
+        )
+    agent.warm_up()
+    arguments.nproc = before.nproc if arguments.nproc is None else arguments.nproc
+    stored = with_secrets(config.read_file(folder.config), {})
+    experiment = config.override(class_of(folder, arguments.dir)(), stored)
+    given = _plan(arguments, experiment)
+    over = given.over if arguments.over else before.over
+    seeds = given.seeds if arguments.seeds else before.seeds
+    return Plan(over, seeds, given.nproc), experiment
+
+
+def _plan(arguments: argparse.Namespace, experiment: Experiment) -> Plan:
+    over, seeds, nproc = arguments.over or (), arguments.seeds, arguments.nproc
+    return plans.make_plan(over, seeds, experiment.train.seed, nproc)
+
+
+def _new_folder(arguments: argparse.Namespace, experiment: Experiment) -> RunFolder:
+    path, _ = experiment_file.split(arguments.experiment)
+    name = arguments.run_name
+    name = new_name(f"{path.stem}-repeat") if name is None else names.checked_run(name)
+    if plans.stored(RunFolder(arguments.dir / "runs" / name)) is not None:
+        raise UserError(f"there is a repeat {name!r} already: continue it: rankzero repeat {name}")
+    identity = options.identity_for(arguments, name)
+    if not arguments.offline:
+        uris.prepare_store(identity.tracking_uri)
+    folder = make_folder(arguments.dir / "runs", identity)
+    write_config(folder, experiment)
+    return folder
+
+
+def _parts(arguments: argparse.Namespace, plan: Plan, experiment: Experiment) -> list[_Part]:
+    """Return the runs to train. Raises UserError and ConfigError for a value that cannot be."""
+    changed = [(one, config.override(experiment, one.settings)) for one in plan]
+    return [
+        _Part(one, found, launch_run.topology_of(arguments, found.train)) for one, found in changed
+    ]
+
+
+def _train(
+    arguments: argparse.Namespace,
+    study: StudyRun,
+    plan: Plan,
+    parts: Sequence[_Part],
+    forwarder: SignalForwarder,
+) -> list[RunResult]:
+    """Train each run that has not finished, one after the other; return all results."""
+    parent, runs = study.folder, study.folder.path.parent
+    folders = [RunFolder(runs / part.run.name(parent.path.name)) for part in parts]
+    found = [results.read(part.run, folder) for part, folder in zip(parts, folders, strict=True)]
+    _write(study, plan, found)
+    for number, (part, folder) in enumerate(zip(parts, folders, strict=True)):
+        if found[number].finished or forwarder.received:
+            continue
+        print_line(f"\nrun {number + 1} of {len(parts)}: {part.run.label}")
+        RunFolder.open_or_create(runs, parent.identity.child(folder.path.name))
+        if folder not in parent.children:
+            parent.add_child(folder.path.name)
+        with sole_launcher(folder, machines=1):
+            if folder.events.exists():
+                sync.close_if_dead(folder, RECORDER_SECONDS)
+            write_config(folder, part.experiment)
+            # An earlier attempt's checkpoint is continued. Without one, the run starts again.
+            attempt = launch_run.LaunchPlan(
+                folder,
+                part.experiment,
+                part.topology,
+                arguments.dir,
+                sys.argv,
+                offline=arguments.offline,
+                is_part=True,
+            )
+            try:
+                launch_run.run_with(forwarder, attempt)
+            except RunFailed as error:
+                study.log.notice(f"{part.run.label}: {error}")
+        found[number] = results.read(part.run, folder)
+        if found[number].finished:
+            done = sum(one.finished for one in found)
+            study.log_metrics(done, results.flat(results.means(found)))
+    return found
+
+
+def _finish(
+    study: StudyRun, plan: Plan, found: Sequence[RunResult], goal: Goal, stopped: str
+) -> None:
+    """Write the means into the repeat's own run, and its end."""
+    _write(study, plan, found)
+    text = results.sentence(found, goal)
+    study.write_description(results.page(study.folder.path.name, found, goal))
+    goal_mean = results.means(found).get(goal.metric)
+    summary = {"finished_runs": float(sum(one.finished for one in found))}
+    if goal_mean is not None:
+        summary["best"] = goal_mean.mean
+    if stopped:
+        study.finish(f"stopped by {stopped}. {text}", summary, "KILLED")
+    else:
+        complete = all(one.finished for one in found)
+        study.finish(text, summary, "FINISHED" if complete else "FAILED")
+
+
+def _write(study: StudyRun, plan: Plan, found: Sequence[RunResult]) -> None:
+    fields = {**plan.fields(), **results.as_fields(found)}
+    study.write(plans.file_of(study.folder).name, json.dumps(fields, indent=1))
+
+
+def _print(name: str, found: Sequence[RunResult], goal: Goal) -> None:
+    print_line()
+    print_table(name, *results.run_table(found, goal))
+    if any(one.finished for one in found):
+        print_table("means", *results.metric_table(found))
+    for line in results.problems(found):
+        print_line(f"missing: {line}")
+    print_line(results.sentence(found, goal))
+
+
+def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) -> None:
+    """Wait until MLflow has all runs, and log their best models."""
+    from rankzero.training.checkpoints import best_model
+
+    hurried = launch_run.stops_waiting(forwarder.received)
+    print_delivery(folder, offline=offline, hurried=hurried)
+    for child in folder.children:
+        # A run that MLflow lacks keeps its mark, for `rankzero sync`.
+        if child.late_model.exists() and delivery_status.status(child).done and not hurried():
+            notice, seconds = lambda text: print_line(f"note: {text}"), patience().seconds
+            best_model.in_new_process(child, notice, hurried, seconds)
+    print_line(f"look:  {program()} ui   again: {program()} report {folder.path.name}")

@@ -1,0 +1,121 @@
+"""The runs of a repeat: every combination of some settings' values, on every seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rankzero.errors import UserError
+from rankzero.run_store import names
+from rankzero.run_store.folder import RunFolder
+
+SEED = "train.seed"
+_DEFAULT_SEEDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Repetition:
+    """One run of a repeat."""
+
+    values: tuple[tuple[str, str], ...]
+    """(key, value) of the settings that vary, without the seed."""
+    seed: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the run changes."""
+        return {**dict(self.values), SEED: self.seed}
+
+    @property
+    def label(self) -> str:
+        """The run in words: ``fold=0, seed=1``."""
+        return ", ".join([*(f"{key}={value}" for key, value in self.values), f"seed={self.seed}"])
+
+    def name(self, parent: str) -> str:
+        """Return the name of its run: ``<parent>-fold0-seed1``."""
+        parts = [key.rpartition(".")[2] + value for key, value in self.values]
+        return f"{parent}-{names.made_plain('-'.join([*parts, f'seed{self.seed}']))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a repeat varies."""
+
+    over: Mapping[str, Sequence[str]]
+    """The values of each setting, by its key."""
+    seeds: Sequence[int]
+    nproc: int | None = None
+    """The processes of each run, if the user chose them."""
+
+    def __iter__(self) -> Iterator[Repetition]:
+        """Yield the runs. A repeat that is interrupted has trained all folds on the first seed."""
+        keys = self.over.keys()
+        for seed in self.seeds:
+            for values in itertools.product(*self.over.values()):
+                yield Repetition(tuple(zip(keys, values, strict=True)), seed)
+
+    def params(self) -> dict[str, str]:
+        """Return the params of the repeat's own run."""
+        found = {f"repeat.over.{key}": ",".join(values) for key, values in self.over.items()}
+        return {**found, "repeat.seeds": ",".join(map(str, self.seeds))}
+
+    def fields(self) -> dict[str, Any]:
+        """Return the plan as plain values. `stored` reads them."""
+        return {"over": dict(self.over), "seeds": list(self.seeds), "nproc": self.nproc}
+
+
+def make_plan(over: Sequence[str], seeds: str | None, own_seed: int, nproc: int | None) -> Plan:
+    """Return the plan of ``--over key=a,b`` words and of ``--seeds``.
+
+    Without both, three seeds; without seeds, the experiment's own. Raises UserError.
+    """
+    values: dict[str, tuple[str, ...]] = {}
+    for word in over:
+        key, equals, text = word.partition("=")
+        found = tuple(filter(None, text.split(",")))
+        if not equals or not key or not found:
+            raise UserError(f"--over takes key=value,value such as fold=0,1,2: got {word!r}")
+        if key == SEED:
+            raise UserError(f"--over {SEED} is called --seeds: write --seeds {text}")
+        if key in values or len(set(found)) < len(found):
+            raise UserError(f"--over {word}: each key and each of its values is given once")
+        values[key] = found
+    default = (own_seed,) if values else tuple(range(_DEFAULT_SEEDS))
+    plan = Plan(values, default if seeds is None else _seeds(seeds), nproc)
+    taken: dict[str, str] = {}
+    for one in plan:
+        if (other := taken.setdefault(one.name("r"), one.label)) != one.label:
+            raise UserError(f"the runs of {other} and {one.label} would have the same name")
+    return plan
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """Return the seeds: ``3`` means 0, 1, 2; ``5,7`` means these."""
+    parts = text.rstrip(",").split(",")
+    if not all(part.strip().isdecimal() for part in parts) or text.strip() == "0":
+        raise UserError(
+            f"--seeds takes their number, such as 3, or the seeds, such as 5,7: got {text!r}"
+        )
+    seeds = map(int, parts) if "," in text else range(int(text))
+    return tuple(dict.fromkeys(seeds))
+
+
+def file_of(folder: RunFolder) -> Path:
+    """Return the file with the plan and the results of a repeat, which MLflow gets, too."""
+    return folder.artifacts / "repeat.json"
+
+
+def stored(folder: RunFolder) -> Plan | None:
+    """Return the plan of a repeat's run, or None if the run is none. Raises UserError."""
+    path = file_of(folder)
+    if not path.exists():
+        return None
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return Plan(fields["over"], fields["seeds"], fields["nproc"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error!r}): start a new repeat") from error

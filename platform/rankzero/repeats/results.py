@@ -1,0 +1,177 @@
+"""What the runs of a repeat measured, and the means of that with their intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rankzero.confidence import half_width
+from rankzero.experiment import Goal
+from rankzero.repeats.plan import Repetition
+from rankzero.reporting import markdown
+from rankzero.reporting.run_facts import fold
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """How one run of a repeat ended."""
+
+    run: Repetition
+    name: str
+    status: str
+    """FINISHED, FAILED, KILLED, or an empty text if it has not ended."""
+    reason: str
+    metrics: Mapping[str, float]
+    """The val/ metrics of its best evaluation, the goal's first, and its test/ metrics."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the result counts."""
+        return self.status == "FINISHED"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """One metric over the runs that finished."""
+
+    mean: float
+    half_width: float | None
+    """Half of Student's 95 % interval of the mean; None with a single value."""
+    lowest: float
+    highest: float
+    runs: int
+
+
+def read(run: Repetition, folder: RunFolder) -> RunResult:
+    """Return the result of a run by its journal. The folder need not exist."""
+    facts = fold(read_all(folder.events))
+    newest = {key: value for key, value in facts.metrics.items() if key.startswith("val/")}
+    found = {
+        **(facts.best_metrics or newest),
+        **{key: value for key, value in facts.metrics.items() if key.startswith("test/")},
+    }
+    # Sorted, with the goal first: every run and every table has the same order.
+    goal = facts.goal.metric
+    metrics = {key: float(found[key]) for key in sorted(found, key=lambda key: (key != goal, key))}
+    end = facts.end
+    return RunResult(
+        run,
+        folder.path.name,
+        end.status if end else "",
+        end.reason if end else "",
+        {key: value for key, value in metrics.items() if math.isfinite(value)},
+    )
+
+
+def means(results: Sequence[RunResult]) -> dict[str, Mean]:
+    """Return the mean of each metric over the runs that finished.
+
+    Runs that differ in the seed alone share their data, so with several combinations of settings
+    the mean of each combination counts as one value. With one combination each seed does.
+    """
+    finished = [one for one in results if one.finished]
+    found = {}
+    for key in dict.fromkeys(key for one in finished for key in one.metrics):
+        groups: dict[Any, list[float]] = {}
+        for one in finished:
+            if key in one.metrics:
+                groups.setdefault(one.run.values, []).append(one.metrics[key])
+        every = [value for group in groups.values() for value in group]
+        by_group = [statistics.fmean(group) for group in groups.values()]
+        values = by_group if len(groups) > 1 else every
+        found[key] = Mean(
+            statistics.fmean(values), half_width(values), min(every), max(every), len(every)
+        )
+    return found
+
+
+def flat(found: Mapping[str, Mean]) -> dict[str, float]:
+    """Return the means as metrics of the repeat's own run: ``val/accuracy/mean`` and others."""
+    metrics = {f"{key}/mean": one.mean for key, one in found.items()}
+    halves = {f"{key}/half_width": one.half_width for key, one in found.items()}
+    return {**metrics, **{key: half for key, half in halves.items() if half is not None}}
+
+
+def as_fields(results: Sequence[RunResult]) -> dict[str, Any]:
+    """Return the results as plain values, for JSON."""
+    runs = [
+        {"run": one.name, **one.run.settings, "status": one.status, "metrics": dict(one.metrics)}
+        for one in results
+    ]
+    metrics = {key: dataclasses.asdict(one) for key, one in means(results).items()}
+    return {"metrics": metrics, "runs": runs}
+
+
+def sentence(results: Sequence[RunResult], goal: Goal) -> str:
+    """Return the goal's mean in words, and how many runs are missing."""
+    finished = [one for one in results if one.finished]
+    missing = len(results) - len(finished)
+    lacks = f" {missing} of {len(results)} runs are missing." if missing else ""
+    found = means(results).get(goal.metric)
+    if found is None:
+        return f"No run finished with a value of {goal.metric}.{lacks}"
+    if found.half_width is None:
+        return f"{goal.metric} {found.mean:.4g}, of a single value: no interval.{lacks}"
+    combinations = len({one.run.values for one in finished})
+    over = f"{found.runs} seeds"
+    if combinations > 1:
+        keys = ", ".join(key for key, _ in finished[0].run.values)
+        over = f"{combinations} values of {keys} ({found.runs} runs)"
+    return (
+        f"{goal.metric} {found.mean:.4g} ± {found.half_width:.2g}, "
+        f"Student's 95 % interval over {over}.{lacks}"
+    )
+
+
+def metric_table(results: Sequence[RunResult]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the table of means."""
+    rows = [
+        [
+            key,
+            f"{one.mean:.4g}",
+            "" if one.half_width is None else f"± {one.half_width:.2g}",
+            f"{one.lowest:.4g}",
+            f"{one.highest:.4g}",
+            str(one.runs),
+        ]
+        for key, one in means(results).items()
+    ]
+    return ["metric", "mean", "95 %", "lowest", "highest", "runs"], rows
+
+
+def run_table(results: Sequence[RunResult], goal: Goal) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the table of runs, sorted by their settings."""
+    head = [*(key for key, _ in results[0].run.values), "seed", goal.metric, "status"]
+    by_values: dict[Any, list[list[str]]] = {}
+    for one in results:
+        value = one.metrics.get(goal.metric)
+        shown = "" if value is None else f"{value:.4g}"
+        cells = [*(text for _, text in one.run.values), str(one.run.seed), shown]
+        by_values.setdefault(one.run.values, []).append([*cells, one.status or "not run"])
+    return head, [row for rows in by_values.values() for row in rows]
+
+
+def problems(results: Sequence[RunResult]) -> list[str]:
+    """Return why runs are missing."""
+    return [
+        f"{one.run.label}: {one.status}, {one.reason}"
+        for one in results
+        if one.status and not one.finished
+    ]
+
+
+def page(name: str, results: Sequence[RunResult], goal: Goal) -> str:
+    """Return the text of the repeat's page in MLflow."""
+    # MLflow sets a table's columns without a gap.
+    tables = [
+        markdown.table(head, [[f"{cell}&emsp;" for cell in row] for row in rows])
+        for head, rows in (metric_table(results), run_table(results, goal))
+    ]
+    missing = [f"Missing: {line}" for line in problems(results)]
+    again = f"`rankzero repeat {name}` trains what is missing. `--seeds` or `--over` adds runs."
+    return "\n\n".join([f"**{sentence(results, goal)}**", *tables, *missing, again]) + "\n"

@@ -1,0 +1,105 @@
+"""`rankzero repeat`, for real: folds, a run that fails, an interrupt, MLflow."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from rankzero.confidence import half_width
+from rankzero.events import RunStarted
+from rankzero.mlflow_store.client import RunRecord
+from rankzero.run_store.folder import RunFolder
+from support.commands import TINY, Command, events, last_end, losses, tracked
+from support.stores import list_runs
+
+FOLDED = TINY.with_name("folded.py")
+NAMES = [f"r-fold{fold}-seed{seed}" for fold in (0, 1) for seed in (0, 1)]
+
+
+def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
+    found = list_runs(f"sqlite:///{rankzero.folder / 'mlruns' / 'mlflow.db'}")
+    return {run.name: run for run in found}
+
+
+def attempts(folder: RunFolder) -> int:
+    return sum(isinstance(event, RunStarted) for event in events(folder))
+
+
+def mean_and_half_width(folders: dict[str, RunFolder]) -> tuple[float, float | None]:
+    """Return what the journals of two folds on two seeds give, each fold as one value."""
+    best = {name: last_end(folders[name]).metrics["best"] for name in NAMES}
+    by_fold = [(best[f"r-fold{n}-seed0"] + best[f"r-fold{n}-seed1"]) / 2 for n in (0, 1)]
+    return sum(by_fold) / 2, half_width(by_fold)
+
+
+@pytest.mark.timeout(200)
+def test_folds_and_seeds_become_one_mean_and_a_failed_run_is_trained_again(
+    rankzero: Command,
+) -> None:
+    (rankzero.folder / "broken").touch()
+    words = ("--over", "fold=0,1", "--seeds", 2, "train.epochs=1", "--run-name", "r")
+    code, output = rankzero("repeat", FOLDED, *words)
+    assert code == 1 and "1 of 4 runs are missing" in output, output
+    assert "missing: fold=1, seed=1: FAILED, OSError: fold 1 is broken" in output, output
+    runs = mlflow_runs(rankzero)
+    assert runs.keys() == {"r", *NAMES}
+    assert {name: runs[name].status for name in NAMES} == {
+        **dict.fromkeys(NAMES, "FINISHED"),
+        NAMES[3]: "FAILED",
+    }
+    assert runs["r"].status == "FAILED" and "mlflow.parentRunId" not in runs["r"].tags
+    assert {runs[name].tags["mlflow.parentRunId"] for name in NAMES} == {runs["r"].run_id}
+
+    (rankzero.folder / "broken").unlink()
+    code, output = rankzero("repeat", "r")
+    assert code == 0, output
+    folders = {run.path.name: run for run in rankzero.runs}
+    assert [attempts(folders[name]) for name in ("r", *NAMES)] == [2, 1, 1, 1, 2]
+    runs, (mean, half) = mlflow_runs(rankzero), mean_and_half_width(folders)
+    parent = runs["r"]
+    assert parent.status == "FINISHED" and runs[NAMES[3]].status == "FINISHED"
+    assert parent.metrics["val/accuracy/mean"] == pytest.approx(mean)
+    assert parent.metrics["val/accuracy/half_width"] == pytest.approx(half)
+    assert "val/loss/mean" in parent.metrics and parent.params["repeat.over.fold"] == "0,1"
+    note = parent.tags["mlflow.note.content"]
+    assert f"val/accuracy {mean:.4g} ±" in note and "over 2 values of fold (4 runs)" in note
+    stored = json.loads((folders["r"].artifacts / "repeat.json").read_text())
+    assert stored["metrics"]["val/accuracy"]["mean"] == pytest.approx(mean)
+    listed = rankzero("runs")[1]
+    assert "r-fold0-seed0" not in listed and f"{mean:.4f}" in listed, "one entry, with the mean"
+    assert f"val/accuracy {mean:.4g}" in rankzero("report", "r")[1]
+
+
+@pytest.mark.timeout(200)
+def test_ctrl_c_stops_with_a_checkpoint_and_the_repeat_continues_it(rankzero: Command) -> None:
+    words = ("--seeds", "3,", "--nproc", 2, "--run-name", "r")
+    slow = ("train.epochs=4", "step_seconds=0.02")
+    process = rankzero.start("repeat", TINY, *words, *slow)
+    first = rankzero.wait_for_step(5, "r-seed3")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.wait() == 75 and "continue: " in output and "repeat r" in output, output
+    assert last_end(first).status == last_end(RunFolder(first.path.with_name("r"))).status
+    assert last_end(first).status == "KILLED"
+    code, output = rankzero("repeat", "r", "--seeds", "3,4")
+    assert code == 0 and "run 1 of 2: seed=3" in output and "over 2 seeds" in output, output
+    steps = sorted(losses(first))
+    assert attempts(first) == 2 and steps == list(range(1, 4 * (200 // 32) + 1))
+    # The courier of the second command delivers a run that an earlier one had delivered stopped.
+    assert tracked(first).status == "FINISHED" and tracked(first).params["world_size"] == "2"
+    code, output = rankzero("repeat", "r", "--offline")
+    assert code == 0 and "run 1 of" not in output, "nothing is trained again"
+
+
+def test_each_mistake_gets_one_message(rankzero: Command) -> None:
+    for words, says in (
+        ((TINY, "--over", "fold=0,1"), "unknown key 'fold'"),
+        ((TINY, "--over", "width=8,wide"), "width: expected int, got 'wide'"),
+        ((TINY, "--seeds", "no"), "--seeds takes their number"),
+        (("nobody", "--seeds", 2), "no such experiment file: nobody"),
+    ):
+        code, output = rankzero("repeat", *words)
+        assert code == 2 and says in output and "Traceback" not in output, output
+    assert not rankzero.runs

@@ -1,0 +1,71 @@
+"""Which runs a repeat has, and which mistakes it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rankzero.errors import UserError
+from rankzero.repeats.plan import file_of, make_plan, stored
+from support.runs import make_folder
+
+
+def test_every_combination_on_every_seed_with_all_folds_first() -> None:
+    plan = make_plan(["fold=0,1", "train.precision=fp32,bf16"], "2", 7, None)
+    labels = [one.label for one in plan]
+    assert len(labels) == 8 and labels[:2] == [
+        "fold=0, train.precision=fp32, seed=0",
+        "fold=0, train.precision=bf16, seed=0",
+    ]
+    assert [one.seed for one in plan] == [0] * 4 + [1] * 4
+    last = list(plan)[-1]
+    assert last.settings == {"fold": "1", "train.precision": "bf16", "train.seed": 1}
+    assert last.name("digits-repeat") == "digits-repeat-fold1-precisionbf16-seed1"
+
+
+@pytest.mark.parametrize(
+    ("over", "seeds", "found"),
+    [
+        ([], None, (0, 1, 2)),
+        ([], "2", (0, 1)),
+        ([], "5,7", (5, 7)),
+        ([], "5,", (5,)),
+        (["fold=0,1"], None, (9,)),
+    ],
+)
+def test_seeds(over: list[str], seeds: str | None, found: tuple[int, ...]) -> None:
+    assert tuple(make_plan(over, seeds, 9, None).seeds) == found
+
+
+@pytest.mark.parametrize(
+    ("over", "seeds", "says"),
+    [
+        (["fold"], None, "--over takes key=value,value"),
+        (["fold="], None, "--over takes key=value,value"),
+        (["train.seed=1,2"], None, "write --seeds 1,2"),
+        (["fold=0,1,0"], None, "is given once"),
+        (["fold=0", "fold=1"], None, "is given once"),
+        (["kind=a/b,a-b"], None, "would have the same name"),
+        ([], "0", "--seeds takes their number"),
+        ([], "three", "--seeds takes their number"),
+        ([], "-1", "--seeds takes their number"),
+    ],
+)
+def test_mistakes(over: list[str], seeds: str | None, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        make_plan(over, seeds, 0, None)
+
+
+def test_plan_is_read_back_as_it_was_stored(tmp_path: Path) -> None:
+    folder, plan = make_folder(tmp_path), make_plan(["fold=0,1"], "3", 0, 2)
+    assert stored(folder) is None
+    file_of(folder).parent.mkdir()
+    file_of(folder).write_text(json.dumps({**plan.fields(), "runs": []}))
+    again = stored(folder)
+    assert again is not None and again.nproc == 2
+    assert [one.label for one in again] == [one.label for one in plan]
+    file_of(folder).write_text("{")
+    with pytest.raises(UserError, match="start a new repeat"):
+        stored(folder)

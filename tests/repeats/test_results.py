@@ -1,0 +1,83 @@
+"""The means of a repeat and their intervals, on numbers made by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankzero.cli.display.terminal import print_table
+from rankzero.confidence import student_t
+from rankzero.events import Evaluated
+from rankzero.experiment import Goal
+from rankzero.repeats import results
+from rankzero.repeats.plan import Repetition
+from rankzero.repeats.results import RunResult
+from rankzero.run_store.folder import RunFolder
+from support.runs import T0, append, ended, evaluated, make_folder, started
+
+GOAL = Goal("val/accuracy", "max")
+
+
+def result(fold: int | None, seed: int, value: float, status: str = "FINISHED") -> RunResult:
+    values = () if fold is None else (("fold", str(fold)),)
+    metrics = {"val/accuracy": value} if status == "FINISHED" else {}
+    return RunResult(Repetition(values, seed), "r", status, "out of luck", metrics)
+
+
+def test_seeds_of_one_configuration_each_count() -> None:
+    found = results.means([result(None, seed, 0.8 + seed / 10) for seed in range(3)])
+    mean = found["val/accuracy"]
+    assert (mean.mean, mean.lowest, mean.highest, mean.runs) == pytest.approx((0.9, 0.8, 1.0, 3))
+    assert mean.half_width == pytest.approx(4.302653 * 0.1 / math.sqrt(3))
+
+
+def test_seeds_of_a_fold_count_as_one_value() -> None:
+    """Two seeds on the same fold share its data: their agreement proves nothing."""
+    runs = [result(fold, seed, 0.5 + fold / 10) for fold in range(3) for seed in range(4)]
+    mean = results.means(runs)["val/accuracy"]
+    assert mean.mean == pytest.approx(0.6) and mean.runs == 12
+    assert mean.half_width == pytest.approx(student_t(2) * 0.1 / math.sqrt(3))
+    assert results.sentence(runs, GOAL) == (
+        "val/accuracy 0.6 ± 0.25, Student's 95 % interval over 3 values of fold (12 runs)."
+    )
+
+
+def test_a_failed_run_is_missing_and_not_zero() -> None:
+    runs = [result(0, 0, 0.5), result(1, 0, 0.7), result(2, 0, 0.0, "FAILED"), result(3, 0, 0, "")]
+    assert results.means(runs)["val/accuracy"].mean == pytest.approx(0.6)
+    assert results.sentence(runs, GOAL).endswith("2 of 4 runs are missing.")
+    assert results.problems(runs) == ["fold=2, seed=0: FAILED, out of luck"]
+    page = results.page("name", runs, GOAL)
+    assert "Missing: fold=2" in page and "rankzero repeat name" in page and "not run" in page
+
+
+def test_one_run_has_no_interval() -> None:
+    assert results.means([result(None, 0, 0.5)])["val/accuracy"].half_width is None
+    assert "no interval" in results.sentence([result(None, 0, 0.5)], GOAL)
+    assert "No run finished" in results.sentence([result(None, 0, 0.5, "FAILED")], GOAL)
+    assert results.flat(results.means([result(None, 0, 0.5)])) == {"val/accuracy/mean": 0.5}
+
+
+def test_a_run_counts_with_its_best_evaluation_and_its_test(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    tested = Evaluated(T0 + 90, 60, {"test/accuracy": 0.55, "test/odd": float("nan")}, False)
+    append(folder, started(), evaluated(30, 0.6), evaluated(60, 0.4, best=False), tested, ended())
+    found = results.read(Repetition((), 0), folder)
+    assert found.finished and list(found.metrics) == ["val/accuracy", "test/accuracy", "val/loss"]
+    assert found.metrics["val/accuracy"] == 0.6 and found.metrics["val/loss"] == 0.4
+    nothing = results.read(Repetition((), 0), RunFolder(tmp_path / "nowhere"))
+    assert nothing.status == "" and not nothing.metrics
+
+
+def test_tables_are_whole_in_a_pipe_and_fit_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "val/" + "a_long_name_of_a_metric" * 9
+    run = RunResult(Repetition((("fold", "0"),), 0), "r", "FINISHED", "", {long: 0.123456})
+    print_table("means", *results.metric_table([run]))
+    printed: Any = capsys.readouterr().out
+    assert long in printed and "0.1235" in printed
+    print_table("runs", *results.run_table([result(1, 2, 0.25)], GOAL))
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80 and "0.25" in printed
