@@ -98,8 +98,9 @@ class RankZeroCallback(keras.callbacks.Callback):
         self._run.end()
 
     def _new_run(self) -> DeferredRun:
-        left = RuntimeError("fit was left before its end")
-        return DeferredRun(self._experiment, left, **self._options)
+        run = DeferredRun(self._experiment, **self._options)
+        run.unless_ended = RuntimeError("fit was left before its end")
+        return run
 
     def _length(self) -> int | None:
         """Return the batches of an epoch, or None if they are not known before it ends."""
