@@ -297,7 +297,8 @@ def test_channels_last_is_the_layout_of_weights_and_inputs() -> None:
     layouts = []
     model = nn.Conv2d(2, 4, 2)
     experiment = two_ranks.layered(train__strategy="single", train__channels_last=True)
-    strategy = build(experiment, model, World(Ranks(), torch.device("cpu")), lambda: None)
+    world = World(Ranks(), torch.device("cpu"))
+    strategy = build(experiment, model, world, experiment.measure, lambda: None)
     model.register_forward_pre_hook(lambda _, args: layouts.append(args[0].stride()))
     strategy.model(torch.ones(1, 2, 3, 3))
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
