@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rankzero.experiment import Train as Train
     from rankzero.integrations.tracked_run import track as track
     from rankzero.progress import Progress as Progress
+    from rankzero.ratio import Ratio as Ratio
     from rankzero.search_ranges import Choice as Choice
     from rankzero.search_ranges import Integer as Integer
     from rankzero.search_ranges import LogUniform as LogUniform
@@ -39,6 +40,7 @@ _HOMES = {
     "rankzero.errors": ("UserError",),
     "rankzero.experiment": ("Experiment", "Goal", "Train"),
     "rankzero.progress": ("Progress",),
+    "rankzero.ratio": ("Ratio",),
     "rankzero.search_ranges": ("Choice", "Integer", "LogUniform", "Uniform"),
     "rankzero.integrations.tracked_run": ("track",),
 }

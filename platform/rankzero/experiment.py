@@ -87,6 +87,8 @@ class Train:
     """Samples per optimizer step, over all ranks."""
     micro_batch: int | None = None
     """Samples per forward on one rank; none: the rank's whole share of the batch."""
+    eval_batch: int | None = None
+    """Samples per forward on one rank in an evaluation; none: the micro-batch."""
     precision: Precision = "fp32"
     strategy: Literal["single", "dp", "ddp", "zero1", "fsdp", "tp", "pp"] = "ddp"
     """How the processes divide the work; see docs/strategies.md."""
@@ -204,7 +206,15 @@ class Train:
             raise ValueError("epochs: set train.epochs or train.steps")
         _require_all(
             self,
-            ("epochs", "steps", "batch_size", "micro_batch", "log_every", "eval_every"),
+            (
+                "epochs",
+                "steps",
+                "batch_size",
+                "micro_batch",
+                "eval_batch",
+                "log_every",
+                "eval_every",
+            ),
             at_least=1,
         )
         _require_all(self, ("warmup_steps", "workers", "seed"), at_least=0)
@@ -259,6 +269,8 @@ class Experiment:
         Write ``measure(self, model, batch)``, or ``measure(self, model, batch, at)``: a third
         parameter gets a `Progress`, the place in the training.
 
+        What is no mean over samples is a `Ratio`, or a tuple of arguments for `metrics`.
+
         Called in training and validation. `model` may be wrapped (DDP, compiled), so call it.
         Values are 0-d tensors. Do not call `.item()`: it would wait for the GPU at every step.
         """
@@ -280,6 +292,26 @@ class Experiment:
         `measure` gets them as ``at.helpers[name]``. Called on every rank after `model`, under the
         run's seed, and in a resume again. They are moved to the device, and set to evaluation mode
         without gradients. No checkpoint has them.
+        """
+        return {}
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return {name: object} of metrics that need the whole validation set, such as AUROC.
+
+        An object has ``update(*args)`` and ``compute()``, as those of torchmetrics. `measure`
+        returns under its name the tuple of `args`. Training ignores it. ``compute()`` returns a
+        number, or {name: number}. Called on every rank, once an evaluation.
+
+        Objects of torchmetrics add their states over ranks. Any other object gets the tensors of
+        all ranks at the end, in the order of the samples, in one `update`.
+        """
+        return {}
+
+    def derive(self, values: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return further metrics, computed from the finished values of one evaluation or step.
+
+        `values` has NumPy numbers by name, without ``val/``, and for a `Ratio` of vectors an array
+        of the quotients. They follow IEEE: 0/0 is NaN, and `numpy.exp` does not raise.
         """
         return {}
 

@@ -15,7 +15,9 @@ from rankzero import config, experiment_file
 from rankzero import ranks as launcher
 from rankzero.events import Evaluated, Event, StepsLogged
 from rankzero.experiment import Experiment
+from rankzero.launch import agent
 from rankzero.launch.request import JobRequest
+from rankzero.launch.signals import SignalForwarder
 from rankzero.training import worker
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
@@ -27,6 +29,7 @@ from rankzero.training.worker import build
 from support.paths import FIXTURES
 
 LAYERED, STAGED = FIXTURES / "layered.py", FIXTURES / "staged.py"
+TOKENS = FIXTURES / "tokens.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,23 @@ def layered(file: Path = LAYERED, **changes: Any) -> Experiment:
     """Return the layered experiment. ``train__steps=3`` means ``train.steps=3``."""
     found = {key.replace("__", "."): value for key, value in changes.items()}
     return config.override(experiment_file.load(str(file))(), found)
+
+
+def launched(folder: Path, processes: int, cases: list[Case]) -> Path:
+    """Train all cases in one process group, through the real launcher. Return the folder."""
+    agent.warm_up()
+    with SignalForwarder() as signals:
+        request, topology = (str(folder), cases), agent.Topology(processes)
+        result = agent.run(topology, main, request, folder / "logs", signals)
+    assert result.status != "FAILED", result
+    return folder
+
+
+def seen(folder: Path, name: str, *, fails: bool = False) -> dict[str, Any]:
+    """Return what rank 0 saw of a case."""
+    found: dict[str, Any] = json.loads((folder / name / "seen.json").read_text())
+    assert fails or "error" not in found, found["error"]
+    return found
 
 
 def main(request: tuple[str, list[Case]]) -> str:

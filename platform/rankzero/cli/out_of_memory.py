@@ -29,5 +29,8 @@ def with_half_the_micro_batch(plan: LaunchPlan) -> LaunchPlan | None:
     if size % 2:
         return None
     halved = f"{plan.tags.get(OUT_OF_MEMORY, f'micro-batch {size}')} -> {size // 2}"
-    experiment = config.override(plan.experiment, {"train.micro_batch": size // 2})
+    # An evaluation may be what needs the memory.
+    smaller = train.eval_batch and max(1, train.eval_batch // 2)
+    changes = {"train.micro_batch": size // 2, "train.eval_batch": smaller}
+    experiment = config.override(plan.experiment, changes)
     return dataclasses.replace(plan, experiment=experiment, tags={OUT_OF_MEMORY: halved})

@@ -10,21 +10,13 @@ from typing import Any
 
 from rankzero.config.values import is_setting_type
 from rankzero.errors import UserError
+from rankzero.experiment import Experiment
 
 LEARNING_RATES = ("lr", "learning_rate")
 BATCH_SIZE = "batch_size"
 # Every experiment has these already.
 _NO_FIELDS = {"train", "goal", "search", *LEARNING_RATES}
-_METHODS = {
-    "data",
-    "model",
-    "measure",
-    "collate",
-    "optimizer",
-    "schedule",
-    "parallelize",
-    "split_points",
-}
+_METHODS = {name for name, value in vars(Experiment).items() if callable(value)}
 
 
 def parameters(cls: type[Any]) -> dict[str, inspect.Parameter]:

@@ -11,7 +11,7 @@ import torch
 from rankzero.errors import UserError
 from rankzero.training import rng
 from rankzero.training.job import State, TrainingContext
-from rankzero.training.metrics.window import EvaluationMeans
+from rankzero.training.metrics.evaluation_metrics import EvaluationMetrics
 from rankzero.training.stop import EvaluationInterrupted, StopPoll, StopRequest
 
 
@@ -54,7 +54,8 @@ def _evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str
 
     Raises EvaluationInterrupted.
     """
-    strategy, means = job.strategy, EvaluationMeans(job.world)
+    strategy = job.strategy
+    totals = EvaluationMetrics(job.world, strategy.shard.size, job.experiment)
     micro_step = job.micro_batch_step(state.step, training=False)
     # Running statistics differ by rank. The checkpoint stores rank 0's, so evaluate those.
     strategy.sync_buffers()
@@ -62,18 +63,17 @@ def _evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str
     poll = StopPoll(job.world, stop)
     state.model.eval()
     try:
-        with (
-            state.weights_to_evaluate(),
-            torch.no_grad(),
-            job.image_capture.watching(state.model) as captured,
-        ):
-            for batch, samples in _validation_batches(job):
-                poll.check()
-                values = None if batch is None else strategy.forward_metrics(micro_step, batch)
-                job.beat()
-                if values is not None:
-                    means.add(values, samples)
-                    captured(batch, samples)
+        with state.weights_to_evaluate(), torch.no_grad():
+            with job.image_capture.watching(state.model) as captured:
+                for batch, samples in _validation_batches(job):
+                    poll.check()
+                    values = None if batch is None else strategy.forward_metrics(micro_step, batch)
+                    job.beat()
+                    if values is not None:
+                        totals.add(values, samples)
+                        captured(batch, samples)
+                        job.mean_check.keep(batch, samples)
+            job.mean_check.run(lambda part: strategy.forward_metrics(micro_step, part))
     except EvaluationInterrupted:
         job.image_capture.forget()
         # The repeated evaluation must draw the same numbers.
@@ -81,7 +81,7 @@ def _evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str
         raise
     finally:
         state.model.train()
-    return {f"val/{name}": value for name, value in means.reduce().items()}
+    return {f"val/{name}": value for name, value in totals.reduce().items()}
 
 
 def _validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
@@ -89,7 +89,8 @@ def _validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
 
     A rank with fewer batches than another gets None for 0 samples, or its last batch again.
     """
-    shard, batch_size = job.strategy.shard, job.batch_order.micro_batch
+    shard = job.strategy.shard
+    batch_size = job.experiment.train.eval_batch or job.batch_order.micro_batch
     batch, count = None, 0
     for batch, samples in job.val_loader.eval_batches(batch_size, shard.rank, shard.size):
         count += 1

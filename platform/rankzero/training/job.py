@@ -17,6 +17,7 @@ from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import BatchOrder
 from rankzero.training.distributed.world import World
 from rankzero.training.frozen import FrozenParts
+from rankzero.training.metrics.mean_check import MeanCheck
 from rankzero.training.metrics.straggler import ForwardTimer
 from rankzero.training.precision import Precision
 from rankzero.training.sample_images.capture import ImageCapture
@@ -70,6 +71,7 @@ class TrainingContext:
     helpers: Mapping[str, nn.Module] = dataclasses.field(default_factory=dict)
     takes_progress: bool = False
     """Whether the experiment's `measure` has a third parameter."""
+    mean_check: MeanCheck = dataclasses.field(default_factory=MeanCheck)
 
     def epoch(self, step: int) -> int:
         """Return the epoch of the step that follows `step` finished ones."""
@@ -89,4 +91,5 @@ class TrainingContext:
             self.precision.autocast,
             self.precision.scaler,
             self.batch_order.accumulation,
+            self.batch_order.micro_batch,
         )

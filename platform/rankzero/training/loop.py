@@ -24,6 +24,7 @@ from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.optimizers import set_lr
 from rankzero.training.periodic import PeriodicActions
 from rankzero.training.stop import StopCode, StopRequest
+from rankzero.training.strategies.base import divide_gradients
 
 
 def fit(
@@ -77,7 +78,8 @@ def train_step(
 ) -> tuple[dict[str, Tensor], float]:
     """Take one optimizer step. Return its metrics, and the seconds of waiting for data. Collective.
 
-    The metrics are means over this rank's samples of the step, still on the device.
+    The metrics are means over this rank's samples of the step, still on the device. Of a `Ratio`,
+    both parts are.
     """
     optimizer, strategy, scaler = state.optimizer, job.strategy, job.precision.scaler
     set_lr(optimizer, state.base_lrs, job.experiment.schedule(state.step, job.total_steps))
@@ -99,6 +101,9 @@ def train_step(
                 name: v / how.accumulation + metrics.get(name, 0.0) for name, v in values.items()
             }
         metrics = values
+    if metrics["loss"].dim():
+        # A Ratio: only now is its whole denominator known.
+        divide_gradients(strategy.model, metrics["loss"], how.samples, job.world)
     norm = apply_gradients(job, optimizer)
     if norm is not None:
         metrics["gradient_norm"] = norm

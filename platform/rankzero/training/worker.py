@@ -44,8 +44,11 @@ from rankzero.training.job import State, TrainingContext
 from rankzero.training.launcher_death import end_with_launcher
 from rankzero.training.lifecycle import AttemptOutcome
 from rankzero.training.loop import fit
+from rankzero.training.metrics.mean_check import MeanCheck
+from rankzero.training.metrics.stateful import without_stateful
 from rankzero.training.metrics.straggler import ForwardTimer
 from rankzero.training.metrics.throughput import RunTotals
+from rankzero.training.metrics.window import check_metrics
 from rankzero.training.optimizers import as_values, options
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.sample_images.user_images import class_names
@@ -203,7 +206,7 @@ def build(
         strategy,
         train_loader,
         val_loader,
-        ForwardTimer(world.device, experiment.measure),
+        _forward_timer(experiment, world),
         FrozenParts(experiment, model),
         helpers=helpers,
         takes_progress=takes_progress(experiment.measure),
@@ -211,6 +214,15 @@ def build(
     )
     job.frozen_parts.begin(0, strategy)
     return job, state
+
+
+def _forward_timer(experiment: Experiment, world: World) -> ForwardTimer:
+    stateful = experiment.metrics().keys()
+    return ForwardTimer(
+        world.device,
+        without_stateful(experiment.measure, stateful),
+        functools.partial(check_metrics, stateful=stateful),
+    )
 
 
 def load_data_sets(experiment: Experiment) -> tuple[Any, Any]:
@@ -260,6 +272,7 @@ def _train(
         beat=watchdog.beat,
         expect_slow_step=watchdog.expect_slow_step,
         image_capture=_image_capture(job, log),
+        mean_check=_mean_check(job, log),
     )
     totals.best = state.best
     finished = False
@@ -314,6 +327,15 @@ def _frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _mean_check(job: TrainingContext, log: RunLog) -> MeanCheck:
+    train = job.experiment.train
+    # If a forward is a collective, a rank on which the check fails would leave the others waiting.
+    # torch.compile would compile the model for the halves of a batch.
+    if job.strategy.lockstep or train.compile:
+        return MeanCheck()
+    return MeanCheck(job.world.device, train.precision, log.notice)
 
 
 def _image_capture(job: TrainingContext, log: RunLog) -> ImageCapture:

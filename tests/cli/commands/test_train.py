@@ -387,7 +387,8 @@ def mlflow_server(
 def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Command) -> None:
     layered = TINY.with_name("layered.py")
     assert rankzero("train", layered, "--nproc", 1, "--run-name", "roomy", "--offline")[0] == 0
-    code, output = rankzero("train", layered, "--nproc", 2, "--run-name", "tight", "most_samples=2")
+    settings = ("most_samples=2", "train.eval_batch=8")
+    code, output = rankzero("train", layered, "--nproc", 2, "--run-name", "tight", *settings)
     assert code == 0, output
     assert "out of memory: micro-batch 8 -> 4 -> 2" in output
     tight, roomy = (
@@ -397,7 +398,9 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(rankzero: Comm
     run = tracked(tight)
     assert run.status == "FINISHED", output
     assert run.tags["rankzero.out_of_memory"] == "micro-batch 8 -> 4 -> 2"
-    assert "micro_batch: 2" in tight.config.read_text() and run.params["train.batch_size"] == "16"
+    config = tight.config.read_text()
+    assert "micro_batch: 2" in config and "eval_batch: 2" in config
+    assert run.params["train.batch_size"] == "16"
     code, output = rankzero(
         "train", layered, "--nproc", 2, "most_samples=2", "train.limits.oom=fail", "--offline"
     )

@@ -1,4 +1,7 @@
-"""Means, windows, throughput."""
+"""Means, ratios, windows, throughput."""
+
+import math
+import re
 
 import pytest
 import scipy.stats
@@ -6,15 +9,12 @@ import torch
 
 from rankzero.errors import UserError
 from rankzero.ranks import Ranks
+from rankzero.ratio import Ratio
 from rankzero.training.distributed.world import World
+from rankzero.training.metrics.evaluation_metrics import EvaluationMetrics
 from rankzero.training.metrics.reporter import Reporter
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.metrics.window import (
-    EvaluationMeans,
-    WindowStats,
-    check_metrics,
-    reduce_window,
-)
+from rankzero.training.metrics.window import WindowStats, check_metrics, reduce_window
 from rankzero.training.stop import StopCode
 from rankzero.training.worker import build
 from support.training import tiny
@@ -24,10 +24,11 @@ ALONE = World(Ranks(), torch.device("cpu"))
 
 def test_means_over_ragged_batches_are_means_over_samples() -> None:
     batches = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0]), torch.tensor([4.0, 6.0])]
-    means = EvaluationMeans(ALONE)
+    totals = EvaluationMetrics(ALONE, 1, tiny())
     for batch in batches:
-        means.add({"loss": batch.mean()}, len(batch))
-    assert means.reduce()["loss"] == pytest.approx(torch.cat(batches).mean().item())
+        totals.add({"loss": batch.mean()}, len(batch))
+    totals.add({"loss": torch.tensor(math.nan)}, 0)
+    assert totals.reduce()["loss"] == pytest.approx(torch.cat(batches).mean().item())
 
 
 def test_a_window_reports_each_steps_values() -> None:
@@ -44,6 +45,21 @@ def test_a_window_reports_each_steps_values() -> None:
         0.3,
         0,
     )
+
+
+def test_ratios_of_a_window_are_divided_once() -> None:
+    columns = {
+        "loss": [Ratio(torch.tensor(float(step)), 4).detach() for step in (1, 2)],
+        "iou": [
+            Ratio(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([2.0, 0.0, 2.0])).detach(),
+            Ratio(torch.tensor([1, 0, 0]), torch.tensor([0, 0, 0])).detach(),
+        ],
+        "accuracy": [torch.tensor(0.5), torch.tensor(0.25)],
+    }
+    window = reduce_window(ALONE, columns, 0, 1.0, 0.0)
+    assert window.values["loss"] == [0.25, 0.5] and window.values["accuracy"] == [0.5, 0.25]
+    assert window.values["iou"] == pytest.approx([0.75, math.nan], nan_ok=True)
+    assert window.quotients["iou"][0].tolist() == pytest.approx([0.5, math.nan, 1.0], nan_ok=True)
 
 
 def test_a_nan_loss_in_the_last_step_is_not_finite() -> None:
@@ -66,11 +82,27 @@ def test_a_nan_loss_in_the_last_step_is_not_finite() -> None:
             "is on meta, the loss on cpu",
         ),
         ({"loss": torch.tensor(1.0), "text": "x"}, "0-d tensor"),
+        ({"loss": torch.tensor(1.0), "auroc": (1, 2)}, "got tuple, and metrics() has no object"),
         (torch.tensor(1.0), "must return a mapping"),
+        ({"loss": Ratio(torch.ones(2), 3)}, "the numerator must be a 0-d tensor, got shape (2,)"),
+        ({"loss": Ratio(2.0, 3)}, "the numerator must be a 0-d tensor, got 2.0"),
+        ({"loss": Ratio(torch.tensor(1.0), "x")}, "the denominator must be a tensor or a number"),
+        (
+            {"loss": torch.tensor(1.0), "iou": Ratio(torch.ones(2), torch.ones(3))},
+            "have the shapes (2,) and (3,): make them equal",
+        ),
+        (
+            {"loss": torch.tensor(1.0), "far": Ratio(torch.ones(2, device="meta"), 1)},
+            "is on meta, the loss on cpu",
+        ),
+        (
+            {"loss": Ratio(torch.tensor(1.0), torch.ones((), requires_grad=True) * 2)},
+            "its denominator depends on the model: use denominator.detach()",
+        ),
     ],
 )
 def test_a_wrong_result_of_measure_is_refused_with_advice(metrics: object, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=re.escape(says)):
         check_metrics(metrics)  # type: ignore[arg-type]
 
 

@@ -493,7 +493,7 @@ def test_impossible_settings_are_refused_with_a_remedy(folder: Path, name: str, 
 @pytest.mark.parametrize("odd", ["metric", "loss"])
 def test_last_pipeline_rank_reports_bad_measure_values(odd: str) -> None:
     last = Pipeline.__new__(Pipeline)
-    last._metric_names, last._measured, last._batch = [], [], (torch.ones(4, 8), torch.ones(4))
+    last._shapes, last._measured, last._batch = {}, [], (torch.ones(4, 8), torch.ones(4))
     last._how = MicroBatchStep(
         two_ranks.layered(odd=odd).measure, contextlib.nullcontext(), None, 1
     )
@@ -510,7 +510,7 @@ def test_measure_of_a_pipeline_may_exchange_any_objects() -> None:
         return {"loss": torch.zeros(())}
 
     last = Pipeline.__new__(Pipeline)
-    last._metric_names, last._measured, last._batch = [], [], (torch.ones(4, 8), torch.ones(4))
+    last._shapes, last._measured, last._batch = {}, [], (torch.ones(4, 8), torch.ones(4))
     last._how = MicroBatchStep(measure, contextlib.nullcontext(), None, 1)
     last.model = nn.Linear(1, 1)
     with torch_compat.no_foreign_objects():

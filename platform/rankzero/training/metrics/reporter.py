@@ -11,8 +11,9 @@ from rankzero.errors import UserError
 from rankzero.events import StepsLogged
 from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
 from rankzero.training.job import State, TrainingContext
+from rankzero.training.metrics.derived import derived_columns
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.metrics.window import WindowStats, check_metrics, reduce_window
+from rankzero.training.metrics.window import WindowStats, reduce_window
 from rankzero.training.optimizers import learning_rates
 from rankzero.training.stop import LONGEST_WINDOW, StopCode, next_interval
 
@@ -25,7 +26,8 @@ class Reporter:
 
     def __init__(self, job: TrainingContext, state: State, totals: RunTotals) -> None:
         self._job, self._state, self._totals = job, state, totals
-        # Each metric's values since the last report. They stay on the device.
+        # Each metric's values since the last report: 0-d, and [2] or [2, n] of a `Ratio`. They stay
+        # on the device.
         self._columns: dict[str, list[Tensor]] = {}
         # The first window is one step: nobody knows yet how long a step takes.
         self._interval = 1
@@ -39,7 +41,7 @@ class Reporter:
     def add(self, metrics: Mapping[str, Tensor], data_wait: float) -> None:
         """Add one step's metrics, which stay on the device, and its seconds of waiting for data."""
         if not self._columns:
-            self._columns = {name: [] for name in check_metrics(metrics)}
+            self._columns = {name: [] for name in ("loss", *metrics)}
         try:
             for name, column in self._columns.items():
                 column.append(metrics[name])
@@ -76,7 +78,9 @@ class Reporter:
         )
         self._columns = {name: [] for name in self._columns}
         steps = range(state.step - window.steps + 1, state.step + 1)
-        columns = {f"train/{name}": column for name, column in window.values.items()}
+        derived = derived_columns(job.experiment, window.values, window.quotients)
+        values = {**window.values, **derived}
+        columns = {f"train/{name}": column for name, column in values.items()}
         events = [StepsLogged(list(steps), self._times, columns)]
 
         # Values are reported with each window, the speed once a `log_every`, as a mean over

@@ -18,23 +18,32 @@ WINDOWS = 5
 
 
 class ForwardTimer:
-    """Times the first call of `measure` in each window, without waiting for the device."""
+    """Times the first call of `measure` in each window, without waiting for the device.
 
-    def __init__(self, device: torch.device, measure: Callable[..., Any]) -> None:
+    `check`: called with what a timed call returned. A check of each call would cost time.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        measure: Callable[..., Any],
+        check: Callable[[Any], object] = lambda _: None,
+    ) -> None:
         self._on_gpu = device.type == "cuda"
-        self._measure = measure
+        self.measure, self._check = measure, check
         self._marks: tuple[Any, Any] | None = None
 
     def next_measure(self) -> Callable[..., Any]:
         """Return `measure`, timed unless this window has a time already."""
         # One forward a window is enough, and costs the other steps nothing.
         if self._marks is not None:
-            return self._measure
+            return self.measure
 
         def measure_timed(*args: Any) -> Any:
             begin = self._mark()
-            values = self._measure(*args)
+            values = self.measure(*args)
             self._marks = begin, self._mark()
+            self._check(values)
             return values
 
         return measure_timed

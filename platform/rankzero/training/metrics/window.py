@@ -1,16 +1,16 @@
-"""Metrics over a window of steps and over an evaluation, summed over all ranks."""
+"""Metrics over a window of steps, summed over all ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rankzero.errors import UserError
+from rankzero.ratio import Ratio
 from rankzero.training.distributed.world import World
 from rankzero.training.stop import StopCode, most_urgent
 
@@ -20,7 +20,7 @@ class WindowStats:
     """What every rank knows after a window of steps: the same bits on each."""
 
     values: Mapping[str, list[float]]
-    """Per metric, each step's mean over all ranks' samples."""
+    """Per metric, each step's mean over all ranks' samples, or the quotient of a `Ratio`."""
     stop_code: StopCode
     """The most urgent of all ranks' requests to stop."""
     seconds: float
@@ -30,6 +30,8 @@ class WindowStats:
     forwards: list[float]
     """Per rank, the seconds of one forward. 0 if none was timed."""
     steps: int
+    quotients: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Per `Ratio` of vectors, the quotients [steps, n]; `values` has their means."""
 
     @property
     def data_wait_seconds(self) -> float:
@@ -68,7 +70,7 @@ def reduce_window(
     """Return a window of steps over all ranks. Collective.
 
     The arguments are this rank's. `columns`: per metric, each step's 0-d tensor, detached, a mean
-    over this rank's samples.
+    over this rank's samples. For a `Ratio`: its two parts, [2] or [2, n], each such a mean.
     """
     # One sum carries everything, so there is one collective and one wait for the device. Each rank
     # fills its row of a matrix of zeros with its own numbers.
@@ -76,73 +78,100 @@ def reduce_window(
     own[world.ranks.rank] = torch.tensor(
         [stop_code, seconds, data_wait_seconds, forward_seconds], dtype=torch.float64
     )
-    values = torch.stack([value for column in columns.values() for value in column]).double()
-    fused = world.sum(torch.cat([values / world.size, own.flatten().to(values.device)])).tolist()
-    cut = len(values)
-    steps = cut // len(columns)
+    stacked = [torch.stack(list(column)) for column in columns.values()]
+    values = torch.cat([one.flatten().double() for one in stacked])
+    fused = world.sum(torch.cat([values / world.size, own.flatten().to(values.device)])).cpu()
+    parts = fused[: len(values)].split([one.numel() for one in stacked])
+    finished = {
+        name: quotients(part.view(one.shape))
+        for name, part, one in zip(columns, parts, stacked, strict=True)
+    }
+    times = fused[len(values) :].tolist()
     return WindowStats(
-        values={name: fused[i * steps : (i + 1) * steps] for i, name in enumerate(columns)},
-        stop_code=most_urgent(int(code) for code in fused[cut::4]),
-        seconds=max(fused[cut + 1 :: 4]),
-        data_waits=fused[cut + 2 :: 4],
-        forwards=fused[cut + 3 :: 4],
-        steps=steps,
+        values={name: means(value).tolist() for name, value in finished.items()},
+        stop_code=most_urgent(int(code) for code in times[::4]),
+        seconds=max(times[1::4]),
+        data_waits=times[2::4],
+        forwards=times[3::4],
+        steps=len(stacked[0]),
+        quotients={name: value for name, value in finished.items() if value.dim() > 1},
     )
 
 
-class EvaluationMeans:
-    """Means over every sample that any rank evaluated, with batches of any size."""
+def quotients(values: Tensor) -> Tensor:
+    """Return means [steps] as they are, and sums [steps, 2] or [steps, 2, n] divided.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._names: list[str] | None = None
-        self._sums: Tensor | None = None
-        self._samples = 0
-
-    def add(self, metrics: Mapping[str, Tensor], samples: int) -> None:
-        """Add a batch's means over its `samples`."""
-        if self._names is None:
-            self._names = check_metrics(metrics)
-        row = torch.stack([metrics[name].detach().double() for name in self._names]) * samples
-        self._sums = row if self._sums is None else self._sums + row
-        self._samples += samples
-
-    def reduce(self) -> dict[str, float]:
-        """Return the means over all ranks' samples. Collective, also for a rank without samples."""
-        world = self._world
-        counts = world.gather(torch.tensor([self._samples])).flatten()
-        # A rank without samples does not know the names.
-        names: list[str] = json.loads(
-            world.broadcast(json.dumps(self._names).encode(), source=int(counts.argmax()))
-        )
-        sums = self._sums
-        if sums is None:
-            sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
-        totals = world.sum(sums).tolist()
-        return {name: total / int(counts.sum()) for name, total in zip(names, totals, strict=True)}
+    A quotient is NaN if its denominator is 0.
+    """
+    if values.dim() == 1:
+        return values
+    numerators, denominators = values.unbind(1)
+    return torch.where(denominators == 0, math.nan, numerators / denominators)
 
 
-def check_metrics(metrics: Mapping[str, Tensor]) -> list[str]:
-    """Return the metrics' names, loss first. Raises UserError for anything that is no metric."""
+def means(values: Tensor) -> Tensor:
+    """Return [steps] as it is, and of [steps, n] the means of each step's numbers, without NaN."""
+    return values.nanmean(1) if values.dim() > 1 else values
+
+
+def check_metrics(metrics: Mapping[str, object], stateful: Collection[str] = ()) -> list[str]:
+    """Return the metrics' names, loss first. Raises UserError for anything that is no metric.
+
+    `stateful`: the names in the experiment's `metrics()`, which are left out.
+    """
     if not isinstance(metrics, Mapping):
         raise UserError(
             f"measure() must return a mapping like {{'loss': loss}}, got {type(metrics).__name__}"
         )
     if "loss" not in metrics:
         raise UserError(f"measure() returned no 'loss', only {sorted(metrics)}: add the key 'loss'")
-    for name, value in metrics.items():
-        if not isinstance(value, Tensor) or value.dim():
-            found = type(value).__name__
-            if isinstance(value, Tensor):
-                found = f"shape {tuple(value.shape)}"
-            raise UserError(
-                f"measure()[{name!r}] must be a 0-d tensor (a mean over the batch), got {found}"
-            )
-        if value.device != metrics["loss"].device:
-            # Stacking would fail, and moving it would wait for the device in each step.
-            raise UserError(
-                f"measure()[{name!r}] is on {value.device}, the loss on {metrics['loss'].device}: "
-                "leave every metric where the model computes it; moving it to the host would make "
-                "each step wait"
-            )
-    return ["loss", *(name for name in metrics if name != "loss")]
+    device = _parts("loss", metrics["loss"])[0].device
+    names = ["loss", *(name for name in metrics if name != "loss" and name not in stateful)]
+    for name in names:
+        for part in _parts(name, metrics[name]):
+            if part.device != device:
+                # Stacking would fail, and moving it would wait for the device in each step.
+                raise UserError(
+                    f"measure()[{name!r}] is on {part.device}, the loss on {device}: leave every "
+                    "metric where the model computes it; moving it to the host would make each "
+                    "step wait"
+                )
+    return names
+
+
+def _parts(name: str, value: object) -> list[Tensor]:
+    """Return a metric's tensors. Raises UserError if it is no mean and no `Ratio`."""
+    if not isinstance(value, Ratio):
+        if isinstance(value, Tensor) and not value.dim():
+            return [value]
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        hint = ", and metrics() has no object of this name" if isinstance(value, tuple) else ""
+        raise UserError(
+            f"measure()[{name!r}] must be a 0-d tensor (a mean over the batch) or a Ratio, got "
+            f"{found}{hint}"
+        )
+    numerator, denominator = value.numerator, value.denominator
+    most = 0 if name == "loss" else 1
+    if not isinstance(numerator, Tensor) or numerator.dim() > most:
+        found = f"shape {tuple(numerator.shape)}" if isinstance(numerator, Tensor) else numerator
+        allowed = "a 0-d or 1-d tensor" if most else "a 0-d tensor"
+        raise UserError(f"measure()[{name!r}]: the numerator must be {allowed}, got {found}")
+    if not isinstance(denominator, Tensor):
+        if isinstance(denominator, (int, float)):
+            return [numerator]
+        raise UserError(
+            f"measure()[{name!r}]: the denominator must be a tensor or a number, got "
+            f"{type(denominator).__name__}"
+        )
+    if denominator.dim() and denominator.shape != numerator.shape:
+        raise UserError(
+            f"measure()[{name!r}]: numerator and denominator have the shapes "
+            f"{tuple(numerator.shape)} and {tuple(denominator.shape)}: make them equal"
+        )
+    if name == "loss" and denominator.requires_grad:
+        # The sum of all denominators is known only after the backward.
+        raise UserError(
+            "measure()['loss'] is a Ratio, and its denominator depends on the model: use "
+            "denominator.detach() if it only counts, else return the quotient itself"
+        )
+    return [numerator, denominator]

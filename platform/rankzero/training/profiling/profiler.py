@@ -93,7 +93,7 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
     # Neither evaluations nor checkpoints: `train_step` is called directly.
     job, state = worker.build(config.override(experiment, {"train.steps": _ENDLESS}), world)
     # The mark takes the place of the timer, which times some forwards.
-    marked = ForwardTimer(world.device, _marked_measure(job.experiment.measure))
+    marked = ForwardTimer(world.device, _marked_measure(job.forward_timer.measure))
     job = dataclasses.replace(job, forward_timer=marked)
     loader, shard = job.train_loader, job.strategy.shard
     batches = _marked(loader.train_batches(job.batch_order, shard.rank, 0, _ENDLESS))

@@ -115,6 +115,11 @@ def _pipeline(
     train = experiment.train
     if train.precision == "fp16":
         raise UserError("train.strategy=pp does not do fp16: use bf16")
+    if train.eval_batch is not None and train.eval_batch > train.batch_size:
+        raise UserError(
+            f"train.eval_batch={train.eval_batch}: train.strategy=pp evaluates batches of at most "
+            f"train.batch_size={train.batch_size} samples, so set it to that or less"
+        )
     if not world.is_distributed:
         return replicated.single(experiment, model.to(world.device), world)
     whole = experiment.optimizer(model)

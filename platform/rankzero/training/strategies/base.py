@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rankzero.ratio import Ratio
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.window import check_metrics
 
@@ -39,6 +40,8 @@ class MicroBatchStep:
     scaler: torch.amp.GradScaler | None
     accumulation: int
     """Micro-batches of a step."""
+    samples: int = 1
+    """Of a micro-batch. A `Ratio`'s gradients are divided by it first: fp16 overflows early."""
 
     def forward(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Return what the user's `measure` returns for a batch."""
@@ -48,12 +51,15 @@ class MicroBatchStep:
     def forward_backward(self, model: nn.Module, batch: Any) -> Metrics:
         """Add a micro-batch's share of the gradients, and return its metrics, detached.
 
-        Raises UserError if `measure` returned no loss, or values that are not 0-d tensors.
+        If the loss is a `Ratio`, the gradients are those of the numerator until `divide_gradients`.
+        Raises UserError if `measure` returned no loss, or values that are no metrics.
         """
         with self.autocast:
             values = self.measure(model, batch)
         try:
             loss = values["loss"]
+            if type(loss) is Ratio:
+                loss = loss.numerator / self.samples
             if self.accumulation > 1:
                 loss = loss / self.accumulation
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -134,6 +140,20 @@ def set_trained(model: nn.Module, names: Collection[str]) -> None:
     """Let the parameters with these names have gradients, and no others."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
+
+
+def divide_gradients(model: nn.Module, loss: Tensor, samples: int, world: World) -> None:
+    """Divide the gradients of a step by the denominator of its loss, a `Ratio`. Collective.
+
+    `loss`: the two parts [2], each a mean over this rank's micro-batches of so many `samples`.
+    """
+    # Every strategy averages gradients over micro-batches and ranks. With the denominator averaged
+    # likewise, their quotient is that of the sums. The host does not wait for it.
+    factor = samples * world.size / world.sum(loss[1].clone())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    # A part of a gradient is a DTensor, which has `to_local`.
+    local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    torch._foreach_mul_(local, factor)
 
 
 def total_norm(world: World, *, parts: list[Tensor], whole: list[Tensor]) -> Tensor:

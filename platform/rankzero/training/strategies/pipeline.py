@@ -29,6 +29,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from rankzero.errors import UserError
 from rankzero.experiment import Train
+from rankzero.ratio import Ratio
 from rankzero.training.data.batch import rows_of, samples_in
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import TRAINING_TIMEOUT, World
@@ -75,7 +76,8 @@ class Pipeline:
         self._how: MicroBatchStep | None = None
         self._batch: Any = None
         self._measured: list[Metrics] = []
-        self._metric_names: list[str] = []
+        # The shape of each metric, by name: () of a mean, [2] or [2, n] of a Ratio.
+        self._shapes: dict[str, list[int]] = {}
 
     def train_only(self, names: Collection[str]) -> None:  # noqa: ARG002
         # The stages agree once which of their outputs have gradients.
@@ -87,19 +89,21 @@ class Pipeline:
     def forward_backward(self, how: MicroBatchStep, batch: Any) -> Metrics:
         """Return metrics whose mean over all ranks is the last rank's."""
         self._run(how, batch, self._schedule.step)
-        # Only the last rank measures, so it sends the names to all others, once.
-        if not self._metric_names:
-            names = json.dumps(list(self._measured[-1]) if self._measured else []).encode()
+        # Only the last rank measures, so it sends names and shapes to all others, once.
+        if not self._shapes:
+            measured = self._measured[-1] if self._measured else {}
+            shapes = json.dumps({name: list(value.shape) for name, value in measured.items()})
             last = self._world.size - 1
-            self._metric_names = json.loads(self._world.broadcast(names, source=last))
+            self._shapes = json.loads(self._world.broadcast(shapes.encode(), source=last))
         # The window takes the mean over ranks. So the last rank multiplies, and the others add 0.
         if not self._stage.is_last:
-            return {name: torch.zeros((), device=self._world.device) for name in self._metric_names}
+            device = self._world.device
+            return {name: torch.zeros(shape, device=device) for name, shape in self._shapes.items()}
         # The first step calls `_loss` once more, to find out shapes.
-        measured = self._measured[-self._micro_batches :]
+        latest = self._measured[-self._micro_batches :]
         return {
-            name: torch.stack([metrics[name] for metrics in measured]).mean() * self._world.size
-            for name in self._metric_names
+            name: torch.stack([metrics[name] for metrics in latest]).mean(0) * self._world.size
+            for name in self._shapes
         }
 
     def forward_metrics(self, how: MicroBatchStep, batch: Any) -> Mapping[str, Any] | None:
@@ -198,10 +202,16 @@ class Pipeline:
         # The user's code may exchange objects of its own.
         with torch_compat.any_objects():
             values = self._how.measure(StageOutput(output, self.model.training), batch)
-        if not self._metric_names:
-            check_metrics(values)
-        loss: Tensor = values["loss"]
-        self._measured.append({name: value.detach() for name, value in values.items()})
+        # In an evaluation, `forward_metrics` measures the whole batch.
+        if self.model.training:
+            if not self._shapes:
+                check_metrics(values)
+            self._measured.append({name: value.detach() for name, value in values.items()})
+        found = values["loss"]
+        # The loop divides a Ratio's gradients.
+        loss: Tensor = found
+        if isinstance(found, Ratio):
+            loss = found.numerator / self._how.samples
         return loss
 
 

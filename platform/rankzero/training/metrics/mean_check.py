@@ -1,0 +1,90 @@
+"""Finds values that `measure` returns as means over the batch and that are none, such as AUROC."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankzero.training import rng
+from rankzero.training.data.batch import map_tensors, rows_of
+
+Measured = Callable[[Any], Mapping[str, Any] | None]
+"""The `measure` of a model in evaluation mode, without gradients: a batch's values."""
+# A kernel for another batch size rounds differently, most of all in low precision.
+_TOLERANCES = {"fp32": 1e-3, "tf32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
+_SLACK = 1e-5
+
+
+class MeanCheck:
+    """Compares the values of a batch with the means over its two halves, in the first evaluation.
+
+    `notice`: gets one text that names the values that differ. None: no check.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        precision: str = "fp32",
+        notice: Callable[[str], None] | None = None,
+    ) -> None:
+        self._device, self._tolerance = device or torch.device("cpu"), _TOLERANCES[precision]
+        self._notice = notice
+        self._kept: tuple[Any, int] | None = None
+
+    def keep(self, batch: Any, samples: int) -> None:
+        """Keep the first batch that has halves."""
+        if self._notice is not None and self._kept is None and samples > 1:
+            self._kept = batch, samples
+
+    def run(self, measure: Measured) -> None:
+        """Check the batch that was kept, once. Random numbers drawn here change no others."""
+        kept, notice = self._kept, self._notice
+        if kept is None or notice is None:
+            return
+        self._kept = self._notice = None
+        states = rng.state(self._device)
+        try:
+            found = self._differing(measure, *kept)
+        except Exception:  # The user's code need not work on half a batch.
+            found = {}
+        finally:
+            rng.restore(states, self._device)
+        values = "; ".join(
+            f"{name} is {whole:.4g} for {kept[1]} samples, and the mean of their halves {mean:.4g}"
+            for name, (whole, mean) in found.items()
+        )
+        if values:
+            notice(
+                f"measure() returns values that are no means over samples: {values}. These depend "
+                "on the batch size and the number of processes: return a Ratio, or let an object "
+                "of metrics() compute the value"
+            )
+
+    def _differing(
+        self, measure: Measured, batch: Any, samples: int
+    ) -> dict[str, tuple[float, float]]:
+        """Return the values that are no means, each with the mean over the two halves."""
+        lengths: list[int] = []
+        map_tensors(batch, lambda tensor: lengths.append(len(tensor)))
+        before = rng.state(self._device)
+        whole = measure(batch) or {}
+        is_random = not torch.equal(before, rng.state(self._device))
+        # Nobody knows how to divide a batch with other tensors. And a half draws other numbers.
+        if is_random or any(length != samples for length in lengths):
+            return {}
+        names = [name for name, one in whole.items() if isinstance(one, Tensor) and not one.dim()]
+        rows, means = torch.arange(samples, device=self._device), dict.fromkeys(names, 0.0)
+        for half in rows.split([samples // 2, samples - samples // 2]):
+            values = measure(rows_of(batch, half)) or {}
+            for name in names:
+                means[name] += values[name].item() * len(half) / samples
+        pairs = {name: (whole[name].item(), mean) for name, mean in means.items()}
+        return {
+            name: (one, mean)
+            for name, (one, mean) in pairs.items()
+            if math.isfinite(one) and not abs(one - mean) <= _SLACK + self._tolerance * abs(one)
+        }

@@ -1,0 +1,81 @@
+"""Values that are returned as means and are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rankzero.training import rng
+from rankzero.training.metrics.mean_check import MeanCheck
+
+CPU = torch.device("cpu")
+BATCH = torch.linspace(0.1, 3.0, 7)
+
+
+def noticed(
+    measure: Callable[[Any], dict[str, Any]], batch: Any = BATCH, precision: str = "fp32"
+) -> list[str]:
+    """Return the notices of two evaluations."""
+    notices: list[str] = []
+    check = MeanCheck(CPU, precision, notices.append)
+    before = rng.state(CPU)
+    for _ in range(2):
+        check.keep(batch, 7)
+        check.run(measure)
+    assert torch.equal(before, rng.state(CPU))
+    return notices
+
+
+def test_perplexity_is_noticed_once_with_both_values() -> None:
+    (text,) = noticed(lambda x: {"loss": x.mean(), "perplexity": x.mean().exp()})
+    assert "perplexity is 4.711 for 7 samples, and the mean of their halves " in text
+    assert "return a Ratio, or let an object of metrics()" in text and "loss" not in text
+
+
+def test_mean_is_not_noticed() -> None:
+    assert not noticed(lambda x: {"loss": x.mean(), "accuracy": (x > 1).float().mean()})
+
+
+@pytest.mark.parametrize(("precision", "count"), [("fp32", 1), ("bf16", 0)])
+def test_low_precision_has_a_larger_tolerance(precision: str, count: int) -> None:
+    found = noticed(lambda x: {"loss": x.mean() * (1 + 1e-2 / len(x))}, precision=precision)
+    assert len(found) == count
+
+
+def test_value_that_has_no_half_is_noticed() -> None:
+    nan = torch.tensor(torch.nan)
+    assert noticed(lambda x: {"loss": x.mean() if len(x) == 7 else nan})
+    assert not noticed(lambda x: {"loss": nan})
+
+
+def fails(x: Tensor) -> dict[str, Any]:
+    if len(x) < 7:
+        raise ValueError("only one class is present")
+    return {"loss": x.exp().mean().log()}
+
+
+@pytest.mark.parametrize(
+    ("measure", "batch"),
+    [
+        (lambda x: {"loss": x.mean().exp() + torch.rand(())}, BATCH),
+        (fails, BATCH),
+        (lambda batch: {"loss": batch[0].mean().exp()}, [BATCH, torch.ones(3)]),
+    ],
+    ids=["random", "raises", "other rows"],
+)
+def test_what_cannot_be_compared_is_left_alone(measure: Any, batch: Any) -> None:
+    assert not noticed(measure, batch)
+
+
+def test_batch_of_one_sample_is_not_kept() -> None:
+    notices: list[str] = []
+    check = MeanCheck(CPU, "fp32", notices.append)
+    check.keep(torch.ones(1), 1)
+    check.run(fails)
+    check.keep(BATCH, 7)
+    check.run(lambda x: {"loss": x.mean().exp()})
+    assert len(notices) == 1
