@@ -1,4 +1,4 @@
-"""`rankzero.train` and `rankzero.search`: the example notebook, an interrupt, errors."""
+"""`rankzero.train`, `repeat` and `search`: the example notebook, an interrupt, errors."""
 
 from __future__ import annotations
 
@@ -128,6 +128,23 @@ def test_interrupt_stops_with_a_checkpoint(start: Start, tmp_path: Path) -> None
     assert process.returncode == 0 and output.endswith("KILLED\n"), output
     run = rankzero.run("stopped", dir=tmp_path / "mlruns")
     assert run.reason.startswith("stopped by") and run.checkpoints[-1].path.exists()
+
+
+@pytest.mark.slow
+def test_repeat_returns_the_means_and_sync_logs_its_models(start: Start, tmp_path: Path) -> None:
+    process = start(
+        "import rankzero\nfrom tiny import Tiny\n"
+        "quiet = rankzero.Train.MLflow(log_pictures=False)\n"
+        "short = Tiny(train=rankzero.Train(epochs=1, batch_size=32, mlflow=quiet))\n"
+        "over = {'width': [8, 16]}\n"
+        "run = rankzero.repeat(short, over=over, seeds=[3], run_name='r', offline=True)\n"
+        "print(run.name, run.status, run.metrics['val/accuracy/mean'])\n"
+    )
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0 and "r FINISHED 0." in output, output
+    output, _ = start(words=("-m", "rankzero", "sync", "r")).communicate(timeout=150)
+    parts = [tmp_path / "mlruns/runs" / f"r-width{width}-seed3" for width in (8, 16)]
+    assert all((part / "best_model.json").exists() for part in parts), output
 
 
 def test_file_that_trains_when_imported_is_an_error(start: Start, tmp_path: Path) -> None:

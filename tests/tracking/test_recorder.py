@@ -341,3 +341,11 @@ def test_forked_child_closes_the_pipe(recorder_is_dead: bool) -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(reader)
+
+
+def test_parent_delivers_a_child_only_while_it_lives(tmp_path: Path) -> None:
+    parent = make_folder(tmp_path, name="parent")
+    child = make_folder(tmp_path, name="child", parent="parent")
+    assert not recorder._delivered_by_parent(child), "as when `rankzero resume` launches it"
+    claims.claim(parent, 0)
+    assert recorder._delivered_by_parent(child)

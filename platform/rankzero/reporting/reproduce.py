@@ -23,7 +23,7 @@ def commands(name: str, facts: Facts) -> list[str]:
         elif command[:2] == ["rankzero", "resume"]:
             command = [again if word == name else word for word in command]
         elif command[:1] == ["rankzero"]:
-            # A search's trial: the recorded command made many runs.
+            # A child run: the recorded command made many runs.
             file = facts.environment.get("rankzero.experiment_file", "EXP")
             processes = facts.params.get("world_size", "1")
             command = ["rankzero", "train", file, "--from", name, "--nproc", processes]

@@ -179,7 +179,7 @@ def _train(
             try:
                 launch_run.run_with(forwarder, attempt)
             except RunFailed as error:
-                study.log.notice(f"{part.run.label}: {error}")
+                print_line(f"failed: {error}")
         found[number] = results.read(part.run, folder)
         if found[number].finished:
             done = sum(one.finished for one in found)
@@ -212,7 +212,7 @@ def _write(study: StudyRun, plan: Plan, found: Sequence[RunResult]) -> None:
 
 def _print(name: str, found: Sequence[RunResult], goal: Goal) -> None:
     print_line()
-    print_table(name, *results.run_table(found, goal))
+    print_table(f"repeat {name}", *results.run_table(found, goal))
     if any(one.finished for one in found):
         print_table("means", *results.metric_table(found))
     for line in results.problems(found):
