@@ -226,9 +226,10 @@ def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) ->
 
     hurried = launch_run.stops_waiting(forwarder.received)
     print_delivery(folder, offline=offline, hurried=hurried)
-    for child in folder.children:
-        # A run that MLflow lacks keeps its mark, for `rankzero sync`.
-        if child.late_model.exists() and delivery_status.status(child).done and not hurried():
+    # A run that MLflow lacks keeps its mark, for `rankzero sync`.
+    late = [child for child in folder.children if child.late_model.exists() and not offline]
+    for child in late:
+        if delivery_status.status(child).done and not hurried():
             notice, seconds = lambda text: print_line(f"note: {text}"), patience().seconds
             best_model.in_new_process(child, notice, hurried, seconds)
     print_line(f"look:  {program()} ui   again: {program()} report {folder.path.name}")

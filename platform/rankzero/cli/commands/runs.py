@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sort", metavar="KEY", help=sort)
     array = "print everything about the runs as a JSON array, one run per line"
     parser.add_argument("--json", action="store_true", help=array)
-    parser.add_argument("--all", action="store_true", help="include the trials of searches")
+    parser.add_argument(
+        "--all", action="store_true", help="include the runs of searches and repeats"
+    )
     limit = f"the number of runs (default: {_SHOWN}; with --json all)"
     parser.add_argument("-n", type=int, dest="limit", help=limit)
 
