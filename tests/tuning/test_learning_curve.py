@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankzero.events import Evaluated, Event, RunEnded, StepsLogged
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged
 from rankzero.experiment import Goal
 from rankzero.tuning.learning_curve import LearningCurve
+from rankzero.tuning.objective import Objective
 
 ACCURACY = Goal("val/accuracy", "max")
 
@@ -38,6 +39,15 @@ def test_time_is_training_time_and_not_the_clocks() -> None:
     curve = folded(epochs(0.5, 0.7, 0.9), ACCURACY)
     assert [point.seconds for point in curve.points] == pytest.approx([2.0, 4.0, 6.0])
     assert curve.best == 0.9
+
+
+def test_an_early_stop_does_not_make_a_trial_look_fast() -> None:
+    begun: list[Event] = [RunStarted(0.0, {}, {}, 1, 0, total_steps=100)]
+    short = folded(begun + epochs(0.5, 0.5), ACCURACY)
+    whole = folded(begun + epochs(*[0.5] * 10), ACCURACY)
+    objective = Objective("time-to-target", ACCURACY, 0.9)
+    assert short.seconds < whole.seconds
+    assert objective.value(short) == pytest.approx(objective.value(whole))
 
 
 def test_the_metric_is_interpolated_between_evaluations() -> None:

@@ -32,6 +32,7 @@ class LearningCurve:
     seconds: float = 0.0
     """Training time up to the last report."""
     step: int = 0
+    total_steps: int | None = None
     ended: RunEnded | None = None
     peaks: dict[str, float] = dataclasses.field(default_factory=dict)
     """The highest mean of each system metric."""
@@ -40,7 +41,7 @@ class LearningCurve:
         match event:
             case RunStarted():
                 # A trial may begin again with a smaller micro-batch.
-                self.ended = None
+                self.ended, self.total_steps = None, event.total_steps
             case StepsLogged(steps=steps, metrics=metrics):
                 if STEP_SECONDS in metrics:
                     # The reported seconds are means over the steps since the last report.
@@ -84,6 +85,11 @@ class LearningCurve:
             if "/gpu_" in name and name.endswith("memory_usage_megabytes")
         ]
         return max(used, default=None)
+
+    @property
+    def full_seconds(self) -> float:
+        """Return the training time of all steps, also of those after an early end."""
+        return self.seconds * max(1.0, (self.total_steps or 0) / max(1, self.step))
 
     def seconds_to(self, target: float) -> float | None:
         """Return the training time until the metric first reached `target`, or None.

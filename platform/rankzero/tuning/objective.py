@@ -52,7 +52,8 @@ class Objective:
         if reached is not None:
             return reached
         # Censored: it would take longer than it was trained. The wider the gap, the longer.
-        return curve.seconds * (1 + max(0.0, self.gap(curve)))
+        # An early stop must not make it look fast.
+        return curve.full_seconds * (1 + max(0.0, self.gap(curve)))
 
     def gap(self, curve: LearningCurve) -> float:
         """Return by how much the trial's quality misses the wanted one, relative to that."""
