@@ -61,7 +61,10 @@ class StepsLogged:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """The validation metrics after `step`. `best`: no earlier goal value was as good."""
+    """The validation metrics after `step`. `best`: no earlier goal value was as good.
+
+    Or, when the run has finished, the test metrics (``test/…``) of the checkpoint of `step`.
+    """
 
     time: float
     step: int

@@ -25,7 +25,7 @@ from rankzero.lr_schedules import factor
 from rankzero.search_ranges import Range
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-Schedule = Literal["constant", "linear", "cosine", "one_cycle"]
+Schedule = Literal["constant", "linear", "cosine", "one_cycle", "plateau"]
 
 
 def _require_all(
@@ -42,7 +42,10 @@ def _require_all(
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """The aim of a run: a validation metric, its direction and, if known, a target."""
+    """The aim of a run: a validation metric, its direction and, if known, a target.
+
+    With several validation sets, the metric names one of them: ``val/near/accuracy``.
+    """
 
     metric: str = "val/loss"
     mode: Literal["min", "max"] = "min"
@@ -118,6 +121,10 @@ class Train:
     """Steps between reports of the speed; none: about one report a second."""
     eval_every: int | None = None
     """Steps between evaluations; none: after each epoch."""
+    patience: int | None = None
+    """Finish after this many evaluations in a row without a better goal metric; none: never."""
+    test: bool = True
+    """Evaluate `test()` once, when the run has finished."""
 
     @dataclasses.dataclass(frozen=True)
     class Checkpoints:
@@ -155,6 +162,26 @@ class Train:
             _require_all(self, ("max_minutes", "hang_minutes"), above=0)
 
     limits: Limits = Limits()
+
+    @dataclasses.dataclass(frozen=True)
+    class Plateau:
+        """How ``train.schedule=plateau`` reduces the learning rate."""
+
+        factor: float = 0.1
+        """The learning rate is multiplied by this number."""
+        patience: int = 5
+        """After this many evaluations in a row without a better goal metric, and again after each
+        further so many."""
+        lowest: float = 0.0
+        """The learning rate stays at least at this fraction of its start."""
+
+        def __post_init__(self) -> None:
+            _require_all(self, ("patience",), at_least=1)
+            _require_all(self, ("lowest",), at_least=0)
+            if not 0 < self.factor < 1:
+                raise ValueError(f"factor: must be between 0 and 1, got {self.factor}")
+
+    plateau: Plateau = Plateau()
 
     @dataclasses.dataclass(frozen=True)
     class MLflow:
@@ -214,6 +241,7 @@ class Train:
                 "eval_batch",
                 "log_every",
                 "eval_every",
+                "patience",
             ),
             at_least=1,
         )
@@ -236,6 +264,9 @@ class Experiment:
     goal: Goal = Goal()
     lr: float = 1e-3
     search: ClassVar[Mapping[str, Range]] = {}
+    lockstep: ClassVar[bool] = False
+    """Whether all ranks evaluate equally many batches of equal size, for a `measure` that talks to
+    other ranks. Fewer samples than there are ranks may be left out."""
 
     def __init_subclass__(cls) -> None:
         _annotate_inherited(cls)
@@ -252,10 +283,21 @@ class Experiment:
                 raise TypeError(f"{cls.__name__}.{field.name} needs a default value")
 
     def data(self) -> tuple[Any, Any]:
-        """Return the map-style training and validation data sets. Called on every rank."""
+        """Return the map-style training and validation data sets. Called on every rank.
+
+        Instead of one validation set, a mapping of names to data sets gives metrics such as
+        ``val/near/accuracy``.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must define data(self) -> (training set, validation set)"
         )
+
+    def test(self) -> Any:
+        """Return the test set, a mapping of names to data sets, or None. Called on every rank.
+
+        When the run has finished, it is evaluated once, with the best checkpoint's weights.
+        """
+        return None
 
     def model(self) -> Any:
         """Return a new `torch.nn.Module` on the CPU. Called on every rank, under the run's seed."""

@@ -20,7 +20,8 @@ def factor(schedule: str, step: int, total_steps: int, warmup_steps: int = 0) ->
         return (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     match schedule:
-        case "constant":
+        # The training loop itself reduces the learning rate on a plateau.
+        case "constant" | "plateau":
             return 1.0
         case "linear":
             return 1.0 - progress

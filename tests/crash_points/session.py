@@ -136,7 +136,7 @@ def train(log: RunLog) -> None:
         restore.newest(log.folder.checkpoints, job, state, log.notice)
         run.start(state.step, job.total_steps)
         watchdog = Watchdog(None, 0, ())
-        run.outcome = worker._train(job, state, log, StopRequest(), totals, watchdog)
+        run.outcome = worker._train(job, state, log, StopRequest(), totals, watchdog, {})
 
 
 def deliver(deliverer: Deliverer, most: int = 1000) -> None:

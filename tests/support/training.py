@@ -74,12 +74,14 @@ def train(tmp_path: Path) -> Trainer:
         stop_at: int | None = None,
         code: StopCode = StopCode.SIGTERM,
         clock: Callable[[], float] = time.perf_counter,
+        min_evaluation_seconds: float = 1.0,
     ) -> Trained:
         folder.mkdir(exist_ok=True)
         job, state = build(experiment, World(Ranks(), torch.device("cpu"), clock))
         restore.newest(folder / "checkpoints", job, state, pytest.fail)
         events: list[Event] = []
-        totals, stop = RunTotals(), StopRequest()
+        totals = RunTotals()
+        stop = StopRequest(min_evaluation_seconds=min_evaluation_seconds)
 
         def notice(text: str) -> None:
             events.append(Noticed(time.time(), text))

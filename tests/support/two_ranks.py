@@ -18,10 +18,11 @@ from rankzero.experiment import Experiment
 from rankzero.launch import agent
 from rankzero.launch.request import JobRequest
 from rankzero.launch.signals import SignalForwarder
-from rankzero.training import worker
+from rankzero.training import final_test, worker
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.distributed.world import World, join
+from rankzero.training.job import State, TrainingContext
 from rankzero.training.loop import fit
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.stop import StopCode, StopRequest
@@ -117,6 +118,21 @@ def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
     return seen
 
 
+def tested(
+    job: TrainingContext, state: State, checkpoints: Checkpoints | None, folder: Path
+) -> Any:
+    """Return the step and the metrics of the test sets, if there are any."""
+    test_sets = final_test.load_sets(job.experiment, job.world)
+    if not test_sets:
+        return None
+    if checkpoints is not None:
+        checkpoints.finish()
+    found = final_test.evaluate_best(
+        job, state, test_sets, folder / "checkpoints", StopRequest(), print
+    )
+    return found.step, found.metrics
+
+
 def train(
     world: World,
     experiment: Experiment,
@@ -156,7 +172,10 @@ def train(
         totals = RunTotals()
         stopped = fit(job, state, emit, stop, checkpoints, totals)
         seen["ends"].append([stopped.reason or None, state.step, state.evaluation_pending])
-        seen["straggler"] = {k: v for k, v in totals.summary().items() if k.startswith("straggler")}
+        seen |= {
+            "tested": None if stopped else tested(job, state, checkpoints, folder),
+            "straggler": {k: v for k, v in totals.summary().items() if k.startswith("straggler")},
+        }
         if job.precision.scaler is not None:
             scale = torch.tensor([job.precision.scaler.get_scale()])
             seen["scales"] = world.gather(scale).flatten().tolist()

@@ -33,7 +33,7 @@ def optimizer_and_scheduler(found: Any) -> tuple[Optimizer, Any, str, int]:
     scheduler = settings["scheduler"]
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UserError(
-            "ReduceLROnPlateau needs a metric: use a scheduler that depends on the step alone"
+            "ReduceLROnPlateau needs a metric: remove it, and set train.schedule=plateau"
         )
     return (
         optimizers[0],

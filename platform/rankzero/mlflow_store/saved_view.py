@@ -28,7 +28,16 @@ _ALWAYS = ("1", _RUN_NAME, "runDateAndNestInfo", "duration")
 # Wide enough for the end of a trial's name. In MLflow's 190, a study's trials all look alike.
 _RUN_NAME_PIXELS = 260
 # MLflow's sections of charts.
-_FOLDED = ("val", "train", "throughput", WHOLE_RUN, "search", "Model metrics", "System metrics")
+_FOLDED = (
+    "val",
+    "test",
+    "train",
+    "throughput",
+    WHOLE_RUN,
+    "search",
+    "Model metrics",
+    "System metrics",
+)
 _LINE: dict[str, Any] = {
     "lineSmoothness": 0,
     "xAxisScaleType": "linear",

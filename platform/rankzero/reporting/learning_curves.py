@@ -53,7 +53,7 @@ def grouped(names: Sequence[str], goal: str = "") -> dict[str, list[str]]:
     titles: dict[str, list[str]] = {}
     for name in names:
         place, _, rest = name.partition("/")
-        titles.setdefault(rest if place in ("train", "val") else name, []).append(name)
+        titles.setdefault(rest if place in ("train", "val", "test") else name, []).append(name)
     # Metrics of the training or the validation come first, the goal before the loss.
     shared = {name.partition("/")[2] for name in names if name.startswith(("train/", "val/"))}
     order = sorted(

@@ -37,10 +37,13 @@ def commands(name: str, facts: Facts) -> list[str]:
 
 
 def longer(params: Mapping[str, str]) -> str:
-    """Return the setting that doubles a run's length, or an empty text if its params lack it."""
+    """Return the settings that double a run's length, or an empty text if its params lack it."""
     # Where `train.steps` is set, it decides.
     lengths = {key: params.get(key, "") for key in ("train.steps", "train.epochs")}
-    return next((f"{key}={2 * int(n)}" for key, n in lengths.items() if n.isdecimal()), "")
+    found = next((f"{key}={2 * int(n)}" for key, n in lengths.items() if n.isdecimal()), "")
+    # A run that has stopped early would stop again at once.
+    is_patient = params.get("train.patience", "none") != "none"
+    return f"{found} train.patience=none" if found and is_patient else found
 
 
 def words(command: str) -> list[str]:

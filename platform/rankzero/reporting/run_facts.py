@@ -47,6 +47,8 @@ class Facts:
     best: float | None = None
     best_step: int = 0
     best_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    tested: Evaluated | None = None
+    """The newest evaluation of the test sets."""
     speed: float | None = None
     checkpoints: dict[int, bool] = dataclasses.field(default_factory=dict)
     """Step -> whether it is the best."""
@@ -146,6 +148,8 @@ def _evaluation(facts: Facts, event: Evaluated) -> None:
     facts.last_time = max(facts.last_time, event.time)
     facts.metrics |= numbers(event.metrics)
     facts.steps = max(facts.steps, event.step)
+    if any(name.startswith("test/") for name in event.metrics):
+        facts.tested = event
     value = number(event.metrics.get(facts.goal.metric))
     if value is not None and facts.goal.better(value, facts.best):
         facts.best, facts.best_step, facts.best_metrics = value, event.step, event.metrics

@@ -92,6 +92,11 @@ def _results(facts: Facts, end: RunEnded) -> str:
         # The best checkpoint has these values, too.
         others = {key: value for key, value in facts.best_metrics.items() if key != goal.metric}
         rows += [(f"`{key}` at that step", _number(value)) for key, value in others.items()]
+    if facts.tested is not None:
+        rows += [
+            (f"`{key}` at step {facts.tested.step:,}", f"**{_number(value)}**")
+            for key, value in facts.tested.metrics.items()
+        ]
     rows += [*_progress_rows(facts), *_speed_rows(facts, end)]
     rows += [
         (title, f"{_number(facts.gpu_means[key])} {unit}")

@@ -1,24 +1,27 @@
-"""Validation: means over every sample of all ranks, and whether they are the best so far."""
+"""Evaluations: means over every sample of all ranks, and whether they are the best so far."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from rankzero.errors import UserError
-from rankzero.training import rng
+from rankzero.training import improvement, rng
+from rankzero.training.data.loader import BatchLoader
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.evaluation_metrics import EvaluationMetrics
+from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.stop import EvaluationInterrupted, StopPoll, StopRequest
 
 
 def evaluate_goal(
     job: TrainingContext, state: State, stop: StopRequest
 ) -> tuple[dict[str, float], bool]:
-    """Evaluate, and update `state.best`. Return the metrics, and whether they are the best so far.
+    """Evaluate, and add it to `state`. Return the metrics, and whether they are the best so far.
 
     Collective. The goal's metric decides. Raises EvaluationInterrupted, and UserError if the
     replicas differ or the goal's metric is missing.
@@ -38,69 +41,96 @@ def evaluate_goal(
             f"the parameters of rank {', '.join(map(str, differing))} differ from rank 0's after "
             f"step {state.step}: {cause}"
         )
-    metrics, goal = _evaluate(job, state, stop), job.experiment.goal
+    metrics, goal = evaluate(job, state, stop, job.val_loaders, state.step), job.experiment.goal
     if goal.metric not in metrics:
         raise UserError(
             f"the goal is {goal.metric!r}, but measure() returns {sorted(metrics)}: set goal.metric"
         )
-    is_best = goal.better(metrics[goal.metric], state.best)
-    if is_best:
-        state.best = metrics[goal.metric]
-    return metrics, is_best
+    return metrics, improvement.add_evaluation(job.experiment, state, metrics[goal.metric])
 
 
-def _evaluate(job: TrainingContext, state: State, stop: StopRequest) -> dict[str, float]:
-    """Return ``val/<metric>`` means over every validation sample of all ranks. Collective.
+def evaluate(
+    job: TrainingContext,
+    state: State,
+    stop: StopRequest,
+    loaders: Mapping[str, BatchLoader],
+    step: int,
+) -> dict[str, float]:
+    """Return ``<group>/<metric>``, means over every sample of all ranks. Collective.
 
-    Raises EvaluationInterrupted.
+    `loaders`: by group. `step`: of the weights. Raises EvaluationInterrupted. A repeated evaluation
+    draws the same numbers.
     """
-    strategy = job.strategy
-    totals = EvaluationMetrics(job.world, strategy.shard.size, job.experiment)
-    micro_step = job.micro_batch_step(state.step, training=False)
     # Running statistics differ by rank. The checkpoint stores rank 0's, so evaluate those.
-    strategy.sync_buffers()
+    job.strategy.sync_buffers()
     random_states = rng.state(job.world.device)
-    poll = StopPoll(job.world, stop)
+    poll, metrics = StopPoll(job.world, stop), dict[str, float]()
     state.model.eval()
     try:
-        with state.weights_to_evaluate(), torch.no_grad():
-            with job.image_capture.watching(state.model) as captured:
-                for batch, samples in _validation_batches(job):
-                    poll.check()
-                    values = None if batch is None else strategy.forward_metrics(micro_step, batch)
-                    job.beat()
-                    if values is not None:
-                        totals.add(values, samples)
-                        captured(batch, samples)
-                        job.mean_check.keep(batch, samples)
-            job.mean_check.run(lambda part: strategy.forward_metrics(micro_step, part))
+        with torch.no_grad(), state.weights_to_evaluate():
+            for group, loader in loaders.items():
+                values = _evaluate(job, state.model, group, loader, poll, step)
+                metrics |= {f"{group}/{name}": value for name, value in values.items()}
     except EvaluationInterrupted:
         job.image_capture.forget()
-        # The repeated evaluation must draw the same numbers.
         rng.restore(random_states, job.world.device)
         raise
     finally:
         state.model.train()
-    return {f"val/{name}": value for name, value in totals.reduce().items()}
+    return metrics
 
 
-def _validation_batches(job: TrainingContext) -> Iterator[tuple[Any, int]]:
-    """Yield this rank's validation batches and their sizes, equally many on every rank.
+def _evaluate(
+    job: TrainingContext,
+    model: nn.Module,
+    group: str,
+    loader: BatchLoader,
+    poll: StopPoll,
+    step: int,
+) -> dict[str, float]:
+    strategy = job.strategy
+    totals = EvaluationMetrics(job.world, strategy.shard.size, job.experiment)
+    micro_step = job.micro_batch_step(step, training=False)
+    # Pictures show the first validation set.
+    is_shown = group == next(iter(job.val_loaders))
+    capture = job.image_capture if is_shown else ImageCapture()
+    with capture.watching(model) as captured:
+        for batch, samples in _batches(job, loader):
+            poll.check()
+            values = None if batch is None else strategy.forward_metrics(micro_step, batch)
+            job.beat()
+            if values is not None:
+                totals.add(values, samples)
+                captured(batch, samples)
+                job.mean_check.keep(batch, samples)
+    job.mean_check.run(lambda part: strategy.forward_metrics(micro_step, part))
+    return totals.reduce()
 
-    A rank with fewer batches than another gets None for 0 samples, or its last batch again.
+
+def _batches(job: TrainingContext, loader: BatchLoader) -> Iterator[tuple[Any, int]]:
+    """Yield this rank's batches of a data set and their sizes, equally many on every rank.
+
+    A rank with fewer batches than another gets None for 0 samples, or its last batch again. With
+    `Experiment.lockstep`, no rank has fewer.
     """
     shard = job.strategy.shard
     batch_size = job.experiment.train.eval_batch or job.batch_order.micro_batch
+    lockstep = job.experiment.lockstep
     batch, count = None, 0
-    for batch, samples in job.val_loader.eval_batches(batch_size, shard.rank, shard.size):
+    for batch, samples in loader.eval_batches(
+        batch_size, shard.rank, shard.size, lockstep=lockstep
+    ):
         count += 1
         yield batch, samples
-    if job.strategy.lockstep and batch is None:
+    if (job.strategy.lockstep or lockstep) and batch is None:
+        mend = "lockstep = False" if lockstep else "train.strategy=ddp"
         raise UserError(
-            "the validation set has fewer samples than there are processes: "
-            "use more samples, or train.strategy=ddp"
+            f"a data set to evaluate has {loader.samples} samples, fewer than there are processes: "
+            f"use more samples, or {mend}"
         )
+    if lockstep:
+        return
     # If a forward is a collective, a rank must run one for each of the other ranks' batches.
-    most = math.ceil(job.val_loader.samples / (batch_size * shard.size))
+    most = math.ceil(loader.samples / (batch_size * shard.size))
     for _ in range(count, most):
         yield (batch if job.strategy.lockstep else None), 0

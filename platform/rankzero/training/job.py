@@ -40,6 +40,14 @@ class State:
     best: float | None = None
     evaluation_pending: bool = False
     """Whether a stop interrupted this step's evaluation. It must come before the next step."""
+    evaluations_since_best: int = 0
+    lr_reductions: list[float] = dataclasses.field(default_factory=list)
+    """The factors by which a plateau has reduced `base_lrs`, in order."""
+
+    def reduce_lr(self, factor: float) -> None:
+        """Multiply every group's learning rate."""
+        self.base_lrs = [lr * factor for lr in self.base_lrs]
+        self.lr_reductions.append(factor)
 
     def weights_to_evaluate(self) -> contextlib.AbstractContextManager[None]:
         """Return a block in which the model has the weights that are evaluated. Collective."""
@@ -58,7 +66,10 @@ class TrainingContext:
     strategy: Strategy
     """Has `State`'s model and optimizer, and divides the work among the ranks."""
     train_loader: BatchLoader
-    val_loader: BatchLoader
+    val_loaders: Mapping[str, BatchLoader]
+    """By the group of their metrics: ``val``, or ``val/<name>`` for each of several."""
+    make_loader: Callable[[Any], BatchLoader]
+    """Returns a loader of another data set."""
     forward_timer: ForwardTimer
     frozen_parts: FrozenParts
     beat: Callable[[], None] = lambda: None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rankzero.events import Evaluated, Event, Noticed
-from rankzero.training import rng, strategies
+from rankzero.training import improvement, rng, strategies
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.evaluation import evaluate_goal
 from rankzero.training.job import State, TrainingContext
@@ -46,6 +46,9 @@ class PeriodicActions:
         if train.checkpoints.save_every is not None:
             self._save_every = train.checkpoints.save_every
         self.last_step = job.total_steps
+        # A training that has ended early stays complete when it is resumed.
+        if improvement.early_end(job.experiment, state) and not state.evaluation_pending:
+            self.last_step = state.step
         # The steps after which the trained parameters may change.
         uses_frozen = job.frozen_parts.is_used
         self._freeze_every = job.batch_order.steps_per_epoch if uses_frozen else self.last_step
@@ -119,8 +122,7 @@ class PeriodicActions:
         metrics, is_best = evaluate_goal(job, state, self._stop)
         state.evaluation_pending, totals.last_metrics = False, metrics
         self._emit(Evaluated(time.time(), state.step, metrics, is_best))
-        if job.experiment.train.limits.stop_at_target and job.experiment.goal.reached(state.best):
-            # Every rank has the same best value, so every rank ends here.
+        if improvement.early_end(job.experiment, state):
             self.last_step = state.step
         is_last = state.step == self.last_step
         if job.image_capture.due(is_best, is_last, totals.train_seconds):
@@ -168,6 +170,8 @@ def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
         "step": state.step,
         "best": state.best,
         "owed": state.evaluation_pending,
+        "evaluations_since_best": state.evaluations_since_best,
+        "lr_reductions": state.lr_reductions,
         "batch_size": job.batch_order.batch_size,
         "seed": job.batch_order.seed,
         "samples": job.batch_order.samples,

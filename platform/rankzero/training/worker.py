@@ -12,15 +12,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rankzero import config, experiment_file
 from rankzero import ranks as launcher
-from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
@@ -29,13 +26,22 @@ from rankzero.progress import Progress, measure_at, takes_progress
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
-from rankzero.training import frozen, lifecycle, parameter_counts, precision, rng, strategies
+from rankzero.training import (
+    final_test,
+    frozen,
+    improvement,
+    lifecycle,
+    parameter_counts,
+    precision,
+    rng,
+    strategies,
+)
 from rankzero.training.averaged_weights import AveragedWeights
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
-from rankzero.training.data import digest
+from rankzero.training.data import digest, sets
 from rankzero.training.data.loader import BatchLoader
-from rankzero.training.data.order import check_same_lengths, make_batch_order
+from rankzero.training.data.order import make_batch_order
 from rankzero.training.distributed import device, torch_compat
 from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog
 from rankzero.training.distributed.world import World, join
@@ -52,7 +58,7 @@ from rankzero.training.metrics.window import check_metrics
 from rankzero.training.optimizers import as_values, options
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.sample_images.user_images import class_names
-from rankzero.training.stop import StopCode, StopRequest, handle_signals
+from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest, handle_signals
 
 INTERRUPTED = 128 + signal.SIGINT
 # Seconds that a rank may take to exit after its work, before it ends itself.
@@ -128,29 +134,48 @@ def attempt(
         job, state = build(experiment, world)
         device.forget_peak_memory(world)
         restore.newest(log.folder.checkpoints, job, state, log.notice, required=request.resumes)
-        data = []
-        if world.ranks.first:
-            file = request.environment.get("rankzero.experiment_file", request.experiment_file)
-            data = [
-                digest.describe(job.train_loader.dataset, "training", file),
-                digest.describe(job.val_loader.dataset, "validation", file),
-            ]
-        run.start(state.step, job.total_steps, data, job.model_tags)
-        if OUT_OF_MEMORY in request.environment:
-            log.notice(
-                f"out of memory: {request.environment[OUT_OF_MEMORY]}; "
-                f"the batch stays {job.batch_order.batch_size}"
-            )
-        run.outcome = _train(job, state, log, stop, totals, watchdog)
+        test_sets = final_test.load_sets(experiment, world)
+        used = {"training": job.train_loader.dataset}
+        used |= {sets.context(name): one.dataset for name, one in job.val_loaders.items()}
+        file = request.environment.get("rankzero.experiment_file", request.experiment_file)
+        used |= test_sets
+        data = used if world.ranks.first else {}
+        described = [digest.describe(one, use, file) for use, one in data.items()]
+        run.start(state.step, job.total_steps, described, job.model_tags)
+        for text in _notices(request, job, state, used):
+            log.notice(text)
+        run.outcome = _train(job, state, log, stop, totals, watchdog, test_sets)
     return run.outcome
 
 
+def _notices(
+    request: JobRequest, job: TrainingContext, state: State, data: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield what people should know of an attempt before its first step. `data`: sets by use."""
+    if OUT_OF_MEMORY in request.environment:
+        halved = request.environment[OUT_OF_MEMORY]
+        yield f"out of memory: {halved}; the batch stays {job.batch_order.batch_size}"
+    early = improvement.early_end(job.experiment, state)
+    if early and state.step < job.total_steps and not state.evaluation_pending:
+        yield (
+            f"nothing is left to train after step {state.step}, because {early}; to train "
+            "further, change train.patience or train.limits.stop_at_target"
+        )
+    ranks = job.strategy.shard.size
+    for use, dataset in data.items():
+        if job.experiment.lockstep and use != "training" and len(dataset) % ranks:
+            yield (
+                f"{len(dataset) % ranks} of {len(dataset)} samples of the {use} set are not "
+                "evaluated, so that all ranks have equal batches (lockstep)"
+            )
+
+
 def build(
-    experiment: Experiment, world: World, data: tuple[Any, Any] | None = None
+    experiment: Experiment, world: World, data: tuple[Any, Mapping[str, Any]] | None = None
 ) -> tuple[TrainingContext, State]:
     """Build what the experiment describes, on this rank's device. Collective.
 
-    `data`: what `load_data_sets` returned before, to use it again.
+    `data`: what `sets.load` returned before, to use it again.
     """
     train = experiment.train
     if train.deterministic:
@@ -159,11 +184,9 @@ def build(
     torch_compat.keep_compiled_code_private()
     amp = precision.set_up(train.precision, world.device)
     rng.seed_all(train.seed)
-    train_set, val_set = data or load_data_sets(experiment)
-    # Ranks with other data would train on other batches, or wait for each other without end.
-    lengths = world.gather(torch.tensor([len(train_set), len(val_set)]))
-    check_same_lengths("training", lengths[:, 0].tolist())
-    check_same_lengths("validation", lengths[:, 1].tolist())
+    train_set, val_sets = data or sets.load(experiment)
+    named = {sets.context(group): one for group, one in val_sets.items()}
+    sets.check_same(world, "data()", {"training": train_set, **named})
     order = make_batch_order(train, len(train_set), strategies.shards(train.strategy, world.size))
     # The model stays on the CPU: a strategy moves the part of it that this rank needs.
     model = experiment.model()
@@ -175,7 +198,8 @@ def build(
         collate=experiment.collate,
         local_world_size=world.ranks.local_world_size,
     )
-    train_loader, val_loader = make_loader(train_set), make_loader(val_set)
+    train_loader = make_loader(train_set)
+    val_loaders = {group: make_loader(one) for group, one in val_sets.items()}
 
     # After the model, so that its weights do not depend on the helpers.
     helpers = frozen.helpers(experiment, world.device)
@@ -205,7 +229,8 @@ def build(
         amp,
         strategy,
         train_loader,
-        val_loader,
+        val_loaders,
+        make_loader,
         _forward_timer(experiment, world),
         FrozenParts(experiment, model),
         helpers=helpers,
@@ -225,24 +250,6 @@ def _forward_timer(experiment: Experiment, world: World) -> ForwardTimer:
     )
 
 
-def load_data_sets(experiment: Experiment) -> tuple[Any, Any]:
-    """Return the experiment's training and validation set. Raises UserError if one is unusable."""
-    data = experiment.data()
-    try:
-        train_set, val_set = data
-        lengths = len(train_set), len(val_set)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"data() must return two map-style data sets (training, validation): {error}"
-        ) from error
-    if not all(lengths):
-        raise UserError(
-            f"data() returned an empty data set: the training set has {lengths[0]} samples, "
-            f"the validation set {lengths[1]}"
-        )
-    return train_set, val_set
-
-
 def _train(
     job: TrainingContext,
     state: State,
@@ -250,6 +257,7 @@ def _train(
     stop: StopRequest,
     totals: RunTotals,
     watchdog: Watchdog,
+    test_sets: Mapping[str, Any],
 ) -> AttemptOutcome:
     world, train = job.world, job.experiment.train
     stop.limit_minutes(train.limits.max_minutes)
@@ -286,7 +294,33 @@ def _train(
                 log(event)
             totals.blocked_seconds = checkpoints.blocked_seconds
         totals.best = state.best
-    return _outcome(job, state, stopped, checkpoints.failure if checkpoints else None, log.folder)
+    failure = checkpoints.failure if checkpoints else None
+    # Only now, because the test loads other weights: the last checkpoint is on the disk.
+    if finished and test_sets and world.all(failure is None):
+        with watchdog.training():
+            stopped = _test(job, state, test_sets, log, stop, totals)
+    return _outcome(job, state, stopped, failure, log.folder)
+
+
+def _test(
+    job: TrainingContext,
+    state: State,
+    test_sets: Mapping[str, Any],
+    log: RunLog,
+    stop: StopRequest,
+    totals: RunTotals,
+) -> StopCode:
+    """Evaluate the test sets. Return why that was interrupted, or NONE. Collective."""
+    job.expect_slow_step()
+    try:
+        tested = final_test.evaluate_best(
+            job, state, test_sets, log.folder.checkpoints, stop, log.notice
+        )
+    except EvaluationInterrupted as interrupted:
+        return interrupted.code
+    log(tested)
+    totals.last_metrics |= tested.metrics
+    return StopCode.NONE
 
 
 def _outcome(
@@ -311,11 +345,14 @@ def _outcome(
     if lacks:
         # All steps are trained, but their result is not on the disk.
         return AttemptOutcome("FAILED", f"trained {state.step} steps{lacks}")
-    if state.best is None:
-        return AttemptOutcome("FINISHED", f"trained {state.step} steps")
-    reason = f"best {goal.metric} {state.best:.4g}"
-    if goal.target is not None:
-        reason += " (target reached)" if goal.reached(state.best) else " (target missed)"
+    reason = f"trained {state.step} steps"
+    if state.best is not None:
+        reason = f"best {goal.metric} {state.best:.4g}"
+        if goal.target is not None:
+            reason += " (target reached)" if goal.reached(state.best) else " (target missed)"
+    stalled = improvement.stalled(job.experiment, state)
+    if stalled and state.step < job.total_steps:
+        reason = f"{stalled}; {reason}"
     return AttemptOutcome("FINISHED", reason)
 
 
@@ -331,9 +368,9 @@ def _frozen_heap() -> Iterator[None]:
 
 def _mean_check(job: TrainingContext, log: RunLog) -> MeanCheck:
     train = job.experiment.train
-    # If a forward is a collective, a rank on which the check fails would leave the others waiting.
+    # With collectives, a rank on which the check fails would leave the others waiting.
     # torch.compile would compile the model for the halves of a batch.
-    if job.strategy.lockstep or train.compile:
+    if job.strategy.lockstep or job.experiment.lockstep or train.compile:
         return MeanCheck()
     return MeanCheck(job.world.device, train.precision, log.notice)
 
@@ -345,11 +382,13 @@ def _image_capture(job: TrainingContext, log: RunLog) -> ImageCapture:
         return ImageCapture()
     # A pipeline's stage is not a model that `pictures` could call.
     has_whole_model = experiment.train.strategy != "pp" or not world.is_distributed
+    # Pictures show the first validation set.
+    shown = next(iter(job.val_loaders.values()))
     is_overridden = type(experiment).pictures is not Experiment.pictures
     return ImageCapture(
         log.folder.pictures if world.ranks.first else None,
-        total=job.val_loader.samples,
-        classes=class_names(job.val_loader.dataset) if world.ranks.first else (),
+        total=shown.samples,
+        classes=class_names(shown.dataset) if world.ranks.first else (),
         own=experiment.pictures if has_whole_model and is_overridden else None,
         notice=log.notice,
     )

@@ -20,7 +20,7 @@ def test_report_of_a_run_in_steps_suggests_what_trains_further(rankzero: Command
     assert suggested is not None and suggested[1] == "resume r train.steps=12"
     for change, says in (
         ("train.epochs=20", "train.epochs=20 changes nothing, because train.steps=6 decides"),
-        ("train.steps=6", "r has finished with step 6, so nothing is left to train"),
+        ("train.steps=6", "r has finished with step 6 (best val"),
         ("lr=0.1", "pass a later end, such as train.steps=12"),
     ):
         code, output = rankzero("resume", "r", change, "--offline")

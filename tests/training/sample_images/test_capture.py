@@ -73,11 +73,12 @@ def run(experiment: Experiment, folder: Path, watch: bool = True) -> Shown:
     events: list[Event] = []
     notices: list[str] = []
     own = experiment.pictures if type(experiment).pictures is not Experiment.pictures else None
-    names = class_names(job.val_loader.dataset)
+    (shown,) = job.val_loaders.values()
+    names = class_names(shown.dataset)
     folder.mkdir(exist_ok=True)
     capture = ImageCapture(
         folder / "pictures",
-        total=job.val_loader.samples,
+        total=shown.samples,
         classes=names,
         own=own,
         notice=notices.append,

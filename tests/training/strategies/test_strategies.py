@@ -38,6 +38,7 @@ STRATEGIES = ("ddp", *DIVIDED)
 LEFT = (("ddp", 4, 1), ("zero1", 8, 0), ("fsdp", 4, 1), ("tp", 4, 0), ("pp", 4, 0))
 """Strategy, the step whose evaluation is interrupted, and the only rank that gets the signal."""
 FP16: dict[str, Any] = {"train__precision": "fp16"}
+BY_FAR = {"goal__metric": "val/far/loss", "train__eval_every": 2}
 CASES = [
     *(Case(name, {"train__strategy": name}) for name in STRATEGIES),
     *(Case(f"{name}-again", {"train__strategy": name}, stop_at=3) for name in DIVIDED),
@@ -155,6 +156,28 @@ CASES = [
         "tp-sequence",
         {"train__strategy": "tp", "plan": "sequence", "train__clip": 0.05, "held_out": 32},
     ),
+    *(
+        Case(
+            f"{name}-tested", {"train__strategy": name, "lr": 0.1, "far": 5, "tested": 21, **BY_FAR}
+        )
+        for name in STRATEGIES
+    ),
+    *(
+        Case(
+            f"{name}-lockstep",
+            {"train__strategy": name, "held_out": 97, "lockstep": True, "contrast": True},
+        )
+        for name in ("ddp", "zero1", "fsdp")
+    ),
+    *(
+        Case(
+            f"{name}-patient",
+            {"train__strategy": name, "train__eval_every": 1, "goal__metric": "val/training"}
+            | {"train__patience": 4, "train__schedule": "plateau", "train__plateau__patience": 2},
+            stop_at=3,
+        )
+        for name in ("ddp", "zero1", "fsdp")
+    ),
     Case("single", {"train__strategy": "single"}),
     Case("dp", {"train__strategy": "dp"}),
     Case("tp-planless", {"train__strategy": "tp", "plan": "none"}),
@@ -226,6 +249,40 @@ def test_models_that_are_not_sequential(folder: Path, alone: Any, name: str) -> 
     two = seen(folder, f"{name}-blocks")
     assert "error" not in two
     assert two["losses"] == pytest.approx(alone(blocks=True)["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_several_validation_sets_and_the_best_checkpoint_on_the_test_set(
+    folder: Path, alone: Any, name: str
+) -> None:
+    one, two = alone(lr=0.1, far=5, tested=21, **BY_FAR), seen(folder, f"{name}-tested")
+    assert "error" not in two
+    for step, metrics in one["evaluated"].items():
+        assert two["evaluated"][step] == pytest.approx(metrics, rel=1e-3)
+    best = min(one["evaluated"], key=lambda step: one["evaluated"][step]["val/far/loss"])
+    assert int(best) < 8, "the last weights are the best, so nothing would be loaded"
+    assert two["tested"][0] == one["tested"][0] == int(best)
+    assert two["tested"][1] == pytest.approx(one["tested"][1], rel=1e-3)
+    assert set(one["tested"][1]) == {f"test/{m}" for m in ("loss", "accuracy", "training", "bits")}
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp"])
+def test_lockstep_gives_all_ranks_equal_batches_of_97_samples(folder: Path, name: str) -> None:
+    """A `measure` with a collective fails on the 49th sample of rank 0."""
+    two = seen(folder, f"{name}-lockstep")
+    assert "error" not in two
+    assert [metrics["val/rows"] for metrics in two["evaluated"].values()] == [16.0, 16.0]
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp"])
+def test_patience_and_plateau_count_on_over_a_resume(folder: Path, alone: Any, name: str) -> None:
+    settings = {"train__eval_every": 1, "goal__metric": "val/training"}
+    plateau = {"train__schedule": "plateau", "train__plateau__patience": 2}
+    one, two = alone(train__patience=4, **settings, **plateau), seen(folder, f"{name}-patient")
+    assert one["ends"] == [[None, 5, False]] and two["ends"][-1] == one["ends"][-1]
+    assert two["trained"] == [1, 2, 3, 4, 5]
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert two["losses"] != pytest.approx(alone()["losses"], rel=1e-4)
 
 
 def test_slow_rank_is_named(folder: Path) -> None:

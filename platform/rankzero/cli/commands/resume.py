@@ -134,8 +134,9 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
         facts = run_facts.fold(read_all(folder.events))
         if not changes or _total_steps(saved.train, changed.train, facts) <= facts.steps:
             raise UserError(
-                f"{folder.path.name} has finished with step {facts.steps:,}, so nothing is left "
-                f"to train: pass a later end, such as {longer(config.rendered(saved))}"
+                f"{folder.path.name} has finished with step {facts.steps:,} ({ended.reason}), "
+                "so nothing is left to train: pass a later end, such as "
+                f"{longer(config.rendered(saved))}"
             )
     # A checkpoint holds the position in the data's order, which these two settings determine.
     for key in ("train.batch_size", "train.seed"):

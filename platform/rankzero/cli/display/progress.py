@@ -85,6 +85,9 @@ class ProgressModel:
         if "best" in figures:
             target = "" if self.goal.target is None else f"  (target {self.goal.target:g})"
             yield f"best {self.goal.metric}", f"{figures['best']:.4f}{target}"
+        for name, value in figures.items():
+            if name.startswith("test/"):
+                yield name, f"{value:.4f}"
         if "samples_per_second" in figures:
             half = figures.get("samples_per_second_half_width")
             spread = "" if half is None else f" ± {half:,.0f} (95 %)"

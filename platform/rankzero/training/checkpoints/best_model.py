@@ -28,6 +28,7 @@ from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.tracking import delivery_status
 from rankzero.training import frozen
 from rankzero.training.checkpoints import restore
+from rankzero.training.data import sets
 from rankzero.training.data.loader import BatchLoader
 
 MARK = "best_model.json"
@@ -187,10 +188,9 @@ def _example_inputs(experiment: Experiment, model: nn.Module, step: int) -> tupl
 
     Raises ValueError if these are not tensors, passed by position.
     """
-    _, val_set = experiment.data()
-    loader = BatchLoader(
-        val_set, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate
-    )
+    _, val_sets = sets.load(experiment)
+    first = next(iter(val_sets.values()))
+    loader = BatchLoader(first, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate)
     seen: list[tuple[Any, Any]] = []
     handle = _served(model).register_forward_pre_hook(
         lambda _module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True

@@ -14,6 +14,7 @@ from rankzero.errors import UserError
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.checkpoint_files import BrokenCheckpoint
 from rankzero.training import optimizers, rng, strategies
+from rankzero.training.distributed.world import World
 from rankzero.training.job import State, TrainingContext
 
 _REQUIRED = ("batch_size", "samples", "scaler", "step", "best", "randoms")
@@ -61,7 +62,7 @@ def newest(
         return
     remedy = "to continue from the checkpoint before, delete this one"
     try:
-        saved = _read(path, name, job)
+        saved = read(path, name, job.world)
         apply(saved, job, state)
         if state.average is not None and "ema" not in saved:
             notice(f"{name} has no averaged weights: the average of train.ema starts there")
@@ -115,6 +116,9 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
         job.precision.scaler.load_state_dict(saved["scaler"])
     state.step, state.best = saved["step"], saved["best"]
     state.evaluation_pending = saved.get("owed", False)
+    state.evaluations_since_best = saved.get("evaluations_since_best", 0)
+    for factor in saved.get("lr_reductions", ()):
+        state.reduce_lr(factor)
     layout = strategies.layout(job.experiment.train.strategy, job.world.size)
     if saved.get("layout", layout) == layout and len(saved["randoms"]) == job.world.size:
         rng.restore(saved["randoms"][job.world.ranks.rank], job.world.device)
@@ -123,9 +127,11 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
         rng.seed_all(job.batch_order.seed, 1 + job.strategy.shard.rank, state.step)
 
 
-def _read(path: Path | None, name: str, job: TrainingContext) -> dict[str, Any]:
-    """Return the state of rank 0's checkpoint `name`; `path` is the newest that this rank sees."""
-    world = job.world
+def read(path: Path | None, name: str, world: World) -> dict[str, Any]:
+    """Return the state of rank 0's checkpoint `name`, as `load` does. Collective.
+
+    `path`: a checkpoint that this rank sees, or None. Without that one, rank 0 sends the bytes.
+    """
     if world.all(path is not None and path.name == name):
         assert path is not None
         return load(path)

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,10 +35,11 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 _GENERIC = (TensorDataset, Subset, ConcatDataset)
 
 
-def describe(
-    dataset: Any, context: Literal["training", "validation"], experiment_file: str
-) -> DataDescribed:
-    """Return what a data set is. Raises nothing: the least it returns is a type and a length."""
+def describe(dataset: Any, context: str, experiment_file: str) -> DataDescribed:
+    """Return what a data set is. Raises nothing: the least it returns is a type and a length.
+
+    `context`: its use, such as ``training``.
+    """
     inner = _innermost(dataset)
     name = type(inner).__name__
     if isinstance(inner, _GENERIC):

@@ -77,10 +77,14 @@ class BatchLoader:
         return self._load(self._data_loader(keys, self._workers))
 
     def eval_batches(
-        self, batch_size: int, rank: int, world_size: int
+        self, batch_size: int, rank: int, world_size: int, *, lockstep: bool = False
     ) -> Iterator[tuple[Any, int]]:
-        """Yield `rank`'s share of the data set once, on the device: batches and their samples."""
-        keys = [(0, indices) for indices in shard(self.samples, batch_size, rank, world_size)]
+        """Yield `rank`'s share of the data set once, on the device: batches and their samples.
+
+        `lockstep`: leave out samples until every rank has equally many.
+        """
+        samples = self.samples - (self.samples % world_size if lockstep else 0)
+        keys = [(0, indices) for indices in shard(samples, batch_size, rank, world_size)]
         if self._tensors is not None:
             batches = self._gather(keys, self._tensors)
         else:

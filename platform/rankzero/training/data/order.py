@@ -93,8 +93,11 @@ def micro_batch_size(train: Train, world_size: int) -> int:
     return micro_batch
 
 
-def check_same_lengths(name: str, lengths: Sequence[int]) -> None:
-    """Raise UserError, which names the ranks, if a data set's length differs between ranks."""
+def check_same_lengths(name: str, lengths: Sequence[int], method: str = "data()") -> None:
+    """Raise UserError, which names the ranks, if a data set's length differs between ranks.
+
+    `method`: of the experiment, which returned the data set.
+    """
     if len(set(lengths)) == 1:
         return
     found = []
@@ -104,9 +107,9 @@ def check_same_lengths(name: str, lengths: Sequence[int]) -> None:
         named = ", ".join(map(str, ranks[:_MOST_NAMED]))
         found.append(f"{length} samples on rank{'s' * (len(ranks) > 1)} {named}{more}")
     raise UserError(
-        f"data() returned {name} sets of different lengths: {'; '.join(found)}. Every rank must "
+        f"{method} returned {name} sets of different lengths: {'; '.join(found)}. Every rank must "
         "return the whole data set, because RankZero divides it among the ranks: do not divide it "
-        "in data(), and look for files that one machine or process lacks"
+        f"in {method}, and look for files that one machine or process lacks"
     )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rankzero.training.distributed.world import World
     from rankzero.training.job import State, TrainingContext
 
-_DataSets = tuple[Any, Any]  # training, validation
+_DataSets = tuple[Any, Any]  # training, validation by group
 # A cell's measurement takes a fiftieth of a run, within these bounds.
 _PART_OF_A_RUN, _SHORTEST_SECONDS, _MOST_SECONDS = 0.02, 0.5, 4.0
 _WINDOWS = 10  # in the most seconds that a cell is measured
@@ -74,12 +74,12 @@ def main(request: ProbeRequest) -> str:
 
 
 def _measure_all(request: ProbeRequest, world: World) -> None:
-    from rankzero.training import worker
+    from rankzero.training.data import sets
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     measured = list(request.known)
     # Loaded once: that may take longer than a cell.
-    data = worker.load_data_sets(experiment)
+    data = sets.load(experiment)
     # Every rank computes the same next cell from the same measurements.
     while cell := grid.next_cell(measured, request.batch_sizes, request.precisions, world.size):
         if world.ranks.first:

@@ -35,6 +35,8 @@ _TRIAL_SETTINGS = {
     "train.checkpoints.save_every": 0,
     "train.mlflow.log_model": False,
     "train.mlflow.log_pictures": False,
+    # The test set must not be looked at once for each trial.
+    "train.test": False,
 }
 
 

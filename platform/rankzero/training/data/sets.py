@@ -1,0 +1,81 @@
+"""The data sets that an experiment returns: one to train on, one or several to evaluate."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from rankzero.errors import UserError
+from rankzero.experiment import Experiment
+from rankzero.training.data.order import check_same_lengths
+from rankzero.training.distributed.world import World
+
+
+def load(experiment: Experiment) -> tuple[Any, dict[str, Any]]:
+    """Return the training set, and the validation sets by the group of their metrics.
+
+    Raises UserError if one is unusable, or if the goal belongs to none of several sets.
+    """
+    data = experiment.data()
+    try:
+        train_set, validation = data
+        val_sets = by_group("val", validation)
+        lengths = len(train_set), {group: len(one) for group, one in val_sets.items()}
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"data() must return two map-style data sets (training, validation): {error}"
+        ) from error
+    if not (lengths[0] and lengths[1] and all(lengths[1].values())):
+        found = " and ".join(f"{context(group)} set {size}" for group, size in lengths[1].items())
+        raise UserError(
+            f"data() returned an empty data set: the training set has {lengths[0]} samples, "
+            f"the {found or 'mapping of validation sets none'}"
+        )
+    goal = experiment.goal.metric
+    if not any(goal.startswith(f"{group}/") for group in val_sets):
+        possible = " or ".join(goal.replace("val", group, 1) for group in val_sets)
+        raise UserError(
+            f"the goal is {goal!r}, but data() returns several validation sets: "
+            f"set goal.metric to {possible}"
+        )
+    return train_set, val_sets
+
+
+def by_group(kind: Literal["val", "test"], data: Any) -> dict[str, Any]:
+    """Return data sets by the group of their metrics: ``val``, or ``val/near`` and ``val/far``.
+
+    `data`: a data set, or a mapping of names to data sets. Raises UserError for an illegal name.
+    """
+    # A map-style data set may be a dictionary, too. Its keys are numbers.
+    if not isinstance(data, Mapping) or not all(isinstance(name, str) for name in data):
+        return {kind: data}
+    for name in data:
+        if not name or "/" in name:
+            raise UserError(f"a {kind} set is called {name!r}: use a name without '/'")
+    return {f"{kind}/{name}": one for name, one in data.items()}
+
+
+def context(group: str) -> str:
+    """Return the use of a group's data set, as people read it: ``validation/near``."""
+    return group.replace("val", "validation", 1) if group.startswith("val") else group
+
+
+def check_same(world: World, method: str, sets: Mapping[str, Any]) -> None:
+    """Raise UserError if names or lengths differ between ranks. Collective.
+
+    Ranks with other data would train on other batches, or wait for each other without end.
+    """
+    names = zlib.crc32(json.dumps(list(sets)).encode())
+    differing = world.ranks_that_differ(torch.tensor([names]))
+    if differing:
+        raise UserError(
+            f"{method} returned data sets of other names on rank {', '.join(map(str, differing))} "
+            f"than on rank 0, which has {', '.join(sets)}: return the same on every rank"
+        )
+    lengths = world.gather(torch.tensor([len(one) for one in sets.values()]))
+    for number, name in enumerate(sets):
+        check_same_lengths(name, lengths[:, number].tolist(), method)

@@ -1,0 +1,102 @@
+"""Evaluations: several validation sets, and equal batches for a measure with collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from rankzero.config import override
+from rankzero.errors import UserError
+from rankzero.events import Evaluated
+from rankzero.experiment import Goal
+from rankzero.training.data import sets
+from rankzero.training.stop import StopCode
+from support.training import Trained, Trainer, tiny
+
+Tiny: Any = type(tiny())
+
+
+class Several(Tiny):
+    goal = Goal("val/far/accuracy", "max")
+    draws: bool = False
+
+    def data(self) -> Any:
+        train, near = super().data()
+        return train, {"near": near, "far": tiny(augment=True).data()[0]}
+
+    def measure(self, model: Any, batch: Any) -> Any:
+        luck = {"luck": torch.rand(())} if self.draws and not model.training else {}
+        return {**super().measure(model, batch), **luck}
+
+
+def several(**changes: Any) -> Any:
+    settings = {"train.steps": 10, "train.eval_every": 5, **changes}
+    return override(Several(), {key.replace("__", "."): value for key, value in settings.items()})
+
+
+def evaluated(trained: Trained) -> list[Evaluated]:
+    return [event for event in trained.events if isinstance(event, Evaluated)]
+
+
+def test_each_validation_set_has_metrics_of_its_own(train: Trainer) -> None:
+    trained = train(several(train__micro_batch=8))
+    *_, last = evaluated(trained)
+    x, y = trained.job.experiment.data()[1]["near"].tensors
+    with torch.no_grad():
+        loss = cross_entropy(trained.state.model.eval()(x), y)
+    assert last.metrics["val/near/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert set(last.metrics) == {
+        f"val/{name}/{metric}" for name in ("near", "far") for metric in ("loss", "accuracy")
+    }
+    assert trained.state.best == max(e.metrics["val/far/accuracy"] for e in evaluated(trained))
+
+
+def test_a_goal_of_no_set_is_refused_before_the_training(train: Trainer) -> None:
+    with pytest.raises(UserError, match="to val/near/accuracy or val/far/accuracy"):
+        train(several(goal__metric="val/accuracy"))
+    with pytest.raises(UserError, match=r"goal is 'val/near/f1'.*'val/near/accuracy'"):
+        train(several(goal__metric="val/near/f1"))
+
+
+@pytest.mark.parametrize("stop_at", [5, 10])
+def test_an_interrupted_evaluation_of_several_sets_is_repeated_exactly(
+    train: Trainer, tmp_path: Path, stop_at: int
+) -> None:
+    experiment = several(draws=True, train__micro_batch=1, dropout=0.3, train__log_every=1)
+    straight = train(experiment, tmp_path / "straight")
+    first = train(experiment, tmp_path / "parts", stop_at=stop_at, min_evaluation_seconds=0.0)
+    assert first.stopped == StopCode.SIGTERM and first.state.evaluation_pending
+    second = train(experiment, tmp_path / "parts")
+    seen = {event.step: event.metrics for event in (*evaluated(first), *evaluated(second))}
+    assert seen == {event.step: event.metrics for event in evaluated(straight)}
+    assert {**first.series("train/loss"), **second.series("train/loss")} == straight.series(
+        "train/loss"
+    )
+
+
+@pytest.mark.parametrize(
+    ("validation", "says"),
+    [
+        ({}, "mapping of validation sets none"),
+        ({"near": [1], "far": []}, "validation/near set 1 and validation/far set 0"),
+        ({"a/b": [1]}, "called 'a/b': use a name without '/'"),
+        (5, "must return two map-style data sets"),
+    ],
+)
+def test_unusable_validation_sets_get_one_message(validation: Any, says: str) -> None:
+    class Odd(Tiny):
+        def data(self) -> Any:
+            return [1], validation
+
+    with pytest.raises(UserError, match=says):
+        sets.load(Odd())
+
+
+def test_a_dictionary_with_numbers_is_one_data_set() -> None:
+    data = {0: "a", 1: "b"}
+    assert sets.by_group("val", data) == {"val": data}
+    assert sets.context("val/near") == "validation/near" and sets.context("test") == "test"

@@ -1,0 +1,112 @@
+"""The test set: evaluated once, on the best checkpoint, and without any influence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from rankzero.config import override
+from rankzero.errors import UserError
+from rankzero.events import Evaluated
+from rankzero.ranks import Ranks
+from rankzero.training import final_test
+from rankzero.training.checkpoints import restore
+from rankzero.training.distributed.world import World
+from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest
+from support.training import Trained, Trainer, tiny, weights
+
+Tiny: Any = type(tiny())
+ALONE = World(Ranks(), torch.device("cpu"))
+
+
+class HeldOut(Tiny):
+    returned: str = "one"
+
+    def test(self) -> Any:
+        torch.rand(3)
+        _, held_out = tiny().data()
+        odd: dict[str, Any] = {"many": {"a": held_out, "b": held_out}, "none": None, "empty": []}
+        return {"one": held_out, "number": 5, **odd}[self.returned]
+
+    def measure(self, model: Any, batch: Any) -> Any:
+        luck = {"luck": torch.rand(())} if not model.training else {}
+        return {**super().measure(model, batch), **luck}
+
+
+def experiment(**changes: Any) -> Any:
+    # So high a learning rate that the last evaluation is not the best.
+    settings = {"train.steps": 30, "train.eval_every": 2, "lr": 2.0, **changes}
+    return override(HeldOut(), {key.replace("__", "."): value for key, value in settings.items()})
+
+
+def evaluated(trained: Trained, folder: Path, notices: list[str]) -> Evaluated:
+    test_sets = final_test.load_sets(trained.job.experiment, ALONE)
+    return final_test.evaluate_best(
+        trained.job, trained.state, test_sets, folder, StopRequest(), notices.append
+    )
+
+
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_the_best_checkpoint_is_tested_and_nothing_changes(
+    train: Trainer, tmp_path: Path, ema: float | None
+) -> None:
+    trained = train(experiment(train__patience=5, train__ema=ema))
+    notices: list[str] = []
+    best, step = trained.state.best, trained.state.step
+    found = evaluated(trained, tmp_path / "checkpoints", notices)
+    evaluations = {e.step: e.metrics for e in trained.events if isinstance(e, Evaluated)}
+    assert evaluations[found.step]["val/accuracy"] == best and found.step < step
+    model = trained.job.experiment.model()
+    saved = restore.load(tmp_path / f"checkpoints/step_{found.step:08d}")
+    model.load_state_dict(saved.get("ema", saved["model"]))
+    x, y = tiny().data()[1].tensors
+    with torch.no_grad():
+        loss = cross_entropy(model.eval()(x), y).item()
+    assert found.metrics["test/loss"] == pytest.approx(loss, rel=1e-5) and not found.best
+    assert (trained.state.best, trained.state.step, notices) == (best, step, [])
+    again = train(trained.job.experiment)
+    assert evaluated(again, tmp_path / "checkpoints", notices).metrics == found.metrics
+
+
+def test_a_run_without_the_best_checkpoint_reports_what_it_tests(
+    train: Trainer, tmp_path: Path
+) -> None:
+    notices: list[str] = []
+    trained = train(experiment(train__checkpoints__save_every=0), tmp_path / "none")
+    assert evaluated(trained, tmp_path / "none/checkpoints", notices).step == 30
+    trained = train(experiment(train__checkpoints__keep=0), tmp_path / "last")
+    assert evaluated(trained, tmp_path / "last/checkpoints", notices).step == 30
+    assert "keeps no checkpoint" in notices[0] and "best evaluation has no" in notices[1]
+
+
+def test_a_test_set_that_draws_does_not_change_the_training(train: Trainer, tmp_path: Path) -> None:
+    one = train(experiment(dropout=0.3), tmp_path / "one")
+    two = train(experiment(dropout=0.3, train__test=False), tmp_path / "two")
+    state = torch.get_rng_state()
+    assert list(final_test.load_sets(one.job.experiment, ALONE)) == ["test"]
+    assert torch.equal(state, torch.get_rng_state())
+    assert final_test.load_sets(two.job.experiment, ALONE) == {}
+    assert all(map(torch.equal, weights(one), weights(two)))
+
+
+def test_a_stop_interrupts_the_test(train: Trainer, tmp_path: Path) -> None:
+    trained = train(experiment(train__micro_batch=1))
+    stop = StopRequest(min_evaluation_seconds=0.0)
+    stop.request(StopCode.SIGTERM)
+    test_sets = final_test.load_sets(trained.job.experiment, ALONE)
+    with pytest.raises(EvaluationInterrupted):
+        final_test.evaluate_best(
+            trained.job, trained.state, test_sets, tmp_path / "checkpoints", stop, pytest.fail
+        )
+
+
+def test_several_test_sets_and_unusable_ones() -> None:
+    assert list(final_test.load_sets(experiment(returned="many"), ALONE)) == ["test/a", "test/b"]
+    assert final_test.load_sets(experiment(returned="none"), ALONE) == {}
+    for returned, says in (("number", "must return a map-style"), ("empty", "for test: return")):
+        with pytest.raises(UserError, match=says):
+            final_test.load_sets(experiment(returned=returned), ALONE)
