@@ -122,3 +122,9 @@ def test_the_best_model_has_the_averaged_weights(folder: RunFolder) -> None:
     )
     found = best_model.load_best(folder).state_dict()
     assert all(torch.equal(value, found[name]) for name, value in averaged.state_dict().items())
+
+
+def test_the_example_inputs_of_a_measure_with_progress_and_helpers_are_found() -> None:
+    experiment = experiment_file.load(str(FIXTURES / "staged.py"))()
+    (inputs,) = best_model._example_inputs(experiment, experiment.model(), 4)
+    assert inputs.shape == (2, 8)
