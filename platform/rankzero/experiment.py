@@ -267,6 +267,8 @@ class Experiment:
     lockstep: ClassVar[bool] = False
     """Whether all ranks evaluate equally many batches of equal size, for a `measure` that talks to
     other ranks. Fewer samples than there are ranks may be left out."""
+    turns: ClassVar[Sequence[str]] = ()
+    """The order in which several optimizers step, each on a loss of its own. Empty: together."""
 
     def __init_subclass__(cls) -> None:
         _annotate_inherited(cls)
@@ -380,7 +382,9 @@ class Experiment:
     def optimizer(self, model: Any) -> Any:
         """Return the `torch.optim.Optimizer`. AdamW at `lr` unless overridden.
 
-        Or {name: optimizer}: all of them step together, and each parameter belongs to one.
+        Or {name: optimizer}: all of them step together, and each parameter belongs to one. With
+        ``turns = ("discriminator", "generator")``, they step one after the other: each step calls
+        `measure` once for each name, as ``at.turn``, and that optimizer steps on its ``loss``.
         """
         from torch import optim
 
@@ -398,11 +402,13 @@ class Experiment:
         """Return the first module of each later stage, by name, for ``train.strategy=pp``."""
         return ()
 
-    def schedule(self, step: int, total_steps: int) -> float | Sequence[float]:
+    def schedule(
+        self, step: int, total_steps: int
+    ) -> float | Sequence[float] | Mapping[str, float]:
         """Return the factor on the optimizer's learning rates at `step`, which counts from 0.
 
-        One float for all parameter groups, or a list with one for each. Must be a pure function:
-        a resume calls it at any step.
+        One float for all parameter groups, a list with one for each, or {optimizer: float}. Must
+        be a pure function: a resume calls it at any step.
         """
         return factor(self.train.schedule, step, total_steps, self.train.warmup_steps)
 

@@ -102,7 +102,7 @@ def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     seen: dict[str, Any] = {
         "losses": {},
-        "norms": [],
+        "logged": {},
         "trained": [],
         "evaluated": {},
         "begun": [],
@@ -155,7 +155,8 @@ def train(
     def emit(event: Event) -> None:
         if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
             seen["trained"] += event.steps
-            seen["norms"] += event.metrics.get("train/gradient_norm", [])
+            for name, column in event.metrics.items():
+                seen["logged"].setdefault(name, []).extend(column)
             seen["losses"] |= dict(
                 zip(map(str, event.steps), event.metrics["train/loss"], strict=True)
             )

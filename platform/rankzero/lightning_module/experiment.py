@@ -110,7 +110,9 @@ class _LightningExperiment(Experiment):
             group["lr"] = group.pop("initial_lr", group["lr"])
         return optimizer
 
-    def schedule(self, step: int, total_steps: int) -> float | Sequence[float]:
+    def schedule(
+        self, step: int, total_steps: int
+    ) -> float | Sequence[float] | Mapping[str, float]:
         fit = self._fit
         if fit.scheduler is None:
             return super().schedule(step, total_steps)

@@ -9,6 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rankzero.errors import UserError
+from rankzero.experiment import Experiment
+from rankzero.progress import takes_progress
 from rankzero.training.strategies import parameter_names
 
 
@@ -99,3 +101,29 @@ def check(parts: Mapping[str, Any], model: nn.Module) -> None:
                 f"optimizer() gives {found!r} to no optimizer, so it would never be trained: give "
                 "it to one, or set its requires_grad to False in model()"
             )
+
+
+def check_turns(experiment: Experiment, made: Any) -> None:
+    """Raise UserError unless each optimizer that `optimizer()` made has one of the turns."""
+    names = list(made) if isinstance(made, Mapping) else []
+    if sorted(experiment.turns) != sorted(names):
+        raise UserError(
+            f"turns names {', '.join(experiment.turns)}, but optimizer() returns "
+            f"{', '.join(names) or 'one optimizer'}: name each optimizer of the mapping once"
+        )
+    if not takes_progress(experiment.measure):
+        raise UserError(
+            "an experiment with turns needs measure(self, model, batch, at): at.turn is the "
+            "optimizer that steps"
+        )
+
+
+def by_group(optimizer: Optimizer, factors: Mapping[str, float]) -> list[float]:
+    """Return each group's factor of those by optimizer. Raises UserError for other names."""
+    parts = optimizer.parts if isinstance(optimizer, JointOptimizer) else {}
+    if sorted(factors) != sorted(parts):
+        raise UserError(
+            f"schedule() returned factors for {', '.join(factors)}, but optimizer() returns "
+            f"{', '.join(parts) or 'one optimizer'}: return one factor for each optimizer"
+        )
+    return [factors[name] for name, part in parts.items() for _ in part.param_groups]

@@ -13,6 +13,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.training import joint_optimizer
 from rankzero.training.data.batch import map_tensors
+from rankzero.training.joint_optimizer import JointOptimizer
 
 
 def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimizer:
@@ -22,10 +23,12 @@ def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimi
     parameters among them.
     """
     made, precision = experiment.optimizer(model), experiment.train.precision
+    if experiment.turns:
+        joint_optimizer.check_turns(experiment, made)
     if isinstance(made, Mapping):
         joint_optimizer.check(made, model)
         parts = {name: fused(one, model, precision) if fuse else one for name, one in made.items()}
-        return joint_optimizer.JointOptimizer(parts)
+        return JointOptimizer(parts)
     return fused(made, model, precision) if fuse else made
 
 
@@ -47,8 +50,13 @@ def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
     is_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     # A new loss scaler's first step may overflow. Then the fused SGD kernel leaves the momentum as
     # uninitialised memory (seen with PyTorch 2.15).
-    has_momentum = isinstance(optimizer, SGD) and any(group["momentum"] for group in groups)
-    if has_hooks or is_chosen or is_sparse or (has_momentum and precision == "fp16"):
+    has_momentum = any(group.get("momentum") for group in groups)
+    # PyTorch has no fused SGD for parameters that are divided among ranks, which are DTensors.
+    is_divided = any(hasattr(parameter, "to_local") for parameter in model.parameters())
+    is_unfit_sgd = isinstance(optimizer, SGD) and (
+        is_divided or (has_momentum and precision == "fp16")
+    )
+    if has_hooks or is_chosen or is_sparse or is_unfit_sgd:
         return optimizer
     constructor: Any = type(optimizer)
     # Some devices and number formats have no fused form.
@@ -60,12 +68,16 @@ def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
 
 
 def set_lr(
-    optimizer: Optimizer, base_lrs: Sequence[float], factors: float | Sequence[float]
+    optimizer: Optimizer,
+    base_lrs: Sequence[float],
+    factors: float | Sequence[float] | Mapping[str, float],
 ) -> None:
     """Set every group's learning rate to its base times the factor, or times its own factor.
 
-    Raises UserError if the number of factors is not the number of groups.
+    Raises UserError if the number of factors is not the number of groups, or of optimizers.
     """
+    if isinstance(factors, Mapping):
+        factors = joint_optimizer.by_group(optimizer, factors)
     if not isinstance(factors, Sequence):
         factors = [factors] * len(base_lrs)
     if len(factors) != len(base_lrs):
@@ -82,7 +94,18 @@ def set_lr(
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
-    """Return each group's learning rate: ``lr``, then ``lr/<name>``, or ``lr/1`` without a name."""
+    """Return each group's learning rate: ``lr``, then ``lr/<name>``, or ``lr/1`` without a name.
+
+    Of several optimizers, ``lr`` is that of the first, and ``lr/<optimizer>`` that of each.
+    """
+    if isinstance(optimizer, JointOptimizer):
+        every = {name: learning_rates(part) for name, part in optimizer.parts.items()}
+        named = {
+            f"lr/{part}{name.removeprefix('lr')}": lr
+            for part, rates in every.items()
+            for name, lr in rates.items()
+        }
+        return {"lr": next(iter(named.values())), **named}
     first, *others = optimizer.param_groups
     named = {f"lr/{group.get('name', i)}": group["lr"] for i, group in enumerate(others, 1)}
     return {name: float(lr) for name, lr in {"lr": first["lr"], **named}.items()}

@@ -19,10 +19,11 @@ class Precision:
     scaler: torch.amp.GradScaler | None
 
 
-def set_up(name: str, device: torch.device) -> Precision:
+def set_up(name: str, device: torch.device, *, keeps_casts: bool = True) -> Precision:
     """Return the precision `name` on `device`, and set this process's float32 arithmetic to match.
 
-    fp32 means IEEE float32 throughout.
+    fp32 means IEEE float32 throughout. `keeps_casts`: whether a weight that a forward uses twice is
+    converted once.
     """
     # PyTorch's default lets convolutions use tf32 on recent GPUs. Then fp32 and tf32 runs would
     # compute the same, and a comparison between them would be void.
@@ -33,4 +34,5 @@ def set_up(name: str, device: torch.device) -> Precision:
     if name not in _AUTOCAST:
         return Precision(contextlib.nullcontext(), None)
     scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
-    return Precision(torch.autocast(device.type, dtype=_AUTOCAST[name]), scaler)
+    autocast = torch.autocast(device.type, dtype=_AUTOCAST[name], cache_enabled=keeps_casts)
+    return Precision(autocast, scaler)

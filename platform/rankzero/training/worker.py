@@ -182,7 +182,9 @@ def build(
         rng.be_deterministic()
     device.set_threads(world.ranks)
     torch_compat.keep_compiled_code_private()
-    amp = precision.set_up(train.precision, world.device)
+    # Under fsdp, the gradient of a weight that is used twice would come after its reduction, and
+    # enter the next step (seen with PyTorch 2.15).
+    amp = precision.set_up(train.precision, world.device, keeps_casts=train.strategy != "fsdp")
     rng.seed_all(train.seed)
     train_set, val_sets = data or sets.load(experiment)
     named = {sets.context(group): one for group, one in val_sets.items()}

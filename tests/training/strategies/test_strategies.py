@@ -334,13 +334,15 @@ def test_compiled_units_are_recomputed(folder: Path) -> None:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_norm_of_the_whole_gradient_is_logged(folder: Path, alone: Any, name: str) -> None:
     one, two = alone(train__log_gradient_norm=True), seen(folder, f"{name}-normed")
-    assert len(two["norms"]) == 8 and two["norms"] == pytest.approx(one["norms"], rel=1e-4)
+    norms = [found["logged"]["train/gradient_norm"] for found in (one, two)]
+    assert len(norms[0]) == 8 and norms[1] == pytest.approx(norms[0], rel=1e-4)
     assert two["losses"] == seen(folder, name)["losses"], "logging the norm changed the training"
 
 
 def test_norm_is_that_before_clipping(folder: Path, alone: Any) -> None:
-    first, *_ = alone(train__log_gradient_norm=True, train__clip=0.05)["norms"]
-    assert 0.05 < first == pytest.approx(seen(folder, "ddp-normed")["norms"][0], rel=1e-4)
+    clipped = alone(train__log_gradient_norm=True, train__clip=0.05)["logged"]
+    other, name = seen(folder, "ddp-normed")["logged"], "train/gradient_norm"
+    assert 0.05 < clipped[name][0] == pytest.approx(other[name][0], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1"])

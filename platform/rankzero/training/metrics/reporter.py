@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 
@@ -41,7 +42,9 @@ class Reporter:
     def add(self, metrics: Mapping[str, Tensor], data_wait: float) -> None:
         """Add one step's metrics, which stay on the device, and its seconds of waiting for data."""
         if not self._columns:
-            self._columns = {name: [] for name in ("loss", *metrics)}
+            # Each turn has a loss of its own.
+            first = () if self._job.experiment.turns else ("loss",)
+            self._columns = {name: [] for name in (*first, *metrics)}
         try:
             for name, column in self._columns.items():
                 column.append(metrics[name])
@@ -76,6 +79,10 @@ class Reporter:
             self._data_wait,
             job.forward_timer.read(),
         )
+        if job.experiment.turns:
+            losses = (window.values[f"{turn}/loss"] for turn in job.experiment.turns)
+            total = [sum(values) for values in zip(*losses, strict=True)]
+            window = dataclasses.replace(window, values={"loss": total, **window.values})
         self._columns = {name: [] for name in self._columns}
         steps = range(state.step - window.steps + 1, state.step + 1)
         derived = derived_columns(job.experiment, window.values, window.quotients)

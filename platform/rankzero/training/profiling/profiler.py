@@ -90,7 +90,7 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
     from rankzero.training.metrics.straggler import ForwardTimer
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
-    # Neither evaluations nor checkpoints: `train_step` is called directly.
+    # Neither evaluations nor checkpoints: steps are taken directly.
     job, state = worker.build(config.override(experiment, {"train.steps": _ENDLESS}), world)
     # The mark takes the place of the timer, which times some forwards.
     marked = ForwardTimer(world.device, _marked_measure(job.forward_timer.measure))
@@ -123,11 +123,12 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
 
 def _take_steps(job: Any, state: Any, batches: Iterator[Any], count: int) -> tuple[float, float]:
     """Take steps, and return their seconds and the seconds that they waited for data."""
-    from rankzero.training.loop import train_step
+    from rankzero.training.loop import step_function
 
+    take_step = step_function(job.experiment)
     start, waited = job.world.now(), 0.0
     for _ in range(count):
-        _, wait = train_step(job, state, batches)
+        _, wait = take_step(job, state, batches)
         waited += wait
     return job.world.now() - start, waited
 

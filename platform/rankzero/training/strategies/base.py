@@ -108,6 +108,9 @@ class Strategy(Protocol):
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (running statistics), as a checkpoint has them."""
 
+    def average_gradients(self) -> None:
+        """After a turn: average over the ranks what the backward left on each. Collective."""
+
     def clip(self, norm: float) -> Tensor:
         """Scale all gradients so that the norm over all ranks' parts is at most `norm`.
 

@@ -119,6 +119,9 @@ class Pipeline:
     def sync_buffers(self) -> None:
         """Do nothing: no two ranks have the same buffers."""
 
+    def average_gradients(self) -> None:
+        """Do nothing: each rank has gradients of its own, and a pipeline takes no turns."""
+
     def clip(self, norm: float) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return clip_by(total_norm(self._world, parts=gradients, whole=[]), norm, gradients)

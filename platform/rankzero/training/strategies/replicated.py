@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rankzero.errors import UserError
-from rankzero.experiment import Experiment
+from rankzero.experiment import Experiment, Train
 from rankzero.training import optimizers
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import World
@@ -74,6 +74,16 @@ class Replicated:
     def sync_buffers(self) -> None:
         self.world.broadcast_buffers(self.model)
 
+    def average_gradients(self) -> None:
+        if self.replica is not self.model or not self.world.is_distributed:
+            return
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        averages = self.world.sum(torch.cat([one.flatten() for one in gradients]))
+        averages /= self.world.size
+        parts = averages.split([one.numel() for one in gradients])
+        for one, part in zip(gradients, parts, strict=True):
+            one.copy_(part.view_as(one))
+
     def clip(self, norm: float) -> Tensor:
         # After the backward, every rank has all gradients, so this needs no communication.
         if norm == math.inf:
@@ -115,7 +125,9 @@ class Replicated:
         self.optimizer.load_state_dict(parameter_names.by_number(saved["optimizer"], names))
 
     def without_communication(self) -> Strategy | None:
-        # Only the wrapper communicates, in its backward.
+        # Only the wrapper communicates, in its backward. Turns communicate without it.
+        if self.replica is self.model and self.world.is_distributed:
+            return None
         return dataclasses.replace(self, replica=self.model)
 
 
@@ -170,12 +182,19 @@ class AutocastDataParallel(DataParallel[Any]):
 
 
 def ddp(experiment: Experiment, model: nn.Module, world: World) -> Replicated:
-    """Wrap the model in DistributedDataParallel."""
+    """Wrap the model in DistributedDataParallel, unless the experiment has turns."""
     train, optimizer = experiment.train, optimizers.of(experiment, model)
+    if experiment.turns and train.ddp != Train.DDP():
+        raise UserError(
+            "train.ddp is for steps with one backward, and the experiment has turns: leave the "
+            "settings of train.ddp out"
+        )
 
     def wrap(model: nn.Module) -> nn.Module:
-        # DDP refuses a model without parameters to train.
-        if not world.is_distributed or not any(p.requires_grad for p in model.parameters()):
+        # DDP refuses a model without parameters to train. It also wants a gradient for each of them
+        # after each forward, and a turn may have several forwards, of a part of the model.
+        has_one_backward = not experiment.turns and any(p.requires_grad for p in model.parameters())
+        if not world.is_distributed or not has_one_backward:
             return model
         replica = DistributedDataParallel(
             model,

@@ -89,6 +89,9 @@ class Sharded:
     def sync_buffers(self) -> None:
         self.world.broadcast_buffers(self.model)
 
+    def average_gradients(self) -> None:
+        """Do nothing: the backward has done it."""
+
     def clip(self, norm: float) -> Tensor:
         for p in self.model.parameters():
             p.grad = _summed(p.grad)

@@ -204,11 +204,12 @@ def _window(
     """Take some steps; return the slowest rank's seconds, and its wait for data. Collective."""
     import torch
 
-    from rankzero.training.loop import train_step
+    from rankzero.training.loop import step_function
 
+    take_step = step_function(job.experiment)
     waited, start = 0.0, job.world.now()
     for _ in range(steps):
-        _, wait = train_step(job, state, batches)
+        _, wait = take_step(job, state, batches)
         waited += wait
     mine = torch.tensor([job.world.now() - start, waited], dtype=torch.float64)
     seconds, data_wait = job.world.gather(mine).amax(dim=0).tolist()

@@ -1,0 +1,120 @@
+"""Optimizers in turns, as in a GAN: on one and two ranks, under each strategy that takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rankzero.errors import UserError
+from rankzero.ranks import Ranks
+from rankzero.training.distributed.world import World
+from rankzero.training.joint_optimizer import by_group
+from rankzero.training.optimizers import of, set_lr
+from support import two_ranks
+from support.paths import FIXTURES
+from support.two_ranks import Case, attempted, launched, seen
+
+ADVERSARIAL = FIXTURES / "adversarial.py"
+STRATEGIES = ("ddp", "zero1", "fsdp")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"train__clip": 0.05, "train__log_gradient_norm": True},
+    "divided": {"train__micro_batch": 4, "ratio": True},
+    "fp16": {"train__precision": "fp16"},
+}
+
+
+def case(name: str, stop_at: int | None = None, **changes: Any) -> Case:
+    return Case(name, changes, stop_at, file=ADVERSARIAL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cases = [
+        case(f"{name}-{variant}", train__strategy=name, **changes)
+        for name in STRATEGIES
+        for variant, changes in VARIANTS.items()
+    ]
+    cases += [case(f"{name}-again", 3, train__strategy=name) for name in STRATEGIES]
+    cases += [
+        case("pp", train__strategy="pp"),
+        case("ddp-static", train__ddp__static_graph=True),
+    ]
+    return launched(tmp_path_factory.mktemp("turns"), 2, cases)
+
+
+def alone(folder: Path, name: str, stop_at: int | None = None, **changes: Any) -> dict[str, Any]:
+    world = World(Ranks(), torch.device("cpu"))
+    return attempted(world, case(name, stop_at, **changes), folder / name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_two_ranks_take_the_turns_of_one(
+    folder: Path, tmp_path: Path, name: str, variant: str
+) -> None:
+    one = alone(tmp_path, "one", **VARIANTS[variant])
+    two = seen(folder, f"{name}-{variant}")
+    # Half precision rounds the two halves of a batch differently.
+    tolerance = 1e-3 if variant == "fp16" else 1e-4
+    assert two["logged"].keys() == one["logged"].keys() >= {"train/generator/loss"}
+    for metric in ("train/loss", "train/generator/loss", "train/discriminator/loss"):
+        assert two["logged"][metric] == pytest.approx(one["logged"][metric], rel=tolerance), metric
+    for step, metrics in one["evaluated"].items():
+        assert two["evaluated"][step] == pytest.approx(metrics, rel=20 * tolerance)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_resumed_turns_are_bit_identical(folder: Path, name: str) -> None:
+    straight, again = seen(folder, f"{name}-plain"), seen(folder, f"{name}-again")
+    assert again["begun"][1] >= 3 and again["logged"] == straight["logged"]
+
+
+def test_turns_resume_bit_for_bit_on_one_process(tmp_path: Path) -> None:
+    straight, again = alone(tmp_path, "straight"), alone(tmp_path, "again", 3)
+    assert again["begun"][1] >= 3 and again["logged"] == straight["logged"]
+
+
+def test_each_turn_trains_its_own_parameters_on_its_own_loss(tmp_path: Path) -> None:
+    logged = alone(tmp_path, "turns", train__steps=1)["logged"]
+    turns = [logged[f"train/{turn}/loss"][0] for turn in ("discriminator", "generator")]
+    assert logged["train/loss"] == [sum(turns)]
+    # The generator is judged by the discriminator that has just been trained.
+    still = alone(tmp_path, "still", train__steps=1, discriminator_lr=1e-30)["logged"]
+    assert still["train/discriminator/loss"] == logged["train/discriminator/loss"]
+    assert still["train/generator/loss"] != logged["train/generator/loss"]
+
+
+def test_clipping_bounds_the_gradient_of_each_turn(tmp_path: Path) -> None:
+    logged = alone(tmp_path, "clipped", **VARIANTS["clipped"])["logged"]
+    norms = [logged[f"train/{turn}/gradient_norm"] for turn in ("discriminator", "generator")]
+    assert len(norms[0]) == len(norms[1]) == 8 and norms[0] != norms[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("pp", "pp takes one optimizer, and optimizer() returned 2"),
+        ("ddp-static", "leave the settings of train.ddp out"),
+    ],
+)
+def test_what_turns_cannot_do_is_refused(folder: Path, name: str, says: str) -> None:
+    error = seen(folder, name, fails=True)["error"]
+    assert error.startswith("UserError: ") and says in error
+
+
+def test_turns_need_an_optimizer_each(tmp_path: Path) -> None:
+    found = alone(tmp_path, "one", given="one")
+    assert "turns names discriminator, generator, but optimizer() returns one" in found["error"]
+
+
+def test_schedule_gives_each_optimizer_a_factor() -> None:
+    experiment: Any = two_ranks.layered(ADVERSARIAL, decay=0.5)
+    optimizer = of(experiment, experiment.model())
+    set_lr(optimizer, [0.01, 0.1], experiment.schedule(2, 8))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0025, 0.1]
+    with pytest.raises(UserError, match="returned factors for critic, but"):
+        by_group(optimizer, {"critic": 1.0})
