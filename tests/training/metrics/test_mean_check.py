@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from rankzero.ranks import Ranks
 from rankzero.training import rng
+from rankzero.training.distributed.world import World
+from rankzero.training.evaluation import evaluate_goal
 from rankzero.training.metrics.mean_check import MeanCheck
+from rankzero.training.stop import StopRequest
+from rankzero.training.worker import build
+from support.two_ranks import TOKENS, layered
 
 CPU = torch.device("cpu")
 BATCH = torch.linspace(0.1, 3.0, 7)
@@ -32,7 +39,7 @@ def noticed(
 
 def test_perplexity_is_noticed_once_with_both_values() -> None:
     (text,) = noticed(lambda x: {"loss": x.mean(), "perplexity": x.mean().exp()})
-    assert "perplexity is 4.711 for 7 samples, and the mean of their halves " in text
+    assert "perplexity is 4.7115 for 7 samples, and the mean of their halves " in text
     assert "return a Ratio, or let an object of metrics()" in text and "loss" not in text
 
 
@@ -79,3 +86,14 @@ def test_batch_of_one_sample_is_not_kept() -> None:
     check.keep(BATCH, 7)
     check.run(lambda x: {"loss": x.mean().exp()})
     assert len(notices) == 1
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_first_evaluation_is_checked(plain: bool) -> None:
+    notices: list[str] = []
+    experiment = layered(TOKENS, plain=plain, train__eval_batch=3)
+    job, state = build(experiment, World(Ranks(), CPU))
+    job = dataclasses.replace(job, mean_check=MeanCheck(CPU, "fp32", notices.append))
+    metrics = [evaluate_goal(job, state, StopRequest())[0] for _ in range(2)]
+    assert metrics[0] == metrics[1]
+    assert ["loss is 2.4" in text for text in notices] == [True] * plain

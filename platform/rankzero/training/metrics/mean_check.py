@@ -54,7 +54,7 @@ class MeanCheck:
         finally:
             rng.restore(states, self._device)
         values = "; ".join(
-            f"{name} is {whole:.4g} for {kept[1]} samples, and the mean of their halves {mean:.4g}"
+            f"{name} is {whole:.5g} for {kept[1]} samples, and the mean of their halves {mean:.5g}"
             for name, (whole, mean) in found.items()
         )
         if values:
