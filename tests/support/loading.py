@@ -1,6 +1,6 @@
 """A process with loading processes, as a rank has them. It prints their ids and waits.
 
-python loading.py METHOD
+python loading.py METHOD    (default: none is set)
 """
 
 import multiprocessing
@@ -14,7 +14,8 @@ from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import BatchOrder
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method(sys.argv[1])
+    if sys.argv[1] != "default":
+        multiprocessing.set_start_method(sys.argv[1])
     plan = BatchOrder(samples=1000, batch_size=8, micro_batch=8, world_size=1, seed=3)
     feed = BatchLoader(
         list(range(1000)), torch.device("cpu"), seed=3, workers=2, collate=default_collate

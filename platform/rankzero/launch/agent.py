@@ -179,6 +179,9 @@ def enter(entry: Callable[[Any], str], request: Any, store: str | None = None) -
     from rankzero.launch import torch_compat
 
     rendezvous.use_folder(store)
+    # A fork of the server would start processes through that server, which must pickle all that
+    # they need. The user's code gets Python's default, as in a process of its own.
+    multiprocessing.set_start_method(None, force=True)
     if not signals.unblocks(entry):
         signals.unblock()
     result = entry(request)

@@ -59,15 +59,25 @@ class Failure:
     kind: FailureKind = FailureKind.OTHER
 
 
+class DescribedError(Exception):
+    """A failure of another process, which has described it: its exception may not be sent."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
 def describe(error: BaseException, rank: int) -> Failure:
     """Return the failure behind an exception, its texts without secrets: MLflow gets them."""
+    if isinstance(error, DescribedError):
+        return dataclasses.replace(error.failure, time=time.time(), rank=rank)
     trace = text_without_secrets("".join(traceback.format_exception(error)))
     return Failure(time.time(), rank, text_without_secrets(reason(error)), trace, _kind(error))
 
 
 def reason(error: BaseException) -> str:
     """Return one line: what happened, and where in the user's code."""
-    if isinstance(error, (UserError, ConfigError)):
+    if isinstance(error, (UserError, ConfigError, DescribedError)):
         return str(error)
     text = f"{type(error).__name__}: {error}".rstrip(": ")
     place = place_of(traceback.extract_tb(error.__traceback__))

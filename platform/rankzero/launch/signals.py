@@ -158,9 +158,16 @@ def start_server() -> None:
     has no signal handlers yet.
     """
     resource_tracker.ensure_running()  # it unblocks signals while it starts
+    with held_back():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Block signals in this thread, and for good in the processes that it starts inside."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-from collections import UserDict
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from rankzero.experiment import Experiment
-from rankzero.training.data.batch import rows_of, samples_in, to_device
-from rankzero.training.data.loader import BatchLoader, loader_workers
+from rankzero.training.data.batch import samples_in
+from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import BatchOrder
-from support.paths import SUPPORT
 
 CPU = torch.device("cpu")
 
@@ -132,41 +127,36 @@ def test_a_subset_augments_each_sample_with_its_own_seed() -> None:
     assert rows(part, 10) == rows(Noise(), 10) == rows(part, 5)
 
 
-def test_nested_batches_are_moved_and_counted() -> None:
-    batch = {"x": [torch.zeros(4, 2), "text"], "y": (torch.zeros(4),)}
-    assert samples_in(batch) == 4
-    moved = to_device(batch, CPU)
-    assert moved["x"][1] == "text" and isinstance(moved["y"], tuple)
-    assert samples_in("nothing") == 0
+def drawn_by_collate(
+    workers: int, rank: int = 0, world_size: int = 1, first_step: int = 0
+) -> list[list[float]]:
+    """Return what collate draws for each micro-batch, as MixUp does."""
+
+    def collate(samples: list[Tensor]) -> Tensor:
+        return torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
+
+    loader = BatchLoader(Noise(), CPU, seed=3, workers=workers, collate=collate)
+    batches = loader.train_batches(BatchOrder(20, 8, 2, world_size, 3), rank, first_step, 6)
+    return [batch.tolist() for batch in batches]
 
 
-class Encoded(UserDict[str, Any]):
-    """A mapping that is no dict, as tokenizers make them."""
+def test_what_collate_draws_depends_on_the_seed_and_the_micro_batch() -> None:
+    alone = drawn_by_collate(workers=0)
+    assert len(alone) == 24 and len({tuple(values) for values in alone}) == 24
+    assert drawn_by_collate(workers=1) == alone == drawn_by_collate(workers=2)
+    assert drawn_by_collate(workers=1, first_step=2) == alone[8:]
+    halves = [drawn_by_collate(workers=0, rank=rank, world_size=2) for rank in (0, 1)]
+    assert halves[0] == alone[:12] and not set(map(tuple, halves[1])) & set(map(tuple, alone))
 
 
-class Graph:
-    """No tensor, but can be moved as one."""
+def test_collate_may_ask_whether_it_trains() -> None:
+    class Asking(Experiment):
+        def collate(self, samples: list[Any], training: bool) -> Any:
+            return len(samples), training
 
-    def __init__(self, device: str = "nowhere") -> None:
-        self.device = device
-
-    def to(self, device: torch.device) -> Graph:
-        return Graph(device.type)
-
-
-def test_objects_with_a_method_to_are_moved() -> None:
-    meta = torch.device("meta")
-    encoded = Encoded(ids=torch.zeros(3, 2), graph=Graph(), texts=["a"])
-    moved = to_device(encoded, meta)
-    assert (
-        isinstance(moved, Encoded)
-        and moved["ids"].device == meta
-        and moved["graph"].device == "meta"
-    )
-    assert encoded["ids"].device == CPU and moved["texts"] == ["a"]
-    assert rows_of(encoded, torch.tensor([2]))["ids"].shape == (1, 2) and samples_in(encoded) == 3
-    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
-    assert to_device(packed, CPU).data.tolist() == [1.0, 1.0, 1.0]
+    loader = BatchLoader(list(range(20)), CPU, seed=3, workers=0, collate=Asking().collate)
+    assert next(loader.train_batches(BatchOrder(20, 8, 8, 1, 3), 0, 0, 1)) == (8, True)
+    assert next(loader.eval_batches(8, 0, 1)) == ((8, False), 8)
 
 
 def test_samples_are_counted_by_indices_and_not_by_rows() -> None:
@@ -181,23 +171,3 @@ def test_samples_are_counted_by_indices_and_not_by_rows() -> None:
         (32, 8),
         (16, 4),
     ]
-
-
-def test_loading_processes_use_the_cores_that_training_leaves() -> None:
-    assert [loader_workers(None, ranks, cores=16) for ranks in (1, 2, 4, 16)] == [8, 7, 3, 0]
-    assert loader_workers(5, 16, cores=16) == 5
-
-
-@pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
-def test_loading_processes_end_with_a_killed_rank(method: str) -> None:
-    """A fork server is their parent, as in a rank of ours, and lives on as long as they do."""
-    program = SUPPORT / "loading.py"
-    with subprocess.Popen([sys.executable, program, method], stdout=subprocess.PIPE) as rank:
-        assert rank.stdout is not None
-        loading = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
-        assert len(loading) == 2
-        rank.kill()
-    _, alive = psutil.wait_procs(loading, timeout=20)
-    for one in alive:
-        one.kill()
-    assert not alive

@@ -6,31 +6,32 @@ the same on one rank or many, with or without loading processes, before and afte
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import random
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from rankzero.experiment import Experiment
+from rankzero.launch.failures import DescribedError, Failure
 from rankzero.telemetry.host import usable_cores
+from rankzero.training.data import processes
 from rankzero.training.data.batch import to_device
 from rankzero.training.data.order import BatchOrder, mix, shard
+from rankzero.training.data.samples import (
+    BatchMaker,
+    Collate,
+    batch_maker,
+    preserved_rng,
+    seed_cpu,
+)
 
 # A tensor data set of up to this size is copied to the GPU once, and batches are gathered there.
 RESIDENT_BYTES = 1 << 30
-MOST_WORKERS = 8
 EVALUATION_WORKERS = 2
-Collate = Callable[[list[Any]], Any]
-Key = tuple[int, int]
-"""Epoch and index of a sample."""
+Key = tuple[int, int, list[int]]
+"""A batch: its number from the start of the run, its epoch, and the indices of its samples."""
 
 
 class BatchLoader:
@@ -54,9 +55,8 @@ class BatchLoader:
         self.dataset = dataset
         """As the experiment returned it."""
         self.samples = len(dataset)
-        self._seeded = _SeededDataset(dataset, seed)
-        self._collate = collate
-        self._workers = loader_workers(workers, local_world_size, len(usable_cores()))
+        self._seed, self._collate = seed, collate
+        self._workers = processes.loader_workers(workers, local_world_size, len(usable_cores()))
         self._evaluation: DataLoader[Any] | None = None
         # Only the default collate makes of single samples what gathering their rows does.
         method = getattr(collate, "__func__", None)
@@ -74,7 +74,15 @@ class BatchLoader:
         keys = order.iter_micro_batches(rank, first_step, total_steps)
         if self._tensors is not None:
             return self._gather(keys, self._tensors)
-        return self._load(self._data_loader(keys, self._workers))
+        maker = batch_maker(self._collate, self._seed, rank, training=True)
+        return self._load(
+            processes.make_loader(
+                _SeededBatches(self.dataset, self._seed, maker),
+                self.device,
+                self._workers,
+                keys=_numbered(keys, first_step * order.accumulation),
+            )
+        )
 
     def eval_batches(
         self, batch_size: int, rank: int, world_size: int, *, lockstep: bool = False
@@ -90,8 +98,14 @@ class BatchLoader:
         else:
             # Keep the loader, so that its processes start once and not with every evaluation.
             if self._evaluation is None:
-                workers = min(self._workers, EVALUATION_WORKERS)
-                self._evaluation = self._data_loader(keys, workers, persistent=True)
+                maker = batch_maker(self._collate, self._seed, rank, training=False)
+                self._evaluation = processes.make_loader(
+                    _SeededBatches(self.dataset, self._seed, maker),
+                    self.device,
+                    min(self._workers, EVALUATION_WORKERS),
+                    keys=list(_numbered(keys, 0)),
+                    persistent=True,
+                )
             batches = self._load(self._evaluation)
         return zip(batches, [len(indices) for _, indices in keys], strict=True)
 
@@ -115,97 +129,48 @@ class BatchLoader:
                 torch.index_select(tensor, 0, indices, out=rows)
             yield to_device(batch, self.device)
 
-    def _data_loader(
-        self, keys: Iterable[tuple[int, Tensor]], workers: int, *, persistent: bool = False
-    ) -> DataLoader[Any]:
-        return DataLoader(
-            self._seeded,
-            batch_sampler=_EpochBatchSampler(keys),
-            num_workers=workers,
-            collate_fn=self._collate,
-            pin_memory=self.device.type == "cuda",
-            prefetch_factor=4 if workers else None,
-            persistent_workers=persistent and workers > 0,
-            worker_init_fn=_end_with_rank,
-            # Without a generator of its own, starting to iterate draws a number from the model's.
-            generator=torch.Generator(),
-        )
-
     def _load(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        for batch in loader:
+        for batch in processes.iterate(loader):
+            if isinstance(batch, Failure):
+                raise DescribedError(batch)
             yield to_device(batch, self.device)
 
 
-def loader_workers(wanted: int | None, local_world_size: int, cores: int) -> int:
-    """Return how many loading processes each rank gets: `wanted`, or what training leaves."""
-    if wanted is not None:
-        return wanted
-    return max(0, min(MOST_WORKERS, cores // local_world_size - 1))
+class _SeededBatches(Dataset[Any]):
+    """The batches of a map-style data set, by key, each item drawn with a seed of its own."""
 
-
-def _end_with_rank(_worker: int) -> None:
-    """End this loading process when its rank ends, however the rank ends."""
-    # PyTorch watches the parent process. If a fork server started this one, its parent is that
-    # server, which lives as long as this process does.
-    rank = multiprocessing.parent_process()
-    if rank is None:
-        return
-
-    def follow() -> None:
-        rank.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, name="rank", daemon=True).start()
-
-
-class _SeededDataset(Dataset[Any]):
-    """A map-style data set with keys (epoch, index), each item drawn with a seed of its own."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
+    def __init__(self, dataset: Any, seed: int, maker: BatchMaker) -> None:
+        self._dataset, self._seed, self._maker = dataset, seed, maker
         # A Subset has batched access in any case, and only passes it on to what it is a part of.
         inner = dataset
         while getattr(type(inner), "__getitems__", None) is Subset.__getitems__:
             inner = inner.dataset
         self._is_batched = hasattr(inner, "__getitems__")
 
-    def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
-        with _preserved_rng():
-            if self._is_batched:
-                _seed_cpu(mix(self._seed, *keys[0]))
-                return list(self._dataset.__getitems__([index for _, index in keys]))
-            items = []
-            for epoch, index in keys:
-                _seed_cpu(mix(self._seed, epoch, index))
-                items.append(self._dataset[index])
-            return items
+    def __getitem__(self, key: Key) -> Any:
+        """Return a batch, or the Failure of the user's code."""
+        number, epoch, indices = key
+        samples: list[Any] = []
+        with preserved_rng():
+            try:
+                if self._is_batched:
+                    seed_cpu(mix(self._seed, epoch, indices[0]))
+                    samples = list(self._dataset.__getitems__(indices))
+                else:
+                    for index in indices:
+                        seed_cpu(mix(self._seed, epoch, index))
+                        samples.append(self._dataset[index])
+                return self._maker.make(number, samples)
+            except Exception as error:
+                which = ", ".join(map(str, indices[:8])) + ", …" * (len(indices) > 8)
+                where = f"collate() of samples {which}"
+                if self._is_batched and not samples:
+                    where = f"samples {which}"
+                elif len(samples) < len(indices):
+                    where = f"sample {indices[len(samples)]}"
+                return self._maker.failure(error, where)
 
 
-class _EpochBatchSampler:
-    """Turns (epoch, indices) of a batch into the keys of `_SeededDataset`."""
-
-    def __init__(self, keys: Iterable[tuple[int, Tensor]]) -> None:
-        self._keys = keys
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        for epoch, indices in self._keys:
-            yield [(epoch, index) for index in indices.tolist()]
-
-
-def _seed_cpu(seed: int) -> None:
-    # torch.manual_seed would also seed the GPUs, from which the model draws.
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-
-
-@contextlib.contextmanager
-def _preserved_rng() -> Iterator[None]:
-    """Restore this process's generators after the block: the model draws from them too."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+def _numbered(keys: Iterable[tuple[int, Tensor]], first: int) -> Iterator[Key]:
+    for number, (epoch, indices) in enumerate(keys, first):
+        yield number, epoch, indices.tolist()

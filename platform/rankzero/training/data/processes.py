@@ -1,0 +1,130 @@
+"""Loading processes: how they start and end, and what they share with their rank.
+
+They start as PyTorch starts them, on Linux by a fork. So a data set may hold what no process can
+send to another: lambdas, open files, thousands of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import resource
+import stat
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from rankzero.launch import signals
+
+MOST_WORKERS = 8
+PREFETCHED = 4  # batches for each loading process
+# PyTorch sends each tensor of a batch as an open file. Many systems allow 1024 at first.
+OPEN_FILES = 65536
+
+
+def loader_workers(wanted: int | None, local_world_size: int, cores: int) -> int:
+    """Return how many loading processes each rank gets: `wanted`, or what training leaves."""
+    if wanted is not None:
+        return wanted
+    return max(0, min(MOST_WORKERS, cores // local_world_size - 1))
+
+
+def make_loader(
+    batches: Any,
+    device: torch.device,
+    workers: int,
+    *,
+    keys: Iterable[Any] | None = None,
+    persistent: bool = False,
+) -> DataLoader[Any]:
+    """Return a loader of `batches`: a data set of which each item is a whole batch.
+
+    `keys`: which items, in which order; None for an iterable data set.
+    """
+    context = None
+    if workers:
+        _allow_open_files()
+        # `multiprocessing.set_start_method` in the user's file chooses otherwise.
+        if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
+            context = "fork"
+    return DataLoader(
+        batches,
+        sampler=keys,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        pin_memory=device.type == "cuda",
+        prefetch_factor=PREFETCHED if workers else None,
+        persistent_workers=persistent and workers > 0,
+        worker_init_fn=_begin,
+        multiprocessing_context=context,
+        # Without a generator of its own, starting to iterate draws a number from the model's.
+        generator=torch.Generator(),
+    )
+
+
+def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the loading processes. Signals to stop do not reach them: the rank needs them."""
+    with signals.held_back():
+        return iter(loader)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _allow_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft not in (resource.RLIM_INFINITY,) and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _begin(_worker: int) -> None:
+    """Prepare a loading process. Called in it, before it loads anything."""
+    if sys.platform == "linux":
+        _own_file_positions()
+    _end_with_rank()
+
+
+def _own_file_positions() -> None:
+    """Open the files anew that the rank has open for reading.
+
+    After a fork, processes share the position in a file: one would read where another has sought.
+    """
+    for name in list(Path("/proc/self/fd").iterdir()):
+        descriptor = int(name.name)
+        # The descriptor of the listing itself is closed by now. Others may not be opened again.
+        with contextlib.suppress(OSError):
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            is_read_only = flags & os.O_ACCMODE == os.O_RDONLY
+            if not is_read_only or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                continue
+            position = os.lseek(descriptor, 0, os.SEEK_CUR)
+            mine = os.open(f"/proc/self/fd/{descriptor}", flags)
+            os.lseek(mine, position, os.SEEK_SET)
+            os.dup2(mine, descriptor, inheritable=os.get_inheritable(descriptor))
+            os.close(mine)
+
+
+def _end_with_rank() -> None:
+    """End this loading process when its rank ends, however the rank ends."""
+    # PyTorch watches the parent process. If a fork server started this one, its parent is that
+    # server, which lives as long as this process does.
+    rank = multiprocessing.parent_process()
+    if rank is None:
+        return
+
+    def follow() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, name="rank", daemon=True).start()

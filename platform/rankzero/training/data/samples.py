@@ -1,0 +1,69 @@
+"""From samples to a batch, in a loading process or in the rank: seeds, `collate`, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankzero.launch import failures
+from rankzero.launch.failures import Failure
+from rankzero.training.data.order import mix
+
+Collate = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchMaker:
+    """Makes batches of samples. What `collate` draws depends on seed, number and rank alone."""
+
+    collate: Collate
+    seed: int
+    rank: int
+    """Of the part of the data that is read: ranks with the same part draw the same."""
+    training: bool
+
+    def make(self, number: int, samples: list[Any]) -> Any:
+        """Return the batch with this number, counted from the start of the run."""
+        seed_cpu(mix(self.seed, number, self.rank, self.training))
+        return self.collate(samples)
+
+    def failure(self, error: Exception, where: str) -> Failure:
+        """Return what the user's code raised `where`, as the rank reports it."""
+        found = failures.describe(error, self.rank)
+        role = "training" if self.training else "validation"
+        return dataclasses.replace(found, reason=f"{found.reason}: {where} of the {role} set")
+
+
+def batch_maker(collate: Collate, seed: int, rank: int, *, training: bool) -> BatchMaker:
+    """Return what makes batches by the user's `collate`, which may ask whether it trains."""
+    with contextlib.suppress(ValueError, TypeError):  # a function in C may have no signature
+        if "training" in inspect.signature(collate).parameters:
+            collate = functools.partial(collate, training=training)
+    return BatchMaker(collate, seed, rank, training)
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed this process's generators, but not those of the GPUs: the model draws from them."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextlib.contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Restore this process's generators after the block: the model draws from them too."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

@@ -1,0 +1,145 @@
+"""Loading processes: how they start, what they share with their rank, and how they end."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from rankzero.errors import UserError
+from rankzero.launch import agent, failures
+from rankzero.launch.failures import DescribedError, FailureKind
+from rankzero.launch.signals import SignalForwarder
+from rankzero.training.data.loader import BatchLoader
+from rankzero.training.data.order import BatchOrder
+from rankzero.training.data.processes import loader_workers
+from support import awkward
+from support.paths import SUPPORT
+
+CPU = torch.device("cpu")
+
+
+def feed(dataset: Any, workers: int, collate: Any = default_collate) -> BatchLoader:
+    return BatchLoader(dataset, CPU, seed=3, workers=workers, collate=collate)
+
+
+def test_ranks_load_what_cannot_be_sent_between_processes(tmp_path: Path) -> None:
+    """A lambda, a local class, an open file, 400 tensors; and a scheduler signals all processes."""
+    with SignalForwarder() as signals:
+        result = agent.run(
+            agent.Topology(2), awkward.load, str(tmp_path), tmp_path / "logs", signals
+        )
+    assert result == agent.LaunchResult("FINISHED")
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    values = [value for one in found for value in one["values"]]
+    assert sorted(values) == [2 * number + 1000 for number in range(400)]
+    assert not any(one["stopped"] for one in found)
+
+
+def test_each_loading_process_has_its_own_position_in_an_open_file() -> None:
+    dataset = awkward.Filed(96)
+    dataset.reading.seek(80)
+    batches = feed(dataset, workers=3).train_batches(BatchOrder(96, 8, 8, 1, 3), 0, 0, 12)
+    assert sorted(value for batch in batches for value in batch.tolist()) == list(range(96))
+    assert dataset.reading.tell() == 80
+
+
+def test_batches_of_many_tensors_get_enough_open_files() -> None:
+    class Parts(Dataset[Any]):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> Any:
+            return [torch.tensor([index])] * 40
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        loader = feed(Parts(), 1, collate=lambda samples: [t.clone() for s in samples for t in s])
+        batches = list(loader.train_batches(BatchOrder(64, 8, 8, 1, 3), 0, 0, 8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [len(batch) for batch in batches] == [320] * 8
+
+
+class Broken(Dataset[Any]):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            raise self.error
+        return index
+
+
+class Unsendable(Exception):
+    """Made of two values, so that no process can unpickle it."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_a_sample_is_one_line_with_the_users_line(workers: int) -> None:
+    order = BatchOrder(20, 5, 5, 1, 3)
+
+    def failure(error: Exception) -> failures.Failure:
+        with pytest.raises(DescribedError) as caught:
+            list(feed(Broken(error), workers).train_batches(order, 0, 0, 4))
+        return failures.describe(caught.value, 2)
+
+    found = failure(KeyError("label"))
+    line = Broken.__getitem__.__code__.co_firstlineno + 2
+    assert found.reason == (
+        f"KeyError: 'label' ({__file__}, line {line}, in __getitem__): sample 7 of the training set"
+    )
+    assert found.rank == 2 and found.error.count("Traceback") == 1
+    assert failure(Unsendable("this", "that")).reason.startswith("Unsendable: this and that (")
+    assert failure(MemoryError()).kind == FailureKind.OUT_OF_HOST_MEMORY
+    mendable = failure(UserError("no labels: run make_labels.py"))
+    assert mendable.kind == FailureKind.USER_ERROR
+    assert mendable.reason == "no labels: run make_labels.py: sample 7 of the training set"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_collate_names_its_line_and_samples(workers: int) -> None:
+    def collate(samples: list[int]) -> Any:
+        raise ValueError("shapes differ")
+
+    with pytest.raises(DescribedError) as caught:
+        list(feed(list(range(4)), workers, collate).eval_batches(2, 0, 1))
+    pattern = r"ValueError: shapes differ \(.*test_processes.py, line \d+, in collate\): "
+    pattern += r"collate\(\) of samples 0, 1 of the validation set"
+    assert re.fullmatch(pattern, str(caught.value))
+
+
+def test_loading_processes_use_the_cores_that_training_leaves() -> None:
+    assert [loader_workers(None, ranks, cores=16) for ranks in (1, 2, 4, 16)] == [8, 7, 3, 0]
+    assert loader_workers(5, 16, cores=16) == 5
+
+
+@pytest.mark.parametrize("method", ["default", "forkserver", "fork", "spawn"])
+def test_loading_processes_end_with_a_killed_rank(method: str) -> None:
+    """A fork server is their parent if the user chose one, and lives on as long as they do."""
+    program = SUPPORT / "loading.py"
+    with subprocess.Popen([sys.executable, program, method], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        loading = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
+        assert len(loading) == 2
+        rank.kill()
+    _, alive = psutil.wait_procs(loading, timeout=20)
+    for one in alive:
+        one.kill()
+    assert not alive
