@@ -1,13 +1,20 @@
-"""Batches, as `collate` makes them: nested lists, tuples and mappings with tensors in them."""
+"""Batches, as `collate` makes them: trees of tensors.
+
+A tree is a list, a tuple, a mapping, a dataclass, an attrs class, or an object with a method
+``to``, as PyTorch Geometric's batches have it. Any other object is passed on as it is.
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rankzero.errors import UserError
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -35,17 +42,29 @@ def channels_last(batch: Any) -> Any:
 
 
 def rows_of(batch: Any, rows: Tensor) -> Any:
-    """Return the samples of `batch` at `rows`: those rows of every tensor."""
-    return map_tensors(batch, lambda tensor: tensor.index_select(0, rows))
+    """Return the samples of `batch` at `rows`: those rows of every tensor.
+
+    Raises UserError for an object that only its own class can divide.
+    """
+
+    def refuse(value: Any) -> Any:
+        raise UserError(
+            f"train.strategy=pp divides batches by rows, and cannot divide a "
+            f"{type(value).__name__}: return tensors from collate(), or use train.strategy=ddp"
+        )
+
+    return map_tensors(batch, lambda tensor: tensor.index_select(0, rows), refuse)
 
 
 def samples_in(batch: Any) -> int:
     """Return the length of the first tensor in `batch`, or 0 if there is none."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else 0
+    values: Any = batch if isinstance(batch, (list, tuple)) else ()
     if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    values = batch if isinstance(batch, (list, tuple)) else ()
+        values = batch.values()
+    elif names := field_names(batch):
+        values = [getattr(batch, name) for name in names]
     return next((count for count in map(samples_in, values) if count), 0)
 
 
@@ -72,8 +91,22 @@ def map_tensors(
     # A PackedSequence is a tuple too, so this comes first.
     if callable(getattr(batch, "to", None)):
         return change_other(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(changed, batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map(changed, batch))
+        is_named = hasattr(batch, "_fields")
+        return type(batch)(*map(changed, batch)) if is_named else type(batch)(map(changed, batch))
+    if names := field_names(batch):
+        # A copy runs no `__init__`, which may want other arguments than the fields.
+        other = copy.copy(batch)
+        for name in names:
+            # The class may be frozen.
+            object.__setattr__(other, name, changed(getattr(batch, name)))
+        return other
     return batch
+
+
+def field_names(batch: Any) -> list[str]:
+    """Return the fields of an instance of a dataclass or an attrs class; of others, nothing."""
+    kind = type(batch)
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return [field.name for field in getattr(kind, "__attrs_attrs__", ())]
