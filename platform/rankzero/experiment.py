@@ -373,8 +373,25 @@ class Experiment:
         """
         return {}
 
+    def batches(self, data: Any, epoch: int, generator: Any) -> Sequence[Sequence[int]] | None:
+        """Return the batches of an epoch of the training set: a list of indices for each step.
+
+        A list has the samples of all ranks. RankZero divides it evenly among ranks and
+        micro-batches. Lists may differ in length. Each epoch must have as many lists as epoch 0.
+        None, unless overridden: batches of ``train.batch_size`` in a random order.
+
+        Must be a pure function: every rank calls it, and a resume calls it for any epoch. Draw from
+        `generator`, a `torch.Generator` with the seed of the run and the epoch. `rankzero.batches`
+        has functions for weights and lengths.
+        """
+        return None
+
     def collate(self, samples: list[Any]) -> Any:
-        """Return a batch of a list of items. PyTorch's default_collate unless overridden."""
+        """Return a batch of a list of items. PyTorch's default_collate unless overridden.
+
+        Write ``collate(self, samples, training)`` to know whether the batch is for training. The
+        random numbers drawn here depend on the seed, the micro-batch's number and the rank alone.
+        """
         from torch.utils.data import default_collate
 
         return default_collate(samples)

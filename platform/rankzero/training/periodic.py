@@ -175,4 +175,5 @@ def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
         "batch_size": job.batch_order.batch_size,
         "seed": job.batch_order.seed,
         "samples": job.batch_order.samples,
+        "lists": job.batch_order.list_count,
     }

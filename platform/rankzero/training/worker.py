@@ -41,7 +41,6 @@ from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from rankzero.training.data import digest, sets
 from rankzero.training.data.loader import BatchLoader
-from rankzero.training.data.order import make_batch_order
 from rankzero.training.distributed import device, torch_compat
 from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog
 from rankzero.training.distributed.world import World, join
@@ -189,7 +188,8 @@ def build(
     train_set, val_sets = data or sets.load(experiment)
     named = {sets.context(group): one for group, one in val_sets.items()}
     sets.check_same(world, "data()", {"training": train_set, **named})
-    order = make_batch_order(train, len(train_set), strategies.shards(train.strategy, world.size))
+    shards = strategies.shards(train.strategy, world.size)
+    order = sets.batch_order(experiment, world, train_set, shards)
     # The model stays on the CPU: a strategy moves the part of it that this rank needs.
     model = experiment.model()
     make_loader = functools.partial(

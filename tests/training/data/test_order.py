@@ -9,7 +9,10 @@ from rankzero.errors import UserError
 from rankzero.experiment import Train
 from rankzero.training.data.order import (
     BatchOrder,
+    Choose,
     check_same_lengths,
+    check_same_lists,
+    fingerprint,
     make_batch_order,
     mix,
     permutation,
@@ -128,3 +131,80 @@ def test_data_of_different_lengths_are_refused_by_rank() -> None:
         check_same_lengths("training", [5, 4, 5])
     with pytest.raises(UserError, match=r"9 samples on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more"):
         check_same_lengths("validation", [1] + [9] * 99)
+
+
+def lists_of(sizes: list[int], samples: int = 40) -> Choose:
+    """Return a function that chooses batches of these sizes, other ones in each epoch."""
+
+    def choose(epoch: int, generator: torch.Generator) -> list[list[int]]:
+        order = torch.randperm(samples, generator=generator)[: sum(sizes)]
+        return [part.tolist() for part in order.split(sizes)]
+
+    return choose
+
+
+def test_chosen_batches_are_divided_among_ranks_and_micro_batches() -> None:
+    """The sizes differ. A resume in the second epoch computes where to continue."""
+    choose = lists_of([4, 12, 8])
+    train = Train(batch_size=8, micro_batch=2, seed=3)
+    order = make_batch_order(train, 40, 2, choose)
+    assert order.steps_per_epoch == order.list_count == 3 and order.mean_batch_size == 8
+    every = [list(order.iter_micro_batches(rank, 0, 7)) for rank in (0, 1)]
+    for step in range(7):
+        epoch, position = divmod(step, 3)
+        generator = torch.Generator().manual_seed(mix(3, epoch))
+        mine = [one for rank in (0, 1) for one in every[rank][2 * step : 2 * step + 2]]
+        assert {draw for draw, _ in mine} == {step}
+        assert len({len(indices) for _, indices in mine}) == 1
+        found = sorted(index for _, indices in mine for index in indices.tolist())
+        assert found == sorted(choose(epoch, generator)[position])
+    later = list(order.iter_micro_batches(1, 4, 7))
+    assert [one.tolist() for _, one in later] == [one.tolist() for _, one in every[1][8:]]
+    assert [order.samples_of(last, 2) for last in (2, 3, 4)] == [16, 20, 12]
+    assert BatchOrder(40, 8, 2, 2, 3).samples_of(9, 4) == 32
+
+
+def test_an_experiment_that_chooses_nothing_has_the_usual_order() -> None:
+    assert make_batch_order(Train(), 1000, 2, lambda *_: None) == make_batch_order(Train(), 1000, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "later", "message"),
+    [
+        ([4, 6], [4, 6], r"a list of 6 samples \(epoch 0, number 1\).* a multiple of 4$"),
+        ([4, 8], [4], r"returned 1 lists for epoch 1, not 2, as for epoch 0"),
+        ([4, 8], [4, 6], r"a list of 6 samples \(epoch 1, number 1\)"),
+        ([], [], r"returned 0 lists for epoch 0, not at least one"),
+        ([4, 0], [4, 0], r"a list of 0 samples"),
+    ],
+)
+def test_chosen_batches_that_do_not_fit_are_refused(
+    sizes: list[int], later: list[int], message: str
+) -> None:
+    train = Train(batch_size=8, micro_batch=2)
+    with pytest.raises(UserError, match=message):
+        order = make_batch_order(
+            train, 40, 2, lambda epoch, g: lists_of(later if epoch else sizes)(epoch, g)
+        )
+        list(order.iter_micro_batches(0, 0, 4))
+
+
+def test_an_index_outside_of_the_training_set_is_refused() -> None:
+    with pytest.raises(UserError, match=r"the index 41 \(epoch 0\).* from 0 to 39"):
+        make_batch_order(Train(batch_size=2), 40, 1, lambda *_: [[0, 41]])
+    with pytest.raises(UserError, match="the index -1"):
+        make_batch_order(Train(batch_size=2), 40, 1, lambda *_: [[0, -1]])
+
+
+def test_a_pipeline_takes_no_chosen_batches() -> None:
+    with pytest.raises(UserError, match=r"pp takes batches of one size.*train\.strategy=ddp"):
+        make_batch_order(Train(batch_size=4, strategy="pp"), 40, 2, lists_of([4]))
+
+
+def test_ranks_that_choose_other_batches_are_named() -> None:
+    same = fingerprint([torch.tensor([1, 2]), torch.tensor([3])])
+    check_same_lists(torch.stack([same, same]))
+    for other in ([[1], [2, 3]], [[2, 1], [3]], [[1, 2]]):
+        theirs = fingerprint([torch.tensor(one) for one in other])
+        with pytest.raises(UserError, match="other lists on rank 1 than on rank 0"):
+            check_same_lists(torch.stack([same, theirs]))

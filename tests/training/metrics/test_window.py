@@ -122,7 +122,7 @@ def figures(*windows: float) -> dict[str, float]:
     """Return the summary of windows of 100 samples that took these seconds."""
     totals = RunTotals()
     for seconds in windows:
-        totals.add(WindowStats({}, StopCode.NONE, seconds, [0.0], [0.0], 1), batch_size=100)
+        totals.add(WindowStats({}, StopCode.NONE, seconds, [0.0], [0.0], 1), samples=100)
     return totals.summary()
 
 

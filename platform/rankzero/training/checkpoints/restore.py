@@ -89,14 +89,16 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
             f"the checkpoint holds no {', '.join(missing)}: it was not written by `rankzero "
             "train`, or by another version; start a new run instead"
         )
-    for name, mine in (
-        ("batch_size", job.batch_order.batch_size),
-        ("samples", job.batch_order.samples),
+    for name, mine, text in (
+        ("batch_size", job.batch_order.batch_size, "batch_size"),
+        ("samples", job.batch_order.samples, "samples"),
+        ("lists", job.batch_order.list_count, "lists of batches() in an epoch:"),
     ):
-        if saved[name] != mine:
+        # Older checkpoints have no "lists".
+        if saved.get(name, 0) != mine:
             raise UserError(
-                f"the checkpoint was trained with {name} {saved[name]}, now it is {mine}: the data "
-                "order would change; start a new run instead"
+                f"the checkpoint was trained with {text} {saved.get(name, 0)}, now it is {mine}: "
+                "the data order would change; start a new run instead"
             )
     options = optimizers.options(state.optimizer)
     try:

@@ -1,14 +1,15 @@
 """Which samples a rank trains on, in which order: pure arithmetic.
 
-The batch of a step depends on the seed and the step alone. Ranks and micro-batches divide it, so
-one process and eight see the same batches, and a resume only computes where to continue.
+The batch of a step depends on the seed and the step alone, also if the experiment chooses it. Ranks
+and micro-batches divide it, so one process and eight see the same batches, and a resume only
+computes where to continue.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from rankzero.errors import UserError
 from rankzero.experiment import Train
 
+Choose = Callable[[int, torch.Generator], Sequence[Sequence[int]] | None]
+"""Returns the batches of an epoch, or None."""
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive integers (Knuth)
 _MOST_NAMED = 8  # ranks, in a message
@@ -30,6 +33,10 @@ class BatchOrder:
     micro_batch: int
     world_size: int
     seed: int
+    lists: Callable[[int], list[Tensor]] | None = None
+    """Returns the batches of an epoch, where the experiment chooses them. They differ in size."""
+    epoch_steps: int | None = None
+    """Steps of an epoch, where they do not follow from `samples`."""
 
     @property
     def accumulation(self) -> int:
@@ -39,12 +46,42 @@ class BatchOrder:
     @property
     def steps_per_epoch(self) -> int:
         """Whole batches in the data set. Each epoch leaves out other samples of the remainder."""
-        return self.samples // self.batch_size
+        return self.epoch_steps or self.samples // self.batch_size
+
+    @property
+    def list_count(self) -> int:
+        """Lists that the experiment chooses in an epoch; 0 where it chooses none."""
+        return self.steps_per_epoch if self.lists else 0
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Samples of a step, over all ranks: the mean of the first epoch."""
+        return self.samples_of(self.steps_per_epoch, self.steps_per_epoch) / self.steps_per_epoch
+
+    def samples_of(self, last_step: int, steps: int) -> int:
+        """Return the samples of the `steps` steps up to `last_step`, over all ranks."""
+        if self.lists is None:
+            return steps * self.batch_size
+        places = (
+            divmod(step, self.steps_per_epoch) for step in range(last_step - steps, last_step)
+        )
+        return sum(len(self.lists(epoch)[position]) for epoch, position in places)
 
     def iter_micro_batches(
         self, rank: int, first_step: int, total_steps: int
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (epoch, indices) of every micro-batch of `rank` from `first_step` on."""
+        """Yield (draw, indices) of every micro-batch of `rank` from `first_step` on.
+
+        A sample that is drawn twice has another `draw`: its epoch, or the step if the experiment
+        chooses the batches.
+        """
+        if self.lists is not None:
+            for step in range(first_step, total_steps):
+                epoch, position = divmod(step, self.steps_per_epoch)
+                parts = self.lists(epoch)[position].view(self.accumulation, self.world_size, -1)
+                for micro_batch in parts[:, rank]:
+                    yield step, micro_batch
+            return
         step = first_step
         while step < total_steps:
             epoch, position = divmod(step, self.steps_per_epoch)
@@ -59,9 +96,23 @@ class BatchOrder:
             step += steps
 
 
-def make_batch_order(train: Train, samples: int, world_size: int) -> BatchOrder:
-    """Divide `samples` as `train` says among `world_size` parts. Raises UserError if impossible."""
+def make_batch_order(
+    train: Train, samples: int, world_size: int, choose: Choose | None = None
+) -> BatchOrder:
+    """Divide `samples` as `train` says among `world_size` parts. Raises UserError if impossible.
+
+    `choose`: returns an epoch's batches as lists of indices, or None where `train` decides.
+    """
     micro_batch = micro_batch_size(train, world_size)
+    if choose is not None and choose(0, torch.Generator()) is not None:
+        order = BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
+        if train.strategy == "pp":
+            raise UserError(
+                "train.strategy=pp takes batches of one size, so batches() cannot choose them: "
+                "use train.strategy=ddp"
+            )
+        lists = chosen_lists(order, choose)
+        return dataclasses.replace(order, lists=lists, epoch_steps=len(lists(0)))
     if samples < train.batch_size:
         raise UserError(
             f"the training set has {samples} samples, fewer than one batch: "
@@ -71,6 +122,43 @@ def make_batch_order(train: Train, samples: int, world_size: int) -> BatchOrder:
     if train.strategy == "pp":
         micro_batch = train.batch_size
     return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
+
+
+def chosen_lists(order: BatchOrder, choose: Choose) -> Callable[[int], list[Tensor]]:
+    """Return a function of the epoch that checks what `choose` returns. It raises UserError."""
+    parts, first = order.accumulation * order.world_size, 0
+
+    @functools.lru_cache(maxsize=2)
+    def lists(epoch: int) -> list[Tensor]:
+        nonlocal first
+        generator = torch.Generator().manual_seed(mix(order.seed, epoch))
+        chosen = choose(epoch, generator)
+        found = [torch.as_tensor(one, dtype=torch.int64) for one in chosen or ()]
+        if not found or (first and len(found) != first):
+            expected = f"{first}, as for epoch 0" if first else "at least one"
+            raise UserError(
+                f"batches() returned {len(found)} lists for epoch {epoch}, not {expected}: every "
+                "epoch needs the same number of steps"
+            )
+        first = first or len(found)
+        for place, one in enumerate(found):
+            if one.dim() != 1 or not len(one) or len(one) % parts:
+                raise UserError(
+                    f"batches() returned a list of {one.numel()} samples (epoch {epoch}, number "
+                    f"{place}), which cannot be divided evenly among {order.world_size} processes "
+                    f"x {order.accumulation} micro-batches: make each length a multiple of {parts}"
+                )
+        every = torch.cat(found)
+        if int(every.min()) < 0 or int(every.max()) >= order.samples:
+            wrong = every[(every < 0) | (every >= order.samples)][0]
+            raise UserError(
+                f"batches() returned the index {int(wrong)} (epoch {epoch}), but the training set "
+                f"has {order.samples} samples, from 0 to {order.samples - 1}"
+            )
+        return found
+
+    lists(0)  # the later epochs are compared with it
+    return lists
 
 
 def micro_batch_size(train: Train, world_size: int) -> int:
@@ -111,6 +199,22 @@ def check_same_lengths(name: str, lengths: Sequence[int], method: str = "data()"
         "return the whole data set, because RankZero divides it among the ranks: do not divide it "
         f"in {method}, and look for files that one machine or process lacks"
     )
+
+
+def fingerprint(lists: Sequence[Tensor]) -> Tensor:
+    """Return two integers that differ, almost certainly, if the lists do."""
+    every = torch.cat([*lists, torch.tensor([len(one) for one in lists])])
+    return torch.stack([torch.tensor(len(every)), (every * torch.arange(1, len(every) + 1)).sum()])
+
+
+def check_same_lists(fingerprints: Tensor) -> None:
+    """Raise UserError, which names the ranks, if `batches` chose other lists than on rank 0."""
+    found = (fingerprints != fingerprints[0]).any(dim=1).nonzero().flatten().tolist()
+    if found:
+        raise UserError(
+            f"batches() returned other lists on rank {', '.join(map(str, found[:_MOST_NAMED]))} "
+            "than on rank 0: let it depend only on its arguments, and draw from the generator"
+        )
 
 
 @functools.lru_cache(maxsize=2)

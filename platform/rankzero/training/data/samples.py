@@ -7,15 +7,16 @@ import dataclasses
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.failures import Failure
-from rankzero.training.data.order import mix
+from rankzero.training.data.order import Choose, mix
 
 Collate = Callable[..., Any]
 
@@ -48,6 +49,20 @@ def batch_maker(collate: Collate, seed: int, rank: int, *, training: bool) -> Ba
         if "training" in inspect.signature(collate).parameters:
             collate = functools.partial(collate, training=training)
     return BatchMaker(collate, seed, rank, training)
+
+
+def chosen_by(experiment: Experiment, dataset: Any) -> Choose | None:
+    """Return the experiment's `batches` as a function of epoch and generator; None: not written."""
+    if type(experiment).batches is Experiment.batches:
+        return None
+
+    def choose(epoch: int, generator: torch.Generator) -> Sequence[Sequence[int]] | None:
+        # The model draws from the global generators, so their state must not depend on the order.
+        with preserved_rng():
+            seed_cpu(generator.initial_seed())
+            return experiment.batches(dataset, epoch, generator)
+
+    return choose
 
 
 def seed_cpu(seed: int) -> None:

@@ -11,7 +11,14 @@ import torch
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.training.data.order import check_same_lengths
+from rankzero.training.data.order import (
+    BatchOrder,
+    check_same_lengths,
+    check_same_lists,
+    fingerprint,
+    make_batch_order,
+)
+from rankzero.training.data.samples import chosen_by
 from rankzero.training.distributed.world import World
 
 
@@ -79,3 +86,15 @@ def check_same(world: World, method: str, sets: Mapping[str, Any]) -> None:
     lengths = world.gather(torch.tensor([len(one) for one in sets.values()]))
     for number, name in enumerate(sets):
         check_same_lengths(name, lengths[:, number].tolist(), method)
+
+
+def batch_order(experiment: Experiment, world: World, train_set: Any, shards: int) -> BatchOrder:
+    """Return how the training set is cut into steps and divided among `shards`. Collective.
+
+    Raises UserError if that is impossible.
+    """
+    choose = chosen_by(experiment, train_set)
+    order = make_batch_order(experiment.train, len(train_set), shards, choose)
+    if order.lists is not None:
+        check_same_lists(world.gather(fingerprint(order.lists(0))))
+    return order

@@ -100,18 +100,19 @@ class Reporter:
         if steps_left > 0 and not (actions_due or window.stop_code) and window.is_finite:
             self._unreported_speed = speed
         else:
-            self._totals.add(speed, job.batch_order.batch_size)
-            events.append(self._speed_event(speed))
+            samples = job.batch_order.samples_of(state.step, speed.steps)
+            self._totals.add(speed, samples)
+            events.append(self._speed_event(speed, samples))
             self._unreported_speed, steps_left = None, log_every or LONGEST_WINDOW
         # A window is short even if `log_every` is large: the ranks learn of a request to stop only
         # with a report.
         self._interval = next_interval(self._interval, window.step_seconds, steps_left)
         return window, events
 
-    def _speed_event(self, speed: WindowStats) -> StepsLogged:
+    def _speed_event(self, speed: WindowStats, samples: int) -> StepsLogged:
         values = {
             **{name: [lr] for name, lr in learning_rates(self._state.optimizer).items()},
-            SPEED: [self._job.batch_order.batch_size / speed.step_seconds],
+            SPEED: [samples / speed.seconds],
             STEP_SECONDS: [speed.step_seconds],
             DATA_WAIT: [speed.data_wait_seconds / speed.seconds],
         }

@@ -32,9 +32,9 @@ class RunTotals:
     best: float | None = None
     last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def add(self, window: WindowStats, batch_size: int) -> None:
-        """Add one window, or several as one."""
-        self.windows.append((window.steps * batch_size, window.seconds))
+    def add(self, window: WindowStats, samples: int) -> None:
+        """Add one window, or several as one, and the samples of its steps."""
+        self.windows.append((samples, window.seconds))
         # The sums are empty before the first window.
         forwards = itertools.zip_longest(self.forwards, window.forwards, fillvalue=0.0)
         data_waits = itertools.zip_longest(self.data_waits, window.data_waits, fillvalue=0.0)

@@ -150,6 +150,7 @@ def _measure(
     thrashed = int(world.sum(retried))
     reserved = torch.tensor([torch.cuda.max_memory_reserved() if on_gpu else 0])
     memory = int(world.gather(reserved).max())
+    samples = job.batch_order.mean_batch_size
     # The model must be freed before the next cell's is built.
     del job, state, batches
     gc.collect()
@@ -157,7 +158,7 @@ def _measure(
         **dataclasses.asdict(cell),
         status="out of memory" if thrashed else "ok",
         reason="the allocator had to free its cache to continue" if thrashed else "",
-        samples_per_second=cell.batch_size / seconds,
+        samples_per_second=samples / seconds,
         relative_half_width=steady.relative_half_width,
         step_seconds=seconds,
         data_wait_fraction=waits / seconds,
