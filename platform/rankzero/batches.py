@@ -15,7 +15,7 @@ from typing import Any
 from rankzero.errors import UserError
 
 NOISE = 0.1
-"""By how much a length is changed before samples are sorted, so that each epoch mixes anew."""
+"""By how much a length is changed before samples are sorted, so that epochs differ."""
 
 
 def weighted(

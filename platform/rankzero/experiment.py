@@ -285,7 +285,7 @@ class Experiment:
                 raise TypeError(f"{cls.__name__}.{field.name} needs a default value")
 
     def data(self) -> tuple[Any, Any]:
-        """Return the map-style training and validation data sets. Called on every rank.
+        """Return the training and validation data sets, map-style or iterable. On every rank.
 
         Instead of one validation set, a mapping of names to data sets gives metrics such as
         ``val/near/accuracy``.

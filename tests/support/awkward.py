@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import signal
-import tempfile
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,10 @@ from rankzero.training.stop import StopRequest, handle_signals
 class Filed(Dataset[Any]):
     """Numbers in a file that stays open. Between seek and read, another process may seek."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, path: Path) -> None:
         self.count = count
-        self.file = tempfile.NamedTemporaryFile()  # noqa: SIM115
-        self.file.write(b"".join(number.to_bytes(8, "big") for number in range(count)))
-        self.file.flush()
-        self.reading = Path(self.file.name).open("rb", buffering=0)  # noqa: SIM115
+        path.write_bytes(b"".join(number.to_bytes(8, "big") for number in range(count)))
+        self.reading = path.open("rb", buffering=0)
 
     def __len__(self) -> int:
         return self.count
@@ -41,12 +37,12 @@ class Filed(Dataset[Any]):
         return torch.tensor(int.from_bytes(self.reading.read(8), "big"))
 
 
-def awkward(count: int) -> Dataset[Any]:
+def awkward(count: int, path: Path) -> Dataset[Any]:
     """Return a local class with a lambda, an open file, and more tensors than a message takes."""
 
     class Local(Filed):
         def __init__(self) -> None:
-            super().__init__(count)
+            super().__init__(count, path)
             self.tensors = [torch.tensor(number) for number in range(count)]
             self.change = lambda tensor: tensor + 1000
 
@@ -61,14 +57,14 @@ def load(folder: str) -> str:
     """Load an epoch, while its loading processes get the signals of a scheduler."""
     ranks = launcher.detect()
     handle_signals(stop := StopRequest())
-    loader = BatchLoader(
-        awkward(400), torch.device("cpu"), seed=3, workers=2, collate=default_collate
-    )
+    dataset = awkward(400, Path(folder) / f"{ranks.rank}.bin")
+    loader = BatchLoader(dataset, torch.device("cpu"), seed=3, workers=2, collate=default_collate)
     batches = loader.train_batches(BatchOrder(400, 8, 4, 2, 3), ranks.rank, 0, 50)
     values = next(batches).tolist()
-    for one in multiprocessing.active_children():
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            os.kill(one.pid or 0, number)
+    loading = [str(one.pid) for one in multiprocessing.active_children()]
+    for number in ("TERM", "USR1", "INT"):
+        # From another process: they end if their own rank terminates them.
+        subprocess.run(["kill", f"-{number}", *loading], check=True)
     values += [value for batch in batches for value in batch.tolist()]
     found = {"values": values, "stopped": bool(stop.code)}
     (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(found))

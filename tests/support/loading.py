@@ -1,6 +1,6 @@
 """A process with loading processes, as a rank has them. It prints their ids and waits.
 
-python loading.py METHOD    (default: none is set)
+python loading.py METHOD [END]    (default: none is set; END: it ends instead of waiting)
 """
 
 import multiprocessing
@@ -23,4 +23,5 @@ if __name__ == "__main__":
     batches = feed.train_batches(plan, 0, 0, 100)
     next(batches)
     print(*(one.pid for one in multiprocessing.active_children()), flush=True)
-    time.sleep(600)
+    if len(sys.argv) == 2:
+        time.sleep(600)

@@ -107,6 +107,7 @@ def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
         "evaluated": {},
         "begun": [],
         "ends": [],
+        "notices": [],
     }
     try:
         if case.stop_at is not None:
@@ -143,7 +144,7 @@ def train(
 ) -> None:
     """Train from the newest checkpoint if there is one. Add what happens to `seen`."""
     job, state = build(experiment, world)
-    restore.newest(folder / "checkpoints", job, state, print)
+    restore.newest(folder / "checkpoints", job, state, seen["notices"].append)
     seen["begun"].append(state.step)
     checkpoints = (
         Checkpoints(folder, experiment.train.checkpoints.keep, experiment.goal)

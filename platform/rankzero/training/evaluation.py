@@ -11,7 +11,7 @@ from torch import nn
 
 from rankzero.errors import UserError
 from rankzero.training import improvement, rng
-from rankzero.training.data.loader import BatchLoader
+from rankzero.training.data.stream import Loader, StreamLoader
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.evaluation_metrics import EvaluationMetrics
 from rankzero.training.sample_images.capture import ImageCapture
@@ -53,7 +53,7 @@ def evaluate(
     job: TrainingContext,
     state: State,
     stop: StopRequest,
-    loaders: Mapping[str, BatchLoader],
+    loaders: Mapping[str, Loader],
     step: int,
 ) -> dict[str, float]:
     """Return ``<group>/<metric>``, means over every sample of all ranks. Collective.
@@ -84,7 +84,7 @@ def _evaluate(
     job: TrainingContext,
     model: nn.Module,
     group: str,
-    loader: BatchLoader,
+    loader: Loader,
     poll: StopPoll,
     step: int,
 ) -> dict[str, float]:
@@ -107,7 +107,7 @@ def _evaluate(
     return totals.reduce()
 
 
-def _batches(job: TrainingContext, loader: BatchLoader) -> Iterator[tuple[Any, int]]:
+def _batches(job: TrainingContext, loader: Loader) -> Iterator[tuple[Any, int]]:
     """Yield this rank's batches of a data set and their sizes, equally many on every rank.
 
     A rank with fewer batches than another gets None for 0 samples, or its last batch again. With
@@ -117,9 +117,11 @@ def _batches(job: TrainingContext, loader: BatchLoader) -> Iterator[tuple[Any, i
     batch_size = job.experiment.train.eval_batch or job.batch_order.micro_batch
     lockstep = job.experiment.lockstep
     batch, count = None, 0
-    for batch, samples in loader.eval_batches(
-        batch_size, shard.rank, shard.size, lockstep=lockstep
-    ):
+    batches = loader.eval_batches(batch_size, shard.rank, shard.size, lockstep=lockstep)
+    if isinstance(loader, StreamLoader):
+        yield from _until_all_end(job, batches)
+        return
+    for batch, samples in batches:
         count += 1
         yield batch, samples
     if (job.strategy.lockstep or lockstep) and batch is None:
@@ -134,3 +136,22 @@ def _batches(job: TrainingContext, loader: BatchLoader) -> Iterator[tuple[Any, i
     most = math.ceil(loader.samples / (batch_size * shard.size))
     for _ in range(count, most):
         yield (batch if job.strategy.lockstep else None), 0
+
+
+def _until_all_end(
+    job: TrainingContext, batches: Iterator[tuple[Any, int]]
+) -> Iterator[tuple[Any, int]]:
+    """Yield this rank's batches of a stream until every rank's have ended. Collective."""
+    last = None
+    while True:
+        batch, samples = next(batches, (None, 0))
+        # No rank knows how many batches another one has.
+        if job.world.all(batch is None):
+            return
+        last = last if batch is None else batch
+        if job.strategy.lockstep and last is None:
+            raise UserError(
+                "the validation set is a stream with fewer samples than there are loading "
+                "processes: use more samples, or train.strategy=ddp"
+            )
+        yield (last if job.strategy.lockstep else batch), samples

@@ -18,6 +18,7 @@ from rankzero.run_store import checkpoint_files
 from rankzero.training import rng
 from rankzero.training.checkpoints import restore
 from rankzero.training.data import sets
+from rankzero.training.data.stream import is_empty
 from rankzero.training.distributed.world import World
 from rankzero.training.evaluation import evaluate
 from rankzero.training.job import State, TrainingContext
@@ -38,7 +39,7 @@ def load_sets(experiment: Experiment, world: World) -> dict[str, Any]:
     rng.restore(random_states, world.device)
     found = {} if data is None else sets.by_group("test", data)
     try:
-        empty = [group for group, one in found.items() if not len(one)]
+        empty = [group for group, one in found.items() if is_empty(one)]
     except TypeError as error:
         raise UserError(
             f"test() must return a map-style data set, a mapping of them, or None: {error}"

@@ -13,8 +13,8 @@ from torch import nn
 from rankzero.experiment import Experiment
 from rankzero.progress import Progress, bound
 from rankzero.training.averaged_weights import AveragedWeights
-from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import BatchOrder
+from rankzero.training.data.stream import Loader
 from rankzero.training.distributed.world import World
 from rankzero.training.frozen import FrozenParts
 from rankzero.training.metrics.mean_check import MeanCheck
@@ -65,10 +65,10 @@ class TrainingContext:
     precision: Precision
     strategy: Strategy
     """Has `State`'s model and optimizer, and divides the work among the ranks."""
-    train_loader: BatchLoader
-    val_loaders: Mapping[str, BatchLoader]
+    train_loader: Loader
+    val_loaders: Mapping[str, Loader]
     """By the group of their metrics: ``val``, or ``val/<name>`` for each of several."""
-    make_loader: Callable[[Any], BatchLoader]
+    make_loader: Callable[[Any], Loader]
     """Returns a loader of another data set."""
     forward_timer: ForwardTimer
     frozen_parts: FrozenParts

@@ -17,6 +17,7 @@ import torch
 from rankzero.events import Evaluated, Event, Noticed
 from rankzero.training import improvement, rng, strategies
 from rankzero.training.checkpoints.writer import Checkpoints
+from rankzero.training.data import stream
 from rankzero.training.evaluation import evaluate_goal
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.throughput import RunTotals
@@ -176,4 +177,5 @@ def state_dict(job: TrainingContext, state: State) -> dict[str, Any]:
         "seed": job.batch_order.seed,
         "samples": job.batch_order.samples,
         "lists": job.batch_order.list_count,
+        "streams": stream.states(job.train_loader, job.world),
     }

@@ -39,8 +39,7 @@ from rankzero.training import (
 from rankzero.training.averaged_weights import AveragedWeights
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
-from rankzero.training.data import digest, sets
-from rankzero.training.data.loader import BatchLoader
+from rankzero.training.data import digest, sets, stream
 from rankzero.training.distributed import device, torch_compat
 from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog
 from rankzero.training.distributed.world import World, join
@@ -162,9 +161,10 @@ def _notices(
         )
     ranks = job.strategy.shard.size
     for use, dataset in data.items():
-        if job.experiment.lockstep and use != "training" and len(dataset) % ranks:
+        rest = stream.length_of(dataset) % ranks
+        if job.experiment.lockstep and use != "training" and rest:
             yield (
-                f"{len(dataset) % ranks} of {len(dataset)} samples of the {use} set are not "
+                f"{rest} of {len(dataset)} samples of the {use} set are not "
                 "evaluated, so that all ranks have equal batches (lockstep)"
             )
 
@@ -193,8 +193,9 @@ def build(
     # The model stays on the CPU: a strategy moves the part of it that this rank needs.
     model = experiment.model()
     make_loader = functools.partial(
-        BatchLoader,
+        stream.make_loader,
         device=world.device,
+        ranks=strategies.shards(train.strategy, world.size),
         seed=train.seed,
         workers=train.workers,
         collate=experiment.collate,

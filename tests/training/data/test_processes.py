@@ -45,12 +45,13 @@ def test_ranks_load_what_cannot_be_sent_between_processes(tmp_path: Path) -> Non
     assert not any(one["stopped"] for one in found)
 
 
-def test_each_loading_process_has_its_own_position_in_an_open_file() -> None:
-    dataset = awkward.Filed(96)
-    dataset.reading.seek(80)
-    batches = feed(dataset, workers=3).train_batches(BatchOrder(96, 8, 8, 1, 3), 0, 0, 12)
-    assert sorted(value for batch in batches for value in batch.tolist()) == list(range(96))
-    assert dataset.reading.tell() == 80
+def test_each_loading_process_has_its_own_position_in_an_open_file(tmp_path: Path) -> None:
+    dataset = awkward.Filed(96, tmp_path / "numbers")
+    with dataset.reading as file:
+        file.seek(80)
+        batches = feed(dataset, workers=2).train_batches(BatchOrder(96, 8, 8, 1, 3), 0, 0, 12)
+        assert sorted(value for batch in batches for value in batch.tolist()) == list(range(96))
+        assert file.tell() == 80
 
 
 def test_batches_of_many_tensors_get_enough_open_files() -> None:
@@ -128,6 +129,14 @@ def test_an_error_in_collate_names_its_line_and_samples(workers: int) -> None:
 def test_loading_processes_use_the_cores_that_training_leaves() -> None:
     assert [loader_workers(None, ranks, cores=16) for ranks in (1, 2, 4, 16)] == [8, 7, 3, 0]
     assert loader_workers(5, 16, cores=16) == 5
+
+
+def test_a_rank_that_ends_in_an_epoch_does_not_wait_for_its_loading_processes() -> None:
+    program = SUPPORT / "loading.py"
+    done = subprocess.run(
+        [sys.executable, program, "default", "ends"], stdout=subprocess.PIPE, timeout=60, check=True
+    )
+    assert not [pid for pid in map(int, done.stdout.split()) if psutil.pid_exists(pid)]
 
 
 @pytest.mark.parametrize("method", ["default", "forkserver", "fork", "spawn"])

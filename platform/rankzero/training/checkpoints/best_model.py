@@ -29,7 +29,7 @@ from rankzero.tracking import delivery_status
 from rankzero.training import frozen
 from rankzero.training.checkpoints import restore
 from rankzero.training.data import sets
-from rankzero.training.data.loader import BatchLoader
+from rankzero.training.data.stream import make_loader
 
 MARK = "best_model.json"
 """File in the run's folder: which step is logged, under which model id."""
@@ -190,7 +190,7 @@ def _example_inputs(experiment: Experiment, model: nn.Module, step: int) -> tupl
     """
     _, val_sets = sets.load(experiment)
     first = next(iter(val_sets.values()))
-    loader = BatchLoader(first, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate)
+    loader = make_loader(first, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate)
     seen: list[tuple[Any, Any]] = []
     handle = _served(model).register_forward_pre_hook(
         lambda _module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True

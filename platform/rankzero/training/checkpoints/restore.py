@@ -14,6 +14,7 @@ from rankzero.errors import UserError
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.checkpoint_files import BrokenCheckpoint
 from rankzero.training import optimizers, rng, strategies
+from rankzero.training.data import stream
 from rankzero.training.distributed.world import World
 from rankzero.training.job import State, TrainingContext
 
@@ -68,6 +69,7 @@ def newest(
             notice(f"{name} has no averaged weights: the average of train.ema starts there")
         if state.average is None and "ema" in saved:
             notice(f"the averaged weights of {name} are dropped, because train.ema is not set")
+        stream.resume(job.train_loader, saved.get("streams", []), job.world, notice)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except BrokenCheckpoint as error:

@@ -124,6 +124,24 @@ def make_batch_order(
     return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
 
 
+def make_stream_order(train: Train, samples: int, world_size: int) -> BatchOrder:
+    """Return how a stream of `samples` (0: unknown) is cut into steps. Raises UserError.
+
+    Without a length, the whole training is one epoch.
+    """
+    steps = samples // train.batch_size or train.steps
+    if steps is None:
+        raise UserError(
+            "the training set is a stream without a length, or shorter than one batch: "
+            "set train.steps"
+        )
+    micro_batch = micro_batch_size(train, world_size)
+    if train.strategy == "pp":
+        micro_batch = train.batch_size
+    order = BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
+    return dataclasses.replace(order, epoch_steps=steps)
+
+
 def chosen_lists(order: BatchOrder, choose: Choose) -> Callable[[int], list[Tensor]]:
     """Return a function of the epoch that checks what `choose` returns. It raises UserError."""
     parts, first = order.accumulation * order.world_size, 0

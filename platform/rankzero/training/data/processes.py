@@ -11,6 +11,7 @@ import fcntl
 import multiprocessing
 import os
 import resource
+import signal
 import stat
 import sys
 import threading
@@ -90,13 +91,16 @@ def _allow_open_files() -> None:
 
 def _begin(_worker: int) -> None:
     """Prepare a loading process. Called in it, before it loads anything."""
+    rank = multiprocessing.parent_process()
     if sys.platform == "linux":
         _own_file_positions()
+        if rank is not None:
+            threading.Thread(target=_obey, args=(rank.pid,), name="obey", daemon=True).start()
     _end_with_rank()
 
 
 def _own_file_positions() -> None:
-    """Open the files anew that the rank has open for reading.
+    """Open the files again that the rank has open for reading.
 
     After a fork, processes share the position in a file: one would read where another has sought.
     """
@@ -113,6 +117,14 @@ def _own_file_positions() -> None:
             os.lseek(mine, position, os.SEEK_SET)
             os.dup2(mine, descriptor, inheritable=os.get_inheritable(descriptor))
             os.close(mine)
+
+
+def _obey(rank: int | None) -> None:
+    """End this process when its rank terminates it, and ignore what others send."""
+    # The signal is blocked, so that a scheduler's SIGTERM to all processes keeps the data coming.
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
+        pass
+    os._exit(0)
 
 
 def _end_with_rank() -> None:

@@ -17,8 +17,10 @@ from rankzero.training.data.order import (
     check_same_lists,
     fingerprint,
     make_batch_order,
+    make_stream_order,
 )
 from rankzero.training.data.samples import chosen_by
+from rankzero.training.data.stream import is_empty, is_stream, length_of
 from rankzero.training.distributed.world import World
 
 
@@ -31,12 +33,13 @@ def load(experiment: Experiment) -> tuple[Any, dict[str, Any]]:
     try:
         train_set, validation = data
         val_sets = by_group("val", validation)
-        lengths = len(train_set), {group: len(one) for group, one in val_sets.items()}
+        lengths = length_of(train_set), {group: length_of(one) for group, one in val_sets.items()}
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"data() must return two map-style data sets (training, validation): {error}"
+            f"data() must return two data sets (training, validation), each with a length or "
+            f"an iterator: {error}"
         ) from error
-    if not (lengths[0] and lengths[1] and all(lengths[1].values())):
+    if not val_sets or any(map(is_empty, (train_set, *val_sets.values()))):
         found = " and ".join(f"{context(group)} set {size}" for group, size in lengths[1].items())
         raise UserError(
             f"data() returned an empty data set: the training set has {lengths[0]} samples, "
@@ -83,7 +86,7 @@ def check_same(world: World, method: str, sets: Mapping[str, Any]) -> None:
             f"{method} returned data sets of other names on rank {', '.join(map(str, differing))} "
             f"than on rank 0, which has {', '.join(sets)}: return the same on every rank"
         )
-    lengths = world.gather(torch.tensor([len(one) for one in sets.values()]))
+    lengths = world.gather(torch.tensor([length_of(one) for one in sets.values()]))
     for number, name in enumerate(sets):
         check_same_lengths(name, lengths[:, number].tolist(), method)
 
@@ -94,6 +97,10 @@ def batch_order(experiment: Experiment, world: World, train_set: Any, shards: in
     Raises UserError if that is impossible.
     """
     choose = chosen_by(experiment, train_set)
+    if is_stream(train_set):
+        if choose is not None and choose(0, torch.Generator()) is not None:
+            raise UserError("batches() chooses by index, but the training set is a stream")
+        return make_stream_order(experiment.train, length_of(train_set), shards)
     order = make_batch_order(experiment.train, len(train_set), shards, choose)
     if order.lists is not None:
         check_same_lists(world.gather(fingerprint(order.lists(0))))

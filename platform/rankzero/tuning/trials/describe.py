@@ -21,6 +21,7 @@ from rankzero.experiment import Experiment
 from rankzero.launch.request import with_changes
 from rankzero.search_ranges import Range
 
+_ENDLESS = 1 << 31  # samples of a stream of unknown length
 ADAPTIVE_EXPONENT, SGD_EXPONENT = 0.5, 1.0  # of the batch size, in the learning rate's rule
 
 
@@ -136,6 +137,7 @@ def _described(
 
     from rankzero.training import strategies
     from rankzero.training.data.order import micro_batch_size
+    from rankzero.training.data.stream import length_of
     from rankzero.training.distributed.device import check_gpus, driver_version
 
     experiment = with_changes(experiment_file.load(reference)(), settings)
@@ -160,7 +162,7 @@ def _described(
         # By the optimizer's name: its class may be any library's.
         lr_exponent=SGD_EXPONENT if "sgd" in optimizer.lower() else ADAPTIVE_EXPONENT,
         processes=processes,
-        samples=len(experiment.data()[0]),
+        samples=length_of(experiment.data()[0]) or _ENDLESS,
         precisions=_fast_precisions(),
         device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         driver=driver_version() if torch.cuda.is_available() else "",

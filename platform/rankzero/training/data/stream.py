@@ -1,0 +1,367 @@
+"""Streams: data sets that can only be read in their own order, of any length.
+
+    rank 0 ─┬─ loading process 0: part 0      Each part reads the stream and keeps every fourth
+            └─ loading process 1: part 1      sample, or reads its own shards if the stream divides
+    rank 1 ─┬─ loading process 0: part 2      itself. At the end it begins the next epoch. So all
+            └─ loading process 1: part 3      ranks take equally many steps.
+
+A part sends its place with every batch. A checkpoint stores the places of the batches that were
+trained on. So a resume is exact if the stream has `state_dict` and `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from rankzero.errors import UserError
+from rankzero.launch.failures import DescribedError, Failure
+from rankzero.telemetry.host import usable_cores
+from rankzero.training.data import processes
+from rankzero.training.data.batch import to_device
+from rankzero.training.data.loader import EVALUATION_WORKERS, BatchLoader
+from rankzero.training.data.order import BatchOrder, mix
+from rankzero.training.data.samples import (
+    BatchMaker,
+    Collate,
+    batch_maker,
+    preserved_rng,
+    seed_cpu,
+)
+from rankzero.training.distributed.world import World
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a data set can only be iterated."""
+    # PyTorch's IterableDataset inherits a __getitem__ that raises.
+    has_items = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    return hasattr(dataset, "__iter__") and not has_items
+
+
+def length_of(dataset: Any) -> int:
+    """Return the samples of a data set, or 0 if it is a stream of unknown length."""
+    try:
+        return len(dataset)
+    except TypeError:
+        if is_stream(dataset):
+            return 0
+        raise
+
+
+def is_empty(dataset: Any) -> bool:
+    """Return whether a data set has no samples. A stream may not know its length."""
+    return not is_stream(dataset) and len(dataset) == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a part of a stream is, after a batch."""
+
+    epoch: int = 0
+    position: int = 0
+    """Samples read of the epoch, also those that belong to other parts."""
+    batches: int = 0
+    """Made by this part since the start of the run."""
+    inner: bytes | None = None
+    """What the stream's `state_dict` returned, as PyTorch saves it."""
+
+
+class StreamLoader:
+    """One rank's batches of a stream, on `device`."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device,
+        *,
+        seed: int,
+        workers: int | None,
+        collate: Collate,
+        local_world_size: int = 1,
+        ranks: int = 1,
+    ) -> None:
+        self.device, self.dataset = device, dataset
+        self.samples = length_of(dataset)
+        """0 if unknown."""
+        self._seed, self._collate = seed, collate
+        wanted = processes.loader_workers(workers, local_world_size, len(usable_cores()))
+        self._workers = _useful_workers(dataset, ranks, wanted)
+        self._evaluation: DataLoader[Any] | None = None
+        # The batches that were read, and the place of each loading process: at the start of
+        # `train_batches`, and now.
+        self._start = self._now = 0, (Place(),) * max(1, self._workers)
+
+    def train_batches(
+        self, order: BatchOrder, rank: int, first_step: int, total_steps: int
+    ) -> Iterator[Any]:
+        """Yield `rank`'s micro-batches of all steps from `first_step` on, on the device."""
+        self._now = self._start
+        maker = batch_maker(self._collate, self._seed, rank, training=True)
+        part = _Part(self.dataset, maker, order.micro_batch, order.world_size, *self._start)
+        loader = processes.make_loader(part, self.device, self._workers)
+        count = (total_steps - first_step) * order.accumulation
+        for batch, _, worker, place in itertools.islice(self._load(loader), count):
+            read, places = self._now
+            self._now = read + 1, (*places[:worker], place, *places[worker + 1 :])
+            yield batch
+
+    def eval_batches(
+        self, batch_size: int, rank: int, world_size: int, *, lockstep: bool = False
+    ) -> Iterator[tuple[Any, int]]:
+        """Yield `rank`'s share of the stream once, on the device: batches and their samples."""
+        if lockstep:
+            raise UserError(
+                "lockstep = True needs equal batches on all ranks, and a stream to evaluate has no "
+                "length: return a map-style data set"
+            )
+        if self._evaluation is None:
+            maker = batch_maker(self._collate, self._seed, rank, training=False)
+            part = _Part(self.dataset, maker, batch_size, world_size)
+            workers = min(self._workers, EVALUATION_WORKERS)
+            self._evaluation = processes.make_loader(part, self.device, workers, persistent=True)
+        for batch, samples, _, _ in self._load(self._evaluation):
+            yield batch, samples
+
+    def _load(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        for item in processes.iterate(loader):
+            if isinstance(item, Failure):
+                raise DescribedError(item)
+            if item is not None:
+                yield to_device(item[0], self.device), *item[1:]
+
+    def state(self) -> bytes:
+        """Return what `resume` needs: where the batches end that were trained on."""
+        read, places = self._now
+        return _packed({"read": read, "places": [dataclasses.astuple(place) for place in places]})
+
+    def resume(self, content: bytes, *, same_ranks: bool) -> str:
+        """Continue after what `state` returned. Return why that is not exact, or nothing."""
+        saved = _unpacked(content)
+        places = tuple(Place(*place) for place in saved["places"])
+        if not _has_state(self.dataset):
+            why = "it has no state_dict() and load_state_dict()"
+        elif not same_ranks or len(places) != max(1, self._workers):
+            why = "there are other processes or loading processes than before"
+        else:
+            self._start = self._now = saved["read"], places
+            return ""
+        # Another epoch, so that a stream that shuffles yields another order.
+        epoch = 1 + max(place.epoch for place in places)
+        self._start = self._now = 0, (Place(epoch),) * max(1, self._workers)
+        return (
+            f"this resume is not exact: the training set is a stream, and {why}. It is read from "
+            f"its first sample again, as epoch {epoch}"
+        )
+
+
+Loader = BatchLoader | StreamLoader
+
+
+def make_loader(dataset: Any, device: torch.device, *, ranks: int = 1, **options: Any) -> Loader:
+    """Return the loader of a data set. `ranks`: the parts that each batch is divided into."""
+    if is_stream(dataset):
+        return StreamLoader(dataset, device, ranks=ranks, **options)
+    return BatchLoader(dataset, device, **options)
+
+
+def states(loader: Any, world: World) -> list[Tensor]:
+    """Return every rank's state of a stream; nothing for other data. Collective."""
+    if not isinstance(loader, StreamLoader):
+        return []
+    mine = torch.frombuffer(bytearray(loader.state()), dtype=torch.uint8)
+    lengths = world.gather(torch.tensor([len(mine)])).flatten().tolist()
+    padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
+    found = world.gather(padded)
+    return [state[:length].clone() for state, length in zip(found, lengths, strict=True)]
+
+
+def resume(loader: Any, saved: list[Tensor], world: World, notice: Callable[[str], None]) -> None:
+    """Continue a stream after a checkpoint, and give notice if that is not exact."""
+    if not isinstance(loader, StreamLoader):
+        return
+    if not saved:
+        raise UserError("the checkpoint's training set was no stream: start a new run instead")
+    mine = saved[world.ranks.rank % len(saved)].numpy().tobytes()
+    problem = loader.resume(mine, same_ranks=len(saved) == world.size)
+    if problem:
+        notice(problem)
+
+
+class _Part(IterableDataset[Any]):
+    """A rank's batches of a stream; in a loading process, those of this process.
+
+    Yields (batch, samples, loading process, place), or a Failure of the user's code. None means
+    that the next process has the next batch. Has no end, except without `places`: then one epoch.
+    """
+
+    def __init__(
+        self,
+        stream: Any,
+        maker: BatchMaker,
+        batch_size: int,
+        ranks: int,
+        read: int = 0,
+        places: tuple[Place, ...] = (),
+    ) -> None:
+        self._stream, self._maker, self._batch_size = stream, maker, batch_size
+        self._ranks, self._read, self._places = ranks, read, places
+        self._worker: tuple[int, int] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._worker is None:
+            info = get_worker_info()
+            self._worker = (info.id, info.num_workers) if info else (0, 1)
+        worker, workers = self._worker
+        part, parts = self._maker.rank * workers + worker, self._ranks * workers
+        stream, divides_itself = _divided(self._stream, self._maker.rank, self._ranks)
+        if not divides_itself:
+            # A stream that asks for its loading process would divide again what is divided here.
+            torch_worker._worker_info = None
+        reader = _Reader(
+            stream,
+            dataclasses.replace(self._maker, rank=part),
+            *((0, 1, part + 1) if divides_itself else (part, parts, 0)),
+            self._places[worker] if self._places else Place(),
+            is_endless=bool(self._places),
+        )
+        # The batches come from one process after the other. These were read in the last attempt.
+        if worker < self._read % workers:
+            yield None
+        while True:
+            with preserved_rng():
+                found = reader.next_batch(self._batch_size)
+            if found is None:
+                return
+            yield found if isinstance(found, Failure) else (*found, worker, reader.place)
+
+
+class _Reader:
+    """Reads a stream, keeps the samples of its part, and makes batches of them.
+
+    Before each sample, the generators are seeded by epoch and position. So all parts read the same
+    order. `salt` differs between the parts of a stream that divides itself.
+    """
+
+    def __init__(
+        self,
+        stream: Any,
+        maker: BatchMaker,
+        part: int,
+        parts: int,
+        salt: int,
+        place: Place,
+        *,
+        is_endless: bool,
+    ) -> None:
+        self._stream, self._maker = stream, maker
+        self._part, self._parts, self._salt = part, parts, salt
+        self._is_endless = is_endless
+        self.place = place
+        """After the last batch."""
+        self._samples = self._read(place)
+        self._epoch, self._position = place.epoch, place.position
+
+    def next_batch(self, size: int) -> tuple[Any, int] | Failure | None:
+        """Return a batch and its samples, or None at the end."""
+        where = None
+        try:
+            samples = list(itertools.islice(self._samples, size))
+            where = f"collate() of the {len(samples)} samples"
+            if not samples:
+                return None
+            batch = self._maker.make(self.place.batches, samples)
+            inner = None
+            if self._is_endless and _has_state(self._stream):
+                where = "state_dict()"
+                inner = _packed(self._stream.state_dict())
+                if self.place.inner is None:
+                    _unpacked(inner)  # now, and not when a run resumes
+        except Exception as error:
+            return self._maker.failure(error, where or f"sample {self._position}")
+        batches = self.place.batches + 1
+        self.place = Place(self._epoch, self._position, batches, inner)
+        return batch, len(samples)
+
+    def _read(self, place: Place) -> Iterator[Any]:
+        stream, inner, kept = self._stream, place.inner, place.position
+        while True:
+            if hasattr(stream, "set_epoch"):
+                stream.set_epoch(self._epoch)
+            if inner is not None:
+                stream.load_state_dict(_unpacked(inner))
+            self._seed()
+            iterator, inner = iter(stream), None
+            while True:
+                self._seed()
+                try:
+                    sample = next(iterator)
+                except StopIteration:
+                    break
+                mine = self._position % self._parts == self._part
+                self._position += 1
+                if mine:
+                    kept += 1
+                    yield sample
+            if not self._is_endless:
+                return
+            if not kept:
+                raise UserError(
+                    f"epoch {self._epoch} of the stream has {self._position} samples, and none for "
+                    f"part {self._part} of {self._parts}: set train.workers=0, or let __iter__ "
+                    "begin again at each call"
+                )
+            self._epoch, self._position, kept = self._epoch + 1, 0, 0
+
+    def _seed(self) -> None:
+        seed_cpu(mix(self._maker.seed, self._epoch, self._position, self._salt))
+
+
+def _divided(stream: Any, rank: int, ranks: int) -> tuple[Any, bool]:
+    """Return the stream, and whether it yields only the samples of its rank and loading process."""
+    if _is_hugging_face(stream):
+        if ranks > 1 and getattr(stream, "_distributed", None) is None:
+            split = importlib.import_module("datasets.distributed").split_dataset_by_node
+            stream = split(stream, rank, ranks)
+        return stream, True
+    return stream, bool(getattr(stream, "divided", False))
+
+
+def _useful_workers(stream: Any, ranks: int, wanted: int) -> int:
+    """Return how many loading processes of a rank get samples, at most `wanted`."""
+    if not _is_hugging_face(stream):
+        return wanted
+    # It divides whole shards among ranks if that is even, and then among loading processes.
+    shards = int(stream.num_shards)
+    return min(wanted, shards if shards % ranks else shards // ranks)
+
+
+def _is_hugging_face(stream: Any) -> bool:
+    return type(stream).__module__.startswith("datasets.")
+
+
+def _has_state(stream: Any) -> bool:
+    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+
+
+def _packed(state: Any) -> bytes:
+    content = io.BytesIO()
+    torch.save(state, content)
+    return content.getvalue()
+
+
+def _unpacked(content: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:
+        raise UserError(
+            f"state_dict() of the stream must return tensors and plain values: {error}"
+        ) from error

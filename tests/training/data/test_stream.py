@@ -1,0 +1,239 @@
+"""Streams: divided among ranks and loading processes, read again, resumed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+
+from rankzero.errors import UserError
+from rankzero.experiment import Train
+from rankzero.launch.failures import DescribedError
+from rankzero.training.data import digest
+from rankzero.training.data.loader import BatchLoader
+from rankzero.training.data.order import make_stream_order
+from rankzero.training.data.stream import StreamLoader, is_stream, make_loader
+
+CPU = torch.device("cpu")
+LAYOUTS = [(1, 0), (1, 2), (2, 0), (2, 1), (3, 2)]
+"""Ranks, and loading processes of each."""
+
+
+class Shuffled(IterableDataset[Any]):
+    """Numbers in an order that is drawn while they are read, each with a drawn number."""
+
+    def __init__(self, count: int = 48) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer = list(range(self.count))
+        while buffer:
+            index = buffer.pop(random.randrange(len(buffer)))
+            yield torch.tensor([index, torch.rand(()).item(), np.random.rand()])
+
+
+class Aware(Shuffled):
+    """Divides itself among loading processes, as PyTorch's documentation shows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        start, step = (info.id, info.num_workers) if info else (0, 1)
+        for index in range(start, self.count, step):
+            yield torch.tensor([index, torch.rand(()).item(), np.random.rand()])
+
+
+class Divided(Aware):
+    """Divides itself among ranks, too."""
+
+    divided = True
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.rank, self.ranks = rank, ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            if int(sample[0]) // 8 % self.ranks == self.rank:
+                yield sample
+
+
+class Saved(Shuffled):
+    """Can continue where it was."""
+
+    place = 0
+
+    def state_dict(self) -> Any:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < self.count:
+            self.place += 1
+            yield torch.tensor([self.place - 1, torch.rand(()).item(), np.random.rand()])
+        self.place = 0
+
+
+def loader_of(dataset: Any, workers: int = 0, collate: Any = default_collate) -> StreamLoader:
+    found = make_loader(dataset, CPU, seed=3, workers=workers, collate=collate)
+    assert isinstance(found, StreamLoader)
+    return found
+
+
+def batches(loader: StreamLoader, rank: int, ranks: int, steps: int) -> Iterator[Any]:
+    """Return the batches, of 4 samples of each rank."""
+    order = make_stream_order(Train(batch_size=4 * ranks, steps=1000), 0, ranks)
+    return loader.train_batches(order, rank, 0, steps)
+
+
+def epoch_of(datasets: list[Any], workers: int) -> list[list[float]]:
+    """Return the samples of as many steps as an epoch has, over all ranks."""
+    ranks = len(datasets)
+    return [
+        row
+        for rank, dataset in enumerate(datasets)
+        for batch in batches(loader_of(dataset, workers), rank, ranks, 12 // ranks)
+        for row in batch.tolist()
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), LAYOUTS)
+@pytest.mark.parametrize("kind", [Shuffled, Aware, Saved])
+def test_an_epoch_has_every_sample_once(kind: Any, ranks: int, workers: int) -> None:
+    found = epoch_of([kind() for _ in range(ranks)], workers)
+    assert sorted(int(row[0]) for row in found) == list(range(48))
+    assert len({row[1] for row in found}) == len({row[2] for row in found}) == 48
+
+
+def test_a_stream_that_divides_itself_is_left_alone() -> None:
+    for workers in (0, 2):
+        found = epoch_of([Divided(rank, 2) for rank in (0, 1)], workers)
+        assert sorted(int(row[0]) for row in found) == list(range(48))
+        assert len({row[1] for row in found}) == 48
+
+
+def test_any_object_that_can_only_be_iterated_is_a_stream() -> None:
+    class Plain:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(48))
+
+    assert is_stream(Plain()) and is_stream(Shuffled()) and is_stream(iter([1]))
+    assert not is_stream([1]) and not is_stream(torch.zeros(3))
+    assert isinstance(make_loader([1], CPU, seed=0, workers=0, collate=list), BatchLoader)
+    first = next(batches(loader_of(Plain()), 1, 2, 1))
+    assert first.tolist() == [1, 3, 5, 7]
+
+
+def test_the_next_epoch_begins_where_the_stream_ends() -> None:
+    rows = [row for batch in batches(loader_of(Shuffled(10), 1), 0, 1, 10) for row in batch]
+    epochs = [[int(row[0]) for row in rows[start : start + 10]] for start in range(0, 40, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4, "each epoch has an order of its own"
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("read", [0, 1, 5, 12, 13])
+def test_resume_is_exact_with_a_state(workers: int, read: int) -> None:
+    straight = [batch.tolist() for batch in batches(loader_of(Saved(), workers), 0, 1, 20)]
+    first, second = loader_of(Saved(), workers), loader_of(Saved(), workers)
+    begun = batches(first, 0, 1, 20)
+    assert [next(begun).tolist() for _ in range(read)] == straight[:read]
+    assert second.resume(first.state(), same_ranks=True) == ""
+    assert [batch.tolist() for batch in batches(second, 0, 1, 20 - read)] == straight[read:]
+    assert second.state() == loader_after(Saved(), workers, 20).state()
+
+
+def loader_after(dataset: Any, workers: int, steps: int) -> StreamLoader:
+    loader = loader_of(dataset, workers)
+    list(batches(loader, 0, 1, steps))
+    return loader
+
+
+def test_what_collate_draws_is_the_same_after_a_resume() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return torch.rand(2)
+
+    straight = [b.tolist() for b in batches(loader_of(Saved(), 2, collate), 0, 1, 9)]
+    assert len({tuple(one) for one in straight}) == 9
+    first, second = loader_of(Saved(), 2, collate), loader_of(Saved(), 2, collate)
+    list(batches(first, 0, 1, 5))
+    second.resume(first.state(), same_ranks=True)
+    assert [batch.tolist() for batch in batches(second, 0, 1, 4)] == straight[5:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "same_ranks", "why"),
+    [
+        (Shuffled, 0, True, "no state_dict()"),
+        (Saved, 2, True, "other processes or loading processes"),
+        (Saved, 0, False, "other processes or loading processes"),
+    ],
+)
+def test_a_resume_that_is_not_exact_reads_from_the_first_sample(
+    kind: Any, workers: int, same_ranks: bool, why: str
+) -> None:
+    state = loader_after(kind(), 0, 30).state()
+    loader = loader_of(kind(), workers)
+    problem = loader.resume(state, same_ranks=same_ranks)
+    assert "not exact" in problem and why in problem and problem.endswith("as epoch 3")
+    rows = [int(row[0]) for batch in batches(loader, 0, 1, 12) for row in batch]
+    assert sorted(rows) == list(range(48))
+
+
+@pytest.mark.parametrize(("ranks", "workers"), LAYOUTS)
+def test_each_evaluation_reads_the_whole_stream(ranks: int, workers: int) -> None:
+    loaders = [loader_of(Shuffled(23), workers) for _ in range(ranks)]
+    torch.manual_seed(0)
+    for _ in range(2):
+        found = [one for r in range(ranks) for one in loaders[r].eval_batches(4, r, ranks)]
+        assert sorted(int(row[0]) for batch, _ in found for row in batch) == list(range(23))
+        assert [len(batch) for batch, _ in found] == [samples for _, samples in found]
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(1)), "reading drew from the model's generator"
+
+
+def test_a_stream_that_is_too_short_or_cannot_be_read_twice_is_refused() -> None:
+    with pytest.raises(DescribedError, match=r"epoch 0 of the stream has 1 samples, and none for"):
+        list(batches(loader_of(Shuffled(1)), 1, 2, 3))
+    with pytest.raises(DescribedError, match=r"epoch 1 of the stream has 0 samples.*begin again"):
+        list(batches(loader_of(iter([torch.ones(1)] * 9)), 0, 1, 3))
+
+
+def test_errors_name_the_sample_and_the_line() -> None:
+    def broken() -> Iterator[int]:
+        yield from range(6)
+        raise ValueError("a torn file")
+
+    with pytest.raises(DescribedError, match=r"^ValueError: a torn file \(.*test_stream\.py, line"):
+        list(batches(loader_of(broken()), 0, 1, 3))
+    with pytest.raises(DescribedError, match=r"in broken\): sample 6 of the training set$"):
+        list(batches(loader_of(broken(), 1), 0, 1, 3))
+
+
+def test_a_state_that_no_checkpoint_takes_is_refused_at_once() -> None:
+    class Odd(Saved):
+        def state_dict(self) -> Any:
+            return {"place": np.random.RandomState(0)}
+
+    with pytest.raises(DescribedError, match="must return tensors and plain values"):
+        list(batches(loader_of(Odd()), 0, 1, 1))
+
+
+def test_a_stream_without_a_length_needs_steps() -> None:
+    with pytest.raises(UserError, match=r"without a length.*set train\.steps"):
+        make_stream_order(Train(batch_size=4), 0, 1)
+    assert make_stream_order(Train(batch_size=4, steps=9), 0, 1).steps_per_epoch == 9
+    known = make_stream_order(Train(batch_size=4, steps=9), 40, 2)
+    assert (known.steps_per_epoch, known.micro_batch, known.samples) == (10, 2, 40)
+
+
+def test_a_stream_has_no_digest() -> None:
+    found = digest.describe(Shuffled(), "training", "file.py:Mine")
+    assert (found.digest, found.samples, found.name) == ("not computed: a stream", 0, "Shuffled")
