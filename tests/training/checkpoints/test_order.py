@@ -51,7 +51,7 @@ def train(
 ) -> AttemptOutcome:
     job, state = worker.build(experiment, World(Ranks(), torch.device("cpu")))
     watchdog = Watchdog(10.0, 0, [])
-    outcome = worker._train(job, state, log, stop or StopRequest(), RunTotals(), watchdog)
+    outcome = worker._train(job, state, log, stop or StopRequest(), RunTotals(), watchdog, {})
     log.close()
     return outcome
 
