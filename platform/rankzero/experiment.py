@@ -396,6 +396,13 @@ class Experiment:
 
         return default_collate(samples)
 
+    def tokens(self, batch: Any) -> int:
+        """Return the number of tokens in a training batch. Optional: 0 unless overridden.
+
+        From shapes, without a look at values on a GPU, such as ``batch["ids"].numel()``.
+        """
+        return 0
+
     def optimizer(self, model: Any) -> Any:
         """Return the `torch.optim.Optimizer`. AdamW at `lr` unless overridden.
 

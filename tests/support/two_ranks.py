@@ -103,6 +103,7 @@ def attempted(world: World, case: Case, folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {
         "losses": {},
         "logged": {},
+        "speeds": [],
         "trained": [],
         "evaluated": {},
         "begun": [],
@@ -154,21 +155,14 @@ def train(
     stop = StopRequest(min_evaluation_seconds=1.0 if stopped_rank is None else 0.0)
 
     def emit(event: Event) -> None:
-        if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
-            seen["trained"] += event.steps
-            for name, column in event.metrics.items():
-                seen["logged"].setdefault(name, []).extend(column)
-            seen["losses"] |= dict(
-                zip(map(str, event.steps), event.metrics["train/loss"], strict=True)
-            )
-            if (
-                stop_at is not None
-                and event.steps[-1] >= stop_at
-                and stopped_rank in (None, world.ranks.rank)
-            ):
-                stop.request(StopCode.SIGTERM)
-        if isinstance(event, Evaluated):
-            seen["evaluated"][str(event.step)] = dict(event.metrics)
+        _record(event, seen)
+        if (
+            stop_at is not None
+            and isinstance(event, StepsLogged)
+            and event.steps[-1] >= stop_at
+            and stopped_rank in (None, world.ranks.rank)
+        ):
+            stop.request(StopCode.SIGTERM)
 
     try:
         totals = RunTotals()
@@ -186,3 +180,16 @@ def train(
             checkpoints.close()
     # No rank may read the folder before rank 0 has written it.
     world.all(True)
+
+
+def _record(event: Event, seen: dict[str, Any]) -> None:
+    if isinstance(event, StepsLogged) and "train/loss" in event.metrics:
+        seen["trained"] += event.steps
+        for name, column in event.metrics.items():
+            seen["logged"].setdefault(name, []).extend(column)
+        steps = map(str, event.steps)
+        seen["losses"] |= dict(zip(steps, event.metrics["train/loss"], strict=True))
+    elif isinstance(event, StepsLogged):
+        seen["speeds"].append(dict(event.metrics))
+    elif isinstance(event, Evaluated):
+        seen["evaluated"][str(event.step)] = dict(event.metrics)

@@ -121,6 +121,11 @@ def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
     if speed:
         half = number(end.metrics.get("samples_per_second_half_width"))
         yield "Throughput", f"**{_number(speed)}**{f' ± {_number(half)}' if half else ''} samples/s"
+    tokens, mfu = (number(end.metrics.get(key)) for key in ("tokens_per_second", "mfu"))
+    if tokens:
+        yield "Tokens", f"**{_number(tokens)}** tokens/s"
+    if mfu:
+        yield "Model FLOP/s utilisation", f"{mfu:.1%}"
     wait = number(end.metrics.get("data_wait_fraction"))
     if wait is not None:
         yield "Waiting for data", f"{wait:.1%} of the training time"

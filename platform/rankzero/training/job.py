@@ -19,6 +19,7 @@ from rankzero.training.distributed.world import World
 from rankzero.training.frozen import FrozenParts
 from rankzero.training.metrics.mean_check import MeanCheck
 from rankzero.training.metrics.straggler import ForwardTimer
+from rankzero.training.metrics.work_meter import WorkMeter
 from rankzero.training.precision import Precision
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.strategies.base import MicroBatchStep, Strategy
@@ -79,6 +80,7 @@ class TrainingContext:
     model_tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The model's numbers of parameters."""
     image_capture: ImageCapture = dataclasses.field(default_factory=ImageCapture)
+    work_meter: WorkMeter = dataclasses.field(default_factory=WorkMeter)
     helpers: Mapping[str, nn.Module] = dataclasses.field(default_factory=dict)
     takes_progress: bool = False
     """Whether the experiment's `measure` has a third parameter."""

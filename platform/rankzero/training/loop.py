@@ -6,13 +6,14 @@ gradients.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from rankzero.errors import NotFinite
-from rankzero.events import Event
+from rankzero.events import Event, Noticed
 from rankzero.experiment import Experiment
 from rankzero.training import turns
 from rankzero.training.checkpoints.writer import Checkpoints
@@ -44,6 +45,7 @@ def fit(
     batches = job.train_loader.train_batches(
         job.batch_order, job.strategy.shard.rank, state.step, job.total_steps
     )
+    batches = job.work_meter.watch(batches, lambda text: emit(Noticed(time.time(), text)))
     take_step = step_function(job.experiment)
     state.model.train()
     stopped = StopCode.NONE

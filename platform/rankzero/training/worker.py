@@ -48,6 +48,7 @@ from rankzero.training.job import State, TrainingContext
 from rankzero.training.launcher_death import end_with_launcher
 from rankzero.training.lifecycle import AttemptOutcome
 from rankzero.training.loop import fit
+from rankzero.training.metrics import work_meter
 from rankzero.training.metrics.mean_check import MeanCheck
 from rankzero.training.metrics.stateful import without_stateful
 from rankzero.training.metrics.straggler import ForwardTimer
@@ -205,16 +206,18 @@ def build(
     val_loaders = {group: make_loader(one) for group, one in val_sets.items()}
 
     # After the model, so that its weights do not depend on the helpers.
-    helpers = frozen.helpers(experiment, world.device)
     total = train.steps or (train.epochs or 0) * order.steps_per_epoch
-    measure = measure_at(experiment.measure, Progress(0, total, 0, True, helpers))
+    start = Progress(0, total, 0, True, frozen.helpers(experiment, world.device))
 
     def example_batch() -> Any:
         # Only a pipeline calls this, because it traces the model. Other strategies must not pay for
         # loading processes that start and end for one batch.
         return next(train_loader.train_batches(order, 0, 0, 1))
 
-    strategy = strategies.build(experiment, model, world, measure, example_batch)
+    meter = work_meter.of(experiment, model, world, start)
+    strategy = strategies.build(
+        experiment, model, world, measure_at(experiment.measure, start), example_batch
+    )
     # From here on, ranks with other samples draw other numbers, for dropout.
     rng.seed_all(train.seed, 1 + strategy.shard.rank)
     state = State(
@@ -236,7 +239,8 @@ def build(
         make_loader,
         _forward_timer(experiment, world),
         FrozenParts(experiment, model),
-        helpers=helpers,
+        work_meter=meter,
+        helpers=start.helpers,
         takes_progress=takes_progress(experiment.measure),
         model_tags=parameter_counts.tags(model),
     )

@@ -71,6 +71,11 @@ class LearningCurve:
         return None if self.ended is None else self.ended.metrics.get("samples_per_second")
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """Return the tokens/s of the run's summary, or None if it has none."""
+        return None if self.ended is None else self.ended.metrics.get("tokens_per_second")
+
+    @property
     def joules(self) -> float | None:
         """Return the energy that the job's GPUs took, or None if it is not measured."""
         one_gpu = self.peaks.get("system/gpu_0_energy_joules")

@@ -2,6 +2,7 @@
 
     time-to-target   training seconds until the goal's metric reaches the target
     throughput       samples/s, with a quality at most a tolerance worse than the reference's
+    tokens           tokens/s, with the same constraint
     quality          the best metric within a fixed training time
 
 Every finished trial gets a value and the same named constraints. A constraint above 0 is violated,
@@ -15,10 +16,11 @@ import dataclasses
 import math
 from typing import Any, Literal, get_args
 
+from rankzero.errors import UserError
 from rankzero.experiment import Goal
 from rankzero.tuning.learning_curve import LearningCurve
 
-Name = Literal["time-to-target", "throughput", "quality"]
+Name = Literal["time-to-target", "throughput", "tokens", "quality"]
 NAMES: tuple[Name, ...] = get_args(Name)
 QUALITY = "quality"
 """The constraint that every objective has."""
@@ -27,7 +29,7 @@ _CANNOT_WIN = 1.1  # times the best: the noise is smaller than that
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """One of the three objectives, and the quality that it asks for."""
+    """One of the four objectives, and the quality that it asks for."""
 
     name: Name
     goal: Goal
@@ -43,9 +45,19 @@ class Objective:
         return {"train.limits.max_minutes": self.trial_minutes} if self.name == "quality" else {}
 
     def value(self, curve: LearningCurve) -> float:
-        """Return the value of a finished trial, to be minimised."""
+        """Return the value of a finished trial, to be minimised.
+
+        Raises UserError for `tokens` if the experiment counts none.
+        """
         if self.name == "throughput":
             return -(curve.samples_per_second or 0.0)
+        if self.name == "tokens":
+            if curve.ended is not None and curve.tokens_per_second is None:
+                raise UserError(
+                    "--objective tokens needs an experiment that counts them: write "
+                    "tokens(self, batch), or use --objective throughput"
+                )
+            return -(curve.tokens_per_second or 0.0)
         if self.name == "quality" or self.target is None:
             return self._negated_best(curve)
         reached = curve.seconds_to(self.target)
@@ -82,7 +94,8 @@ def target_quality(
 ) -> float | None:
     """Return the quality that trials must reach, from the curve of the user's own configuration.
 
-    `tolerance`: for `throughput`, how much worse than the reference's best, relative to it.
+    `tolerance`: for `throughput` and `tokens`, how much worse than the reference's best, relative
+    to it.
     """
     if name == "quality":
         return None
@@ -90,5 +103,5 @@ def target_quality(
         return goal.target
     if reference.best is None:
         return goal.target
-    slack = tolerance * abs(reference.best) if name == "throughput" else 0.0
+    slack = tolerance * abs(reference.best) if name in ("throughput", "tokens") else 0.0
     return reference.best - slack if goal.mode == "max" else reference.best + slack

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what = "what to look for (default: %(default)s)"
     add("--objective", choices=NAMES, default=NAMES[0], help=what)
-    worse = "for throughput: how much worse than yours the quality may be, relative to it"
+    worse = "for throughput, tokens: how much worse than yours the quality may be, relative to it"
     add("--tolerance", type=float, default=0.01, help=worse)
     add("--trial-minutes", type=float, help="for quality: the training time of each trial")
     draws = "what draws the next trial (%(default)s)"

@@ -13,7 +13,7 @@ from rich.text import Text
 from rankzero import scalars
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
-from rankzero.metric_names import DATA_WAIT, SPEED, STEP_SECONDS
+from rankzero.metric_names import DATA_WAIT, MFU, SPEED, STEP_SECONDS, TOKENS
 from rankzero.reporting.bottleneck import straggler
 
 _BAR_WIDTH = 32
@@ -56,6 +56,10 @@ class ProgressModel:
             facts.append(f"loss {self.values['train/loss']:.4g}")
         if SPEED in self.values:
             facts.append(f"{self.values[SPEED]:,.0f} samples/s")
+        if TOKENS in self.values:
+            facts.append(f"{self.values[TOKENS]:,.0f} tokens/s")
+        if MFU in self.values:
+            facts.append(f"MFU {self.values[MFU]:.0%}")
         if DATA_WAIT in self.values:
             facts.append(f"data wait {self.values[DATA_WAIT]:.0%}")
         # One number for all GPUs of the node: the block has one line.
@@ -92,6 +96,10 @@ class ProgressModel:
             half = figures.get("samples_per_second_half_width")
             spread = "" if half is None else f" ± {half:,.0f} (95 %)"
             yield "samples/s", f"{figures['samples_per_second']:,.0f}{spread}"
+        if "tokens_per_second" in figures:
+            yield "tokens/s", f"{figures['tokens_per_second']:,.0f}"
+        if "mfu" in figures:
+            yield "MFU", f"{figures['mfu']:.1%}"
         if "data_wait_fraction" in figures:
             yield "waiting for data", f"{figures['data_wait_fraction']:.1%}"
         slowest = straggler(figures)

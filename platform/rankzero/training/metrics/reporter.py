@@ -78,6 +78,7 @@ class Reporter:
             seconds,
             self._data_wait,
             job.forward_timer.read(),
+            job.work_meter.read(),
         )
         if job.experiment.turns:
             losses = (window.values[f"{turn}/loss"] for turn in job.experiment.turns)
@@ -101,18 +102,22 @@ class Reporter:
             self._unreported_speed = speed
         else:
             samples = job.batch_order.samples_of(state.step, speed.steps)
-            self._totals.add(speed, samples)
-            events.append(self._speed_event(speed, samples))
+            rates = job.work_meter.rates(samples, speed.tokens, speed.seconds)
+            self._totals.add(speed, samples, rates)
+            events.append(self._speed_event(speed, samples, rates))
             self._unreported_speed, steps_left = None, log_every or LONGEST_WINDOW
         # A window is short even if `log_every` is large: the ranks learn of a request to stop only
         # with a report.
         self._interval = next_interval(self._interval, window.step_seconds, steps_left)
         return window, events
 
-    def _speed_event(self, speed: WindowStats, samples: int) -> StepsLogged:
+    def _speed_event(
+        self, speed: WindowStats, samples: int, rates: Mapping[str, float]
+    ) -> StepsLogged:
         values = {
             **{name: [lr] for name, lr in learning_rates(self._state.optimizer).items()},
             SPEED: [samples / speed.seconds],
+            **{f"throughput/{name}": [rate] for name, rate in rates.items()},
             STEP_SECONDS: [speed.step_seconds],
             DATA_WAIT: [speed.data_wait_seconds / speed.seconds],
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 
 from rankzero.confidence import half_width
 from rankzero.training.metrics.straggler import straggler
@@ -19,6 +20,8 @@ class RunTotals:
 
     windows: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """Each window's samples and seconds."""
+    rates: list[Mapping[str, float]] = dataclasses.field(default_factory=list)
+    """Each window's tokens per second and FLOP/s utilisation, if they are known."""
     forwards: list[float] = dataclasses.field(default_factory=list)
     """Each rank's seconds of forwards, one forward a window."""
     data_waits: list[float] = dataclasses.field(default_factory=list)
@@ -32,9 +35,12 @@ class RunTotals:
     best: float | None = None
     last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def add(self, window: WindowStats, samples: int) -> None:
-        """Add one window, or several as one, and the samples of its steps."""
+    def add(
+        self, window: WindowStats, samples: int, rates: Mapping[str, float] | None = None
+    ) -> None:
+        """Add one window, or several as one, the samples of its steps, and its other rates."""
         self.windows.append((samples, window.seconds))
+        self.rates.append(rates or {})
         # The sums are empty before the first window.
         forwards = itertools.zip_longest(self.forwards, window.forwards, fillvalue=0.0)
         data_waits = itertools.zip_longest(self.data_waits, window.data_waits, fillvalue=0.0)
@@ -52,7 +58,13 @@ class RunTotals:
             speed = sum(samples for samples, _ in steady) / sum(seconds for _, seconds in steady)
         if self.train_seconds:
             data_wait_fraction = self.data_wait_seconds / self.train_seconds
+        timed = list(zip(self.rates, self.windows, strict=True))[WARM_UP_WINDOWS:]
         figures = {
+            **{
+                name: sum(rates.get(name, 0.0) * seconds for rates, (_, seconds) in timed)
+                / sum(seconds for _, (_, seconds) in timed)
+                for name in (timed[0][0] if timed else ())
+            },
             "best": self.best,
             "samples_per_second": speed,
             "samples_per_second_half_width": half_width([n / seconds for n, seconds in steady]),

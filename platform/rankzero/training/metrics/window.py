@@ -30,6 +30,8 @@ class WindowStats:
     forwards: list[float]
     """Per rank, the seconds of one forward. 0 if none was timed."""
     steps: int
+    tokens: float = 0.0
+    """All ranks' tokens, if the experiment counts them."""
     quotients: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Per `Ratio` of vectors, the quotients [steps, n]; `values` has their means."""
 
@@ -56,6 +58,7 @@ class WindowStats:
             seconds=self.seconds + later.seconds,
             data_waits=[a + b for a, b in zip(self.data_waits, later.data_waits, strict=True)],
             steps=self.steps + later.steps,
+            tokens=self.tokens + later.tokens,
         )
 
 
@@ -66,6 +69,7 @@ def reduce_window(
     seconds: float,
     data_wait_seconds: float,
     forward_seconds: float = 0.0,
+    tokens: float = 0.0,
 ) -> WindowStats:
     """Return a window of steps over all ranks. Collective.
 
@@ -74,10 +78,9 @@ def reduce_window(
     """
     # One sum carries everything, so there is one collective and one wait for the device. Each rank
     # fills its row of a matrix of zeros with its own numbers.
-    own = torch.zeros(world.size, 4, dtype=torch.float64)
-    own[world.ranks.rank] = torch.tensor(
-        [stop_code, seconds, data_wait_seconds, forward_seconds], dtype=torch.float64
-    )
+    mine = [stop_code, seconds, data_wait_seconds, forward_seconds, tokens]
+    own = torch.zeros(world.size, len(mine), dtype=torch.float64)
+    own[world.ranks.rank] = torch.tensor(mine, dtype=torch.float64)
     stacked = [torch.stack(list(column)) for column in columns.values()]
     values = torch.cat([one.flatten().double() for one in stacked])
     fused = world.sum(torch.cat([values / world.size, own.flatten().to(values.device)])).cpu()
@@ -89,11 +92,12 @@ def reduce_window(
     times = fused[len(values) :].tolist()
     return WindowStats(
         values={name: means(value).tolist() for name, value in finished.items()},
-        stop_code=most_urgent(int(code) for code in times[::4]),
-        seconds=max(times[1::4]),
-        data_waits=times[2::4],
-        forwards=times[3::4],
+        stop_code=most_urgent(int(code) for code in times[::5]),
+        seconds=max(times[1::5]),
+        data_waits=times[2::5],
+        forwards=times[3::5],
         steps=len(stacked[0]),
+        tokens=sum(times[4::5]),
         quotients={name: value for name, value in finished.items() if value.dim() > 1},
     )
 

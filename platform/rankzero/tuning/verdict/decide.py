@@ -190,7 +190,7 @@ def _score(objective: Name, value: float) -> float:
     match objective:
         case "time-to-target":
             return math.log(max(value, 1e-9))
-        case "throughput":
+        case "throughput" | "tokens":
             return -math.log(max(-value, 1e-9))
         case "quality":
             return value

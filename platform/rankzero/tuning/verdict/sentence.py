@@ -75,9 +75,10 @@ def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | N
             spread = f" ({_seconds(min(values))}-{_seconds(max(values))})"
             spread = spread if len(values) > 1 else ""
             return f"reaches {wanted} in {_seconds(statistics.median(values))} s{spread}"
-        case "throughput":
+        case "throughput" | "tokens":
             speeds = [-value for value in values] or [0.0]
-            return f"trains {statistics.median(speeds):,.0f} samples/s"
+            unit = "tokens" if name == "tokens" else "samples"
+            return f"trains {statistics.median(speeds):,.0f} {unit}/s"
         case "quality":
             found = [run.quality for run in runs if run.quality is not None]
             return f"reaches {_quality(goal, statistics.median(found) if found else None)}"

@@ -1,0 +1,127 @@
+"""How much a training computes: its tokens, and the FLOPs of its model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankzero.experiment import Experiment
+from rankzero.progress import Progress, bound, takes_progress
+from rankzero.training import strategies
+from rankzero.training.data.batch import map_tensors, samples_in
+from rankzero.training.distributed.world import World
+from rankzero.training.metrics.peak_flops import peak_flops
+from rankzero.training.metrics.stateful import without_stateful
+from rankzero.training.strategies.base import Measure, MicroBatchStep
+
+
+class WorkMeter:
+    """Counts the tokens of the batches on this rank, and the FLOPs of the first one.
+
+    `tokens`: the experiment's method, or None. `share`: the part of a batch's tokens that this rank
+    counts, if other ranks see the same batch. `peak`: FLOP/s of all ranks' devices, or None, and
+    then no FLOPs are counted. `model`: not yet divided. `measures`: what a step calls.
+    """
+
+    def __init__(
+        self,
+        tokens: Callable[[Any], int] | None = None,
+        share: float = 1.0,
+        peak: float | None = None,
+        model: nn.Module | None = None,
+        measures: Sequence[Measure] = (),
+    ) -> None:
+        self._count, self._share, self._peak, self._measures = tokens, share, peak, measures
+        self._tokens = 0.0
+        # Of one token if the experiment counts tokens, else of one sample.
+        self._flops: float | None = None
+        # A strategy is going to divide the model, or to compile it.
+        self._model = None if peak is None or model is None else _on_meta(model)
+
+    def watch(self, batches: Iterator[Any], notice: Callable[[str], None]) -> Iterator[Any]:
+        """Return `batches`, counted as they are taken. `notice` gets the reason for no FLOPs."""
+        if self._count is None and self._peak is None:
+            return batches
+        return self._counted(batches, notice)
+
+    def _counted(self, batches: Iterator[Any], notice: Callable[[str], None]) -> Iterator[Any]:
+        for batch in batches:
+            tokens = self._count(batch) if self._count else 0
+            self._tokens += tokens * self._share
+            if self._model is not None:
+                try:
+                    self._flops = self._count_flops(batch) / (tokens or samples_in(batch))
+                except Exception as error:  # the user's code need not run on such tensors
+                    notice(f"throughput/mfu is unknown: {type(error).__name__}: {error}")
+                self._model = None
+            yield batch
+
+    def _count_flops(self, batch: Any) -> int:
+        """Return the FLOPs of a forward and a backward. Nothing is computed."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        assert self._model is not None
+        meta = map_tensors(batch, lambda tensor: tensor.to("meta"))
+        with FlopCounterMode(display=False) as counter:
+            for measure in self._measures:
+                step = MicroBatchStep(measure, contextlib.nullcontext(), None, 1)
+                step.forward_backward(self._model, meta)
+        return int(counter.get_total_flops())
+
+    def read(self) -> float:
+        """Return this rank's tokens since the last call."""
+        tokens, self._tokens = self._tokens, 0.0
+        return tokens
+
+    def rates(self, samples: float, tokens: float, seconds: float) -> dict[str, float]:
+        """Return what is known of ``tokens_per_second`` and ``mfu``, over all ranks.
+
+        ``mfu``: the FLOP/s of the model's forward and backward, divided by the peak. Recomputed
+        activations do not count: Chowdhery et al. 2022, PaLM, appendix B.
+        """
+        found = {"tokens_per_second": tokens / seconds} if self._count else {}
+        if self._flops is not None and self._peak is not None:
+            work = tokens if self._count else samples
+            found["mfu"] = self._flops * work / seconds / self._peak
+        return found
+
+
+def of(experiment: Experiment, model: nn.Module, world: World, at: Progress) -> WorkMeter:
+    """Return what counts the experiment's work on this rank. `model`: on the host."""
+    train = experiment.train
+    counts_tokens = type(experiment).tokens is not Experiment.tokens
+    peak = None
+    if world.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(world.device), train.precision)
+    measure = without_stateful(experiment.measure, experiment.metrics().keys())
+    if takes_progress(experiment.measure):
+        places = [dataclasses.replace(at, turn=turn) for turn in experiment.turns or (None,)]
+        measures = [bound(measure, place) for place in places]
+    else:
+        measures = [measure]
+    return WorkMeter(
+        experiment.tokens if counts_tokens else None,
+        strategies.shards(train.strategy, world.size) / world.size,
+        None if peak is None else peak * world.size,
+        model,
+        measures,
+    )
+
+
+def _on_meta(model: nn.Module) -> nn.Module | None:
+    """Return a copy whose weights have no content, or None if the model cannot be copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    with contextlib.suppress(Exception):  # copying runs the user's code
+        return copy.deepcopy(model, memo)
+    return None

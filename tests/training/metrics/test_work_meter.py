@@ -1,0 +1,130 @@
+"""Tokens and FLOPs of a training, and the peaks of GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rankzero.events import Event
+from rankzero.ranks import Ranks
+from rankzero.training.distributed.world import World
+from rankzero.training.loop import fit
+from rankzero.training.metrics.peak_flops import peak_flops
+from rankzero.training.metrics.throughput import RunTotals
+from rankzero.training.metrics.work_meter import WorkMeter
+from rankzero.training.stop import StopCode, StopRequest
+from rankzero.training.worker import build
+from support import two_ranks
+from support.paths import FIXTURES
+from support.training import Trained, Trainer
+from support.two_ranks import Case, launched, seen
+
+COUNTED = FIXTURES / "counted.py"
+
+
+def mean(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    return {"loss": model(batch).mean()}
+
+
+def watched(meter: WorkMeter, *batches: Tensor) -> list[str]:
+    notices: list[str] = []
+    assert len(list(meter.watch(iter(batches), notices.append))) == len(batches)
+    return notices
+
+
+def test_flops_of_a_forward_and_backward_are_counted_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 2))
+    before, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    meter = WorkMeter(None, 1.0, 1e6, model, [mean])
+    assert not watched(meter, torch.ones(16, 8), torch.ones(4, 8))
+    # Two products per weight in the forward, two for weights and two for inputs in the backward,
+    # except for the inputs of the model.
+    per_sample = 2 * (2 * 8 * 32 + 3 * 32 * 2)
+    assert meter.rates(100, 0, 2.0) == {"mfu": pytest.approx(per_sample * 50 / 1e6)}
+    assert torch.equal(torch.get_rng_state(), before), "counting drew random numbers"
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_flops_are_those_of_a_token_if_tokens_are_counted() -> None:
+    meter = WorkMeter(lambda batch: int(batch.numel()), 0.5, 1e6, nn.Linear(8, 1), [mean])
+    watched(meter, torch.ones(4, 8), torch.ones(2, 8))
+    assert meter.read() == 0.5 * 48 and meter.read() == 0
+    # A sample has 8 tokens, and 8 weights with two products each, in the forward and for weights.
+    assert meter.rates(1, 100, 2.0) == {"tokens_per_second": 50, "mfu": 50 * 4 / 1e6}
+
+
+def test_a_model_without_meta_kernels_has_a_notice_and_no_utilisation() -> None:
+    def reads(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        return {"loss": model(batch).mean() * (2 if batch.sum().item() else 1)}
+
+    meter = WorkMeter(None, 1.0, 1e6, nn.Linear(8, 1), [reads])
+    (notice,) = watched(meter, torch.ones(4, 8), torch.ones(4, 8))
+    assert notice.startswith("throughput/mfu is unknown: ") and meter.rates(1, 0, 1.0) == {}
+
+
+def test_nothing_is_wrapped_if_nothing_is_counted() -> None:
+    batches: Iterator[Any] = iter(())
+    assert WorkMeter().watch(batches, print) is batches
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("NVIDIA L4", "fp16", 121),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("NVIDIA A10G", "bf16", None),
+        ("Some Accelerator", "bf16", None),
+    ],
+)
+def test_peaks_of_gpus(name: str, precision: str, teraflops: float | None) -> None:
+    assert peak_flops(name, precision) == (None if teraflops is None else teraflops * 1e12)
+
+
+def test_tokens_of_all_ranks_are_reported(tmp_path: Path) -> None:
+    changes = {"train__log_every": 2}
+    cases = [
+        Case(name, {"train__strategy": name, **changes}, file=COUNTED) for name in ("ddp", "tp")
+    ]
+    folder = launched(tmp_path, 2, cases)
+    for case in cases:
+        logged = seen(folder, case.name)["speeds"]
+        for found in logged:
+            (tokens,) = found["throughput/tokens_per_second"]
+            (samples,) = found["throughput/samples_per_second"]
+            assert tokens == pytest.approx(8 * samples), case.name
+        assert len(logged) == 4 and "throughput/mfu" not in logged[0]
+
+
+def test_tokens_per_second_of_a_run_is_in_its_summary(train: Trainer) -> None:
+    experiment: Any = two_ranks.layered(COUNTED, train__log_every=1)
+    found = train(experiment).totals.summary()
+    assert found["tokens_per_second"] == pytest.approx(8 * found["samples_per_second"])
+
+
+def test_counting_flops_changes_no_bit_of_a_training(train: Trainer) -> None:
+    experiment = two_ranks.layered(dropout=0.3)
+    straight = train(experiment)
+    meter = WorkMeter(None, 1.0, 1e9, experiment.model(), [experiment.measure])
+    job, state = build(experiment, World(Ranks(), torch.device("cpu")))
+    events: list[Event] = []
+    job = dataclasses.replace(job, work_meter=meter)
+    fit(job, state, events.append, StopRequest(), None, RunTotals())
+    counted = Trained(job, state, events, RunTotals(), StopCode.NONE)
+    assert counted.series("train/loss") == straight.series("train/loss")
+    shares = counted.series("throughput/mfu")
+    assert list(shares) == list(range(1, 9)) and min(shares.values()) > 0
+    assert not straight.series("throughput/mfu"), "a CPU has no known peak"
