@@ -34,6 +34,7 @@ CASES = [
     *(case(name) for name in TRAINED),
     *(case(f"{name}-clip", train__clip=0.1) for name in ("ddp", "fsdp", "pp")),
     *(case(f"{name}-again", stop_at=2) for name in ("zero1", "fsdp")),
+    case("fsdp-bare", stop_at=2, momentum=0.0),
     case("ddp-fp16", train__precision="fp16", extra=False),
     *(case(f"{name}-still", **STILL, train__eval_batch=5) for name in ("ddp", "pp")),
     case("ddp-one-sample", **STILL, held_out=1),
@@ -103,6 +104,10 @@ def test_gradients_are_divided_before_they_are_clipped(on_two: Path, alone: Any,
 @pytest.mark.parametrize("name", ["zero1", "fsdp"])
 def test_resumed_training_with_a_ratio(on_two: Path, name: str) -> None:
     assert seen(on_two, f"{name}-again")["losses"] == seen(on_two, name)["losses"]
+
+
+def test_resumed_training_of_an_optimizer_without_state(on_two: Path, alone: Any) -> None:
+    close(seen(on_two, "fsdp-bare"), alone(momentum=0.0))
 
 
 def test_resumed_training_with_a_ratio_is_bit_for_bit_the_same(alone: Any) -> None:

@@ -128,6 +128,9 @@ class Sharded:
         # A checkpoint of a replicated model has numbers instead of names.
         names = parameter_names.order(self.model, self.optimizer)
         named = parameter_names.by_name(saved["optimizer"], names)
+        if not named["state"]:
+            # Plain SGD has none, and PyTorch would fail.
+            return
         # PyTorch loads the state of parameters with gradients, and wants it for each of them.
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         set_trained(self.model, named["state"])
