@@ -12,7 +12,7 @@ from rankzero.errors import UserError
 from rankzero.ranks import Ranks
 from rankzero.training.distributed.world import World
 from rankzero.training.joint_optimizer import by_group
-from rankzero.training.optimizers import of, set_lr
+from rankzero.training.optimizers import learning_rates, of, set_lr
 from support import two_ranks
 from support.paths import FIXTURES
 from support.two_ranks import Case, attempted, launched, seen
@@ -116,5 +116,10 @@ def test_schedule_gives_each_optimizer_a_factor() -> None:
     optimizer = of(experiment, experiment.model())
     set_lr(optimizer, [0.01, 0.1], experiment.schedule(2, 8))
     assert [group["lr"] for group in optimizer.param_groups] == [0.0025, 0.1]
+    assert learning_rates(optimizer) == {
+        "lr": 0.0025,
+        "lr/generator": 0.0025,
+        "lr/discriminator": 0.1,
+    }
     with pytest.raises(UserError, match="returned factors for critic, but"):
         by_group(optimizer, {"critic": 1.0})
