@@ -76,21 +76,34 @@ def set_lr(
 
     Raises UserError if the number of factors is not the number of groups, or of optimizers.
     """
-    if isinstance(factors, Mapping):
-        factors = joint_optimizer.by_group(optimizer, factors)
-    if not isinstance(factors, Sequence):
-        factors = [factors] * len(base_lrs)
-    if len(factors) != len(base_lrs):
-        raise UserError(
-            f"schedule() returned {len(factors)} factors, but the optimizer has {len(base_lrs)} "
-            "parameter groups: return one float, or one for each group"
-        )
-    for group, base, factor in zip(optimizer.param_groups, base_lrs, factors, strict=True):
+    # The usual single factor comes first: this runs in each step.
+    if isinstance(factors, float):
+        rates = [base * factors for base in base_lrs]
+    else:
+        each = _by_group(optimizer, factors)
+        rates = [base * factor for base, factor in zip(base_lrs, each, strict=True)]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         # A compiled or captured step reads the learning rate from a tensor, which must stay.
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(base * factor)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = base * factor
+            group["lr"] = rate
+
+
+def _by_group(
+    optimizer: Optimizer, factors: float | Sequence[float] | Mapping[str, float]
+) -> Sequence[float]:
+    groups = len(optimizer.param_groups)
+    if isinstance(factors, Mapping):
+        return joint_optimizer.by_group(optimizer, factors)
+    if not isinstance(factors, Sequence):
+        return [float(factors)] * groups
+    if len(factors) != groups:
+        raise UserError(
+            f"schedule() returned {len(factors)} factors, but the optimizer has {groups} parameter "
+            "groups: return one float, or one for each group"
+        )
+    return factors
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
