@@ -35,7 +35,7 @@ test-slow: setup
 # The adapters against the real frameworks, which are extras. TensorFlow and DeepSpeed have environments of their own:
 # whoever finds them imports them, too. What needs Debian's openmpi-bin or a C++ compiler says so where it is skipped.
 FRAMEWORKS := integrations keras deepspeed
-EXTRAS_integrations := metrics,lightning,transformers,accelerate,ignite
+EXTRAS_integrations := metrics,streams,lightning,transformers,accelerate,ignite
 EXTRAS_keras := keras
 EXTRAS_deepspeed := deepspeed
 

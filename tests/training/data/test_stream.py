@@ -12,12 +12,14 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from rankzero.errors import UserError
-from rankzero.experiment import Train
+from rankzero.experiment import Experiment, Train
 from rankzero.launch.failures import DescribedError
-from rankzero.training.data import digest
+from rankzero.ranks import Ranks
+from rankzero.training.data import digest, sets
 from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import make_stream_order
 from rankzero.training.data.stream import StreamLoader, is_stream, make_loader
+from rankzero.training.distributed.world import World
 
 CPU = torch.device("cpu")
 LAYOUTS = [(1, 0), (1, 2), (2, 0), (2, 1), (3, 2)]
@@ -232,6 +234,17 @@ def test_a_stream_without_a_length_needs_steps() -> None:
     assert make_stream_order(Train(batch_size=4, steps=9), 0, 1).steps_per_epoch == 9
     known = make_stream_order(Train(batch_size=4, steps=9), 40, 2)
     assert (known.steps_per_epoch, known.micro_batch, known.samples) == (10, 2, 40)
+
+
+def test_a_stream_has_no_indices_and_no_equal_batches() -> None:
+    class Choosing(Experiment):
+        def batches(self, data: Any, epoch: int, generator: Any) -> Any:
+            return [[0, 1]]
+
+    with pytest.raises(UserError, match="chooses by index, but the training set is a stream"):
+        sets.batch_order(Choosing(), World(Ranks(), CPU), Shuffled(), 1)
+    with pytest.raises(UserError, match=r"lockstep = True needs equal batches"):
+        next(loader_of(Shuffled()).eval_batches(4, 0, 2, lockstep=True))
 
 
 def test_a_stream_has_no_digest() -> None:

@@ -222,10 +222,12 @@ class _Part(IterableDataset[Any]):
             self._worker = (info.id, info.num_workers) if info else (0, 1)
         worker, workers = self._worker
         part, parts = self._maker.rank * workers + worker, self._ranks * workers
-        stream, divides_itself = _divided(self._stream, self._maker.rank, self._ranks)
+        stream, divides_itself = self._stream, bool(getattr(self._stream, "divided", False))
         if not divides_itself:
             # A stream that asks for its loading process would divide again what is divided here.
             torch_worker._worker_info = None
+        if _is_hugging_face(stream):
+            stream, divides_itself = self._own_shards(worker, workers), True
         reader = _Reader(
             stream,
             dataclasses.replace(self._maker, rank=part),
@@ -242,6 +244,17 @@ class _Part(IterableDataset[Any]):
             if found is None:
                 return
             yield found if isinstance(found, Failure) else (*found, worker, reader.place)
+
+    def _own_shards(self, worker: int, workers: int) -> Any:
+        """Return the part of a Hugging Face stream for a loading process."""
+        stream, ranks = self._stream, self._ranks
+        if workers > 1:
+            # It would do that itself, but could not load its state (seen in datasets 5.2).
+            stream = stream.shard(num_shards=workers, index=worker, contiguous=False)
+        if ranks > 1 and getattr(stream, "_distributed", None) is None:
+            split = importlib.import_module("datasets.distributed").split_dataset_by_node
+            stream = split(stream, self._maker.rank, ranks)
+        return stream
 
 
 class _Reader:
@@ -323,16 +336,6 @@ class _Reader:
 
     def _seed(self) -> None:
         seed_cpu(mix(self._maker.seed, self._epoch, self._position, self._salt))
-
-
-def _divided(stream: Any, rank: int, ranks: int) -> tuple[Any, bool]:
-    """Return the stream, and whether it yields only the samples of its rank and loading process."""
-    if _is_hugging_face(stream):
-        if ranks > 1 and getattr(stream, "_distributed", None) is None:
-            split = importlib.import_module("datasets.distributed").split_dataset_by_node
-            stream = split(stream, rank, ranks)
-        return stream, True
-    return stream, bool(getattr(stream, "divided", False))
 
 
 def _useful_workers(stream: Any, ranks: int, wanted: int) -> int:
