@@ -62,11 +62,11 @@ def test_folds_and_seeds_become_one_mean_and_a_failed_run_is_trained_again(
     assert parent.status == "FINISHED" and runs[NAMES[3]].status == "FINISHED"
     assert parent.metrics["val/accuracy/mean"] == pytest.approx(mean)
     assert parent.metrics["val/accuracy/half_width"] == pytest.approx(half)
-    assert "val/loss/mean" in parent.metrics and parent.params["repeat.over.fold"] == "0,1"
+    assert {"val/loss/mean", "test/accuracy/half_width"} <= parent.metrics.keys(), parent.params
     note = parent.tags["mlflow.note.content"]
     assert f"val/accuracy {mean:.4g} ±" in note and "over 2 values of fold (4 runs)" in note
-    stored = json.loads((folders["r"].artifacts / "repeat.json").read_text())
-    assert stored["metrics"]["val/accuracy"]["mean"] == pytest.approx(mean)
+    stored = json.loads((folders["r"].artifacts / "repeat.json").read_text())["metrics"]
+    assert stored["val/accuracy"]["mean"] == pytest.approx(mean)
     listed = rankzero("runs")[1]
     assert "r-fold0-seed0" not in listed and f"{mean:.4f}" in listed, "one entry, with the mean"
     assert f"val/accuracy {mean:.4g}" in rankzero("report", "r")[1]
@@ -91,6 +91,18 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_repeat_continues_it(rankzero: Co
     assert tracked(first).status == "FINISHED" and tracked(first).params["world_size"] == "2"
     code, output = rankzero("repeat", "r", "--offline")
     assert code == 0 and "run 1 of" not in output, "nothing is trained again"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_strategies_are_values_to_repeat_over(rankzero: Command) -> None:
+    over = ("--over", "train.strategy=ddp,zero1,fsdp", "--seeds", 1)
+    code, output = rankzero("repeat", TINY, *over, "--nproc", 2, "--offline", "train.steps=6")
+    assert code == 0 and "over 3 values of train.strategy (3 runs)" in output, output
+    (parent,) = (run for run in rankzero.runs if run.identity.parent is None)
+    curves = [list(losses(child).values()) for child in parent.children]
+    assert len(curves) == 3 and len(curves[0]) == 6
+    assert curves[1] == pytest.approx(curves[0]) and curves[2] == pytest.approx(curves[0])
 
 
 def test_each_mistake_gets_one_message(rankzero: Command) -> None:
