@@ -12,15 +12,15 @@ from torch import nn
 
 from rankzero.experiment import Experiment
 from rankzero.progress import Progress, bound
-from rankzero.training.averaged_weights import AveragedWeights
 from rankzero.training.data.order import BatchOrder
 from rankzero.training.data.stream import Loader
 from rankzero.training.distributed.world import World
-from rankzero.training.frozen import FrozenParts
 from rankzero.training.metrics.mean_check import MeanCheck
 from rankzero.training.metrics.straggler import ForwardTimer
 from rankzero.training.metrics.work_meter import WorkMeter
-from rankzero.training.precision import Precision
+from rankzero.training.optimization.averaged_weights import AveragedWeights
+from rankzero.training.optimization.frozen import FrozenParts
+from rankzero.training.optimization.precision import Precision
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.strategies.base import MicroBatchStep, Strategy
 

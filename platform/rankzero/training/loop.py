@@ -17,11 +17,11 @@ from rankzero.events import Event, Noticed
 from rankzero.experiment import Experiment
 from rankzero.training import turns
 from rankzero.training.checkpoints.writer import Checkpoints
-from rankzero.training.gradients import accumulate, apply_gradients
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.reporter import Reporter
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.optimizers import set_lr
+from rankzero.training.optimization.gradients import accumulate, apply_gradients
+from rankzero.training.optimization.optimizers import set_lr
 from rankzero.training.periodic import PeriodicActions
 from rankzero.training.stop import StopCode, StopRequest
 

@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rankzero.training.gradients import accumulate, apply_gradients
 from rankzero.training.job import State, TrainingContext
-from rankzero.training.joint_optimizer import JointOptimizer
-from rankzero.training.optimizers import set_lr
+from rankzero.training.optimization.gradients import accumulate, apply_gradients
+from rankzero.training.optimization.joint_optimizer import JointOptimizer
+from rankzero.training.optimization.optimizers import set_lr
 
 
 def train_step(

@@ -26,24 +26,13 @@ from rankzero.progress import Progress, measure_at, takes_progress
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
-from rankzero.training import (
-    final_test,
-    frozen,
-    improvement,
-    lifecycle,
-    parameter_counts,
-    precision,
-    rng,
-    strategies,
-)
-from rankzero.training.averaged_weights import AveragedWeights
+from rankzero.training import final_test, improvement, lifecycle, parameter_counts, rng, strategies
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from rankzero.training.data import digest, sets, stream
 from rankzero.training.distributed import device, torch_compat
 from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog
 from rankzero.training.distributed.world import World, join
-from rankzero.training.frozen import FrozenParts
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.launcher_death import end_with_launcher
 from rankzero.training.lifecycle import AttemptOutcome
@@ -54,7 +43,10 @@ from rankzero.training.metrics.stateful import without_stateful
 from rankzero.training.metrics.straggler import ForwardTimer
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.metrics.window import check_metrics
-from rankzero.training.optimizers import as_values, options
+from rankzero.training.optimization import frozen, precision
+from rankzero.training.optimization.averaged_weights import AveragedWeights
+from rankzero.training.optimization.frozen import FrozenParts
+from rankzero.training.optimization.optimizers import as_values, options
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.sample_images.user_images import class_names
 from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest, handle_signals

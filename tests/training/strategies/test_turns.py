@@ -11,8 +11,8 @@ import torch
 from rankzero.errors import UserError
 from rankzero.ranks import Ranks
 from rankzero.training.distributed.world import World
-from rankzero.training.joint_optimizer import by_group
-from rankzero.training.optimizers import learning_rates, of, set_lr
+from rankzero.training.optimization.joint_optimizer import by_group
+from rankzero.training.optimization.optimizers import learning_rates, of, set_lr
 from support import two_ranks
 from support.paths import FIXTURES
 from support.two_ranks import Case, attempted, launched, seen

@@ -26,10 +26,10 @@ from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.tracking import delivery_status
-from rankzero.training import frozen
 from rankzero.training.checkpoints import restore
 from rankzero.training.data import sets
 from rankzero.training.data.stream import make_loader
+from rankzero.training.optimization import frozen
 
 MARK = "best_model.json"
 """File in the run's folder: which step is logged, under which model id."""

@@ -13,10 +13,11 @@ import torch
 from rankzero.errors import UserError
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.checkpoint_files import BrokenCheckpoint
-from rankzero.training import optimizers, rng, strategies
+from rankzero.training import rng, strategies
 from rankzero.training.data import stream
 from rankzero.training.distributed.world import World
 from rankzero.training.job import State, TrainingContext
+from rankzero.training.optimization import optimizers
 
 _REQUIRED = ("batch_size", "samples", "scaler", "step", "best", "randoms")
 """Keys that a checkpoint must have, apart from the strategy's own (model and optimizer)."""

@@ -15,7 +15,7 @@ from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.derived import derived_columns
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.metrics.window import WindowStats, reduce_window
-from rankzero.training.optimizers import learning_rates
+from rankzero.training.optimization.optimizers import learning_rates
 from rankzero.training.stop import LONGEST_WINDOW, StopCode, next_interval
 
 

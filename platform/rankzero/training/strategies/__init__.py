@@ -108,7 +108,7 @@ def _pipeline(
     measure: Measure,
     example: Callable[[], Any],
 ) -> Strategy:
-    from rankzero.training import optimizers
+    from rankzero.training.optimization import optimizers
     from rankzero.training.strategies import parameter_names, replicated, stages
     from rankzero.training.strategies.pipeline import Pipeline, micro_batches
 

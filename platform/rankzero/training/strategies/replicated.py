@@ -24,10 +24,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Train
-from rankzero.training import optimizers
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import World
-from rankzero.training.joint_optimizer import JointOptimizer, parts_of
+from rankzero.training.optimization import optimizers
+from rankzero.training.optimization.joint_optimizer import JointOptimizer, parts_of
 from rankzero.training.strategies import parameter_names
 from rankzero.training.strategies.base import (
     Metrics,

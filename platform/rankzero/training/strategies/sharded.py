@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.training import optimizers
 from rankzero.training.distributed.world import World
+from rankzero.training.optimization import optimizers
 from rankzero.training.strategies import parameter_names, shared_weights
 from rankzero.training.strategies.base import (
     Metrics,

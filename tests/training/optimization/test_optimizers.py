@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from rankzero import UserError
-from rankzero.training.optimizers import fused, learning_rates, place_steps, set_lr
+from rankzero.training.optimization.optimizers import fused, learning_rates, place_steps, set_lr
 
 
 def linear() -> nn.Linear:

@@ -11,8 +11,8 @@ import torch
 from torch import nn, optim
 
 from rankzero.errors import UserError
-from rankzero.training import joint_optimizer
-from rankzero.training.joint_optimizer import JointOptimizer
+from rankzero.training.optimization import joint_optimizer
+from rankzero.training.optimization.joint_optimizer import JointOptimizer
 
 
 def divided(model: nn.Sequential) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

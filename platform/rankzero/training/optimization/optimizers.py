@@ -11,9 +11,9 @@ from torch.optim import SGD, Optimizer
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.training import joint_optimizer
 from rankzero.training.data.batch import map_tensors
-from rankzero.training.joint_optimizer import JointOptimizer
+from rankzero.training.optimization import joint_optimizer
+from rankzero.training.optimization.joint_optimizer import JointOptimizer
 
 
 def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimizer:
