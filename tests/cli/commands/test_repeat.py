@@ -11,7 +11,7 @@ from rankzero.confidence import half_width
 from rankzero.events import RunStarted
 from rankzero.mlflow_store.client import RunRecord
 from rankzero.run_store.folder import RunFolder
-from support.commands import TINY, Command, events, last_end, losses, tracked
+from support.commands import TINY, Command, events, last_end, losses
 from support.stores import list_runs
 
 FOLDED = TINY.with_name("folded.py")
@@ -74,21 +74,20 @@ def test_folds_and_seeds_become_one_mean_and_a_failed_run_is_trained_again(
 
 @pytest.mark.timeout(200)
 def test_ctrl_c_stops_with_a_checkpoint_and_the_repeat_continues_it(rankzero: Command) -> None:
-    words = ("--seeds", "3,", "--nproc", 2, "--run-name", "r")
-    slow = ("train.epochs=4", "step_seconds=0.02")
-    process = rankzero.start("repeat", TINY, *words, *slow)
+    how = ("--nproc", 2, "--offline", "train.epochs=4")
+    words = (*how, "--seeds", "3,", "--run-name", "r", "step_seconds=0.02")
+    process = rankzero.start("repeat", TINY, *words)
     first = rankzero.wait_for_step(5, "r-seed3")
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.wait() == 75 and "continue: " in output and "repeat r" in output, output
-    assert last_end(first).status == last_end(RunFolder(first.path.with_name("r"))).status
-    assert last_end(first).status == "KILLED"
-    code, output = rankzero("repeat", "r", "--seeds", "3,4")
+    parent = RunFolder(first.path.with_name("r"))
+    assert last_end(first).status == last_end(parent).status == "KILLED"
+    code, output = rankzero("repeat", "r", "--seeds", "3,4", "--offline")
     assert code == 0 and "run 1 of 2: seed=3" in output and "over 2 seeds" in output, output
-    steps = sorted(losses(first))
-    assert attempts(first) == 2 and steps == list(range(1, 4 * (200 // 32) + 1))
-    # The courier of the second command delivers a run that an earlier one had delivered stopped.
-    assert tracked(first).status == "FINISHED" and tracked(first).params["world_size"] == "2"
+    assert attempts(first) == 2
+    code, output = rankzero("train", TINY, *how, "train.seed=3", "--run-name", "whole")
+    assert code == 0 and losses(first) == losses(RunFolder(first.path.with_name("whole"))), output
     code, output = rankzero("repeat", "r", "--offline")
     assert code == 0 and "run 1 of" not in output, "nothing is trained again"
 
