@@ -107,6 +107,6 @@ def test_a_stop_interrupts_the_test(train: Trainer, tmp_path: Path) -> None:
 def test_several_test_sets_and_unusable_ones() -> None:
     assert list(final_test.load_sets(experiment(returned="many"), ALONE)) == ["test/a", "test/b"]
     assert final_test.load_sets(experiment(returned="none"), ALONE) == {}
-    for returned, says in (("number", "must return a map-style"), ("empty", "for test: return")):
+    for returned, says in (("number", "must return a data set"), ("empty", "for test: return")):
         with pytest.raises(UserError, match=says):
             final_test.load_sets(experiment(returned=returned), ALONE)

@@ -42,7 +42,7 @@ def load_sets(experiment: Experiment, world: World) -> dict[str, Any]:
         empty = [group for group, one in found.items() if is_empty(one)]
     except TypeError as error:
         raise UserError(
-            f"test() must return a map-style data set, a mapping of them, or None: {error}"
+            f"test() must return a data set, a mapping of names to data sets, or None: {error}"
         ) from error
     if empty:
         raise UserError(f"test() returned an empty data set for {empty[0]}: return None for none")
