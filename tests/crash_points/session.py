@@ -34,6 +34,7 @@ from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.retry import guarded
 from rankzero.tracking.run_log import RunLog
 from rankzero.training import lifecycle, worker
+from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
 from rankzero.training.distributed.watchdog import Watchdog
 from rankzero.training.distributed.world import World
@@ -132,7 +133,7 @@ def train(log: RunLog) -> None:
     made, totals = experiment(), RunTotals()
     world = World(Ranks(), torch.device("cpu"), time.perf_counter)
     with lifecycle.tracked(log, made, {}, world, totals) as run:
-        job, state = worker.build(made, world)
+        job, state = build(made, world)
         restore.newest(log.folder.checkpoints, job, state, log.notice)
         run.start(state.step, job.total_steps)
         watchdog = Watchdog(None, 0, ())

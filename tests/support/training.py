@@ -15,6 +15,7 @@ from rankzero import config, experiment_file
 from rankzero.events import Event, Noticed, StepsLogged
 from rankzero.experiment import Experiment
 from rankzero.ranks import Ranks
+from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.distributed.world import World
@@ -22,7 +23,6 @@ from rankzero.training.job import State, TrainingContext
 from rankzero.training.loop import fit
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.stop import StopCode, StopRequest
-from rankzero.training.worker import build
 from support.paths import FIXTURES
 
 

@@ -19,6 +19,7 @@ from rankzero.launch import agent
 from rankzero.launch.request import JobRequest
 from rankzero.launch.signals import SignalForwarder
 from rankzero.training import final_test, worker
+from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.distributed.world import World, join
@@ -26,7 +27,6 @@ from rankzero.training.job import State, TrainingContext
 from rankzero.training.loop import fit
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.stop import StopCode, StopRequest
-from rankzero.training.worker import build
 from support.paths import FIXTURES
 
 LAYERED, STAGED = FIXTURES / "layered.py", FIXTURES / "staged.py"

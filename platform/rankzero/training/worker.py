@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import multiprocessing
@@ -22,31 +21,23 @@ from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
 from rankzero.launch.signals import unblocks_itself
-from rankzero.progress import Progress, measure_at, takes_progress
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
 from rankzero.tracking.run_log import RunLog
-from rankzero.training import final_test, improvement, lifecycle, parameter_counts, rng, strategies
+from rankzero.training import final_test, improvement, lifecycle
+from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
 from rankzero.training.checkpoints.writer import Checkpoints, unlogged
 from rankzero.training.data import digest, sets, stream
-from rankzero.training.distributed import device, torch_compat
+from rankzero.training.distributed import device
 from rankzero.training.distributed.watchdog import SETUP_SECONDS, Watchdog
 from rankzero.training.distributed.world import World, join
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.launcher_death import end_with_launcher
 from rankzero.training.lifecycle import AttemptOutcome
 from rankzero.training.loop import fit
-from rankzero.training.metrics import work_meter
 from rankzero.training.metrics.mean_check import MeanCheck
-from rankzero.training.metrics.stateful import without_stateful
-from rankzero.training.metrics.straggler import ForwardTimer
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.metrics.window import check_metrics
-from rankzero.training.optimization import frozen, precision
-from rankzero.training.optimization.averaged_weights import AveragedWeights
-from rankzero.training.optimization.frozen import FrozenParts
-from rankzero.training.optimization.optimizers import as_values, options
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.sample_images.user_images import class_names
 from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest, handle_signals
@@ -160,93 +151,6 @@ def _notices(
                 f"{rest} of {len(dataset)} samples of the {use} set are not "
                 "evaluated, so that all ranks have equal batches (lockstep)"
             )
-
-
-def build(
-    experiment: Experiment, world: World, data: tuple[Any, Mapping[str, Any]] | None = None
-) -> tuple[TrainingContext, State]:
-    """Build what the experiment describes, on this rank's device. Collective.
-
-    `data`: what `sets.load` returned before, to use it again.
-    """
-    train = experiment.train
-    if train.deterministic:
-        rng.be_deterministic()
-    device.set_threads(world.ranks)
-    torch_compat.keep_compiled_code_private()
-    # Under fsdp, the gradient of a weight that is used twice would come after its reduction, and
-    # enter the next step (seen with PyTorch 2.15).
-    amp = precision.set_up(train.precision, world.device, keeps_casts=train.strategy != "fsdp")
-    rng.seed_all(train.seed)
-    train_set, val_sets = data or sets.load(experiment)
-    named = {sets.context(group): one for group, one in val_sets.items()}
-    sets.check_same(world, "data()", {"training": train_set, **named})
-    shards = strategies.shards(train.strategy, world.size)
-    order = sets.batch_order(experiment, world, train_set, shards)
-    # The model stays on the CPU: a strategy moves the part of it that this rank needs.
-    model = experiment.model()
-    make_loader = functools.partial(
-        stream.make_loader,
-        device=world.device,
-        ranks=strategies.shards(train.strategy, world.size),
-        seed=train.seed,
-        workers=train.workers,
-        collate=experiment.collate,
-        local_world_size=world.ranks.local_world_size,
-    )
-    train_loader = make_loader(train_set)
-    val_loaders = {group: make_loader(one) for group, one in val_sets.items()}
-
-    # After the model, so that its weights do not depend on the helpers.
-    total = train.steps or (train.epochs or 0) * order.steps_per_epoch
-    start = Progress(0, total, 0, True, frozen.helpers(experiment, world.device))
-
-    def example_batch() -> Any:
-        # Only a pipeline calls this, because it traces the model. Other strategies must not pay for
-        # loading processes that start and end for one batch.
-        return next(train_loader.train_batches(order, 0, 0, 1))
-
-    meter = work_meter.of(experiment, model, world, start)
-    strategy = strategies.build(
-        experiment, model, world, measure_at(experiment.measure, start), example_batch
-    )
-    # From here on, ranks with other samples draw other numbers, for dropout.
-    rng.seed_all(train.seed, 1 + strategy.shard.rank)
-    state = State(
-        strategy.model,
-        strategy.optimizer,
-        [float(group["lr"]) for group in strategy.optimizer.param_groups],
-        as_values(options(strategy.optimizer)),
-        None if train.ema is None else AveragedWeights(strategy, train.ema),
-    )
-    job = TrainingContext(
-        experiment,
-        world,
-        order,
-        total,
-        amp,
-        strategy,
-        train_loader,
-        val_loaders,
-        make_loader,
-        _forward_timer(experiment, world),
-        FrozenParts(experiment, model),
-        work_meter=meter,
-        helpers=start.helpers,
-        takes_progress=takes_progress(experiment.measure),
-        model_tags=parameter_counts.tags(model),
-    )
-    job.frozen_parts.begin(0, strategy)
-    return job, state
-
-
-def _forward_timer(experiment: Experiment, world: World) -> ForwardTimer:
-    stateful = experiment.metrics().keys()
-    return ForwardTimer(
-        world.device,
-        without_stateful(experiment.measure, stateful),
-        functools.partial(check_metrics, stateful=stateful),
-    )
 
 
 def _train(

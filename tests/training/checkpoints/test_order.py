@@ -18,6 +18,7 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, read_all
 from rankzero.tracking.run_log import RunLog
 from rankzero.training import worker
+from rankzero.training.build import build
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.distributed.watchdog import Watchdog
 from rankzero.training.distributed.world import World
@@ -49,7 +50,7 @@ class BrokenDisk:
 def train(
     folder: RunFolder, experiment: Experiment, log: RunLog, stop: StopRequest | None = None
 ) -> AttemptOutcome:
-    job, state = worker.build(experiment, World(Ranks(), torch.device("cpu")))
+    job, state = build(experiment, World(Ranks(), torch.device("cpu")))
     watchdog = Watchdog(10.0, 0, [])
     outcome = worker._train(job, state, log, stop or StopRequest(), RunTotals(), watchdog, {})
     log.close()

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from rankzero.ranks import Ranks
 from rankzero.training import rng
+from rankzero.training.build import build
 from rankzero.training.distributed.world import World
 from rankzero.training.evaluation import evaluate_goal
 from rankzero.training.metrics.mean_check import MeanCheck
 from rankzero.training.stop import StopRequest
-from rankzero.training.worker import build
 from support.two_ranks import TOKENS, layered
 
 CPU = torch.device("cpu")

@@ -168,7 +168,7 @@ def test_evaluation_has_the_values_of_the_whole_set(alone: Any) -> None:
 
 def whole(experiment: Any) -> dict[str, Any]:
     """Return the ratios of the whole validation set in one batch, of the first weights."""
-    from rankzero.training.worker import build
+    from rankzero.training.build import build
 
     _, state = build(experiment, World(Ranks(), torch.device("cpu")))
     _, validation = experiment.data()

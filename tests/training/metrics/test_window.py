@@ -10,13 +10,13 @@ import torch
 from rankzero.errors import UserError
 from rankzero.ranks import Ranks
 from rankzero.ratio import Ratio
+from rankzero.training.build import build
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.evaluation_metrics import EvaluationMetrics
 from rankzero.training.metrics.reporter import Reporter
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.metrics.window import WindowStats, check_metrics, reduce_window
 from rankzero.training.stop import StopCode
-from rankzero.training.worker import build
 from support.training import tiny
 
 ALONE = World(Ranks(), torch.device("cpu"))

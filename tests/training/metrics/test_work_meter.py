@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from rankzero.events import Event
 from rankzero.ranks import Ranks
+from rankzero.training.build import build
 from rankzero.training.distributed.world import World
 from rankzero.training.loop import fit
 from rankzero.training.metrics.peak_flops import peak_flops
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.metrics.work_meter import WorkMeter
 from rankzero.training.stop import StopCode, StopRequest
-from rankzero.training.worker import build
 from support import two_ranks
 from support.paths import FIXTURES
 from support.training import Trained, Trainer

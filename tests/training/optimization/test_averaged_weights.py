@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rankzero.ranks import Ranks
+from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
 from rankzero.training.distributed.world import World
-from rankzero.training.worker import build
 from support.training import Trainer, tiny, weights
 
 WORLD = World(Ranks(), torch.device("cpu"))

@@ -14,8 +14,8 @@ from rankzero.events import Noticed
 from rankzero.experiment import Experiment
 from rankzero.progress import Progress
 from rankzero.ranks import Ranks
+from rankzero.training.build import build
 from rankzero.training.distributed.world import World
-from rankzero.training.worker import build
 from support.training import Trained, Trainer, weights
 from support.two_ranks import STAGED, layered
 

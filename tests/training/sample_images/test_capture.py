@@ -20,6 +20,7 @@ from rankzero.ranks import Ranks
 from rankzero.run_store import picture_files
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.run_log import RunLog
+from rankzero.training.build import build
 from rankzero.training.distributed.world import World
 from rankzero.training.loop import fit
 from rankzero.training.metrics.throughput import RunTotals
@@ -32,7 +33,7 @@ from rankzero.training.sample_images.capture import (
 from rankzero.training.sample_images.mistakes import classified
 from rankzero.training.sample_images.user_images import class_names
 from rankzero.training.stop import StopRequest
-from rankzero.training.worker import _image_capture, build
+from rankzero.training.worker import _image_capture
 from support.paths import FIXTURES
 
 PICTURED = FIXTURES / "pictured.py"

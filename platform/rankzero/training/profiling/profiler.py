@@ -86,12 +86,12 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from rankzero.training import worker
+    from rankzero.training.build import build
     from rankzero.training.metrics.straggler import ForwardTimer
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     # Neither evaluations nor checkpoints: steps are taken directly.
-    job, state = worker.build(config.override(experiment, {"train.steps": _ENDLESS}), world)
+    job, state = build(config.override(experiment, {"train.steps": _ENDLESS}), world)
     # The mark takes the place of the timer, which times some forwards.
     marked = ForwardTimer(world.device, _marked_measure(job.forward_timer.measure))
     job = dataclasses.replace(job, forward_timer=marked)

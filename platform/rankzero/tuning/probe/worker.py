@@ -131,7 +131,7 @@ def _measure(
     """Measure a cell's steady speed with the real data loading. Collective."""
     import torch
 
-    from rankzero.training import worker
+    from rankzero.training.build import build
 
     began = time.perf_counter()
     on_gpu = world.device.type == "cuda"
@@ -139,7 +139,7 @@ def _measure(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     retries = _alloc_retries(world)
-    job, state = worker.build(experiment, world, data)
+    job, state = build(experiment, world, data)
     batches = job.train_loader.train_batches(job.batch_order, job.strategy.shard.rank, 0, _ENDLESS)
     state.model.train()
     steady, steps, waits = _steady_windows(job, state, batches, most_seconds)

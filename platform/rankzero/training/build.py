@@ -1,0 +1,134 @@
+"""Build a training from an experiment: data, model, strategy and state, on this rank's device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rankzero.experiment import Experiment
+from rankzero.progress import Progress, measure_at, takes_progress
+from rankzero.training import parameter_counts, rng, strategies
+from rankzero.training.data import sets, stream
+from rankzero.training.data.order import BatchOrder
+from rankzero.training.distributed import device, torch_compat
+from rankzero.training.distributed.world import World
+from rankzero.training.job import State, TrainingContext
+from rankzero.training.metrics import work_meter
+from rankzero.training.metrics.stateful import without_stateful
+from rankzero.training.metrics.straggler import ForwardTimer
+from rankzero.training.metrics.window import check_metrics
+from rankzero.training.optimization import frozen, precision
+from rankzero.training.optimization.averaged_weights import AveragedWeights
+from rankzero.training.optimization.frozen import FrozenParts
+from rankzero.training.optimization.optimizers import as_values, options
+from rankzero.training.strategies.base import Strategy
+
+
+def build(
+    experiment: Experiment, world: World, data: tuple[Any, Mapping[str, Any]] | None = None
+) -> tuple[TrainingContext, State]:
+    """Build what the experiment describes, on this rank's device. Collective.
+
+    `data`: what `sets.load` returned before, to use it again.
+    """
+    train = experiment.train
+    amp = _set_up_process(experiment, world)
+    train_set, val_sets = data or sets.load(experiment)
+    order = _batch_order(experiment, world, train_set, val_sets)
+    # The model stays on the CPU: a strategy moves the part of it that this rank needs.
+    model = experiment.model()
+    make_loader = _loader_factory(experiment, world)
+    train_loader = make_loader(train_set)
+
+    def example_batch() -> Any:
+        # Only a pipeline calls this, because it traces the model. Other strategies must not pay for
+        # loading processes that start and end for one batch.
+        return next(train_loader.train_batches(order, 0, 0, 1))
+
+    total = train.steps or (train.epochs or 0) * order.steps_per_epoch
+    # After the model, so that its weights do not depend on the helpers.
+    start = Progress(0, total, 0, True, frozen.helpers(experiment, world.device))
+    meter = work_meter.of(experiment, model, world, start)
+    strategy = strategies.build(
+        experiment, model, world, measure_at(experiment.measure, start), example_batch
+    )
+    # From here on, ranks with other samples draw other numbers, for dropout.
+    rng.seed_all(train.seed, 1 + strategy.shard.rank)
+    parts = FrozenParts(experiment, model)
+    job = TrainingContext(
+        experiment,
+        world,
+        order,
+        total,
+        amp,
+        strategy,
+        train_loader,
+        {group: make_loader(one) for group, one in val_sets.items()},
+        make_loader,
+        _forward_timer(experiment, world),
+        parts,
+        work_meter=meter,
+        helpers=start.helpers,
+        takes_progress=takes_progress(experiment.measure),
+        model_tags=parameter_counts.tags(model),
+    )
+    state = _initial_state(strategy, train.ema)
+    parts.begin(0, strategy)
+    return job, state
+
+
+def _set_up_process(experiment: Experiment, world: World) -> precision.Precision:
+    """Set what holds for the whole process: determinism, threads, number formats, seeds."""
+    train = experiment.train
+    if train.deterministic:
+        rng.be_deterministic()
+    device.set_threads(world.ranks)
+    torch_compat.keep_compiled_code_private()
+    # Under fsdp, the gradient of a weight that is used twice would come after its reduction, and
+    # enter the next step (seen with PyTorch 2.15).
+    amp = precision.set_up(train.precision, world.device, keeps_casts=train.strategy != "fsdp")
+    rng.seed_all(train.seed)
+    return amp
+
+
+def _batch_order(
+    experiment: Experiment, world: World, train_set: Any, val_sets: Mapping[str, Any]
+) -> BatchOrder:
+    """Return the order, after a check that all ranks have the same data. Collective."""
+    named = {sets.context(group): one for group, one in val_sets.items()}
+    sets.check_same(world, "data()", {"training": train_set, **named})
+    shards = strategies.shards(experiment.train.strategy, world.size)
+    return sets.batch_order(experiment, world, train_set, shards)
+
+
+def _loader_factory(experiment: Experiment, world: World) -> Callable[[Any], Any]:
+    train = experiment.train
+    return functools.partial(
+        stream.make_loader,
+        device=world.device,
+        ranks=strategies.shards(train.strategy, world.size),
+        seed=train.seed,
+        workers=train.workers,
+        collate=experiment.collate,
+        local_world_size=world.ranks.local_world_size,
+    )
+
+
+def _initial_state(strategy: Strategy, ema: float | None) -> State:
+    return State(
+        strategy.model,
+        strategy.optimizer,
+        [float(group["lr"]) for group in strategy.optimizer.param_groups],
+        as_values(options(strategy.optimizer)),
+        None if ema is None else AveragedWeights(strategy, ema),
+    )
+
+
+def _forward_timer(experiment: Experiment, world: World) -> ForwardTimer:
+    stateful = experiment.metrics().keys()
+    return ForwardTimer(
+        world.device,
+        without_stateful(experiment.measure, stateful),
+        functools.partial(check_metrics, stateful=stateful),
+    )
