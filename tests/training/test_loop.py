@@ -303,3 +303,16 @@ def test_a_changed_optimizer_option_is_used_and_learned_options_are_kept(
     assert group["momentum"] == 0.5 and group["taken"] == 8
     (group,) = train(tiny(train__steps=9, momentum=0.5)).state.optimizer.param_groups
     assert group["momentum"] == 0.5 and group["taken"] == 9
+
+
+def test_gradients_that_model_leaves_enter_no_step(train: Trainer, tmp_path: Path) -> None:
+    class Pretrained(type(tiny())):  # type: ignore[misc]
+        def model(self) -> Any:
+            model = super().model()
+            sum(parameter.sum() for parameter in model.parameters()).backward()
+            return model
+
+    plain = tiny(train__steps=2)
+    found = train(Pretrained(**vars(plain)), tmp_path / "pretrained")
+    expected = train(plain, tmp_path / "plain")
+    assert all(map(torch.equal, weights(found), weights(expected)))

@@ -38,6 +38,9 @@ def build(
     order = _batch_order(experiment, world, train_set, val_sets)
     # The model stays on the CPU: a strategy moves the part of it that this rank needs.
     model = experiment.model()
+    # Training within model(), such as a pretraining, leaves gradients. They would enter the first
+    # step, and the first step after each resume.
+    model.zero_grad()
     make_loader = _loader_factory(experiment, world)
     train_loader = make_loader(train_set)
 
