@@ -1,0 +1,102 @@
+"""The examples train and resume on one and two processes, some in search and compare."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.commands import Command
+from support.paths import EXPERIMENTS
+from support.two_ranks import Case, launched, seen
+
+GOALS = {
+    "finetune.py": "val/accuracy",
+    "gan.py": "val/distance",
+    "gpt.py": "val/perplexity",
+    "lengths.py": "val/accuracy",
+    "stream.py": "val/accuracy",
+    "tabular.py": "val/auroc",
+    "unet.py": "val/iou",
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "finetune.py": {"pretrain_epochs": 1, "frozen_epochs": 1, "train.batch_size": 50},
+    "gan.py": {"width": 8, "samples": 256},
+    "gpt.py": {"width": 16, "layers": 1, "context": 32, "train.eval_batch": 128},
+    "lengths.py": {"width": 4, "step_words": 640},
+    "stream.py": {"width": 2, "train.workers": 0},
+    "tabular.py": {},
+    "unet.py": {"width": 2, "samples": 32, "train.batch_size": 8},
+}
+STEPS = {"train.steps": 4, "train.eval_every": 2, "train.log_every": 1}
+
+
+def cases(folder: Path) -> list[Case]:
+    shards = {"stream.py": {"folder": str(folder / "shards")}}
+    return [
+        Case(
+            f"{file}{name}",
+            {**STEPS, **settings, **shards.get(file, {})},
+            stop_at,
+            file=EXPERIMENTS / file,
+        )
+        for file, settings in SMALL.items()
+        for name, stop_at in (("", None), ("-again", 2))
+    ]
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    return launched(folder, 1, cases(folder))
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    return launched(folder, 2, cases(folder))
+
+
+@pytest.mark.parametrize("file", SMALL)
+@pytest.mark.parametrize("processes", ["on_one", "on_two"])
+def test_a_resume_trains_as_if_nothing_had_happened(
+    processes: str, file: str, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(processes)
+    straight, again = seen(folder, file), seen(folder, f"{file}-again")
+    assert 0 < again["begun"][1] < 4 and again["ends"][-1][1] == 4
+    assert (again["losses"], again["evaluated"]) == (straight["losses"], straight["evaluated"])
+    assert math.isfinite(straight["evaluated"]["4"][GOALS[file]])
+
+
+def test_two_processes_train_the_gpt_like_one(on_one: Path, on_two: Path) -> None:
+    one, two = seen(on_one, "gpt.py"), seen(on_two, "gpt.py")
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert two["evaluated"]["4"] == pytest.approx(one["evaluated"]["4"], rel=1e-4)
+
+
+def words(file: str) -> list[str]:
+    """Return the settings of a short run, as a command takes them."""
+    settings = {**SMALL[file], **STEPS, "train.mlflow.log_model": "false"}
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["tabular.py"])
+def test_an_example_in_a_search(rankzero: Command, file: str) -> None:
+    code, output = rankzero(
+        *("search", EXPERIMENTS / file, "--nproc", 2, "--trials", 2, "--no-probe", *words(file))
+    )
+    assert code == 0, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["stream.py", "tabular.py"])
+def test_an_example_in_a_comparison(rankzero: Command, file: str) -> None:
+    code, output = rankzero(
+        *("compare", EXPERIMENTS / file, "--strategies", "single,ddp", "--nproc", "1,2"),
+        *words(file),
+    )
+    assert code == 0 and "not run" not in output, output
