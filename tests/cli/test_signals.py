@@ -104,7 +104,8 @@ def test_resume_that_fails_to_start_is_not_reported_as_the_attempt_before(
     assert tracked(folder).status == "FINISHED" and starts(folder) == 1
 
     launched = len(list((folder.path / "logs").iterdir()))
-    process = rankzero.start("resume", "r", "--experiment", TINY, *ENDLESS)
+    words = ("resume", "r", "--experiment", TINY, *ENDLESS, "train.steps=none")
+    process = rankzero.start(*words)
     wait_until(lambda: len(list((folder.path / "logs").iterdir())) > launched)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=90)
