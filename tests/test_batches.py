@@ -54,6 +54,13 @@ def test_batches_by_length_pad_little(options: dict[str, int]) -> None:
                 assert len(batch) == 16
 
 
+def test_the_shortest_samples_are_left_out_if_batches_need_a_multiple() -> None:
+    lengths = [9, 1, 5, 7, 8, 2, 6]
+    for seed in range(3):
+        (batch,) = by_length(lengths, seeded(seed), tokens=40, multiple_of=4)
+        assert sorted(lengths[index] for index in batch) == [6, 7, 8, 9]
+
+
 def test_batches_by_length_are_refused_where_they_cannot_be_made() -> None:
     with pytest.raises(UserError, match="one of batch_size and tokens"):
         by_length(LENGTHS, seeded(0))
@@ -61,3 +68,5 @@ def test_batches_by_length_are_refused_where_they_cannot_be_made() -> None:
         by_length([1, 1, 9, 9], seeded(0), tokens=10, multiple_of=2)
     with pytest.raises(UserError, match="fewer than one batch"):
         by_length([1, 2], seeded(0), batch_size=3)
+    with pytest.raises(UserError, match="3 samples are fewer than one batch"):
+        by_length([1, 1, 1], seeded(0), tokens=10, multiple_of=4)

@@ -52,7 +52,8 @@ def by_length(
 
     Set one of `batch_size` and `tokens`. With `tokens`, a batch has as many samples as fit if each
     is padded to the longest: short samples make large batches. `multiple_of` divides the size of
-    each batch: set it to the number of processes times the micro-batches of a step.
+    each batch: set it to the number of processes times the micro-batches of a step, or to a
+    multiple of that. After an out-of-memory error, a step has twice as many micro-batches.
     """
     import torch
 
@@ -67,18 +68,19 @@ def by_length(
         first = int(torch.randint(len(given) - steps * batch_size + 1, (1,), generator=generator))
         found = list(order[first : first + steps * batch_size].split(batch_size))
     else:
-        # The sizes follow from the sorted lengths alone. Only equal lengths change places.
+        # The sizes follow from the sorted lengths alone. Only equal lengths change places. So the
+        # shortest samples are the remainder.
         order = noise.argsort()
         order = order[given[order].argsort(stable=True)]
         sizes = _sizes(given[order].tolist(), tokens or 0, multiple_of)
-        found = list(order[: sum(sizes)].split(sizes))
+        found = list(order[len(order) - sum(sizes) :].split(sizes))
     return [found[place].tolist() for place in torch.randperm(len(found), generator=generator)]
 
 
 def _sizes(lengths: Sequence[float], tokens: int, multiple_of: int) -> list[int]:
-    """Return the size of each batch of these sorted lengths. The remainder is left out."""
-    sizes, start = [], 0
-    while start + multiple_of <= len(lengths):
+    """Return the size of each batch of these sorted lengths. The first of them may be left out."""
+    sizes, start = [], len(lengths) % multiple_of
+    while start < len(lengths):
         size = multiple_of
         while start + size + multiple_of <= len(lengths) and (
             (size + multiple_of) * lengths[start + size + multiple_of - 1] <= tokens
