@@ -11,6 +11,7 @@ from torch import nn
 
 from rankzero.errors import UserError
 from rankzero.training import improvement, rng
+from rankzero.training.data import sets
 from rankzero.training.data.stream import Loader, StreamLoader
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.evaluation_metrics import EvaluationMetrics
@@ -41,6 +42,8 @@ def evaluate_goal(
             f"the parameters of rank {', '.join(map(str, differing))} differ from rank 0's after "
             f"step {state.step}: {cause}"
         )
+    # Ranks may differ in a later epoch only, for example if they draw from `random`.
+    sets.check_same_batches(job.world, job.batch_order, max(0, state.step - 1))
     metrics, goal = evaluate(job, state, stop, job.val_loaders, state.step), job.experiment.goal
     if goal.metric not in metrics:
         raise UserError(

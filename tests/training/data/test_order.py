@@ -1,5 +1,7 @@
 """Which samples a rank trains on, in which order."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -166,6 +168,18 @@ def test_chosen_batches_are_divided_among_ranks_and_micro_batches() -> None:
 
 def test_an_experiment_that_chooses_nothing_has_the_usual_order() -> None:
     assert make_batch_order(Train(), 1000, 2, lambda *_: None) == make_batch_order(Train(), 1000, 2)
+
+
+@pytest.mark.parametrize("length", [{"epochs": 4}, {"steps": 16, "epochs": 1}])
+def test_batches_that_are_chosen_from_a_later_epoch_on_are_refused(length: Any) -> None:
+    """Nobody would call `batches` again."""
+    train = Train(batch_size=8, **length)
+
+    def choose(epoch: int, generator: torch.Generator) -> Any:
+        return [[0] * 8] * 5 if epoch == 3 else None
+
+    with pytest.raises(UserError, match=r"None for epoch 0, and lists for epoch 3: return lists"):
+        make_batch_order(train, 40, 2, choose)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,14 @@ CASES = [
         for end, stop_at in (("", None), ("-again", 3))
     ),
     Case("stream-again", {"kind": "stream"}, stop_at=3, file=FLOWING),
+    Case(
+        "other-layout",
+        {"kind": "saved", "train__strategy": "tp"},
+        stop_at=3,
+        before={"train__strategy": "ddp"},
+        file=FLOWING,
+    ),
+    Case("differing", {"kind": "differing", "train__steps": 16}, file=FLOWING),
     Case("uneven", {"train__micro_batch": 1}, file=FLOWING),
     Case("pipeline", {"train__strategy": "pp"}, file=FLOWING),
     Case("endless", {"kind": "stream", "train__steps": None}, file=FLOWING),
@@ -85,7 +93,16 @@ def test_a_stream_without_a_state_is_read_again_with_a_notice(folder: Path) -> N
     assert notice.endswith("from its first sample again, as epoch 1")
 
 
+def test_ranks_that_had_other_samples_do_not_continue_their_streams(folder: Path) -> None:
+    again = seen(folder, "other-layout")
+    assert "error" not in again and again["trained"] == list(range(1, 9))
+    assert "there are other processes" in again["notices"][0]
+
+
 def test_what_cannot_be_divided_or_has_no_end_is_refused(folder: Path) -> None:
     assert "make each length a multiple of 8" in seen(folder, "uneven")["error"]
     assert "pp takes batches of one size" in seen(folder, "pipeline")["error"]
     assert "set train.steps" in seen(folder, "endless")["error"]
+    differing = seen(folder, "differing")
+    assert "batches() returned other lists on rank 1" in differing["error"]
+    assert next(iter(differing["evaluated"])) == "4", "the ranks differ after the first epoch"

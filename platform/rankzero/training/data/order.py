@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -104,7 +105,9 @@ def make_batch_order(
     `choose`: returns an epoch's batches as lists of indices, or None where `train` decides.
     """
     micro_batch = micro_batch_size(train, world_size)
-    if choose is not None and choose(0, torch.Generator()) is not None:
+    usual_steps = max(1, samples // train.batch_size)
+    epochs = math.ceil(train.steps / usual_steps) if train.steps else train.epochs or 1
+    if choose is not None and chooses(choose, epochs):
         order = BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
         if train.strategy == "pp":
             raise UserError(
@@ -122,6 +125,17 @@ def make_batch_order(
     if train.strategy == "pp":
         micro_batch = train.batch_size
     return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
+
+
+def chooses(choose: Choose, epochs: int) -> bool:
+    """Return whether `choose` returns batches. Raises UserError if it does not begin at epoch 0."""
+    first = next((e for e in range(epochs) if choose(e, torch.Generator()) is not None), None)
+    if first:
+        raise UserError(
+            f"batches() returned None for epoch 0, and lists for epoch {first}: return lists for "
+            "every epoch, or None for every epoch"
+        )
+    return first == 0
 
 
 def make_stream_order(train: Train, samples: int, world_size: int) -> BatchOrder:

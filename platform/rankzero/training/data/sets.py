@@ -102,6 +102,12 @@ def batch_order(experiment: Experiment, world: World, train_set: Any, shards: in
             raise UserError("batches() chooses by index, but the training set is a stream")
         return make_stream_order(experiment.train, length_of(train_set), shards)
     order = make_batch_order(experiment.train, len(train_set), shards, choose)
-    if order.lists is not None:
-        check_same_lists(world.gather(fingerprint(order.lists(0))))
+    check_same_batches(world, order, 0)
     return order
+
+
+def check_same_batches(world: World, order: BatchOrder, step: int) -> None:
+    """Raise UserError if `batches` chose other lists for a step's epoch than rank 0. Collective."""
+    if order.lists is not None:
+        lists = order.lists(step // order.steps_per_epoch)
+        check_same_lists(world.gather(fingerprint(lists)))
