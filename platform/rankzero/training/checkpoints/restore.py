@@ -70,7 +70,13 @@ def newest(
             notice(f"{name} has no averaged weights: the average of train.ema starts there")
         if state.average is None and "ema" in saved:
             notice(f"the averaged weights of {name} are dropped, because train.ema is not set")
-        stream.resume(job.train_loader, saved.get("streams", []), job.world, notice)
+        stream.resume(
+            job.train_loader,
+            saved.get("streams", []),
+            job.world,
+            notice,
+            same_layout=saved.get("layout") == _layout(job),
+        )
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except BrokenCheckpoint as error:
@@ -124,12 +130,16 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
     state.evaluations_since_best = saved.get("evaluations_since_best", 0)
     for factor in saved.get("lr_reductions", ()):
         state.reduce_lr(factor)
-    layout = strategies.layout(job.experiment.train.strategy, job.world.size)
+    layout = _layout(job)
     if saved.get("layout", layout) == layout and len(saved["randoms"]) == job.world.size:
         rng.restore(saved["randoms"][job.world.ranks.rank], job.world.device)
     else:
         # No saved random stream belongs to this rank. Ranks of one shard must draw the same.
         rng.seed_all(job.batch_order.seed, 1 + job.strategy.shard.rank, state.step)
+
+
+def _layout(job: TrainingContext) -> str:
+    return strategies.layout(job.experiment.train.strategy, job.world.size)
 
 
 def read(path: Path | None, name: str, world: World) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import dataclasses
 import importlib
 import io
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -143,19 +143,27 @@ class StreamLoader:
         read, places = self._now
         return _packed({"read": read, "places": [dataclasses.astuple(place) for place in places]})
 
-    def resume(self, content: bytes, *, same_ranks: bool) -> str:
-        """Continue after what `state` returned. Return why that is not exact, or nothing."""
-        saved = _unpacked(content)
-        places = tuple(Place(*place) for place in saved["places"])
+    def resume(self, states: Sequence[bytes], rank: int, *, same_layout: bool) -> str:
+        """Continue after what `state` returned on each rank. Return why it is not exact, or ''.
+
+        `same_layout`: whether each rank has the samples and the place that it had before.
+        """
+        saved = [_unpacked(content) for content in states]
         if not _has_state(self.dataset):
             why = "it has no state_dict() and load_state_dict()"
-        elif not same_ranks or len(places) != max(1, self._workers):
+        elif not same_layout or len(saved[rank]["places"]) != max(1, self._workers):
             why = "there are other processes or loading processes than before"
         else:
-            self._start = self._now = saved["read"], places
-            return ""
-        # Another epoch, so that a stream that shuffles yields another order.
-        epoch = 1 + max(place.epoch for place in places)
+            places = tuple(Place(*place) for place in saved[rank]["places"])
+            self._start = self._now = saved[rank]["read"], places
+            if not (_is_hugging_face(self.dataset) and _shuffles(self.dataset._ex_iterable)):
+                return ""
+            return (
+                "this resume is not exact: the state of a Hugging Face stream leaves out its "
+                "shuffle buffer. This epoch leaves out the samples that were in the buffer"
+            )
+        # Another epoch, so that a stream that shuffles yields another order. The same on all ranks.
+        epoch = 1 + max(Place(*place).epoch for one in saved for place in one["places"])
         self._start = self._now = 0, (Place(epoch),) * max(1, self._workers)
         return (
             f"this resume is not exact: the training set is a stream, and {why}. It is read from "
@@ -184,14 +192,21 @@ def states(loader: Any, world: World) -> list[Tensor]:
     return [state[:length].clone() for state, length in zip(found, lengths, strict=True)]
 
 
-def resume(loader: Any, saved: list[Tensor], world: World, notice: Callable[[str], None]) -> None:
+def resume(
+    loader: Any,
+    saved: Sequence[Tensor],
+    world: World,
+    notice: Callable[[str], None],
+    *,
+    same_layout: bool,
+) -> None:
     """Continue a stream after a checkpoint, and give notice if that is not exact."""
     if not isinstance(loader, StreamLoader):
         return
     if not saved:
         raise UserError("the checkpoint's training set was no stream: start a new run instead")
-    mine = saved[world.ranks.rank % len(saved)].numpy().tobytes()
-    problem = loader.resume(mine, same_ranks=len(saved) == world.size)
+    states = [one.numpy().tobytes() for one in saved]
+    problem = loader.resume(states, world.ranks.rank, same_layout=same_layout)
     if problem:
         notice(problem)
 
@@ -349,6 +364,14 @@ def _useful_workers(stream: Any, ranks: int, wanted: int) -> int:
 
 def _is_hugging_face(stream: Any) -> bool:
     return type(stream).__module__.startswith("datasets.")
+
+
+def _shuffles(examples: Any) -> bool:
+    """Return whether this part of a Hugging Face stream has a shuffle buffer, or reads from one."""
+    if type(examples).__name__ == "BufferShuffledExamplesIterable":
+        return True
+    inner = getattr(examples, "ex_iterables", None) or [getattr(examples, "ex_iterable", None)]
+    return any(_shuffles(one) for one in inner if one is not None)
 
 
 def _has_state(stream: Any) -> bool:
