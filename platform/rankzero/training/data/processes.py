@@ -72,8 +72,9 @@ def make_loader(
 
 
 def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start the loading processes. Signals to stop do not reach them: the rank needs them."""
-    with signals.held_back():
+    """Start the loading processes. On Linux, only the rank's signals to stop reach them."""
+    # Elsewhere, `_obey` cannot tell the rank's signal, which must end them.
+    with signals.held_back() if sys.platform == "linux" else contextlib.nullcontext():
         return iter(loader)
 
 
