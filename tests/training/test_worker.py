@@ -5,8 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
+from typing import Any
 
+import pytest
+import torch
+
+from rankzero.errors import UserError
+from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
+from rankzero.ranks import Ranks
+from rankzero.run_store.folder import Identity
 from rankzero.training import worker
+from rankzero.training.build import build
+from rankzero.training.distributed.world import World
+from support.paths import FIXTURES
+from support.two_ranks import layered
 
 
 def rank_with_an_endless_thread() -> None:
@@ -19,3 +31,37 @@ def test_a_thread_that_never_ends_does_not_keep_a_rank_alive() -> None:
     rank.start()
     rank.join(60)
     assert rank.exitcode == 7
+
+
+def request(environment: dict[str, str]) -> JobRequest:
+    return JobRequest("", "", "", Identity("", "", "", ""), environment, "")
+
+
+def test_an_error_after_halving_the_micro_batch_begins_with_the_memory() -> None:
+    for environment, text in (
+        (
+            {OUT_OF_MEMORY: "micro-batch 8 -> 4"},
+            "^out of memory: micro-batch 8 -> 4; with that, no",
+        ),
+        ({}, "^no"),
+    ):
+        with (
+            pytest.raises(UserError, match=text),
+            worker._naming_halved_memory(request(environment)),
+        ):
+            raise UserError("no")
+
+
+def test_a_stream_without_a_length_gives_notice_that_it_has_one_epoch() -> None:
+    flowing: Any = layered(FIXTURES / "flowing.py", kind="stream", train__workers=0)
+
+    class Thawing(type(flowing)):  # type: ignore[misc]
+        def frozen(self, epoch: int) -> list[str]:
+            return ["0"] if not epoch else []
+
+    for kind, notices in ((type(flowing), 0), (Thawing, 1)):
+        experiment = kind(train=flowing.train, kind="stream")
+        job, state = build(experiment, World(Ranks(), torch.device("cpu")))
+        data = {"training": job.train_loader.dataset}
+        found = list(worker._notices(request({}), job, state, data))
+        assert len(found) == notices and all("every step is of epoch 0" in one for one in found)

@@ -17,6 +17,7 @@ from typing import Any
 
 from rankzero import config, experiment_file
 from rankzero import ranks as launcher
+from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
@@ -113,7 +114,8 @@ def attempt(
     world.extend_timeouts()
     totals = RunTotals()
     with lifecycle.tracked(log, experiment, request.environment, world, totals) as run:
-        job, state = build(experiment, world)
+        with _naming_halved_memory(request):
+            job, state = build(experiment, world)
         device.forget_peak_memory(world)
         restore.newest(log.folder.checkpoints, job, state, log.notice, required=request.resumes)
         test_sets = final_test.load_sets(experiment, world)
@@ -130,6 +132,18 @@ def attempt(
     return run.outcome
 
 
+@contextlib.contextmanager
+def _naming_halved_memory(request: JobRequest) -> Iterator[None]:
+    """Name the lack of memory in a UserError, if half the micro-batch may be its cause."""
+    try:
+        yield
+    except UserError as error:
+        if OUT_OF_MEMORY not in request.environment:
+            raise
+        halved = request.environment[OUT_OF_MEMORY]
+        raise UserError(f"out of memory: {halved}; with that, {error}") from error
+
+
 def _notices(
     request: JobRequest, job: TrainingContext, state: State, data: Mapping[str, Any]
 ) -> Iterator[str]:
@@ -142,6 +156,13 @@ def _notices(
         yield (
             f"nothing is left to train after step {state.step}, because {early}; to train "
             "further, change train.patience or train.limits.stop_at_target"
+        )
+    order = job.batch_order
+    has_one_epoch = stream.is_stream(data["training"]) and order.samples < order.batch_size
+    if has_one_epoch and (job.frozen_parts.is_used or job.takes_progress):
+        yield (
+            "the training set is a stream without a length, so every step is of epoch 0 for "
+            "frozen() and at.epoch: give it a __len__, or count in steps"
         )
     ranks = job.strategy.shard.size
     for use, dataset in data.items():
