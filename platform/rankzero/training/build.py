@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,7 +48,9 @@ def build(
     def example_batch() -> Any:
         # Only a pipeline calls this, because it traces the model. Other strategies must not pay for
         # loading processes that start and end for one batch.
-        return next(train_loader.train_batches(order, 0, 0, 1))
+        with stream.at_its_place(train_set):
+            (batch,) = itertools.islice(train_loader.train_batches(order, 0, 0, 1), 1)
+        return batch
 
     total = train.steps or (train.epochs or 0) * order.steps_per_epoch
     # After the model, so that its weights do not depend on the helpers.

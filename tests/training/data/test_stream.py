@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -18,10 +19,17 @@ from rankzero.ranks import Ranks
 from rankzero.training.data import digest, sets
 from rankzero.training.data.loader import BatchLoader
 from rankzero.training.data.order import make_stream_order
-from rankzero.training.data.stream import StreamLoader, is_stream, make_loader
+from rankzero.training.data.stream import (
+    StreamLoader,
+    at_its_place,
+    check,
+    is_stream,
+    make_loader,
+)
 from rankzero.training.distributed.world import World
 
 CPU = torch.device("cpu")
+ALONE = World(Ranks(), CPU)
 LAYOUTS = [(1, 0), (1, 2), (2, 0), (2, 1), (3, 2)]
 """Ranks, and loading processes of each."""
 
@@ -237,6 +245,55 @@ def test_a_stream_that_is_too_short_or_cannot_be_read_twice_is_refused() -> None
         list(batches(loader_of(iter([torch.ones(1)] * 9)), 0, 1, 3))
 
 
+@pytest.mark.parametrize("once", [iter([1]), (x for x in [1]), map(int, [1])])
+def test_an_iterator_that_nothing_can_begin_again_is_refused(once: Any) -> None:
+    with pytest.raises(UserError, match=r"the validation set is a .*, which can be read only once"):
+        sets.check_same(ALONE, "data()", {"training": [1], "validation": once})
+
+    class Again:
+        def __iter__(self) -> Any:
+            self.place = 0
+            return self
+
+        def __next__(self) -> int:
+            raise StopIteration
+
+    sets.check_same(ALONE, "data()", {"training": [1], "validation": Again()})
+
+
+def test_tars_that_divide_themselves_among_ranks_are_refused() -> None:
+    """The classes of `webdataset` have these names."""
+
+    def split_by_node(src: Any) -> Any:
+        return src
+
+    class Tars(Shuffled):
+        __module__ = "webdataset.compat"
+        divided = False
+
+        def __init__(self, *pipeline: Any) -> None:
+            super().__init__()
+            self.pipeline = [list, *pipeline]
+
+    tars = Tars(split_by_node)
+    with pytest.raises(UserError, match=r"WebDataset with split_by_node.* set divided = True"):
+        check("training", tars, is_distributed=True)
+    check("training", tars, is_distributed=False)
+    check("training", Tars(), is_distributed=True)
+    tars.divided = True
+    check("training", tars, is_distributed=True)
+
+
+def test_an_example_batch_of_a_pipeline_leaves_the_stream_at_its_place() -> None:
+    dataset = Saved()
+    with at_its_place(dataset):
+        (first,) = itertools.islice(batches(loader_of(dataset), 0, 1, 1), 1)
+    (again,) = itertools.islice(batches(loader_of(dataset), 0, 1, 1), 1)
+    assert torch.equal(first, again)
+    with at_its_place(Shuffled()):
+        pass
+
+
 def test_errors_name_the_sample_and_the_line() -> None:
     def broken() -> Iterator[int]:
         yield from range(6)
@@ -271,7 +328,7 @@ def test_a_stream_has_no_indices_and_no_equal_batches() -> None:
             return [[0, 1]]
 
     with pytest.raises(UserError, match="chooses by index, but the training set is a stream"):
-        sets.batch_order(Choosing(), World(Ranks(), CPU), Shuffled(), 1)
+        sets.batch_order(Choosing(), ALONE, Shuffled(), 1)
     with pytest.raises(UserError, match=r"lockstep = True needs equal batches"):
         next(loader_of(Shuffled()).eval_batches(4, 0, 2, lockstep=True))
 

@@ -31,6 +31,11 @@ def test_means_over_ragged_batches_are_means_over_samples() -> None:
     assert totals.reduce()["loss"] == pytest.approx(torch.cat(batches).mean().item())
 
 
+def test_an_evaluation_without_samples_is_refused() -> None:
+    with pytest.raises(UserError, match=r"got no samples: let __iter__ .* begin again"):
+        EvaluationMetrics(ALONE, 1, tiny()).reduce()
+
+
 def test_a_window_reports_each_steps_values() -> None:
     columns = {
         "loss": [torch.tensor(float(step)) for step in range(3)],

@@ -11,6 +11,7 @@ import torch
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
+from rankzero.training.data import stream
 from rankzero.training.data.order import (
     BatchOrder,
     check_same_lengths,
@@ -75,10 +76,15 @@ def context(group: str) -> str:
 
 
 def check_same(world: World, method: str, sets: Mapping[str, Any]) -> None:
-    """Raise UserError if names or lengths differ between ranks. Collective.
+    """Raise UserError if names or lengths differ between ranks, or if a stream is unusable.
+
+    Collective.
 
     Ranks with other data would train on other batches, or wait for each other without end.
     """
+    for name, one in sets.items():
+        if is_stream(one):
+            stream.check(name, one, is_distributed=world.is_distributed)
     names = zlib.crc32(json.dumps(list(sets)).encode())
     differing = world.ranks_that_differ(torch.tensor([names]))
     if differing:

@@ -11,8 +11,11 @@ trained on. So a resume is exact if the stream has `state_dict` and `load_state_
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import importlib
+import inspect
 import io
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +63,36 @@ def length_of(dataset: Any) -> int:
 def is_empty(dataset: Any) -> bool:
     """Return whether a data set has no samples. A stream may not know its length."""
     return not is_stream(dataset) and len(dataset) == 0
+
+
+def check(name: str, dataset: Any, *, is_distributed: bool) -> None:
+    """Raise UserError for a stream that can be read only once, or that ranks would divide twice."""
+    # A class may begin again in an __iter__ that returns self. No iterator of Python does.
+    iterates = getattr(type(dataset), "__iter__", None)
+    if hasattr(dataset, "__next__") and not inspect.isfunction(iterates):
+        raise UserError(
+            f"the {name} set is a {type(dataset).__name__}, which can be read only once: return an "
+            "object of which __iter__ begins again at each call"
+        )
+    if not is_distributed or getattr(dataset, "divided", False):
+        return
+    stages = getattr(dataset, "pipeline", ()) if _is_of(dataset, "webdataset") else ()
+    for stage in stages:
+        splitter = getattr(stage, "__name__", "")
+        if splitter in ("split_by_node", "single_node_only"):
+            raise UserError(
+                f"the {name} set is a WebDataset with {splitter}, and RankZero divides it, too: "
+                "set nodesplitter=None, or use split_by_node and set divided = True on the data set"
+            )
+
+
+@contextlib.contextmanager
+def at_its_place(dataset: Any) -> Iterator[None]:
+    """Put a stream back, after the block, to where it was."""
+    state = copy.deepcopy(dataset.state_dict()) if _has_state(dataset) else None
+    yield
+    if state is not None:
+        dataset.load_state_dict(state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +396,11 @@ def _useful_workers(stream: Any, ranks: int, wanted: int) -> int:
 
 
 def _is_hugging_face(stream: Any) -> bool:
-    return type(stream).__module__.startswith("datasets.")
+    return _is_of(stream, "datasets")
+
+
+def _is_of(stream: Any, package: str) -> bool:
+    return type(stream).__module__.startswith(f"{package}.")
 
 
 def _shuffles(examples: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.derived import derived
@@ -53,10 +54,16 @@ class EvaluationMetrics:
     def reduce(self) -> dict[str, float]:
         """Return the values over all ranks' samples. Collective, also for a rank without samples.
 
-        Raises UserError if an object of `metrics()` or `derive` returns no number.
+        Raises UserError without samples, or if an object of `metrics()` or `derive` returns no
+        number.
         """
         world = self._world
         counts = world.gather(torch.tensor([self._samples])).flatten()
+        if not int(counts.sum()):
+            raise UserError(
+                "an evaluation got no samples: let __iter__ of the data set begin again at each "
+                "call"
+            )
         source = int(counts.argmax())
         # A rank without samples does not know the names.
         shapes: dict[str, list[int]] = json.loads(
