@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rankzero.errors import UserError
+from rankzero.launch import failures
 from rankzero.launch.request import OUT_OF_MEMORY, JobRequest
 from rankzero.ranks import Ranks
 from rankzero.run_store.folder import Identity
@@ -41,15 +42,16 @@ def test_an_error_after_halving_the_micro_batch_begins_with_the_memory() -> None
     for environment, text in (
         (
             {OUT_OF_MEMORY: "micro-batch 8 -> 4"},
-            "^out of memory: micro-batch 8 -> 4; with that, no",
+            "^a device lacked memory, so micro-batch 8 -> 4. With that, no",
         ),
         ({}, "^no"),
     ):
         with (
-            pytest.raises(UserError, match=text),
+            pytest.raises(UserError, match=text) as caught,
             worker._naming_halved_memory(request(environment)),
         ):
             raise UserError("no")
+        assert failures.describe(caught.value, 0).kind is failures.FailureKind.USER_ERROR
 
 
 def test_a_stream_without_a_length_gives_notice_that_it_has_one_epoch() -> None:

@@ -141,7 +141,8 @@ def _naming_halved_memory(request: JobRequest) -> Iterator[None]:
         if OUT_OF_MEMORY not in request.environment:
             raise
         halved = request.environment[OUT_OF_MEMORY]
-        raise UserError(f"out of memory: {halved}; with that, {error}") from error
+        # Not "out of memory": the launcher would halve the micro-batch again.
+        raise UserError(f"a device lacked memory, so {halved}. With that, {error}") from error
 
 
 def _notices(
