@@ -59,6 +59,17 @@ def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
     return number
 
 
+def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    number = int(loader.construct_yaml_int(node))
+    try:
+        str(number)
+    except ValueError:  # a hexadecimal number with more digits than Python writes
+        raise yaml.constructor.ConstructorError(
+            None, None, f"{node.value[:80]}… has too many digits", node.start_mark
+        ) from None
+    return number
+
+
 class _Dumper(yaml.SafeDumper):
     """Writes no aliases, and writes any Unicode text so that it is read back."""
 
@@ -73,4 +84,5 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:float", _float)
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
 _Dumper.add_representer(str, _represent_text)
