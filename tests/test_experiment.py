@@ -110,6 +110,49 @@ def test_field_without_a_default_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "kind", "default"),
+    [("tokens", int, 512), ("frozen", bool, True), ("metrics", str, "f1"), ("model", str, "vit")],
+)
+def test_a_setting_with_the_name_of_a_method_is_refused(name: str, kind: Any, default: Any) -> None:
+    says = rf"Broken\.{name}: {name} is a method of Experiment: rename the setting to {name}_,"
+    for typed in ({name: kind}, {}):
+        with pytest.raises(TypeError, match=says):
+            type("Broken", (Experiment,), {"__annotations__": typed, name: default})
+    renamed = type(
+        "Mended", (Experiment,), {"__annotations__": {f"{name}_": kind}, f"{name}_": default}
+    )
+    assert flatten(renamed())[name] == default
+
+
+def test_a_class_attribute_of_experiment_is_no_setting() -> None:
+    with pytest.raises(TypeError, match=r"lockstep is no setting: write lockstep = … without"):
+        type("Broken", (Experiment,), {"__annotations__": {"lockstep": bool}, "lockstep": True})
+    assert type("Mended", (Experiment,), {"lockstep": True, "turns": ("a", "b")})().lockstep  # type: ignore[attr-defined]
+
+
+def test_an_own_method_with_the_name_of_a_new_one_is_refused() -> None:
+    def metrics(self: Any, out: Any, y: Any) -> float:
+        return 0.0
+
+    says = r"Broken\.metrics: metrics is .* called as metrics\(self\), but its .* \(self: .*out"
+    with pytest.raises(TypeError, match=says):
+        type("Broken", (Experiment,), {"metrics": metrics})
+
+    class Fitting(Experiment):
+        def batches(self, *_: Any) -> None:
+            return None
+
+        def derive(self, values: Any, more: int = 0) -> Any:
+            return {}
+
+        @staticmethod
+        def tokens(batch: Any) -> int:  # type: ignore[override]
+            return len(batch)
+
+    assert Fitting().tokens([1, 2]) == 2
+
+
+@pytest.mark.parametrize(
     "annotation", [Path, list[int], Any, Ema | None, tuple[Path, ...], dict[str, int], bytes]
 )
 def test_type_without_a_text_form_is_refused(annotation: Any) -> None:

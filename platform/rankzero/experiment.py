@@ -283,6 +283,7 @@ class Experiment:
                 and field.default_factory is dataclasses.MISSING
             ):
                 raise TypeError(f"{cls.__name__}.{field.name} needs a default value")
+        _check_names(cls)
 
     def data(self) -> tuple[Any, Any]:
         """Return the training and validation data sets, map-style or iterable. On every rank.
@@ -435,6 +436,35 @@ class Experiment:
         be a pure function: a resume calls it at any step.
         """
         return factor(self.train.schedule, step, total_steps, self.train.warmup_steps)
+
+
+def _check_names(cls: type[Experiment]) -> None:
+    """Raise TypeError if a setting, or a method of other parameters, has an Experiment's name."""
+    own = {field.name for field in dataclasses.fields(Experiment)}
+    settings = {field.name for field in dataclasses.fields(cls)} - own
+    for name, method in vars(Experiment).items():
+        if name.startswith("_") or name in own:
+            continue
+        found, place = inspect.getattr_static(cls, name), f"{cls.__name__}.{name}: {name}"
+        if not inspect.isfunction(method):
+            if name in settings:
+                raise TypeError(f"{place} is no setting: write {name} = … without a type")
+        elif name in settings or not (callable(found) or hasattr(found, "__get__")):
+            raise TypeError(
+                f"{place} is a method of Experiment: rename the setting to {name}_, which is "
+                f"still {name} on the command line"
+            )
+        # Those two have several forms, and are checked where they are called.
+        elif name not in ("measure", "collate") and inspect.isfunction(found):
+            expected = inspect.signature(method)
+            try:
+                inspect.signature(found).bind(*expected.parameters)
+            except TypeError:
+                words = f"{name}({', '.join(expected.parameters)})"
+                raise TypeError(
+                    f"{place} is a method of Experiment, called as {words}, but its parameters "
+                    f"are {inspect.signature(found)}: rename yours, or take these"
+                ) from None
 
 
 def _annotate_inherited(cls: type[Experiment]) -> None:
