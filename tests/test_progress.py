@@ -28,6 +28,11 @@ class Optional(Plain):
         return at
 
 
+class Smoothed(Plain):
+    def measure(self, model: Any, batch: Any, smoothing: float = 0.1) -> Any:
+        return smoothing
+
+
 class Passing(Plain):
     def measure(self, *args: Any) -> Any:
         return super().measure(*args)
@@ -41,7 +46,14 @@ class Wrapped(Plain):
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(Plain, False), (Informed, True), (Optional, True), (Passing, False), (Wrapped, True)],
+    [
+        (Plain, False),
+        (Informed, True),
+        (Optional, True),
+        (Smoothed, False),
+        (Passing, False),
+        (Wrapped, True),
+    ],
 )
 def test_a_third_parameter_asks_for_progress(kind: type[Experiment], expected: bool) -> None:
     assert takes_progress(kind().measure) == expected

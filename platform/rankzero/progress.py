@@ -33,14 +33,18 @@ class Progress:
 
 
 def takes_progress(measure: Callable[..., Any]) -> bool:
-    """Return whether `measure` has a third parameter. Raises UserError if it has another number."""
+    """Return whether `measure` has a third parameter: without a default, or called ``at``.
+
+    Raises UserError if it has another number.
+    """
     signature = inspect.signature(measure)
     named = [
         p
         for p in signature.parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    takes = len(named) > 2
+    # A default is for callers of the user's own, unless the parameter has the name of a Progress.
+    takes = len(named) > 2 and (named[2].default is named[2].empty or named[2].name == "at")
     try:
         signature.bind(*range(3 if takes else 2))
     except TypeError:
