@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from rankzero.events import CheckpointSaved
+from rankzero.ranks import Ranks
+from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
+from rankzero.training.distributed.world import World
 from rankzero.training.periodic import state_dict
 from support.training import Trainer, tiny, weights
 
@@ -71,6 +74,16 @@ def test_a_resumed_plateau_is_bit_for_bit_the_uninterrupted_one(
     for name in ("lr", "train/loss"):
         assert {**first.series(name), **second.series(name)} == straight.series(name)
     assert all(map(torch.equal, weights(straight), weights(second)))
+
+
+def test_another_schedule_drops_the_reductions_of_a_plateau(train: Trainer, tmp_path: Path) -> None:
+    settings = {**STUCK, "lr": 1e-30, "train__steps": 30, "train__plateau__patience": 1}
+    reduced = train(tiny(**settings, train__schedule="plateau")).state
+    job, state = build(tiny(**settings), World(Ranks(), torch.device("cpu")))
+    notices: list[str] = []
+    restore.newest(tmp_path / "checkpoints", job, state, notices.append)
+    assert reduced.lr_reductions and not state.lr_reductions and state.base_lrs == [1e-30]
+    assert len(notices) == 1 and "the learning rate is not reduced" in notices[0]
 
 
 def test_checkpoints_of_earlier_versions_have_no_history(train: Trainer) -> None:

@@ -65,6 +65,8 @@ def newest(
     remedy = "to continue from the checkpoint before, delete this one"
     try:
         saved = read(path, name, job.world)
+        if job.experiment.train.schedule != "plateau" and saved.pop("lr_reductions", ()):
+            notice(f"{name}: without train.schedule=plateau, the learning rate is not reduced")
         apply(saved, job, state)
         if state.average is not None and "ema" not in saved:
             notice(f"{name} has no averaged weights: the average of train.ema starts there")
