@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,10 @@ from rankzero.errors import UserError
 from rankzero.events import Evaluated
 from rankzero.ranks import Ranks
 from rankzero.training import final_test
+from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
 from rankzero.training.distributed.world import World
+from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.stop import EvaluationInterrupted, StopCode, StopRequest
 from support.training import Trained, Trainer, tiny, weights
 
@@ -72,6 +78,22 @@ def test_the_best_checkpoint_is_tested_and_nothing_changes(
     assert evaluated(again, tmp_path / "checkpoints", notices).metrics == found.metrics
 
 
+def test_the_best_average_is_tested_also_without_train_ema(train: Trainer, tmp_path: Path) -> None:
+    # With the second, the best checkpoint is also the last.
+    settings = {"lr": 0.01, "goal__metric": "val/loss", "goal__mode": "min"}
+    for changes in ({}, settings):
+        folder = tmp_path / f"{len(changes)}"
+        averaged = train(experiment(train__ema=0.9, **changes), folder)
+        expected = evaluated(averaged, folder / "checkpoints", [])
+        job, state = build(experiment(**changes), ALONE)
+        restore.newest(folder / "checkpoints", job, state, lambda text: None)
+        found = evaluated(
+            Trained(job, state, [], RunTotals(), StopCode.NONE), folder / "checkpoints", []
+        )
+        assert (found.step == 30) == bool(changes)
+        assert found.step == expected.step and found.metrics == expected.metrics
+
+
 def test_a_run_without_the_best_checkpoint_reports_what_it_tests(
     train: Trainer, tmp_path: Path
 ) -> None:
@@ -102,6 +124,26 @@ def test_a_stop_interrupts_the_test(train: Trainer, tmp_path: Path) -> None:
         final_test.evaluate_best(
             trained.job, trained.state, test_sets, tmp_path / "checkpoints", stop, pytest.fail
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstOfTwo(World):
+    """A rank and another one, which has data sets of the names `other`."""
+
+    other: Sequence[str] = ()
+
+    def ranks_that_differ(self, values: torch.Tensor) -> list[int]:
+        return [1] if values.item() != zlib.crc32(json.dumps(self.other).encode()) else []
+
+
+def test_a_test_set_on_one_rank_only_is_refused() -> None:
+    world = FirstOfTwo(Ranks(), torch.device("cpu"))
+    assert final_test.load_sets(experiment(returned="none"), world) == {}
+    with pytest.raises(UserError, match="other names on rank 1 than on rank 0, which has test:"):
+        final_test.load_sets(experiment(returned="one"), world)
+    world = dataclasses.replace(world, other=["test"])
+    with pytest.raises(UserError, match="other names on rank 1 than on rank 0, which has none:"):
+        final_test.load_sets(experiment(returned="none"), world)
 
 
 def test_several_test_sets_and_unusable_ones() -> None:

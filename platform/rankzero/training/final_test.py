@@ -46,7 +46,7 @@ def load_sets(experiment: Experiment, world: World) -> dict[str, Any]:
         ) from error
     if empty:
         raise UserError(f"test() returned an empty data set for {empty[0]}: return None for none")
-    if found:
+    if type(experiment).test is not Experiment.test:
         sets.check_same(world, "test()", found)
     return found
 
@@ -75,10 +75,12 @@ def evaluate_best(
         step = saved["step"]
         if path and checkpoint_files.read_manifest(path).metrics.get(goal.metric) != state.best:
             notice(f"the best evaluation has no checkpoint: that of step {step} is tested")
-        if step != state.step:
-            if state.average is not None:
-                state.average.load(saved.get("ema", saved["model"]))
-            job.strategy.load_model(saved["model"])
+        # The checkpoint may be of a time with another train.ema. Its best model is the average.
+        weights = saved.get("ema", saved["model"])
+        if state.average is not None:
+            state.average.load(weights)
+            weights = saved["model"]
+        job.strategy.load_model(weights)
     # The result depends on the weights alone, also if `measure` draws numbers.
     rng.seed_all(job.experiment.train.seed, 1 + job.strategy.shard.rank, step)
     loaders = {group: job.make_loader(one) for group, one in test_sets.items()}

@@ -90,8 +90,10 @@ def check_same(world: World, method: str, sets: Mapping[str, Any]) -> None:
     if differing:
         raise UserError(
             f"{method} returned data sets of other names on rank {', '.join(map(str, differing))} "
-            f"than on rank 0, which has {', '.join(sets)}: return the same on every rank"
+            f"than on rank 0, which has {', '.join(sets) or 'none'}: return the same on every rank"
         )
+    if not sets:
+        return
     lengths = world.gather(torch.tensor([length_of(one) for one in sets.values()]))
     for number, name in enumerate(sets):
         check_same_lengths(name, lengths[:, number].tolist(), method)
