@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from rankzero.events import Event
+from rankzero.progress import Progress
 from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.distributed.world import World
 from rankzero.training.loop import fit
 from rankzero.training.metrics.peak_flops import peak_flops
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.metrics.work_meter import WorkMeter
+from rankzero.training.metrics.work_meter import WorkMeter, of
 from rankzero.training.stop import StopCode, StopRequest
 from support import two_ranks
 from support.paths import FIXTURES
@@ -29,7 +32,12 @@ COUNTED = FIXTURES / "counted.py"
 
 
 def mean(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-    return {"loss": model(batch).mean()}
+    # Drawn outside PyTorch, where tensors without content draw nothing.
+    return {"loss": model(batch).mean() * (1 + np.random.rand())}
+
+
+def samples(batch: Any) -> int:
+    return len(batch[0]) if isinstance(batch, list | tuple) else len(batch)
 
 
 def watched(meter: WorkMeter, *batches: Tensor) -> list[str]:
@@ -40,14 +48,16 @@ def watched(meter: WorkMeter, *batches: Tensor) -> list[str]:
 
 def test_flops_of_a_forward_and_backward_are_counted_once() -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 2))
+    drawn = np.random.get_state(legacy=True)[2], random.getstate()
     before, state = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
-    meter = WorkMeter(None, 1.0, 1e6, model, [mean])
+    meter = WorkMeter(samples, 1.0, 1e6, model, [mean])
     assert not watched(meter, torch.ones(16, 8), torch.ones(4, 8))
     # Two products per weight in the forward, two for weights and two for inputs in the backward,
     # except for the inputs of the model.
     per_sample = 2 * (2 * 8 * 32 + 3 * 32 * 2)
-    assert meter.rates(100, 0, 2.0) == {"mfu": pytest.approx(per_sample * 50 / 1e6)}
+    assert meter.rates(100, 2.0)["mfu"] == pytest.approx(per_sample * 50 / 1e6)
     assert torch.equal(torch.get_rng_state(), before), "counting drew random numbers"
+    assert (np.random.get_state(legacy=True)[2], random.getstate()) == drawn
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -57,21 +67,30 @@ def test_flops_are_those_of_a_token_if_tokens_are_counted() -> None:
     watched(meter, torch.ones(4, 8), torch.ones(2, 8))
     assert meter.read() == 0.5 * 48 and meter.read() == 0
     # A sample has 8 tokens, and 8 weights with two products each, in the forward and for weights.
-    assert meter.rates(1, 100, 2.0) == {"tokens_per_second": 50, "mfu": 50 * 4 / 1e6}
+    assert meter.rates(100, 2.0) == {"tokens_per_second": 50, "mfu": 50 * 4 / 1e6}
 
 
 def test_a_model_without_meta_kernels_has_a_notice_and_no_utilisation() -> None:
     def reads(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         return {"loss": model(batch).mean() * (2 if batch.sum().item() else 1)}
 
-    meter = WorkMeter(None, 1.0, 1e6, nn.Linear(8, 1), [reads])
+    meter = WorkMeter(samples, 1.0, 1e6, nn.Linear(8, 1), [reads])
     (notice,) = watched(meter, torch.ones(4, 8), torch.ones(4, 8))
-    assert notice.startswith("throughput/mfu is unknown: ") and meter.rates(1, 0, 1.0) == {}
+    assert notice.startswith("throughput/mfu is unknown: ") and "mfu" not in meter.rates(1, 1.0)
 
 
 def test_nothing_is_wrapped_if_nothing_is_counted() -> None:
     batches: Iterator[Any] = iter(())
     assert WorkMeter().watch(batches, print) is batches
+
+
+def test_who_counts_no_tokens_or_has_helpers_gets_no_copy_of_the_model() -> None:
+    world = World(Ranks(), torch.device("cuda"))
+    model = nn.Linear(8, 1)
+    plain, counted = two_ranks.layered(), two_ranks.layered(COUNTED)
+    start = Progress(0, 1, 0, True)
+    for experiment, at in ((plain, start), (counted, replace(start, helpers={"t": model}))):
+        assert of(experiment, model, world, at)._model is None
 
 
 @pytest.mark.parametrize(
@@ -118,10 +137,10 @@ def test_tokens_per_second_of_a_run_is_in_its_summary(train: Trainer) -> None:
 def test_counting_flops_changes_no_bit_of_a_training(train: Trainer) -> None:
     experiment = two_ranks.layered(dropout=0.3)
     straight = train(experiment)
-    meter = WorkMeter(None, 1.0, 1e9, experiment.model(), [experiment.measure])
+    meter = WorkMeter(samples, 1.0, 1e9, experiment.model(), [experiment.measure])
     job, state = build(experiment, World(Ranks(), torch.device("cpu")))
     events: list[Event] = []
-    job = dataclasses.replace(job, work_meter=meter)
+    job = replace(job, work_meter=meter)
     fit(job, state, events.append, StopRequest(), None, RunTotals())
     counted = Trained(job, state, events, RunTotals(), StopCode.NONE)
     assert counted.series("train/loss") == straight.series("train/loss")

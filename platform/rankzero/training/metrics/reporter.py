@@ -102,7 +102,7 @@ class Reporter:
             self._unreported_speed = speed
         else:
             samples = job.batch_order.samples_of(state.step, speed.steps)
-            rates = job.work_meter.rates(samples, speed.tokens, speed.seconds)
+            rates = job.work_meter.rates(speed.tokens, speed.seconds)
             self._totals.add(speed, samples, rates)
             events.append(self._speed_event(speed, samples, rates))
             self._unreported_speed, steps_left = None, log_every or LONGEST_WINDOW

@@ -13,20 +13,23 @@ from torch import nn
 
 from rankzero.experiment import Experiment
 from rankzero.progress import Progress, bound, takes_progress
-from rankzero.training import strategies
-from rankzero.training.data.batch import map_tensors, samples_in
+from rankzero.training import rng, strategies
+from rankzero.training.data.batch import map_tensors
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.peak_flops import peak_flops
 from rankzero.training.metrics.stateful import without_stateful
 from rankzero.training.strategies.base import Measure, MicroBatchStep
 
+_CPU = torch.device("cpu")
+
 
 class WorkMeter:
     """Counts the tokens of the batches on this rank, and the FLOPs of the first one.
 
-    `tokens`: the experiment's method, or None. `share`: the part of a batch's tokens that this rank
-    counts, if other ranks see the same batch. `peak`: FLOP/s of all ranks' devices, or None, and
-    then no FLOPs are counted. `model`: not yet divided. `measures`: what a step calls.
+    `tokens`: the experiment's method, or None, and then nothing is counted. `share`: the part of a
+    batch's tokens that this rank counts, if other ranks see the same batch. `peak`: FLOP/s of all
+    ranks' devices, or None, and then no FLOPs are counted. `model`: not yet divided. `measures`:
+    what a step calls.
     """
 
     def __init__(
@@ -36,29 +39,33 @@ class WorkMeter:
         peak: float | None = None,
         model: nn.Module | None = None,
         measures: Sequence[Measure] = (),
+        device: torch.device = _CPU,
     ) -> None:
         self._count, self._share, self._peak, self._measures = tokens, share, peak, measures
-        self._tokens = 0.0
-        # Of one token if the experiment counts tokens, else of one sample.
+        self._device, self._tokens = device, 0.0
         self._flops: float | None = None
+        """Of one token."""
         # A strategy is going to divide the model, or to compile it.
         self._model = None if peak is None or model is None else _on_meta(model)
 
     def watch(self, batches: Iterator[Any], notice: Callable[[str], None]) -> Iterator[Any]:
         """Return `batches`, counted as they are taken. `notice` gets the reason for no FLOPs."""
-        if self._count is None and self._peak is None:
-            return batches
-        return self._counted(batches, notice)
+        return batches if self._count is None else self._counted(self._count, batches, notice)
 
-    def _counted(self, batches: Iterator[Any], notice: Callable[[str], None]) -> Iterator[Any]:
+    def _counted(
+        self, count: Callable[[Any], int], batches: Iterator[Any], notice: Callable[[str], None]
+    ) -> Iterator[Any]:
         for batch in batches:
-            tokens = self._count(batch) if self._count else 0
+            tokens = count(batch)
             self._tokens += tokens * self._share
             if self._model is not None:
+                # The user's code may draw numbers. A resume counts again, and must change nothing.
+                random_states = rng.state(self._device)
                 try:
-                    self._flops = self._count_flops(batch) / (tokens or samples_in(batch))
+                    self._flops = self._count_flops(batch) / tokens
                 except Exception as error:  # the user's code need not run on such tensors
                     notice(f"throughput/mfu is unknown: {type(error).__name__}: {error}")
+                rng.restore(random_states, self._device)
                 self._model = None
             yield batch
 
@@ -79,7 +86,7 @@ class WorkMeter:
         tokens, self._tokens = self._tokens, 0.0
         return tokens
 
-    def rates(self, samples: float, tokens: float, seconds: float) -> dict[str, float]:
+    def rates(self, tokens: float, seconds: float) -> dict[str, float]:
         """Return what is known of ``tokens_per_second`` and ``mfu``, over all ranks.
 
         ``mfu``: the FLOP/s of the model's forward and backward, divided by the peak. Recomputed
@@ -87,8 +94,7 @@ class WorkMeter:
         """
         found = {"tokens_per_second": tokens / seconds} if self._count else {}
         if self._flops is not None and self._peak is not None:
-            work = tokens if self._count else samples
-            found["mfu"] = self._flops * work / seconds / self._peak
+            found["mfu"] = self._flops * tokens / seconds / self._peak
         return found
 
 
@@ -97,7 +103,8 @@ def of(experiment: Experiment, model: nn.Module, world: World, at: Progress) -> 
     train = experiment.train
     counts_tokens = type(experiment).tokens is not Experiment.tokens
     peak = None
-    if world.device.type == "cuda":
+    # The content of a helper is on the device, that of the copied model is nowhere.
+    if counts_tokens and not at.helpers and world.device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(world.device), train.precision)
     measure = without_stateful(experiment.measure, experiment.metrics().keys())
     if takes_progress(experiment.measure):
@@ -111,6 +118,7 @@ def of(experiment: Experiment, model: nn.Module, world: World, at: Progress) -> 
         None if peak is None else peak * world.size,
         model,
         measures,
+        world.device,
     )
 
 
