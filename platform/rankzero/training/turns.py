@@ -55,7 +55,7 @@ def _take_turn(
     for name, part in parts.items():
         if name != turn:
             part.zero_grad(set_to_none=True)
-    job.strategy.average_gradients()
+    job.strategy.average_gradients(parts[turn])
     norm = apply_gradients(job, parts[turn])
     parts[turn].zero_grad(set_to_none=True)
     if norm is not None:

@@ -25,6 +25,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "divided": {"train__micro_batch": 4, "ratio": True},
     "fp16": {"train__precision": "fp16"},
 }
+ODD: dict[str, dict[str, Any]] = {
+    "still": {"still": "generator", "train__precision": "fp16"},
+    "rare": {"rare": True, "train__clip": 0.05},
+}
+"""Turns in which a rank lacks gradients: all of them, and one."""
 
 
 def case(name: str, stop_at: int | None = None, **changes: Any) -> Case:
@@ -37,6 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         case(f"{name}-{variant}", train__strategy=name, **changes)
         for name in STRATEGIES
         for variant, changes in VARIANTS.items()
+    ]
+    cases += [
+        case(f"{name}-{odd}", train__strategy=name, **changes)
+        for name in ("ddp", "zero1")
+        for odd, changes in ODD.items()
     ]
     cases += [case(f"{name}-again", 3, train__strategy=name) for name in STRATEGIES]
     cases += [
@@ -65,6 +75,18 @@ def test_two_ranks_take_the_turns_of_one(
         assert two["logged"][metric] == pytest.approx(one["logged"][metric], rel=tolerance), metric
     for step, metrics in one["evaluated"].items():
         assert two["evaluated"][step] == pytest.approx(metrics, rel=20 * tolerance)
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
+def test_ranks_without_a_gradient_take_the_turn(
+    folder: Path, tmp_path: Path, name: str, odd: str
+) -> None:
+    one, two = alone(tmp_path, "one", **ODD[odd]), seen(folder, f"{name}-{odd}")
+    assert "error" not in one, one["error"]
+    assert two["logged"].keys() == one["logged"].keys()
+    for metric in ("train/generator/loss", "train/discriminator/loss"):
+        assert two["logged"][metric] == pytest.approx(one["logged"][metric], rel=1e-3), metric
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

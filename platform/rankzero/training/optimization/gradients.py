@@ -56,7 +56,7 @@ def apply_gradients(job: TrainingContext, optimizer: Optimizer) -> Tensor | None
         norm = job.strategy.clip(train.clip or math.inf)
     if scaler is None:
         optimizer.step()
-    else:
+    elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
         # The scaler skips the step if a gradient overflowed.
         scaler.step(optimizer)
     return norm if train.log_gradient_norm else None

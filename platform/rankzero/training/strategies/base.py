@@ -108,8 +108,8 @@ class Strategy(Protocol):
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (running statistics), as a checkpoint has them."""
 
-    def average_gradients(self) -> None:
-        """After a turn: average over the ranks what the backward left on each. Collective."""
+    def average_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a turn of `optimizer`: average its gradients over the ranks. Collective."""
 
     def clip(self, norm: float) -> Tensor:
         """Scale all gradients so that the norm over all ranks' parts is at most `norm`.

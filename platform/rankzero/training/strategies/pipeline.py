@@ -119,7 +119,7 @@ class Pipeline:
     def sync_buffers(self) -> None:
         """Do nothing: no two ranks have the same buffers."""
 
-    def average_gradients(self) -> None:
+    def average_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: each rank has gradients of its own, and a pipeline takes no turns."""
 
     def clip(self, norm: float) -> Tensor:

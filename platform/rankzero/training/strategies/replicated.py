@@ -74,15 +74,22 @@ class Replicated:
     def sync_buffers(self) -> None:
         self.world.broadcast_buffers(self.model)
 
-    def average_gradients(self) -> None:
-        if self.replica is not self.model or not self.world.is_distributed:
+    def average_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for p in trained if p.requires_grad]
+        if self.replica is not self.model or not self.world.is_distributed or not trained:
             return
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        averages = self.world.sum(torch.cat([one.flatten() for one in gradients]))
+        # A parameter may have a gradient on some ranks only: these have 1 in `found`.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        found = gradients[0].new_tensor([p.grad is not None for p in trained])
+        averages = self.world.sum(torch.cat([*(one.flatten() for one in gradients), found]))
         averages /= self.world.size
-        parts = averages.split([one.numel() for one in gradients])
-        for one, part in zip(gradients, parts, strict=True):
+        *parts, found = averages.split([*(one.numel() for one in gradients), len(trained)])
+        for p, one, part, ranks in zip(trained, gradients, parts, found, strict=True):
             one.copy_(part.view_as(one))
+            # The host waits for the device only if a gradient is missing.
+            if p.grad is None and ranks > 0:
+                p.grad = one
 
     def clip(self, norm: float) -> Tensor:
         # After the backward, every rank has all gradients, so this needs no communication.

@@ -89,7 +89,7 @@ class Sharded:
     def sync_buffers(self) -> None:
         self.world.broadcast_buffers(self.model)
 
-    def average_gradients(self) -> None:
+    def average_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: the backward has done it."""
 
     def clip(self, norm: float) -> Tensor:
