@@ -58,6 +58,17 @@ def test_mistakes(over: list[str], seeds: str | None, says: str) -> None:
         make_plan(over, seeds, 0, None)
 
 
+def test_a_continued_repeat_gets_further_runs_and_loses_none() -> None:
+    before = make_plan(["fold=0,1"], "3,", 0, None)
+    plan = before.extended({"fold": ("2", "1")}, (4, 3), 2)
+    assert plan.over == {"fold": ("0", "1", "2")} and plan.seeds == (3, 4) and plan.nproc == 2
+    assert len(list(plan)) == 6 and list(before.extended({}, (), None)) == list(before)
+    with pytest.raises(UserError, match=r"--over width: the runs of this repeat vary fold: start"):
+        before.extended({"width": ("8",)}, (), None)
+    with pytest.raises(UserError, match="would have the same name"):
+        make_plan(["kind=a/b"], "1", 0, None).extended({"kind": ("a-b",)}, (), None)
+
+
 def test_plan_is_read_back_as_it_was_stored(tmp_path: Path) -> None:
     folder, plan = make_folder(tmp_path), make_plan(["fold=0,1"], "3", 0, 2)
     assert stored(folder) is None

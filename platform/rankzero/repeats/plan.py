@@ -58,6 +58,20 @@ class Plan:
             for values in itertools.product(*self.over.values()):
                 yield Repetition(tuple(zip(keys, values, strict=True)), seed)
 
+    def extended(
+        self, over: Mapping[str, Sequence[str]], seeds: Sequence[int], nproc: int | None
+    ) -> Plan:
+        """Return the plan with further values and seeds. Raises UserError for another setting."""
+        for key in over.keys() - self.over.keys():
+            known = ", ".join(self.over) or "no setting"
+            raise UserError(
+                f"--over {key}: the runs of this repeat vary {known}: start a new repeat for {key}"
+            )
+        values = {key: _union(old, over.get(key, ())) for key, old in self.over.items()}
+        plan = Plan(values, _union(self.seeds, seeds), nproc)
+        _check_names(plan)
+        return plan
+
     def params(self) -> dict[str, str]:
         """Return the params of the repeat's own run."""
         found = {f"repeat.over.{key}": ",".join(values) for key, values in self.over.items()}
@@ -86,11 +100,20 @@ def make_plan(over: Sequence[str], seeds: str | None, own_seed: int, nproc: int 
         values[key] = found
     default = (own_seed,) if values else tuple(range(_DEFAULT_SEEDS))
     plan = Plan(values, default if seeds is None else _seeds(seeds), nproc)
+    _check_names(plan)
+    return plan
+
+
+def _check_names(plan: Plan) -> None:
     taken: dict[str, str] = {}
     for one in plan:
         if (other := taken.setdefault(one.name("r"), one.label)) != one.label:
             raise UserError(f"the runs of {other} and {one.label} would have the same name")
-    return plan
+
+
+def _union(old: Sequence[Any], new: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the values of both, each once, the old ones first."""
+    return tuple(dict.fromkeys([*old, *new]))
 
 
 def _seeds(text: str) -> tuple[int, ...]:

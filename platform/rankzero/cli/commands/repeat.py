@@ -111,9 +111,8 @@ def _continued(
     stored = with_secrets(config.read_file(folder.config), {})
     experiment = config.override(class_of(folder, arguments.dir)(), stored)
     given = _plan(arguments, experiment)
-    over = given.over if arguments.over else before.over
-    seeds = given.seeds if arguments.seeds else before.seeds
-    return Plan(over, seeds, given.nproc), experiment
+    seeds = given.seeds if arguments.seeds else ()
+    return before.extended(given.over, seeds, given.nproc), experiment
 
 
 def _plan(arguments: argparse.Namespace, experiment: Experiment) -> Plan:
