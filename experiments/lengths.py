@@ -19,13 +19,14 @@ from rankzero.batches import by_length
 
 CHAPTERS = ["compound", "debugger", "formatstrings", "specialnames", "string-methods", "types"]
 VOCABULARY = 2000
+LONGEST = 150  # Words of a paragraph. A longer one is cut.
 Sample = tuple[Tensor, int]
 
 
 def paragraphs() -> list[Sample]:
     """Return (words, chapter) of each paragraph. A word is a number from 1 to VOCABULARY."""
     return [
-        (torch.tensor([1 + crc32(word.encode()) % VOCABULARY for word in words]), chapter)
+        (torch.tensor([1 + crc32(word.encode()) % VOCABULARY for word in words[:LONGEST]]), chapter)
         for chapter, name in enumerate(CHAPTERS)
         for paragraph in re.split(r"\n\s*\n", topics[name])
         if len(words := re.findall(r"\w+", paragraph.lower())) >= 5
