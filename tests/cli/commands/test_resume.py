@@ -32,6 +32,10 @@ def test_report_of_a_run_in_steps_suggests_what_trains_further(rankzero: Command
     assert code == 0 and max(losses(run)) == 3 * (200 // 32), output
     code, output = rankzero("resume", "r", "train.epochs=3", "--offline")
     assert code == 2 and "such as train.epochs=6" in output, output
+    newest = max(run.checkpoints.iterdir())
+    (newest / "state.pt").write_bytes(b"damaged")
+    output = rankzero("resume", "r", "--offline")[1]
+    assert newest.name in output and "nothing is left" not in output
 
 
 def test_steps_decide_unless_they_are_unset() -> None:

@@ -109,7 +109,8 @@ def _is_refused(ground: Ground, run: RunFolder, damage: str) -> None:
     newest, proof = _newest(run), ground.folder / "executed"
     REFUSED[damage](newest, ground.random, proof)
     ground.note_fault(f"resume from a checkpoint that is {damage}")
-    command = ground.run("resume", "run", f"train.steps={STEPS}", code=1)
+    # A later end: a finished run with an intact checkpoint has nothing to resume.
+    command = ground.run("resume", "run", f"train.steps={2 * STEPS}", code=1)
     if proof.exists():
         raise Broken(f"executed: a resume from a checkpoint that is {damage} ran its code")
     if newest.name not in command.output.read_text():

@@ -132,7 +132,10 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     ended = lookup.last_end(folder)
     if ended is not None and ended.status == "FINISHED":
         facts = run_facts.fold(read_all(folder.events))
-        if not changes or _total_steps(saved.train, changed.train, facts) <= facts.steps:
+        is_over = not changes or _total_steps(saved.train, changed.train, facts) <= facts.steps
+        # A damaged last checkpoint leaves the steps since the one before it.
+        _, damaged = checkpoint_files.newest_intact(folder.checkpoints)
+        if is_over and not damaged:
             raise UserError(
                 f"{folder.path.name} has finished with step {facts.steps:,} ({ended.reason}), "
                 "so nothing is left to train: pass a later end, such as "
