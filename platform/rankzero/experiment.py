@@ -314,7 +314,7 @@ class Experiment:
         Write ``measure(self, model, batch)``, or ``measure(self, model, batch, at)``: a third
         parameter gets a `Progress`, the place in the training.
 
-        What is no mean over samples is a `Ratio`, or a tuple of arguments for `metrics`.
+        A value that is no mean over samples is a `Ratio`, or the arguments for one of `metrics`.
 
         Called in training and validation. `model` may be wrapped (DDP, compiled), so call it.
         Values are 0-d tensors. Do not call `.item()`: it would wait for the GPU at every step.

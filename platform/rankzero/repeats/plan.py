@@ -43,7 +43,7 @@ class Repetition:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a repeat varies."""
+    """The settings and the seeds that a repeat varies."""
 
     over: Mapping[str, Sequence[str]]
     """The values of each setting, by its key."""

@@ -1,4 +1,4 @@
-"""What the runs of a repeat measured, and the means of that with their intervals."""
+"""The results of the runs of a repeat, and their means with intervals."""
 
 from __future__ import annotations
 

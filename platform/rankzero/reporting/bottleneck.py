@@ -1,4 +1,4 @@
-"""What limited the speed of a run: data, compute, communication, or one slow rank. Pure."""
+"""Name the limit of a run's speed: data, compute, communication, or one slow rank. Pure."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def commands(name: str, facts: Facts) -> list[str]:
 
 def longer(params: Mapping[str, str]) -> str:
     """Return the settings that double a run's length, or an empty text if its params lack it."""
-    # Where `train.steps` is set, it decides.
+    # `train.steps` decides if it is set.
     lengths = {key: params.get(key, "") for key in ("train.steps", "train.epochs")}
     found = next((f"{key}={2 * int(n)}" for key, n in lengths.items() if n.isdecimal()), "")
     # A run that has stopped early would stop again at once.

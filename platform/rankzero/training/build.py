@@ -12,6 +12,7 @@ from rankzero.progress import Progress, measure_at, takes_progress
 from rankzero.training import parameter_counts, rng, strategies
 from rankzero.training.data import sets, stream
 from rankzero.training.data.order import BatchOrder
+from rankzero.training.data.stream import Loader
 from rankzero.training.distributed import device, torch_compat
 from rankzero.training.distributed.world import World
 from rankzero.training.job import State, TrainingContext
@@ -45,13 +46,7 @@ def build(
     make_loader = _loader_factory(experiment, world)
     train_loader = make_loader(train_set)
 
-    def example_batch() -> Any:
-        # Only a pipeline calls this, because it traces the model. Other strategies must not pay for
-        # loading processes that start and end for one batch.
-        with stream.at_its_place(train_set):
-            (batch,) = itertools.islice(train_loader.train_batches(order, 0, 0, 1), 1)
-        return batch
-
+    example_batch = functools.partial(_example_batch, train_loader, order)
     total = train.steps or (train.epochs or 0) * order.steps_per_epoch
     # After the model, so that its weights do not depend on the helpers.
     start = Progress(0, total, 0, True, frozen.helpers(experiment, world.device))
@@ -108,7 +103,7 @@ def _batch_order(
     return sets.batch_order(experiment, world, train_set, shards)
 
 
-def _loader_factory(experiment: Experiment, world: World) -> Callable[[Any], Any]:
+def _loader_factory(experiment: Experiment, world: World) -> Callable[[Any], Loader]:
     train = experiment.train
     return functools.partial(
         stream.make_loader,
@@ -119,6 +114,14 @@ def _loader_factory(experiment: Experiment, world: World) -> Callable[[Any], Any
         collate=experiment.collate,
         local_world_size=world.ranks.local_world_size,
     )
+
+
+def _example_batch(loader: Loader, order: BatchOrder) -> Any:
+    # Only a pipeline calls this, because it traces the model. Other strategies must not pay for
+    # loading processes that start and end for one batch.
+    with stream.at_its_place(loader.dataset):
+        (batch,) = itertools.islice(loader.train_batches(order, 0, 0, 1), 1)
+    return batch
 
 
 def _initial_state(strategy: Strategy, ema: float | None) -> State:

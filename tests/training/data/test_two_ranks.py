@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from rankzero.launch import agent
-from rankzero.launch.signals import SignalForwarder
 from rankzero.ranks import Ranks
 from rankzero.training.distributed.world import World
 from support import two_ranks
@@ -49,18 +46,11 @@ CASES = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train all cases in one process group, through the real launcher."""
-    found = tmp_path_factory.mktemp("data")
-    agent.warm_up()
-    with SignalForwarder() as signals:
-        request = (str(found), CASES)
-        result = agent.run(agent.Topology(2), two_ranks.main, request, found / "logs", signals)
-    assert result.status != "FAILED", result
-    return found
+    return two_ranks.launched(tmp_path_factory.mktemp("data"), 2, CASES)
 
 
-def seen(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name / "seen.json").read_text())
-    return found
+# Some cases end with an error, which their tests expect.
+seen = functools.partial(two_ranks.seen, fails=True)
 
 
 @pytest.mark.parametrize("kind", ["lists", "saved"])
