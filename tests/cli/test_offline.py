@@ -14,7 +14,7 @@ import rankzero as package
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.events import RunEnded, RunStarted
 from rankzero.mlflow_store.client import MlflowRuns
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import sync
 from rankzero.tracking.delivery_status import wait_for_recorder
@@ -102,7 +102,7 @@ def test_offline_run_whose_rank_0_is_killed_has_failed(offline: Command, tmp_pat
         "train", TINY, "--nproc", 2, "step_seconds=0.02", "train.epochs=100", "train.log_every=1"
     )
     folder = offline.wait_for_step(20)
-    claim = claims.latest(folder, 0)
+    claim = run_locks.latest(folder, 0)
     assert claim is not None
     os.kill(claim.pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=90)
@@ -150,10 +150,10 @@ def test_tracked_loop_offline_is_delivered_by_sync(
         for step in range(5):
             run.log({"loss": 1.0 / (1 + step)}, step)
         folder = RunFolder(tmp_path / "runs" / "loop")
-        while not claims.has_live_recorder(folder):  # it starts while the loop runs
+        while not run_locks.has_live_recorder(folder):  # it starts while the loop runs
             time.sleep(0.05)
     wait_for_recorder(folder)
-    assert not claims.has_live_recorder(folder) and not list(tmp_path.glob("*.db*"))
+    assert not run_locks.has_live_recorder(folder) and not list(tmp_path.glob("*.db*"))
     shutil.copy(new_store, tmp_path / "mlflow.db")
     assert sync.deliver(folder).done
     history = MlflowRuns(folder.identity.tracking_uri).history(mlflow_id(folder) or "", "loss")

@@ -25,7 +25,7 @@ from rankzero.events import (
     SystemSampled,
 )
 from rankzero.experiment import Goal
-from rankzero.run_store import checkpoint_files, claims
+from rankzero.run_store import checkpoint_files, run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, read_all
 from rankzero.telemetry.sampling_thread import _next_sample
@@ -149,7 +149,7 @@ def _status(events: list[Event]) -> str | None:
 def _train_on(folder: RunFolder, newest: int, oracle: Oracle) -> None:
     """Write what an attempt writes that continues from the checkpoint of step `newest`."""
     attempt = 1 + sum(isinstance(event, RunStarted) for event in read_all(folder.events))
-    claims.claim(folder, 0)
+    run_locks.claim(folder, 0)
     journal = Journal(folder.events)
     journal(RunStarted(time.time(), oracle.params, {}, attempt, newest, oracle.total_steps))
     checkpoint_files.remove_leftovers(folder.checkpoints)

@@ -25,7 +25,7 @@ from crash_points.memory_store import MemoryStore
 from rankzero.events import Event, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Experiment
 from rankzero.ranks import Ranks
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import Journal, read_all
 from rankzero.telemetry.sampling_thread import _next_sample
@@ -105,7 +105,7 @@ def attempt(
     chance, count = random.Random(seed), 0
     sync.close_if_dead(folder, 0.0)
     number = 1 + sum(isinstance(event, RunStarted) for event in read_all(folder.events))
-    claims.claim(folder, 0)
+    run_locks.claim(folder, 0)
     system = Journal(folder.system(0))
     system.flush()
     sample = _next_sample(folder.system(0))

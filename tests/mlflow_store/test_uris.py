@@ -16,7 +16,7 @@ from rankzero.cli.commands import search
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import TrackingError, resolve_tracking_uri
-from rankzero.run_store import locks
+from rankzero.run_store import lock_files
 from rankzero.tuning.options import default_storage
 from support.runs import T0, make_folder, saved
 
@@ -80,8 +80,8 @@ def test_a_database_on_a_network_disk_gets_no_write_ahead_log(tmp_path: Path) ->
 
 
 def test_a_store_is_prepared_although_another_process_keeps_its_lock(tmp_path: Path) -> None:
-    lock = locks.open_lock(tmp_path / ".mlflow.db.lock")
-    assert locks.try_lock(lock)
+    lock = lock_files.open_lock(tmp_path / ".mlflow.db.lock")
+    assert lock_files.try_lock(lock)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     uris.prepare_store(uri, patience_seconds=0.1)
     with sqlite3.connect(tmp_path / "mlflow.db") as database:

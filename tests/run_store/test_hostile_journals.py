@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rankzero.catalog import lookup
 from rankzero.cli.commands import runs as runs_command
 from rankzero.cli.display import diagnosis
-from rankzero.cli.display.progress import ProgressModel, duration, progress_panel
+from rankzero.cli.display.progress_bar import ProgressModel, duration, progress_panel
 from rankzero.events import Event, RunEnded, decode, encode
 from rankzero.experiment import Goal
 from rankzero.reporting import metric_table, run_report

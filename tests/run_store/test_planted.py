@@ -24,7 +24,7 @@ from rankzero.errors import UserError
 from rankzero.events import CheckpointSaved
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.client.experiments import folder_for
-from rankzero.run_store import claims, names, provenance, symlinks
+from rankzero.run_store import names, provenance, run_locks, symlinks
 from rankzero.run_store.folder import Identity, RunFolder, new_name, write_atomically
 from rankzero.run_store.journal import Journal
 from rankzero.tracking import delivery_status, download, sync
@@ -384,7 +384,7 @@ def test_the_folder_of_a_run_may_itself_be_a_link(tmp_path: Path) -> None:
     assert lookup.require(folder.path.parent, folder.path.name).identity.name == folder.path.name
 
 
-@pytest.mark.parametrize("write", [claims.acquire, lambda folder, _: Journal(folder.events)])
+@pytest.mark.parametrize("write", [run_locks.acquire, lambda folder, _: Journal(folder.events)])
 def test_files_of_a_run_are_not_opened_through_links(
     write: Callable[[RunFolder, int], object], tmp_path: Path
 ) -> None:

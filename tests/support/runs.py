@@ -18,7 +18,7 @@ from rankzero.events import (
     RunStarted,
     StepsLogged,
 )
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import Journal
 
@@ -90,6 +90,6 @@ def stuck(root: Path) -> Iterator[RunFolder]:
     """A run that has finished, and whose recorder lives and gets nowhere."""
     made = make_folder(root)
     append(made, started(), ended())
-    with claims.lock(made, 0) as held:
+    with run_locks.lock(made, 0) as held:
         assert held
         yield made

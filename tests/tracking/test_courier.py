@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rankzero.events import RunEnded
-from rankzero.run_store import claims, delivery_state, journal
+from rankzero.run_store import delivery_state, journal, run_locks
 from rankzero.run_store.attempt import LiveAttempt
 from rankzero.run_store.delivery_state import DeliveryState
 from rankzero.run_store.folder import RunFolder
@@ -72,7 +72,7 @@ def courier(folder: RunFolder, started: Couriers) -> CourierSupervisor:
 
 def supervisor(folder: RunFolder, started: Couriers) -> CourierSupervisor:
     return CourierSupervisor(
-        LiveAttempt(folder, 0, claims.claim(folder, 0).token),
+        LiveAttempt(folder, 0, run_locks.claim(folder, 0).token),
         pause_seconds=PAUSE_SECONDS,
         spawn=started.start,
     )
@@ -98,7 +98,7 @@ def starving(folder: RunFolder, started: Couriers, share: float) -> CourierSuper
         return ProcessorTime(share * passed, (1.0 - share) * passed)
 
     return CourierSupervisor(
-        LiveAttempt(folder, 0, claims.claim(folder, 0).token),
+        LiveAttempt(folder, 0, run_locks.claim(folder, 0).token),
         starving_seconds=(0.3, 0.1),
         spawn=started.start,
         processor_time=processor_time,
@@ -146,7 +146,7 @@ def test_courier_that_starves_after_the_training_gets_a_normal_priority(
 def test_idle_courier_is_killed_for_a_newer_attempt(
     courier: CourierSupervisor, started: Couriers, folder: RunFolder
 ) -> None:
-    claims.claim(folder, 0)
+    run_locks.claim(folder, 0)
     tended(courier, 0.1)
     assert started.processes[0].poll() is None, "whether it is in vain, its recorder says"
     courier.finish()
@@ -159,7 +159,7 @@ def test_working_courier_is_not_killed_for_a_newer_attempt(
 ) -> None:
     time.sleep(0.01)
     says(folder)
-    claims.claim(folder, 0)
+    run_locks.claim(folder, 0)
     courier.finish()
     assert courier.tend() and started.processes[0].poll() is None
 
@@ -168,7 +168,7 @@ def test_lock_is_waited_for_during_the_grace_after_the_end(
     started: Couriers, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", "0.5")
-    with claims.lock(folder, 0):
+    with run_locks.lock(folder, 0):
         waiting = supervisor(folder, started)
         time.sleep(0.6)  # a training that is longer than the grace
         waiting.finish()
@@ -179,10 +179,10 @@ def test_lock_is_waited_for_during_the_grace_after_the_end(
 def test_no_courier_is_started_for_an_outdated_attempt_that_waited_for_the_lock(
     started: Couriers, folder: RunFolder
 ) -> None:
-    with claims.lock(folder, 0):
+    with run_locks.lock(folder, 0):
         waiting = supervisor(folder, started)
         assert waiting.tend()
-        claims.claim(folder, 0)
+        run_locks.claim(folder, 0)
     waiting.finish()
     assert not waiting.tend() and not started.processes
 
@@ -216,7 +216,7 @@ def test_courier_that_waits_for_mlflow_is_behind(folder: RunFolder) -> None:
 
     threading.Timer(0.2, recover).start()
     deliver_attempt(
-        LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader),
+        LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, reader),
         deliverer,
         TrialDeliverers(folder),
         reader,
@@ -286,7 +286,7 @@ class TestFailingCalls:
                 raise stale.pop()
             return journal.read(*arguments)
 
-        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader, read)
+        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, reader, read)
         os.close(writer)
         recorder.follow(attempt, None, pause_seconds=PAUSE_SECONDS)
         assert attempt.over and len(stale) == 3
@@ -300,7 +300,7 @@ class TestFailingCalls:
     ) -> None:
         reader, writer = os.pipe()
         broken = failing(OSError(errno.EIO, "input/output"))
-        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader, broken)
+        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, reader, broken)
         threading.Timer(0.5, os.close, [writer]).start()
         recorder.follow(attempt, None, tick_seconds=0.0, pause_seconds=0.1)
         assert 2 <= caplog.text.count("unexpected error; trying again") <= 7
@@ -318,7 +318,7 @@ class TestFailingCalls:
                 raise OSError(errno.ENOSPC, "no space")
             return journal.read(*arguments)
 
-        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader, read)
+        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, reader, read)
         deliver_attempt(
             attempt,
             deliverer_to(FakeTracker(), folder),
@@ -337,7 +337,7 @@ def test_courier_ends_although_a_full_disk_has_cut_the_last_sample(folder: RunFo
     os.close(writer)
     append(folder, begun())
     folder.system(0).write_text('{"event": "SystemSam')
-    attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, reader)
+    attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, reader)
     deliverer = deliverer_to(FakeTracker(), folder)
     deliver_attempt(
         attempt,

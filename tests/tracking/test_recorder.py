@@ -18,7 +18,7 @@ import pytest
 from rankzero.events import RunEnded
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.uris import default_tracking_uri
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 from rankzero.run_store.attempt import DIED_WITHOUT_END, LiveAttempt
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
@@ -68,7 +68,7 @@ def log_of(folder: RunFolder) -> str:
 def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
     """MLflow has the whole journal and the right status, although a forked child still lives."""
     process = rank0(folder, 40, 0.05, "die")
-    until(lambda: claims.is_recording(folder))
+    until(lambda: run_locks.is_recording(folder))
     [beside] = [
         child
         for child in psutil.Process(process.pid).children()
@@ -123,7 +123,7 @@ def recording(
     made = recorder.start(folder, [], 0)
     yield folder, made
     made.close()
-    until(lambda: not claims.is_recording(folder))
+    until(lambda: not run_locks.is_recording(folder))
 
 
 def test_starting_costs_milliseconds(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_newer_attempt_ends_the_older_recorder_at_once(
     """The older does not deliver, the newer gives up on the dead server, `sync` delivers both."""
     folder, older = recording
     append(folder, started(), steps(1, 10))
-    until(lambda: claims.is_recording(folder))
+    until(lambda: run_locks.is_recording(folder))
     newer = recorder.start(folder, [], 0)
     begin = time.monotonic()
     until(
@@ -162,7 +162,7 @@ def test_a_newer_attempt_ends_the_older_recorder_at_once(
     assert not any(isinstance(event, RunEnded) for event in read_all(folder.events))
     append(folder, started(2, step=5), steps(6, 20, offset=3.0), ended())
     newer.close()
-    until(lambda: delivery_status.status(folder).error and not claims.is_recording(folder))
+    until(lambda: delivery_status.status(folder).error and not run_locks.is_recording(folder))
     assert not delivery_status.status(folder).done
     assert delivery_status.status(folder).pending > 0
     identity = json.loads((folder.path / "run.json").read_text())
@@ -175,20 +175,20 @@ def test_a_newer_attempt_ends_the_older_recorder_at_once(
 
 def test_recorder_that_waits_for_the_lock_counts_as_alive(folder: RunFolder) -> None:
     """An older attempt's may hold it for long on a busy machine; between the two nobody does."""
-    older = claims.acquire(folder, 0)
+    older = run_locks.acquire(folder, 0)
     assert older is not None
     newer = recorder.start(folder, [], 0)
-    until(lambda: claims.has_live_recorder(folder))
+    until(lambda: run_locks.has_live_recorder(folder))
     process = psutil.Process(newer.pid)
     process.suspend()
     os.close(older)
-    assert not claims.is_recording(folder)
+    assert not run_locks.is_recording(folder)
     begin = time.monotonic()
     delivery_status.wait(folder, timeout=1.0, startup_seconds=0.0)
     assert time.monotonic() - begin >= 1.0
     process.kill()
     newer.close()
-    until(lambda: not claims.has_live_recorder(folder))
+    until(lambda: not run_locks.has_live_recorder(folder))
     begin = time.monotonic()
     delivery_status.wait(folder, timeout=60.0, startup_seconds=0.0)
     assert time.monotonic() - begin < 10
@@ -197,7 +197,7 @@ def test_recorder_that_waits_for_the_lock_counts_as_alive(folder: RunFolder) -> 
 def test_sync_closes_what_nobody_is_left_to_close(folder: RunFolder, sqlite: str) -> None:
     process = rank0(folder, 20, 0.02, "massacre")
     process.communicate()
-    until(lambda: not claims.is_recording(folder))
+    until(lambda: not run_locks.is_recording(folder))
     told = []
     delivery = sync.deliver(folder, on_progress=told.append, patience=20)
     assert delivery.done
@@ -209,7 +209,7 @@ def test_sync_closes_what_nobody_is_left_to_close(folder: RunFolder, sqlite: str
 
 
 def test_sync_leaves_a_run_open_whose_writer_lives(folder: RunFolder, sqlite: str) -> None:
-    claims.claim(folder, 0)
+    run_locks.claim(folder, 0)
     append(folder, started(), steps(1, 5))
     delivery = sync.deliver(folder, patience=20)
     assert MlflowRuns(sqlite).find_run(str(delivery.run_id)).status == "RUNNING"
@@ -233,7 +233,7 @@ class TestAttempt:
     def test_the_first_failure_of_any_rank_is_the_reason(
         self, folder: RunFolder, pipe: tuple[int, int]
     ) -> None:
-        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
+        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
         folder.failures.mkdir()
         for rank, (after, why) in enumerate(
             [(2, "second"), (1, "first"), (-999, "an earlier attempt's")]
@@ -254,7 +254,7 @@ class TestAttempt:
 
     def test_what_rank_0_said_stands(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
         append(folder, started(), ended("FAILED", "of an earlier attempt"))
-        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
+        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
         attempt.wait(0)
         assert not attempt.over
         append(folder, started(2), ended("KILLED", "time limit"))
@@ -265,7 +265,7 @@ class TestAttempt:
         os.close(pipe[1])
 
     def test_a_torn_last_line_is_closed_off(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
+        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
         append(folder, started())
         with folder.events.open("a") as file:
             file.write('{"event":"StepsLogged","steps":[1')
@@ -275,9 +275,9 @@ class TestAttempt:
         assert last(folder).status == "FAILED"
 
     def test_an_older_attempt_says_nothing(self, folder: RunFolder, pipe: tuple[int, int]) -> None:
-        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
+        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
         assert attempt.is_latest
-        claims.claim(folder, 0)
+        run_locks.claim(folder, 0)
         os.close(pipe[1])
         attempt.wait(1)
         attempt.ensure_run_ended()
@@ -287,7 +287,7 @@ class TestAttempt:
     def test_another_run_of_the_same_name_is_not_given_an_end(
         self, folder: RunFolder, pipe: tuple[int, int]
     ) -> None:
-        attempt = LiveAttempt(folder, 0, claims.claim(folder, 0).token, pipe[0])
+        attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, pipe[0])
         identity = folder.identity
         folder.path.rename(folder.path.with_name("elsewhere"))
         assert attempt.is_latest
@@ -301,27 +301,27 @@ class TestAttempt:
 
 def test_living_writer_is_distinguished_from_a_dead_one(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    assert not claims.writer_lives(folder)
+    assert not run_locks.writer_lives(folder)
     code = (
-        f"from rankzero.run_store import claims, folder; from pathlib import Path; "
-        f"claims.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
+        f"from rankzero.run_store import run_locks, folder; from pathlib import Path; "
+        f"run_locks.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert not claims.writer_lives(folder)
-    claims.claim(folder, 0)
-    assert claims.writer_lives(folder)
+    assert not run_locks.writer_lives(folder)
+    run_locks.claim(folder, 0)
+    assert run_locks.writer_lives(folder)
 
 
 def test_one_process_holds_the_delivery_lock(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     with (
-        claims.lock(folder, 0) as first,
-        claims.lock(folder, 0) as second,
-        claims.lock(folder, 1) as other,
+        run_locks.lock(folder, 0) as first,
+        run_locks.lock(folder, 0) as second,
+        run_locks.lock(folder, 1) as other,
     ):
         assert (first, second, other) == (True, False, True)
-        assert claims.is_recording(folder)
-    assert not claims.is_recording(folder)
+        assert run_locks.is_recording(folder)
+    assert not run_locks.is_recording(folder)
 
 
 @pytest.mark.parametrize("recorder_is_dead", [False, True])
@@ -347,5 +347,5 @@ def test_parent_delivers_a_child_only_while_it_lives(tmp_path: Path) -> None:
     parent = make_folder(tmp_path, name="parent")
     child = make_folder(tmp_path, name="child", parent="parent")
     assert not recorder._delivered_by_parent(child), "as when `rankzero resume` launches it"
-    claims.claim(parent, 0)
+    run_locks.claim(parent, 0)
     assert recorder._delivered_by_parent(child)

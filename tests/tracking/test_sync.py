@@ -17,8 +17,8 @@ import pytest
 
 from rankzero.catalog import lookup
 from rankzero.cli.commands import sync as sync_command
-from rankzero.run_store import claims
 from rankzero.run_store import delivery_state as state
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status, sync
 from rankzero.tracking.deliverer import Deliverer
@@ -154,7 +154,7 @@ def test_run_that_has_not_begun_is_not_ended_by_sync(tmp_path: Path) -> None:
 
 def test_a_run_whose_launcher_died_before_it_began_is_ended_at_once(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    claim = claims.claim(folder, 0)
+    claim = run_locks.claim(folder, 0)
     sync.deliver(folder, patience=0.0)
     assert not folder.events.exists(), "it lives"
     assert lookup.listed(tmp_path / "runs")[0].status == "STARTING"
@@ -211,9 +211,9 @@ def test_recorder_that_dies_keeps_no_run_open(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def recorder_of_a_dead_rank_0(folder: RunFolder) -> Iterator[int]:
     """A living recorder that does not deliver, like a trial's; yield the lock that shows it."""
-    claim = dataclasses.replace(claims.claim(folder, 0), pid_started="0")
+    claim = dataclasses.replace(run_locks.claim(folder, 0), pid_started="0")
     (folder.path / "recorder.json").write_text(json.dumps(dataclasses.asdict(claim)))
-    recorder = claims.announce_recorder(folder, 0, claim.token)
+    recorder = run_locks.announce_recorder(folder, 0, claim.token)
     assert recorder is not None
     try:
         yield recorder
@@ -227,7 +227,7 @@ def test_a_clock_that_goes_back_leaves_a_delivery_done(
 ) -> None:
     folder, tracker = make_folder(tmp_path), FakeTracker()
     append(folder, started(), ended())
-    claims.claim(folder, 0)
+    run_locks.claim(folder, 0)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
     deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
@@ -235,7 +235,7 @@ def test_a_clock_that_goes_back_leaves_a_delivery_done(
     while not deliverer.complete:
         deliverer.work()
     assert delivery_status.status(folder).done
-    claims.claim(folder, 0)
+    run_locks.claim(folder, 0)
     assert not delivery_status.status(folder).done, "a newer attempt has only just begun"
 
 
@@ -261,7 +261,7 @@ def test_a_line_that_a_machine_cut_when_it_went_down_does_not_wait_for_ever(tmp_
 def test_what_a_recorder_leaves_that_gives_up_is_delivered_by_who_waited(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
     append(folder, started(), ended())
-    right = claims.acquire(folder, 0)
+    right = run_locks.acquire(folder, 0)
     assert right is not None
     gives_up = threading.Timer(0.5, os.close, [right])
     gives_up.start()

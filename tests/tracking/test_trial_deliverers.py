@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import FolderGone, Identity, RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
@@ -59,7 +59,7 @@ def test_trials_follow_their_study_and_name_it(tmp_path: Path) -> None:
     assert family.own.complete and family.trials.complete
     for name in ("one", "two"):
         assert delivery_status.status(RunFolder(tmp_path / name)).done
-        assert not claims.is_recording(RunFolder(tmp_path / name)), "the lock is released"
+        assert not run_locks.is_recording(RunFolder(tmp_path / name)), "the lock is released"
 
 
 def test_a_trial_waits_for_its_study(tmp_path: Path) -> None:
@@ -79,10 +79,10 @@ def test_a_trial_whose_folder_is_moved_can_be_taken_again(tmp_path: Path) -> Non
     family = Family(study)
     family.turn()
     moved = RunFolder(child.path.rename(tmp_path / "moved"))
-    assert claims.is_recording(moved)
+    assert run_locks.is_recording(moved)
     with pytest.raises(FolderGone):
         family.trials.close()
-    assert not claims.is_recording(moved)
+    assert not run_locks.is_recording(moved)
 
 
 def test_a_run_without_trials_has_no_deliverer_but_its_own(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_trial_that_cannot_be_read_now_is_taken_later(tmp_path: Path) -> None:
     trials = TrialDeliverers(study, make=deliverer, look_seconds=0.0)
     with pytest.raises(OSError, match="input/output"):
         trials.look()
-    assert not claims.is_recording(child)
+    assert not run_locks.is_recording(child)
     trials.look()
     assert len(list(trials)) == 1
     trials.close()

@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 from rankzero import config, experiment_file
 from rankzero.events import CheckpointSaved, Evaluated
 from rankzero.experiment import Experiment
-from rankzero.progress import Progress
+from rankzero.measure_progress import Progress
 from rankzero.training.distributed.world import World
 from rankzero.training.stop import (
     LONGEST_WINDOW,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rankzero.run_store.claims import process_start
+from rankzero.run_store.run_locks import process_start
 from rankzero.tuning import members
 from rankzero.tuning.members import BEAT, DEAD_SECONDS, LEADER, Members
 

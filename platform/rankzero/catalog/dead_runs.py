@@ -6,7 +6,7 @@ import time
 
 from rankzero.catalog.lookup import last_end
 from rankzero.catalog.summary import STARTING_SECONDS
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 from rankzero.run_store.attempt import DIED_WITHOUT_END, append_run_ended
 from rankzero.run_store.folder import RunFolder
 
@@ -21,27 +21,27 @@ def is_stale(folder: RunFolder, quiet_seconds: float = QUIET_SECONDS) -> bool:
         return False
     # A recorder that is alive writes the end itself, even if it does not deliver.
     if (
-        claims.writer_lives(folder)
-        or claims.is_recording(folder)
-        or claims.has_live_recorder(folder)
+        run_locks.writer_lives(folder)
+        or run_locks.is_recording(folder)
+        or run_locks.has_live_recorder(folder)
     ):
         return False
     # A run without a claim may still be starting.
-    quiet = quiet_seconds if claims.is_known(folder) else max(quiet_seconds, STARTING_SECONDS)
+    quiet = quiet_seconds if run_locks.is_known(folder) else max(quiet_seconds, STARTING_SECONDS)
     if silence(folder) <= quiet:
         return False
     parent = folder.identity.parent
-    return parent is None or not claims.writer_lives(RunFolder(folder.path.parent / parent))
+    return parent is None or not run_locks.writer_lives(RunFolder(folder.path.parent / parent))
 
 
 def silence(folder: RunFolder) -> float:
     """Return the seconds since the run's last heartbeat."""
-    return max(0.0, time.time() - claims.last_heartbeat(folder))
+    return max(0.0, time.time() - run_locks.last_heartbeat(folder))
 
 
 def close(folder: RunFolder) -> str:
     """Write the missing end, FAILED at the last heartbeat, and return its reason."""
-    at, claim = claims.last_heartbeat(folder), claims.latest(folder, 0)
+    at, claim = run_locks.last_heartbeat(folder), run_locks.latest(folder, 0)
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
     reason = f"never began: its processes were gone by {moment}"
     if folder.events.exists():
@@ -50,8 +50,8 @@ def close(folder: RunFolder) -> str:
             f"{DIED_WITHOUT_END}, with its recorder, or the machine went down; "
             f"no sign of life since {moment}{where}"
         )
-    with claims.exclusive_end(folder):
+    with run_locks.exclusive_end(folder):
         # An attempt may have begun since `is_stale`.
-        if last_end(folder) is None and not claims.writer_lives(folder):
+        if last_end(folder) is None and not run_locks.writer_lives(folder):
             append_run_ended(folder, claim.time if claim else 0.0, reason, at)
     return reason

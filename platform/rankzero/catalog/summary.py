@@ -14,7 +14,7 @@ from rankzero.config.renamed import params_with_new_names
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged, decode
 from rankzero.experiment import Goal
 from rankzero.metric_names import SPEED, WHOLE_RUN
-from rankzero.run_store import claims, delivery_state, symlinks
+from rankzero.run_store import delivery_state, run_locks, symlinks
 from rankzero.run_store.folder import RunFolder
 from rankzero.scalars import number, numbers
 
@@ -131,12 +131,12 @@ def read_summary(folder: RunFolder) -> Summary:
 
 
 def _status_without_end(folder: RunFolder) -> str:
-    if claims.writer_lives(folder):
+    if run_locks.writer_lives(folder):
         return "RUNNING" if folder.events.exists() else "STARTING"
     if folder.is_elsewhere:
         return ELSEWHERE
-    age = time.time() - claims.last_heartbeat(folder)
-    return "STARTING" if not claims.is_known(folder) and age <= STARTING_SECONDS else "DIED"
+    age = time.time() - run_locks.last_heartbeat(folder)
+    return "STARTING" if not run_locks.is_known(folder) and age <= STARTING_SECONDS else "DIED"
 
 
 def last_end(events: Iterable[Event]) -> RunEnded | None:

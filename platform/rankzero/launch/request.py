@@ -13,7 +13,7 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.redaction.assignments import BLOT
 from rankzero.redaction.text import blotted
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import Identity, RunFolder, write_atomically
 
 Configured = TypeVar("Configured", bound=Experiment)
@@ -79,7 +79,7 @@ def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFold
     try:
         folder = RunFolder.create(runs, identity)
         # Without a claim `rankzero runs` would close the run while its ranks start.
-        claims.claim(folder, 0)
+        run_locks.claim(folder, 0)
         return folder
     except FileExistsError:
         folder = RunFolder(runs / identity.name)

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from rankzero.errors import UserError
-from rankzero.run_store import locks
+from rankzero.run_store import lock_files
 
 # As long as a rank waits for another that loads its data.
 _PREPARE_SECONDS = 30 * 60.0
@@ -94,7 +94,7 @@ def one_at_a_time(
     """
     # The lock is in the temporary folder: the working directory may be read-only, or on a disk
     # without locks. There other users can take any name, so the lock is in a folder of this user.
-    folder = locks.own_temporary_folder(temporary)
+    folder = lock_files.own_temporary_folder(temporary)
     if folder is None:
         print(
             "note: another user has taken your folder's name in the temporary folder, so processes "
@@ -104,9 +104,9 @@ def one_at_a_time(
         yield
         return
     key = hashlib.sha256(f"{Path.cwd()} {name}".encode()).hexdigest()[:16]
-    descriptor = locks.open_lock(folder / f"prepare-{key}.lock")
+    descriptor = lock_files.open_lock(folder / f"prepare-{key}.lock")
     try:
-        if not locks.try_lock(descriptor, seconds=seconds):
+        if not lock_files.try_lock(descriptor, seconds=seconds):
             raise UserError(
                 f"another process of yours has been preparing the data of {name} for "
                 f"{seconds / 60:.0f} minutes: wait until it has ended, or stop it"

@@ -24,9 +24,9 @@ from rankzero.lightning_module.init_arguments import (
     parameters,
 )
 from rankzero.lightning_module.lr_schedule import ReplayedScheduler, optimizer_and_scheduler
-from rankzero.lightning_module.steps import LightningSteps
+from rankzero.lightning_module.steps_and_log import LightningSteps
 from rankzero.lightning_module.trainer_stub import TrainerStub
-from rankzero.progress import Progress
+from rankzero.measure_progress import Progress
 
 # These hooks only matter to Lightning's own checkpoints and devices. Without them nothing is lost.
 _HARMLESS = {"on_fit_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint", "on_gpu"}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rankzero.errors import UserError
-from rankzero.run_store import locks
+from rankzero.run_store import lock_files
 
 DATABASE = "mlflow.db"
 _ARTIFACTS = "artifacts"
@@ -187,12 +187,12 @@ def _alone(database: Path, patience_seconds: float) -> Iterator[bool]:
     Yield whether this process is alone: False after `patience_seconds` without the lock.
     """
     try:
-        descriptor = locks.open_lock(database.with_name(f".{database.name}.lock"))
+        descriptor = lock_files.open_lock(database.with_name(f".{database.name}.lock"))
     except OSError:  # a read-only folder, where nothing is set up
         yield True
         return
     try:
-        yield locks.try_lock(descriptor, seconds=patience_seconds)
+        yield lock_files.try_lock(descriptor, seconds=patience_seconds)
     finally:
         os.close(descriptor)
 

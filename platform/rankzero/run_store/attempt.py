@@ -14,7 +14,7 @@ from pathlib import Path
 from rankzero.errors import UserError
 from rankzero.events import Event, RunEnded
 from rankzero.redaction.text import text_without_secrets
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, read, read_all
 
@@ -36,8 +36,8 @@ class LiveAttempt:
         read: Callable[[Path, int], tuple[list[Event], int]] = read,
     ) -> None:
         self.folder, self.node, self.token = folder, node, token
-        self._directory = claims.directory(folder)
-        claim = claims.latest(folder, node)
+        self._directory = run_locks.directory(folder)
+        claim = run_locks.latest(folder, node)
         self._since = claim.time if claim else time.time()
         self._offset = claim.events_offset if claim else 0
         self._stdin, self._read = stdin, read
@@ -46,9 +46,9 @@ class LiveAttempt:
     @property
     def is_latest(self) -> bool:
         """Whether no newer attempt has begun, and no other run has a folder of this name."""
-        if claims.directory(self.folder) not in (self._directory, None):
+        if run_locks.directory(self.folder) not in (self._directory, None):
             return False
-        claim = claims.latest(self.folder, self.node)
+        claim = run_locks.latest(self.folder, self.node)
         return claim is None or claim.token == self.token
 
     @property
@@ -70,7 +70,7 @@ class LiveAttempt:
         if self.node != 0:
             return
         # Without the lock a new attempt could begin between the look and the append.
-        with claims.exclusive_end(self.folder):
+        with run_locks.exclusive_end(self.folder):
             self._look_for_end()
             if not self._end_written and self.is_latest:
                 append_run_ended(self.folder, self._since)
@@ -91,13 +91,13 @@ def take_over(folder: RunFolder) -> None:
     # Two writers would spoil each other's checkpoints, and the end of one would be taken for the
     # other's.
 
-    def is_busy(claim: claims.Claim) -> bool:
-        other = claim.pid != os.getpid() and claims.is_local(claim) and claims.is_alive(claim)
+    def is_busy(claim: run_locks.Claim) -> bool:
+        other = claim.pid != os.getpid() and run_locks.is_local(claim) and run_locks.is_alive(claim)
         return other and not _ended_since(folder, claim.events_offset)
 
     # For another machine's ranks; no command of this machine is about to start its own.
     with sole_launcher(folder, machines=2):
-        other = claims.claim_unless(folder, is_busy)
+        other = run_locks.claim_unless(folder, is_busy)
     if other is not None:
         raise UserError(
             f"process {other.pid} is writing {folder.path.name}: stop it, or choose another name"
@@ -112,7 +112,7 @@ def sole_launcher(folder: RunFolder, machines: int) -> Iterator[None]:
     """
     # The lock also covers the time between two attempts, when no process writes the run. Commands
     # of a run on several machines share the lock, because they may share the folder.
-    with claims.launching(folder, fcntl.LOCK_EX if machines == 1 else fcntl.LOCK_SH) as mine:
+    with run_locks.launching(folder, fcntl.LOCK_EX if machines == 1 else fcntl.LOCK_SH) as mine:
         if not mine:
             raise UserError(
                 f"{folder.path.name}: another command still trains or delivers it: stop that "
@@ -126,10 +126,10 @@ def is_written(folder: RunFolder) -> bool:
 
     A writer on another machine counts as alive if it has written lately.
     """
-    claim = claims.latest(folder, 0)
+    claim = run_locks.latest(folder, 0)
     return (
         claim is not None
-        and claims.writer_lives(folder)
+        and run_locks.writer_lives(folder)
         and not _ended_since(folder, claim.events_offset)
     )
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from rankzero.mlflow_store.patience import grace_seconds
-from rankzero.run_store import claims, delivery_state
+from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.attempt import LiveAttempt
 from rankzero.tracking.retry import PAUSE_SECONDS, log
 from rankzero.tracking.throttle import ProcessorTime, end_giving_way, processor_time
@@ -153,7 +153,7 @@ class CourierSupervisor:
             return False
         folder, node = self._attempt.folder, self._attempt.node
         if self._lock is None:
-            self._lock = claims.acquire(folder, node)
+            self._lock = run_locks.acquire(folder, node)
         # An older attempt's courier may still deliver. It sees this attempt's claim and ends soon.
         if self._lock is None:
             return time.monotonic() - (self._finished or self._started) < grace_seconds()

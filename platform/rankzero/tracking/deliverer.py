@@ -41,7 +41,7 @@ from rankzero.mlflow_store.items import RETRIES, MetricBatch, MlflowItem, Tags, 
 from rankzero.mlflow_store.uris import RunGone
 from rankzero.permanent_errors import refusal
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
-from rankzero.run_store import claims, delivery_state, disk
+from rankzero.run_store import delivery_state, disk, run_locks
 from rankzero.run_store.delivery_state import Task
 from rankzero.run_store.folder import EVENTS, FolderGone, RunFolder
 from rankzero.run_store.journal import READ_BYTES, take
@@ -80,7 +80,7 @@ class Activity(enum.Enum):
 class Deliverer:
     """Delivers one node's journals: node 0 the run and its own samples, others their samples.
 
-    The caller holds the node's lock (`claims.acquire`), calls `work` until it returns False,
+    The caller holds the node's lock (`run_locks.acquire`), calls `work` until it returns False,
     waits a little, and calls it again.
     """
 
@@ -96,7 +96,7 @@ class Deliverer:
         self._folder, self._node, self._clock = folder, node, clock
         self._connect, self._sync = functools.cache(connect), sync
         self._path = delivery_state.path_of(folder, node)
-        self._directory = claims.directory(folder)
+        self._directory = run_locks.directory(folder)
         system = folder.system(node).name
         self._journals = [EVENTS, system] if node == 0 else [system]
         self.state = delivery_state.check_journals(
@@ -152,10 +152,10 @@ class Deliverer:
         Raises FolderGone if the folder was moved or deleted. Another run of its name must not get
         this state. No other folder gets the inode while a lock in this one is open.
         """
-        if claims.directory(self._folder) != self._directory:
+        if run_locks.directory(self._folder) != self._directory:
             raise FolderGone(f"{self._folder.path} was moved or deleted while it was delivered")
         before = self._committed if self._items else self.state
-        claim = claims.latest(self._folder, self._node)
+        claim = run_locks.latest(self._folder, self._node)
         pending = delivery_state.unread_bytes(self._folder, before.cursor.offsets)
         self._committed = dataclasses.replace(
             before,

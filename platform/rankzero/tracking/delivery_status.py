@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rankzero.catalog import lookup
 from rankzero.mlflow_store.patience import grace_seconds, patience
 from rankzero.reporting.delivery_problems import trouble
-from rankzero.run_store import claims, delivery_state
+from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.delivery_state import DeliveryState, Task
 from rankzero.run_store.folder import RunFolder
 
@@ -43,7 +43,7 @@ class Delivery(NamedTuple):
 def status(folder: RunFolder) -> Delivery:
     """Return how the delivery of the run stands, from the disk alone."""
     state = delivery_state.load(delivery_state.path_of(folder, 0))
-    claim = claims.latest(folder, 0)
+    claim = run_locks.latest(folder, 0)
     # Otherwise a newer attempt has only just begun, and nothing of it is delivered.
     knows_latest = claim is None or claim.token == state.claim
     unread = delivery_state.unread_bytes(folder, {folder.events.name: 0, **state.cursor.offsets})
@@ -136,7 +136,7 @@ def wait_for_recorder(folder: RunFolder, hurried: Callable[[], bool] = lambda: F
         # A recorder that is still starting holds no lock yet. A written end needs no recorder.
         ended = lookup.last_end(folder) is not None
         starting = not ended and _recorder_lives(folder, STARTUP_SECONDS)
-        if not (claims.has_live_recorder(folder) or starting):
+        if not (run_locks.has_live_recorder(folder) or starting):
             return
         time.sleep(0.05)
 
@@ -164,8 +164,8 @@ def combined_status(folder: RunFolder) -> Delivery:
 
 
 def _recorder_lives(folder: RunFolder, startup_seconds: float) -> bool:
-    if claims.is_recording(folder) or claims.has_live_recorder(folder):
+    if run_locks.is_recording(folder) or run_locks.has_live_recorder(folder):
         return True
-    claim = claims.latest(folder, 0)
+    claim = run_locks.latest(folder, 0)
     # A recorder that was only just started may not hold a lock yet.
     return claim is not None and time.time() - claim.time < startup_seconds

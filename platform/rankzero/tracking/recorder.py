@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankzero import ranks
-from rankzero.run_store import claims, symlinks
+from rankzero.run_store import run_locks, symlinks
 from rankzero.run_store.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def start(
     in CUDA_VISIBLE_DEVICES. With `offline` the recorder starts no courier.
     """
     # The claim comes first: an older recorder sees it and stops before this one delivers.
-    claim = claims.claim(folder, node)
+    claim = run_locks.claim(folder, node)
     # The process above all of this node's ranks.
     several = ranks.detect(os.environ).local_world_size > 1
     job = os.getppid() if several else os.getpid()
@@ -165,7 +165,7 @@ def follow(
     announced = None
     while attempt.is_latest and not attempt.over:
         if announced is None:
-            announced = claims.announce_recorder(attempt.folder, attempt.node, attempt.token)
+            announced = run_locks.announce_recorder(attempt.folder, attempt.node, attempt.token)
         if courier is not None:
             courier.tend()
         guarded(lambda: attempt.wait(tick_seconds), pause_seconds)
@@ -196,7 +196,7 @@ def _delivered_by_parent(folder: RunFolder) -> bool:
     `rankzero resume` may launch the run by itself later. Then the run has a courier of its own.
     """
     parent = folder.identity.parent
-    return parent is not None and claims.writer_lives(RunFolder(folder.path.parent / parent))
+    return parent is not None and run_locks.writer_lives(RunFolder(folder.path.parent / parent))
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rankzero.catalog import dead_runs
 from rankzero.events import RunEnded, RunStarted
 from rankzero.mlflow_store.patience import GRACE_SECONDS
-from rankzero.run_store import claims, symlinks
+from rankzero.run_store import run_locks, symlinks
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.journal import finish_line, read_all
 from rankzero.run_store.names import InvalidRunFolder
@@ -53,13 +53,13 @@ def _deliver_node(
     folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None, patience: float
 ) -> bool:
     """Deliver a node's journals, or return False if another process holds its lock."""
-    with claims.lock(folder, node) as mine:
+    with run_locks.lock(folder, node) as mine:
         # A living courier delivers. Two at once would do no harm, and double the work.
         if not mine:
             return False
         if node == 0:
             close_if_dead(folder, patience)
-        if not claims.writer_lives(folder):
+        if not run_locks.writer_lives(folder):
             for path in (folder.system(node), *([folder.events] if node == 0 else [])):
                 # A full disk or a crash may leave an unfinished line, which would stay undelivered.
                 with contextlib.suppress(OSError):
@@ -84,18 +84,18 @@ def close_if_dead(folder: RunFolder, patience: float) -> None:
     time, for example because it is suspended, the run stays open.
     """
     until = time.monotonic() + patience
-    while _is_dead(folder) and claims.has_live_recorder(folder) and time.monotonic() < until:
+    while _is_dead(folder) and run_locks.has_live_recorder(folder) and time.monotonic() < until:
         time.sleep(0.5)
-    if _is_dead(folder) and not claims.has_live_recorder(folder):
+    if _is_dead(folder) and not run_locks.has_live_recorder(folder):
         dead_runs.close(folder)
 
 
 def _is_dead(folder: RunFolder) -> bool:
     """Return whether a run's writer is gone without an end. Without a claim, only after a while."""
-    if folder.is_elsewhere or claims.writer_lives(folder):
+    if folder.is_elsewhere or run_locks.writer_lives(folder):
         return False
     ended = False
     for event in read_all(folder.events):
         if isinstance(event, (RunStarted, RunEnded)):
             ended = isinstance(event, RunEnded)
-    return not ended and (claims.is_known(folder) or dead_runs.is_stale(folder))
+    return not ended and (run_locks.is_known(folder) or dead_runs.is_stale(folder))

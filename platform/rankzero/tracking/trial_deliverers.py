@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from rankzero.catalog import lookup
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import EVENTS, RunFolder
 from rankzero.tracking.deliverer import Deliverer
 
@@ -47,7 +47,7 @@ class TrialDeliverers:
             size = lookup.journal_bytes(child)
             if name in self._working or size in (None, self._done.get(name)):
                 continue
-            lock = claims.acquire(child, 0)
+            lock = run_locks.acquire(child, 0)
             if lock is None:
                 continue
             try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankzero.experiment import Experiment
-from rankzero.progress import Progress, measure_at, takes_progress
+from rankzero.measure_progress import Progress, measure_at, takes_progress
 from rankzero.training import parameter_counts, rng, strategies
 from rankzero.training.data import sets, stream
 from rankzero.training.data.order import BatchOrder

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rankzero.experiment import Experiment
-from rankzero.progress import Progress, bound
+from rankzero.measure_progress import Progress, bound
 from rankzero.training.data.order import BatchOrder
 from rankzero.training.data.stream import Loader
 from rankzero.training.distributed.world import World

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 
 LEADER, BEAT = "leader", "beat "
 DEAD_SECONDS = 180.0
@@ -74,7 +74,7 @@ class Members:
             return False
         machine, pid, started = member.rsplit(" ", 2)
         if machine == _machine_name():
-            return claims.process_start(int(pid)) == started != ""
+            return run_locks.process_start(int(pid)) == started != ""
         return time.time() - float(self._store.facts.get(BEAT + member, 0.0)) < DEAD_SECONDS
 
     @contextlib.contextmanager
@@ -102,7 +102,7 @@ class Members:
 def own_name() -> str:
     """Return this process's name: its machine, its number, and the time of its start."""
     # The start separates two processes that had the same number one after the other.
-    return f"{_machine_name()} {os.getpid()} {claims.process_start(os.getpid())}"
+    return f"{_machine_name()} {os.getpid()} {run_locks.process_start(os.getpid())}"
 
 
 def _machine_name() -> str:

@@ -19,8 +19,8 @@ from rankzero.errors import UserError
 from rankzero.events import Evaluated, Noticed, RunEnded, RunStarted, StepsLogged
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.reporting import timeline
-from rankzero.run_store import claims
 from rankzero.run_store import delivery_state as delivery
+from rankzero.run_store import run_locks
 from rankzero.run_store.attempt import is_written, sole_launcher, take_over
 from rankzero.run_store.delivery_state import Cursor, Curves, DeliveryState, Problems, Retries
 from rankzero.run_store.folder import RunFolder
@@ -39,8 +39,8 @@ def aged(folder: RunFolder, seconds: float) -> None:
 def dead_writer(folder: RunFolder) -> None:
     """Leave the claim of a process that is gone."""
     program = (
-        "from pathlib import Path; from rankzero.run_store import claims, folder; "
-        f"claims.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
+        "from pathlib import Path; from rankzero.run_store import run_locks, folder; "
+        f"run_locks.claim(folder.RunFolder(Path({str(folder.path)!r})), 0)"
     )
     subprocess.run([os.sys.executable, "-c", program], check=True)  # type: ignore[attr-defined]
 
@@ -49,7 +49,7 @@ def test_run_that_is_training_is_not_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_folder(tmp_path)
-    claims.claim(folder, 0)
+    run_locks.claim(folder, 0)
     append(folder, started(), steps(1, 2))
     assert is_written(folder)
     assert main(["resume", folder.path.name, "--dir", str(tmp_path)]) != 0
@@ -61,7 +61,7 @@ def test_run_that_is_training_is_not_resumed(
     on_another_machine(folder)
     assert not is_written(folder)
     append(folder, started(2))
-    claims.claim(folder, 0)
+    run_locks.claim(folder, 0)
     on_another_machine(folder)
     assert is_written(folder), "of that nothing is known but that it wrote of late"
 
@@ -156,10 +156,10 @@ class TestStale:
         assert not dead_runs.is_stale(folder)
         aged(folder, 60)
         assert dead_runs.is_stale(folder)
-        with claims.lock(folder, 0):  # somebody delivers still, and will say the end
+        with run_locks.lock(folder, 0):  # somebody delivers still, and will say the end
             assert not dead_runs.is_stale(folder)
-        claim = claims.latest(folder, 0)
-        recorder = claims.announce_recorder(folder, 0, claim.token) if claim is not None else None
+        claim = run_locks.latest(folder, 0)
+        recorder = run_locks.announce_recorder(folder, 0, claim.token) if claim else None
         assert recorder is not None
         assert not dead_runs.is_stale(folder), (
             "its recorder lives, which delivers nothing, and will say the end"
@@ -177,7 +177,7 @@ class TestStale:
     def test_live_writer_is_never_stale(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
         append(folder, started())
-        claims.claim(folder, 0)
+        run_locks.claim(folder, 0)
         aged(folder, 10_000)
         assert (
             not dead_runs.is_stale(folder)
@@ -194,13 +194,13 @@ class TestStale:
         (folder.path / "recorder.json").write_text(json.dumps({**claim, "host": "another"}))
         aged(folder, 3600)
         folder.system(0).write_text("")
-        assert claims.writer_lives(folder)
+        assert run_locks.writer_lives(folder)
         aged(folder, 3600)
         assert dead_runs.is_stale(folder)
 
     def test_helping_machine_writes_no_end(self, tmp_path: Path) -> None:
         folder = make_folder(tmp_path)
-        claims.claim(folder, 0)  # as the launcher does where the run has a name of the user's
+        run_locks.claim(folder, 0)  # as the launcher does where the run has a name of the user's
         dead_writer(folder)
         folder.system(1).write_text("")
         aged(folder, 3600)
@@ -251,7 +251,7 @@ class TestStale:
         self, tmp_path: Path
     ) -> None:
         folder = make_folder(tmp_path)
-        claims.claim(folder, 0)
+        run_locks.claim(folder, 0)
         aged(folder, 10_000)
         assert (
             not dead_runs.is_stale(folder)

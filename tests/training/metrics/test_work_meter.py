@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankzero.events import Event
-from rankzero.progress import Progress
+from rankzero.measure_progress import Progress
 from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.distributed.world import World

@@ -12,7 +12,7 @@ from torch import nn
 from rankzero import UserError
 from rankzero.events import Noticed
 from rankzero.experiment import Experiment
-from rankzero.progress import Progress
+from rankzero.measure_progress import Progress
 from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.distributed.world import World

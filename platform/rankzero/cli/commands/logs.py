@@ -15,7 +15,7 @@ from rankzero.errors import FAILED, FINISHED, RESUMABLE, UserError
 from rankzero.experiment import Goal
 from rankzero.launch.agent import log_files
 from rankzero.reporting.run_facts import goal_of
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 
 _LOOK_SECONDS = 0.2
@@ -94,7 +94,7 @@ def _wait_for_the_end(folder: RunFolder, console: Console) -> None:
     while console.ended is not None or time.monotonic() - alive < _SILENT_SECONDS:
         ended = console.ended
         if ended is None:
-            if claims.writer_lives(folder):
+            if run_locks.writer_lives(folder):
                 alive = time.monotonic()
         elif ended.status != "FAILED" or time.time() - ended.time >= _RESTART_SECONDS:
             return

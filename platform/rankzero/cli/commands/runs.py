@@ -15,7 +15,7 @@ from rich.table import Table
 
 from rankzero.catalog import dead_runs, filters, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary
-from rankzero.cli.display.progress import duration
+from rankzero.cli.display.progress_bar import duration
 from rankzero.cli.display.terminal import table_console
 from rankzero.run_store.folder import FolderGone
 from rankzero.run_store.location import is_offline

@@ -7,7 +7,7 @@ import argparse
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import Summary
 from rankzero.errors import FAILED, FINISHED
-from rankzero.run_store import claims, delivery_state
+from rankzero.run_store import delivery_state, run_locks
 from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking import sync
@@ -59,7 +59,7 @@ def _deliver(folder: RunFolder) -> int:
             f"{result.error or 'no answer'}; try again later: rankzero sync {name}"
         )
         return FAILED
-    if lookup.last_end(folder) is None and not claims.writer_lives(folder):
+    if lookup.last_end(folder) is None and not run_locks.writer_lives(folder):
         print(
             f"{name}: its recorder is alive and must write the run's end first; try again later: "
             f"rankzero sync {name}"

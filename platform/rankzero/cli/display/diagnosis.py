@@ -13,12 +13,12 @@ from rich.markup import escape
 
 from rankzero.catalog import dead_runs, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary, read_summary
-from rankzero.cli.display.progress import duration
+from rankzero.cli.display.progress_bar import duration
 from rankzero.redaction.text import text_without_secrets, url_without_secrets
 from rankzero.reporting import timeline
 from rankzero.reporting.delivery_problems import trouble
-from rankzero.run_store import claims
 from rankzero.run_store import delivery_state as delivery
+from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import READ_BYTES, read_all, take
 
@@ -57,13 +57,13 @@ def sections(folder: RunFolder) -> Iterator[tuple[str, list[str]]]:
 
 
 def _current_state(folder: RunFolder, status: str) -> Iterator[str]:
-    identity, claim = folder.identity, claims.latest(folder, 0)
+    identity, claim = folder.identity, run_locks.latest(folder, 0)
     store = escape(url_without_secrets(identity.tracking_uri))
     yield f"MLflow experiment {escape(identity.experiment)}, in {store}"
     if claim is not None:
-        alive = "alive" if claims.writer_lives(folder) else "gone"
+        alive = "alive" if run_locks.writer_lives(folder) else "gone"
         yield f"rank 0: process {claim.pid} on {escape(claim.host)}, {alive}"
-    yield f"last sign of life: {_ago(claims.last_heartbeat(folder))}"
+    yield f"last sign of life: {_ago(run_locks.last_heartbeat(folder))}"
     if status == "RUNNING" and dead_runs.silence(folder) > dead_runs.QUIET_SECONDS:
         silence = duration(dead_runs.silence(folder))
         yield f"[yellow]nothing was written for {silence}[/]: a long evaluation, or a hang"

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rankzero.cli.display.progress import ProgressModel, progress_panel
+from rankzero.cli.display.progress_bar import ProgressModel, progress_panel
 from rankzero.cli.display.terminal import is_interactive, text_console
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted
 from rankzero.experiment import Goal

@@ -21,7 +21,7 @@ from rankzero import config, experiment_file
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import signals
-from rankzero.progress import Progress, measure_at
+from rankzero.measure_progress import Progress, measure_at
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder, write_atomically

@@ -22,7 +22,7 @@ from torch.distributed.optim import zero_redundancy_optimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from rankzero.run_store import locks
+from rankzero.run_store import lock_files
 from rankzero.training.checkpoints.host_copy import plain
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
@@ -130,7 +130,7 @@ def keep_compiled_code_private(environ: MutableMapping[str, str] = os.environ) -
     can guess, and does not check whose folder that is.
     """
     if _COMPILED not in environ:
-        own = locks.own_temporary_folder()
+        own = lock_files.own_temporary_folder()
         environ[_COMPILED] = str(own / "torchinductor" if own else tempfile.mkdtemp())
 
 

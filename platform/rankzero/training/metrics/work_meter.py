@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rankzero.experiment import Experiment
-from rankzero.progress import Progress, bound, takes_progress
+from rankzero.measure_progress import Progress, bound, takes_progress
 from rankzero.training import rng, strategies
 from rankzero.training.data.batch import map_tensors
 from rankzero.training.distributed.world import World

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.progress import takes_progress
+from rankzero.measure_progress import takes_progress
 from rankzero.training.strategies import parameter_names
 
 

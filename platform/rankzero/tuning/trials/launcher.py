@@ -20,7 +20,7 @@ from rankzero.launch.agent import Topology
 from rankzero.launch.failures import Failure, FailureKind
 from rankzero.launch.request import JobRequest, make_folder, request_for, write_config
 from rankzero.launch.signals import unblocks_itself
-from rankzero.run_store import claims
+from rankzero.run_store import run_locks
 from rankzero.run_store.attempt import append_run_ended
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
@@ -148,7 +148,7 @@ class _LaunchedTrial:
             if time.monotonic() >= deadline:
                 break
             time.sleep(_TICK_SECONDS)
-        with claims.exclusive_end(self._folder):
+        with run_locks.exclusive_end(self._folder):
             if not self._end_is_written():
                 append_run_ended(self._folder, 0.0)
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.locks import open_lock, try_lock
+from rankzero.run_store.lock_files import open_lock, try_lock
 
 # A recorder that gets no processor time must not hold up the start of a training for longer.
 EXCLUSIVE_SECONDS = 0.2

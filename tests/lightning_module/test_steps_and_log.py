@@ -9,7 +9,7 @@ import torch
 
 from rankzero.errors import UserError
 from rankzero.lightning_module import init_arguments
-from rankzero.lightning_module.steps import metrics_of
+from rankzero.lightning_module.steps_and_log import metrics_of
 
 LOSS = torch.tensor(2.0)
 

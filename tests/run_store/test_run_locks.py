@@ -15,7 +15,7 @@ from rankzero.errors import UserError
 from rankzero.launch import rendezvous
 from rankzero.lightning_module.data import one_at_a_time
 from rankzero.mlflow_store import uris
-from rankzero.run_store import claims, disk, locks
+from rankzero.run_store import disk, lock_files, run_locks
 from rankzero.run_store.attempt import sole_launcher
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.training.distributed.torch_compat import keep_compiled_code_private
@@ -48,38 +48,38 @@ def mode(path: Path) -> int:
 def test_a_reader_of_a_run_blocks_nothing_of_it(run: RunFolder) -> None:
     for name in ("launcher.lock", "recorder.lock"):  # as older versions left them
         (run.path / name).touch(mode=0o644)
-    with sole_launcher(run, 1), claims.lock(run, 0) as mine:
+    with sole_launcher(run, 1), run_locks.lock(run, 0) as mine:
         assert mine
-    token = claims.claim(run, 0).token
+    token = run_locks.claim(run, 0).token
     with nobody_locks(run.path) as names:
         assert str(run.path) in names and str(run.path / "run.json") in names
         assert not [name for name in names if name.endswith((".lock", ".live"))]
-        with sole_launcher(run, 1), claims.lock(run, 0) as mine:
+        with sole_launcher(run, 1), run_locks.lock(run, 0) as mine:
             assert mine
-        assert not claims.has_live_recorder(run)
-        descriptor = claims.announce_recorder(run, 0, token)
-        assert descriptor is not None and claims.has_live_recorder(run)
+        assert not run_locks.has_live_recorder(run)
+        descriptor = run_locks.announce_recorder(run, 0, token)
+        assert descriptor is not None and run_locks.has_live_recorder(run)
         os.close(descriptor)
 
 
 def test_a_reader_of_a_run_does_not_end_the_exclusion_of_two_attempts(run: RunFolder) -> None:
-    with nobody_locks(run.path), claims.exclusive_end(run):
-        other = locks.open_lock(run.path / "attempt.lock")
-        assert not locks.try_lock(other)
+    with nobody_locks(run.path), run_locks.exclusive_end(run):
+        other = lock_files.open_lock(run.path / "attempt.lock")
+        assert not lock_files.try_lock(other)
         os.close(other)
 
 
 def test_readers_see_the_claim_of_a_run(run: RunFolder) -> None:
     """`rankzero runs` of a colleague shows a run that trains as one that trains."""
-    claim = claims.claim(run, 0)
-    assert as_nobody(lambda: getattr(claims.latest(run, 0), "token", None)) == claim.token
-    assert as_nobody(lambda: claims.writer_lives(run))
+    claim = run_locks.claim(run, 0)
+    assert as_nobody(lambda: getattr(run_locks.latest(run, 0), "token", None)) == claim.token
+    assert as_nobody(lambda: run_locks.writer_lives(run))
 
 
 def test_who_may_write_a_folder_may_take_its_locks(shared: Path) -> None:
     for folder_mode, lock_mode in ((0o755, 0o600), (0o775, 0o660), (0o777, 0o666)):
         shared.chmod(folder_mode)
-        os.close(locks.open_lock(shared / f"{folder_mode:o}.lock"))
+        os.close(lock_files.open_lock(shared / f"{folder_mode:o}.lock"))
         assert mode(shared / f"{folder_mode:o}.lock") == lock_mode
 
 
@@ -87,7 +87,7 @@ def test_a_lock_is_not_opened_through_a_link(shared: Path) -> None:
     (shared / "precious").write_text("kept")
     (shared / "a.lock").symlink_to(shared / "precious")
     with pytest.raises(OSError, match="symbolic links"):
-        locks.open_lock(shared / "a.lock")
+        lock_files.open_lock(shared / "a.lock")
 
 
 def test_a_reader_of_the_embedded_store_does_not_block_its_setup(shared: Path) -> None:
