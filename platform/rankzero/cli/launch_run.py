@@ -30,23 +30,15 @@ from rankzero.tracking import delivery_status
 # The server that workers are forked from imports these beforehand: they are slow to import, and
 # start no threads and no CUDA.
 _SLOW_LIBRARIES = {
+    "PIL",
     "lightning",
-    "lightning.pytorch",
+    "pandas",
     "pytorch_lightning",
+    "scipy",
+    "sklearn",
     "torchmetrics",
     "torchvision",
-    "torchvision.datasets",
-    "torchvision.models",
-    "torchvision.transforms",
-    "torchvision.transforms.v2",
-    "sklearn",
-    "sklearn.datasets",
-    "scipy",
-    "pandas",
-    "PIL",
 }
-
-
 # A scheduler kills a stopped job soon, often after 30 s, and the exit code would be lost.
 _STOPPED_SECONDS = 10.0
 
@@ -72,18 +64,15 @@ class LaunchPlan:
     """Whether a repeat launches the run. It waits for the delivery of all its runs at the end."""
 
 
-def run(plan: LaunchPlan) -> int:
+def run(plan: LaunchPlan, forwarder: SignalForwarder | None = None) -> int:
     """Launch, show the progress, wait for the delivery; return the exit code.
 
     If a device runs out of memory, all ranks start again from the newest checkpoint with half the
-    micro-batch. Raises RunFailed with the reason.
+    micro-batch. `forwarder`: if the caller has opened one. Raises RunFailed with the reason.
     """
-    with SignalForwarder() as forwarder:
-        return run_with(forwarder, plan)
-
-
-def run_with(forwarder: SignalForwarder, plan: LaunchPlan) -> int:
-    """Run as `run` does, with the signals of a `forwarder` that the caller opened."""
+    if forwarder is None:
+        with SignalForwarder() as forwarder:
+            return run(plan, forwarder)
     console, result, started = _launch(plan, forwarder)
     while result.status == "FAILED" and (smaller := with_half_the_micro_batch(plan)):
         plan = smaller
@@ -112,13 +101,8 @@ def _launch(
     before = lookup.journal_bytes(folder)
     # For each launch: code and environment may have changed since the run's last attempt.
     tags = provenance.record(folder.artifacts, plan.argv, folder.identity.experiment_file)
-    request = request_for(
-        folder,
-        plan.experiment,
-        {**tags, **plan.tags},
-        resumes=plan.resumes,
-        offline=plan.offline,
-    )
+    tags |= plan.tags
+    request = request_for(folder, plan.experiment, tags, resumes=plan.resumes, offline=plan.offline)
     advice = DataWait(train.workers, plan.topology.processes, len(usable_cores()))
     console = Console(folder, plan.experiment.goal, plan.root, advise=advice)
     with console:
@@ -169,16 +153,11 @@ def _finish_delivery(plan: LaunchPlan, console: Console, hurried: Callable[[], b
     from rankzero.training.checkpoints import best_model
 
     folder, until = plan.folder, time.monotonic() + patience().seconds
-    with console.status("delivering to MLflow"):
-        delivery = delivery_status.wait(
-            folder, enough=lambda delivery: delivery_status.is_delivered(delivery) or hurried()
-        )
     logs_model = _logs_model(plan)
-    why = "the command was stopped" if hurried() else "it takes long"
     also = ["the best model"] if logs_model else []
-    for line in delivery_notes.lines(delivery, folder.path.name, why, also):
-        console.notice(line)
-    if logs_model and not delivery.done:
+    with console.status("delivering to MLflow"):
+        delivered = delivery_notes.wait(folder, console.notice, hurried, also)
+    if logs_model and not delivered:
         best_model.mark_unlogged(folder, True)
     elif logs_model:
         with console.status("logging the best model to MLflow"):
@@ -194,7 +173,7 @@ def _finish_later(plan: LaunchPlan, console: Console, hurried: Callable[[], bool
     if _logs_model(plan):
         best_model.mark_unlogged(plan.folder, True)
     if not plan.is_part:
-        console.notice(delivery_notes.offline(plan.folder))
+        console.notice(delivery_notes.offline_note(plan.folder))
 
 
 def _logs_model(plan: LaunchPlan) -> bool:
@@ -260,4 +239,5 @@ def libraries_of(path: Path) -> list[str]:
     for node in body:
         if isinstance(node, ast.ImportFrom) and node.module:
             named += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return [name for name in named if name in _SLOW_LIBRARIES]
+    # The server ignores a name that is no module, such as pandas.DataFrame.
+    return [name for name in named if name.split(".")[0] in _SLOW_LIBRARIES]

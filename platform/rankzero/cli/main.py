@@ -7,10 +7,9 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rankzero import __version__
 from rankzero.cli.verbs import VERBS
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # In the environment, for the recorder and the courier. Offline, nothing is delivered.
             waits = arguments.wait_delivery is not None and not arguments.offline
             os.environ[WAIT] = str(arguments.wait_delivery) if waits else ""
-        return int(_module_of(arguments.verb).run(arguments))
+        return int(_function("run", arguments.verb)(arguments))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return FAILED
@@ -84,7 +83,7 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,  # people copy the example
         epilog=f"example:\n  {VERBS[verb].example}",
     )
-    _module_of(verb).add_arguments(parser)
+    _function("add_arguments", verb)(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     parser.add_argument(
         "--dir",
@@ -95,8 +94,11 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _module_of(verb: str) -> ModuleType:
-    return importlib.import_module(VERBS[verb].module or f"rankzero.cli.commands.{verb}")
+def _function(name: str, verb: str) -> Callable[[Any], Any]:
+    """Return `add_arguments` or `run` of a verb; in the file of another verb, `run_<verb>`."""
+    module = importlib.import_module(VERBS[verb].module or f"rankzero.cli.commands.{verb}")
+    found: Callable[[Any], Any] = getattr(module, f"{name}_{verb}", None) or getattr(module, name)
+    return found
 
 
 def _top_parser() -> argparse.ArgumentParser:

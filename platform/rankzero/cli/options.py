@@ -11,7 +11,8 @@ from rankzero import experiment_file
 from rankzero.catalog import lookup
 from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
-from rankzero.run_store.folder import Identity
+from rankzero.run_store import names
+from rankzero.run_store.folder import Identity, new_name
 from rankzero.run_store.location import is_offline
 
 
@@ -47,18 +48,10 @@ def add_new_run(parser: argparse.ArgumentParser) -> None:
     add_delivery(parser)
 
 
-def add_start(parser: argparse.ArgumentParser) -> None:
-    """Add ``--from``."""
-    parser.add_argument(
-        "--from",
-        dest="start",
-        metavar="FILE",
-        help="start from these settings: a file such as sweet_spot.yaml, a study or a run",
-    )
-
-
-def add_run_name(parser: argparse.ArgumentParser) -> None:
-    """Add ``--run-name``."""
+def add_start_and_name(parser: argparse.ArgumentParser) -> None:
+    """Add ``--from`` and ``--run-name``."""
+    start = "start from these settings: a file such as sweet_spot.yaml, a study or a run"
+    parser.add_argument("--from", dest="start", metavar="FILE", help=start)
     parser.add_argument("--run-name", help="the run's name (default: the file's name and the time)")
 
 
@@ -115,15 +108,28 @@ def _wait_seconds(text: str) -> float:
         ) from None
 
 
+def run_name(arguments: argparse.Namespace, kind: str = "") -> str:
+    """Return the name of ``--run-name``, or a new one of the file's name and `kind`."""
+    if arguments.run_name is not None:
+        return names.checked_run(arguments.run_name)
+    path, _ = experiment_file.split(arguments.experiment)
+    return new_name(path.stem + kind)
+
+
 def identity_for(arguments: argparse.Namespace, name: str) -> Identity:
-    """Return a new identity called `name`, by the options of `add_experiment` and `add_new_run`."""
+    """Return a new identity called `name`, by the options of `add_experiment` and `add_new_run`.
+
+    Creates the tables of its store, but not offline.
+    """
     path, cls = experiment_file.split(arguments.experiment)
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
-    from_environment = os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    if not arguments.offline:
+        uris.prepare_store(uri)
+    in_environment = os.environ.get("MLFLOW_EXPERIMENT_NAME")
     return Identity(
         name=name,
         uuid=secrets.token_hex(16),
-        experiment=arguments.experiment_name or from_environment or path.stem,
+        experiment=arguments.experiment_name or in_environment or path.stem,
         tracking_uri=uri,
         artifact_root=uris.artifact_root(uri),
         experiment_file=f"{path}:{cls}" if cls else str(path),

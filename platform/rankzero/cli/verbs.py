@@ -47,7 +47,10 @@ VERBS = {
         trains=True,
     ),
     "profile": Verb(
-        "show where the time of a step goes", f"rankzero profile {_DIGITS} --nproc 2", trains=True
+        "show where the time of a step goes",
+        f"rankzero profile {_DIGITS} --nproc 2",
+        trains=True,
+        module="rankzero.cli.commands.compare",
     ),
     "config": Verb(
         "show an experiment's settings and every legal key", f"rankzero config {_DIGITS} lr=1e-2"

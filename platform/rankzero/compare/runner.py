@@ -15,6 +15,7 @@ from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.agent import Topology
+from rankzero.reporting.markdown import table
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.journal import read_all
@@ -72,7 +73,7 @@ def profile(context: CompareContext, processes: int) -> tuple[Profile, RunFolder
         artifacts = study.folder.artifacts
         folder = artifacts / "profile"
         found = _profiled(context, context.reference, processes, folder, trace=True)
-        verdict, costs = tables.verdict(found), tables.costs_markdown(found)
+        verdict, costs = tables.verdict(found), table(*tables.costs(found))
         study.write_description(
             f"{verdict}\n\n{costs}\n\nTraces: `profile/`, for ui.perfetto.dev\n"
         )

@@ -100,13 +100,13 @@ def verdict(profile: Profile) -> str:
     )
 
 
-def costs_markdown(profile: Profile) -> str:
-    """Return the most expensive operators as a Markdown table."""
+def costs(profile: Profile) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the table of the most expensive operators."""
     rows = [
-        (cost.name, f"{cost.milliseconds:.3g}", f"{cost.share:.0%}", f"{cost.calls:.3g}")
+        [cost.name, f"{cost.milliseconds:.3g}", f"{cost.share:.0%}", f"{cost.calls:.3g}"]
         for cost in profile.costs
     ]
-    return table_in_markdown(("operator", "ms a step", "share", "calls a step"), rows)
+    return ["operator", "ms a step", "share", "calls a step"], rows
 
 
 def _where(one: StrategyResult) -> str:

@@ -1,22 +1,21 @@
-"""``rankzero compare EXP [--strategies single,ddp,…] [--nproc 1,2,4]``: compare ways to train."""
+"""``rankzero compare EXP`` and ``rankzero profile EXP``: which strategy is fast, and why."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from rankzero import config
+from rankzero import config, experiment_file
 from rankzero.cli import options
 from rankzero.cli.commands import search
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
-from rankzero.cli.display.terminal import print_table, text_console
+from rankzero.cli.display.terminal import print_line, print_table, text_console
 from rankzero.errors import FAILED, UserError
-from rankzero.mlflow_store import uris
 from rankzero.run_store.folder import new_name
 from rankzero.tuning.trials import describe
+from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 
 if TYPE_CHECKING:
@@ -24,18 +23,14 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `rankzero compare`."""
     search.add_experiment_arguments(parser, nproc=False)
-    parser.add_argument(
-        "--strategies", help="which, separated by commas (default: single,ddp; with GPUs also dp)"
-    )
-    parser.add_argument(
-        "--nproc", help="numbers of devices, separated by commas (default: 1 and all GPUs, or 1,2)"
-    )
+    names = "which, separated by commas (default: single,ddp; with GPUs also dp)"
+    parser.add_argument("--strategies", help=names)
+    counts = "numbers of devices, separated by commas (default: 1 and all GPUs, or 1,2)"
+    parser.add_argument("--nproc", help=counts)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare strategies, print the table; return the exit code."""
     from rankzero.compare import runner, tables
     from rankzero.compare.results import strategy_runs
 
@@ -43,15 +38,15 @@ def run(arguments: argparse.Namespace) -> int:
     strategies = (arguments.strategies or "single,ddp").split(",")
     counts = _numbers(arguments.nproc or "1,2")
     plan = strategy_runs(strategies, counts)
+    settings = config.parse_assignments(arguments.settings)
     with search.host(arguments) as host:
-        settings = config.parse_assignments(arguments.settings)
         described = host.describe(arguments.experiment, settings, 1)
         # The defaults depend on the GPUs, which only the host may look for.
         if described.gpus:
             strategies = strategies if arguments.strategies else ["single", "dp", "ddp"]
             counts = counts if arguments.nproc else [1, described.gpus]
             plan = strategy_runs(strategies, counts)
-        context = compare_context(arguments, host, described, "compare")
+        context = _context(arguments, host, described)
         rows, notes, folder = runner.compare(context, plan)
     head, body = tables.table(rows)
     print_table("the same work, compared", head, body)
@@ -59,30 +54,47 @@ def run(arguments: argparse.Namespace) -> int:
     problems = [f"not run: {reason}" for reason in tables.reasons(rows)]
     for text in [*problems, *(f"not fair: {note}" for note in notes), tables.sentence(rows)]:
         terminal.print(text, soft_wrap=True)
-    search.print_delivery(folder, offline=arguments.offline)
-    search.print_line(f"look:  {program()} ui   run: {folder.path.name}")
+    delivery_notes.print_delivery(folder, offline=arguments.offline)
+    print(f"look:  {program()} ui   run: {folder.path.name}")
     trained = any(row.speed_up is not None for row in rows)
     return delivery_notes.exit_code(folder) if trained else FAILED
 
 
-def compare_context(
-    arguments: argparse.Namespace, host: Host, described: describe.ExperimentDescription, verb: str
+def add_arguments_profile(parser: argparse.ArgumentParser) -> None:
+    search.add_experiment_arguments(parser)
+
+
+def run_profile(arguments: argparse.Namespace) -> int:
+    from rankzero.compare import runner, tables
+
+    settings = config.parse_assignments(arguments.settings)
+    with search.host(arguments) as host:
+        described = host.describe(arguments.experiment, settings, arguments.nproc)
+        context = _context(arguments, host, described)
+        profile, folder = runner.profile(context, described.processes)
+    print_table("top costs", *tables.costs(profile))
+    text_console().print(tables.verdict(profile), soft_wrap=True)
+    delivery_notes.print_delivery(folder, offline=arguments.offline)
+    print(f"trace: {folder.artifacts / 'profile'} (open in ui.perfetto.dev)")
+    print(f"look:  {program()} ui")
+    return delivery_notes.exit_code(folder)
+
+
+def _context(
+    arguments: argparse.Namespace, host: Host, described: ExperimentDescription
 ) -> CompareContext:
     """Return the context of a comparison or a profile: a new run in the store of the arguments."""
     from rankzero.compare import runner
 
-    identity = options.identity_for(arguments, verb)
-    identity = dataclasses.replace(identity, name=new_name(f"{identity.experiment}-{verb}"))
-    if not arguments.offline:
-        uris.prepare_store(identity.tracking_uri)
+    path, _ = experiment_file.split(arguments.experiment)
     return runner.CompareContext(
         host=host,
         reference=describe.mirrored(described),
-        identity=identity,
+        identity=options.identity_for(arguments, new_name(f"{path.stem}-{arguments.verb}")),
         runs=arguments.dir / "runs",
         device=described.device,
         gpus=described.gpus,
-        notify=search.print_line,
+        notify=print_line,
         offline=arguments.offline,
         argv=sys.argv,
     )

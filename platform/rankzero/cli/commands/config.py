@@ -11,12 +11,10 @@ from rankzero.launch.request import with_changes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     options.add_experiment(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     changes = config.parse_assignments(arguments.settings)
     experiment = with_changes(experiment_file.load(arguments.experiment)(), changes)
     print(config.to_yaml(experiment), end="")

@@ -40,7 +40,6 @@ class Check(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     parser.add_argument(
         "run", metavar="RUN", nargs="?", help="explain this run instead (its name or MLflow id)"
     )
@@ -50,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, usage: DiskUsage = shutil.disk_usage) -> int:
-    """Run the command; return its exit code."""
     # Imported late: the checks of a machine must not depend on the code that reads runs.
     if getattr(arguments, "run", None):
         from rankzero.cli.display import diagnosis

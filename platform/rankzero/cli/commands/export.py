@@ -21,7 +21,6 @@ from rankzero.run_store.folder import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     options.add_run(parser)
     target = "the target (default: a folder with the run's name)"
     parser.add_argument("--to", type=Path, metavar="FOLDER", help=target)
@@ -30,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     folder = lookup.require(arguments.dir / "runs", arguments.run_name)
     if arguments.format == "parquet" and importlib.util.find_spec("pyarrow") is None:
         raise UserError("--format parquet needs pyarrow: pip install pyarrow, or use --format csv")

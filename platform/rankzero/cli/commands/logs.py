@@ -27,7 +27,6 @@ _EXIT_CODES = {"FINISHED": FINISHED, "FAILED": FAILED, "KILLED": RESUMABLE}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     options.add_run(parser)
     follow = "show the run live until it ends; Ctrl-C ends only the display"
     parser.add_argument("--follow", "-f", action="store_true", help=follow)
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     folder = lookup.require(arguments.dir / "runs", arguments.run_name)
     if arguments.follow:
         warn_if_interrupt_is_ignored()

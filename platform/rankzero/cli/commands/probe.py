@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankzero.cli.commands import search
-from rankzero.cli.display.terminal import text_console
-from rankzero.mlflow_store import uris
+from rankzero.cli.display.terminal import print_line, text_console
 from rankzero.tuning.probe import grid, probe_map
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.reports import html_page, probe_figures
@@ -21,24 +20,18 @@ _SHADES = ("grey30", "dark_red", "orange4", "gold3", "chartreuse4", "green3")  #
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `rankzero probe`."""
     search.add_experiment_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the probe map as a run of its own; return the exit code."""
     with search.host(arguments) as host:
         described, space = search.described_space(arguments, host)
         reference = space.reference
         identity = search.study_identity(arguments, reference, described.processes, "probe")
         offline, runs = arguments.offline, arguments.dir / "runs"
-        if not offline:
-            uris.prepare_store(identity.tracking_uri)
         file = identity.experiment_file or ""
         with StudyRun.open(runs, identity, reference, sys.argv, offline=offline) as study_run:
-            measured = probe_map.measure(
-                space, described, file, arguments.dir, host, search.print_line
-            )
+            measured = probe_map.measure(space, described, file, arguments.dir, host, print_line)
             page = html_page.page([probe_figures.heat_map(measured)], "Probe map")
             study_run.write_probe_map(measured)
             study_run.write("probe_map.html", page)

@@ -14,13 +14,11 @@ from rankzero.tracking import delivery_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     options.add_run(parser, elsewhere=True)
     parser.add_argument("model_name", metavar="NAME", help="the registered model's name")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     from rankzero.mlflow_store.client import MlflowRuns, OpenRun
 
     folder = lookup.find(arguments.dir / "runs", arguments.run_name)

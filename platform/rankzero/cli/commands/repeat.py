@@ -6,22 +6,19 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from rankzero import config, experiment_file
+from rankzero import config
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands.resume import RECORDER_SECONDS, class_of
-from rankzero.cli.commands.search import print_delivery, print_line
-from rankzero.cli.commands.train import start_of
+from rankzero.cli.commands.train import experiment_of
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
-from rankzero.cli.display.terminal import print_table
+from rankzero.cli.display.terminal import print_line, print_table
 from rankzero.errors import FAILED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Goal
 from rankzero.launch import agent
-from rankzero.launch.request import make_folder, with_changes, with_secrets, write_config
+from rankzero.launch.request import make_folder, with_secrets, write_config
 from rankzero.launch.signals import SignalForwarder
-from rankzero.mlflow_store import uris
 from rankzero.mlflow_store.patience import patience
 from rankzero.repeats import plan as plans
 from rankzero.repeats import results
@@ -29,34 +26,25 @@ from rankzero.repeats.plan import Plan, Repetition
 from rankzero.repeats.results import RunResult
 from rankzero.run_store import names
 from rankzero.run_store.attempt import is_written, sole_launcher
-from rankzero.run_store.folder import RunFolder, new_name
+from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status, sync
 from rankzero.tuning.reports.study_run import StudyRun
 
-
-class _Part(NamedTuple):
-    """One run of a repeat, ready to launch."""
-
-    run: Repetition
-    experiment: Experiment
-    topology: agent.Topology
+_Part = tuple[Repetition, Experiment, agent.Topology]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     options.add_experiment(parser, reference="the experiment's file, or a repeat to continue")
     over = "train with each of these values of a setting; give it again for another setting"
     parser.add_argument("--over", action="append", metavar="key=a,b,…", help=over)
     seeds = "how many seeds, or which: 3 means 0,1,2 (default: 3, or with --over train.seed)"
     parser.add_argument("--seeds", help=seeds)
-    options.add_start(parser)
+    options.add_start_and_name(parser)
     options.add_processes(parser)
     options.add_new_run(parser)
-    options.add_run_name(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train every run that is missing, print the means; return the exit code."""
     reference, runs = arguments.experiment, arguments.dir / "runs"
     known = RunFolder(runs / reference) if names.is_plain(reference) else None
     before = plans.stored(known) if known is not None else None
@@ -64,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         folder, plan, experiment = known, *_continued(arguments, known, before)
         parts = _parts(arguments, plan, experiment)
     else:
-        plan, experiment = _new(arguments)
+        experiment = experiment_of(arguments)
+        plan = _plan(arguments, experiment)
         # Every mistake is reported before there is a folder.
         parts = _parts(arguments, plan, experiment)
         folder = _new_folder(arguments, experiment)
@@ -81,20 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
             stopped = "" if complete or not forwarder.received else forwarder.received[0].name
             _finish(study, plan, found, experiment.goal, stopped)
         _print(folder.path.name, found, experiment.goal)
-        _deliver(folder, forwarder, offline=arguments.offline)
+        _deliver(folder, forwarder, offline=offline)
     if stopped:
-        print_line(f"stopped by {stopped}; continue: {program()} repeat {folder.path.name}")
+        print(f"stopped by {stopped}; continue: {program()} repeat {folder.path.name}")
         return RESUMABLE
     return delivery_notes.exit_code(folder) if complete else FAILED
-
-
-def _new(arguments: argparse.Namespace) -> tuple[Plan, Experiment]:
-    path, _ = experiment_file.split(arguments.experiment)
-    # First of all: the server imports PyTorch while this process reads the experiment.
-    agent.warm_up(launch_run.libraries_of(path))
-    changes = config.parse_assignments(arguments.settings)
-    experiment = with_changes(start_of(arguments, changes), changes)
-    return _plan(arguments, experiment), experiment
 
 
 def _continued(
@@ -121,15 +101,10 @@ def _plan(arguments: argparse.Namespace, experiment: Experiment) -> Plan:
 
 
 def _new_folder(arguments: argparse.Namespace, experiment: Experiment) -> RunFolder:
-    path, _ = experiment_file.split(arguments.experiment)
-    name = arguments.run_name
-    name = new_name(f"{path.stem}-repeat") if name is None else names.checked_run(name)
-    if plans.stored(RunFolder(arguments.dir / "runs" / name)) is not None:
+    name, runs = options.run_name(arguments, "-repeat"), arguments.dir / "runs"
+    if plans.stored(RunFolder(runs / name)) is not None:
         raise UserError(f"there is a repeat {name!r} already: continue it: rankzero repeat {name}")
-    identity = options.identity_for(arguments, name)
-    if not arguments.offline:
-        uris.prepare_store(identity.tracking_uri)
-    folder = make_folder(arguments.dir / "runs", identity)
+    folder = make_folder(runs, options.identity_for(arguments, name))
     write_config(folder, experiment)
     return folder
 
@@ -137,9 +112,7 @@ def _new_folder(arguments: argparse.Namespace, experiment: Experiment) -> RunFol
 def _parts(arguments: argparse.Namespace, plan: Plan, experiment: Experiment) -> list[_Part]:
     """Return the runs to train. Raises UserError and ConfigError for a value that cannot be."""
     changed = [(one, config.override(experiment, one.settings)) for one in plan]
-    return [
-        _Part(one, found, launch_run.topology_of(arguments, found.train)) for one, found in changed
-    ]
+    return [(one, own, launch_run.topology_of(arguments, own.train)) for one, own in changed]
 
 
 def _train(
@@ -151,37 +124,38 @@ def _train(
 ) -> list[RunResult]:
     """Train each run that has not finished, one after the other; return all results."""
     parent, runs = study.folder, study.folder.path.parent
-    folders = [RunFolder(runs / part.run.name(parent.path.name)) for part in parts]
-    found = [results.read(part.run, folder) for part, folder in zip(parts, folders, strict=True)]
+    folders = [RunFolder(runs / one.name(parent.path.name)) for one, _, _ in parts]
+    found = [results.read(one, folder) for (one, _, _), folder in zip(parts, folders, strict=True)]
     _write(study, plan, found)
-    for number, (part, folder) in enumerate(zip(parts, folders, strict=True)):
+    for number, (one, experiment, topology) in enumerate(parts):
+        folder = folders[number]
         if found[number].finished or forwarder.received:
             continue
-        print_line(f"\nrun {number + 1} of {len(parts)}: {part.run.label}")
+        print_line(f"\nrun {number + 1} of {len(parts)}: {one.label}")
         RunFolder.open_or_create(runs, parent.identity.child(folder.path.name))
         if folder not in parent.children:
             parent.add_child(folder.path.name)
         with sole_launcher(folder, machines=1):
             if folder.events.exists():
                 sync.close_if_dead(folder, RECORDER_SECONDS)
-            write_config(folder, part.experiment)
+            write_config(folder, experiment)
             # An earlier attempt's checkpoint is continued. Without one, the run starts again.
             attempt = launch_run.LaunchPlan(
                 folder,
-                part.experiment,
-                part.topology,
+                experiment,
+                topology,
                 arguments.dir,
                 sys.argv,
                 offline=arguments.offline,
                 is_part=True,
             )
             try:
-                launch_run.run_with(forwarder, attempt)
+                launch_run.run(attempt, forwarder)
             except RunFailed as error:
                 print_line(f"failed: {error}")
-        found[number] = results.read(part.run, folder)
+        found[number] = results.read(one, folder)
         if found[number].finished:
-            done = sum(one.finished for one in found)
+            done = sum(result.finished for result in found)
             study.log_metrics(done, results.flat(results.means(found)))
     return found
 
@@ -210,13 +184,12 @@ def _write(study: StudyRun, plan: Plan, found: Sequence[RunResult]) -> None:
 
 
 def _print(name: str, found: Sequence[RunResult], goal: Goal) -> None:
-    print_line()
+    print()
     print_table(f"repeat {name}", *results.run_table(found, goal))
     if any(one.finished for one in found):
         print_table("means", *results.metric_table(found))
-    for line in results.problems(found):
-        print_line(f"missing: {line}")
-    print_line(results.sentence(found, goal))
+    missing = [f"missing: {line}" for line in results.problems(found)]
+    print(*missing, results.sentence(found, goal), sep="\n", flush=True)
 
 
 def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) -> None:
@@ -224,11 +197,11 @@ def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) ->
     from rankzero.training.checkpoints import best_model
 
     hurried = launch_run.stops_waiting(forwarder.received)
-    print_delivery(folder, offline=offline, hurried=hurried)
+    delivery_notes.print_delivery(folder, offline=offline, hurried=hurried)
     # A run that MLflow lacks keeps its mark, for `rankzero sync`.
     late = [child for child in folder.children if child.late_model.exists() and not offline]
     for child in late:
         if delivery_status.status(child).done and not hurried():
-            notice, seconds = lambda text: print_line(f"note: {text}"), patience().seconds
-            best_model.in_new_process(child, notice, hurried, seconds)
-    print_line(f"look:  {program()} ui   again: {program()} report {folder.path.name}")
+            seconds = patience().seconds
+            best_model.in_new_process(child, delivery_notes.print_note, hurried, seconds)
+    print(f"look:  {program()} ui   again: {program()} report {folder.path.name}")

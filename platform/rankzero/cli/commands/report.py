@@ -28,7 +28,6 @@ _PATCH_LINES = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     parser.add_argument(
         "names", metavar="RUN", nargs="+", help="a run or a study; two runs are compared"
     )
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     runs, names = arguments.dir / "runs", arguments.names
     if len(names) > 2:
         raise UserError(f"report takes one run or study, or two runs to compare; got {len(names)}")

@@ -29,7 +29,6 @@ RECORDER_SECONDS = 10.0  # for a live recorder to write how the previous attempt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     options.add_run(parser, elsewhere=True)
     parser.add_argument(
         "settings",
@@ -46,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     agent.warm_up()
     folder = _folder(arguments)
     with sole_launcher(folder, arguments.nnodes):

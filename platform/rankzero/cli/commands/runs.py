@@ -41,7 +41,6 @@ _IN_THE_TABLE = ("run", "status", "goal", "best", "samples/s", "age", "started")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     parser.add_argument(
         "filters",
         metavar="FILTER",
@@ -61,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     conditions = [filters.parse(word) for word in arguments.filters]
     runs = _closed(arguments.dir / "runs")
     top = [one for one in runs if arguments.all or one.parent is None]

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rankzero import config, experiment_file
 from rankzero.cli import options
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.live import program
+from rankzero.cli.display.terminal import print_line
 from rankzero.cli.launch_run import libraries_of
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.mlflow_store import uris
 from rankzero.run_store import names
-from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.folder import Identity
 from rankzero.telemetry.host import usable_cores
-from rankzero.tracking import delivery_status
 from rankzero.tuning.objective import NAMES
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions, default_storage
 from rankzero.tuning.space import Space, make_space
@@ -32,8 +31,6 @@ from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.resources import Share, shares
 
-# At once, also into a file or a pipe.
-print_line = functools.partial(print, flush=True)
 _PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes")
 
 
@@ -53,7 +50,6 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, nproc: bool = T
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `rankzero search`."""
     add_experiment_arguments(parser)
     add, budget = parser.add_argument, parser.add_mutually_exclusive_group()
     budget.add_argument(
@@ -91,7 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search; return the exit code."""
     chosen = _search_options(arguments)
     with contextlib.ExitStack() as hosts:
         first = hosts.enter_context(host(arguments))
@@ -126,22 +121,6 @@ def described_space(
     return found, space
 
 
-def print_delivery(
-    folder: RunFolder, *, offline: bool, hurried: Callable[[], bool] = lambda: False
-) -> None:
-    """Wait for the delivery to MLflow, or until `hurried()`; print what it lacks."""
-    if offline:
-        delivery_status.wait_for_recorder(folder, hurried)
-        print_line(f"note: {delivery_notes.offline(folder)}")
-        return
-    delivery = delivery_status.wait(
-        folder, enough=lambda now: delivery_status.is_delivered(now) or hurried()
-    )
-    why = "the command was stopped" if hurried() else "it takes long"
-    for line in delivery_notes.lines(delivery, folder.path.name, why):
-        print_line(f"note: {line}")
-
-
 def study_identity(
     arguments: argparse.Namespace, reference: Experiment, processes: int, verb: str
 ) -> Identity:
@@ -171,8 +150,6 @@ def _search(
     from rankzero.tuning import search
 
     identity = study_identity(arguments, space.reference, described.processes, "search")
-    if not arguments.offline:
-        uris.prepare_store(identity.tracking_uri)
     setup = search.SearchSetup(
         identity=identity,
         root=arguments.dir,
@@ -194,7 +171,7 @@ def _search(
     print_line(f"study  {identity.name}  ({arguments.objective}, {where})")
     outcome = search.run(setup)
     print_line(f"\n{outcome.text}")
-    print_delivery(outcome.folder, offline=arguments.offline)
+    delivery_notes.print_delivery(outcome.folder, offline=arguments.offline)
     if outcome.decided:
         again = f"{program()} report {identity.name}"
         print_line(f"use:   {setup.use}\nlook:  {program()} ui   again: {again}")

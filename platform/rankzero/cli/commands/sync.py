@@ -14,7 +14,6 @@ from rankzero.tracking import sync
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     parser.add_argument(
         "run",
         metavar="RUN",
@@ -24,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     runs, broken = arguments.dir / "runs", list[str]()
     if arguments.run:
         incomplete = [lookup.require(runs, arguments.run)]

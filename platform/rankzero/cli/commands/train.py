@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from rankzero import config, experiment_file
@@ -13,35 +12,22 @@ from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
 from rankzero.launch.request import make_folder, with_changes, with_secrets, write_config
-from rankzero.mlflow_store import uris
-from rankzero.run_store import names
 from rankzero.run_store.attempt import sole_launcher
-from rankzero.run_store.folder import RunFolder, new_name
+from rankzero.run_store.folder import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     options.add_experiment(parser, "settings to change; see `rankzero config`")
-    options.add_start(parser)
+    options.add_start_and_name(parser)
     options.add_processes(parser)
     options.add_machines(parser)
     options.add_new_run(parser)
-    options.add_run_name(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
-    path, _ = experiment_file.split(arguments.experiment)
-    # First of all: the server imports PyTorch while this process reads the experiment.
-    agent.warm_up(launch_run.libraries_of(path))
-    settings = config.parse_assignments(arguments.settings)
-    experiment = with_changes(start_of(arguments, settings), settings)
+    experiment = experiment_of(arguments)
     topology = launch_run.topology_of(arguments, experiment.train)
-    name = arguments.run_name
-    name = new_name(path.stem) if name is None else names.checked_run(name)
-    identity = options.identity_for(arguments, name)
-    if not arguments.offline:
-        uris.prepare_store(identity.tracking_uri)
+    identity = options.identity_for(arguments, options.run_name(arguments))
     folder = make_folder(arguments.dir / "runs", identity, machines=topology.nodes)
     joined = folder.identity.uuid != identity.uuid
     with sole_launcher(folder, topology.nodes):
@@ -55,15 +41,20 @@ def run(arguments: argparse.Namespace) -> int:
         return launch_run.run(plan)
 
 
-def start_of(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Experiment:
-    """Return the experiment with its default settings, or with those of ``--from``."""
-    cls = experiment_file.load(arguments.experiment)
+def experiment_of(arguments: argparse.Namespace) -> Experiment:
+    """Return the experiment with the settings of ``--from`` and of the command line."""
+    path, _ = experiment_file.split(arguments.experiment)
+    # First of all: the server imports PyTorch while this process reads the experiment.
+    agent.warm_up(launch_run.libraries_of(path))
+    settings = config.parse_assignments(arguments.settings)
+    experiment = experiment_file.load(arguments.experiment)()
     if arguments.start is None:
-        return cls()
+        return with_changes(experiment, settings)
     folder = RunFolder(arguments.dir / "runs" / arguments.start)
-    for path in (Path(arguments.start), folder.artifacts / "sweet_spot.yaml", folder.config):
-        if path.is_file():
-            return config.override(cls(), with_secrets(config.read_file(path), settings))
+    for saved in (Path(arguments.start), folder.artifacts / "sweet_spot.yaml", folder.config):
+        if saved.is_file():
+            start = config.override(experiment, with_secrets(config.read_file(saved), settings))
+            return with_changes(start, settings)
     raise UserError(
         f"--from {arguments.start} is not a file, nor in {arguments.dir} a run, or a study with a "
         "sweet spot"

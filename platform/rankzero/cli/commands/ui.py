@@ -24,7 +24,6 @@ _STARTUP_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     parser.add_argument("--port", type=int, default=5000, help="the port (default: 5000)")
     parser.add_argument(
         "--host",
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit code."""
     access = server.access(
         arguments.host,
         arguments.port,

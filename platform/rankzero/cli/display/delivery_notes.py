@@ -3,43 +3,70 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rankzero.cli.display.terminal import print_line
 from rankzero.errors import FINISHED, NOT_DELIVERED
 from rankzero.mlflow_store.patience import patience
 from rankzero.reporting.delivery_problems import UNDELIVERED
 from rankzero.run_store.folder import RunFolder
-from rankzero.tracking.delivery_status import Delivery, combined_status
+from rankzero.tracking import delivery_status
 
 
-def lines(
-    delivery: Delivery, name: str, why: str = "it takes long", also: Sequence[str] = ()
-) -> Iterator[str]:
-    """Yield what went wrong and what is still to come; nothing if all is delivered.
+def never() -> bool:
+    """Return False: the user has not asked to stop waiting."""
+    return False
 
-    `why`: why nobody waited longer, if MLflow reported no error. `also`: what else MLflow lacks.
+
+def wait(
+    folder: RunFolder,
+    notice: Callable[[str], object],
+    hurried: Callable[[], bool] = never,
+    also: Sequence[str] = (),
+) -> bool:
+    """Wait for the delivery, or until `hurried()`; return whether MLflow has everything.
+
+    `notice` gets what went wrong and what is still to come. `also`: what else MLflow lacks.
     """
+    delivery = delivery_status.wait(folder, enough=lambda now: now.done or hurried())
     for line in delivery.trouble:
         if delivery.done or not line.startswith(UNDELIVERED):
-            yield line
+            notice(line)
     if not delivery.done:
+        why = delivery.error or ("the command was stopped" if hurried() else "it takes long")
         lacking = ", ".join([*delivery.lacks, *also])
-        yield (
-            f"not everything is in MLflow yet ({delivery.error or why})"
-            f"{lacking and f'; it lacks {lacking}'}. Nothing is lost on this disk: "
-            f"rankzero sync {name}"
+        notice(
+            f"not everything is in MLflow yet ({why}){lacking and f'; it lacks {lacking}'}. "
+            f"Nothing is lost on this disk: rankzero sync {folder.path.name}"
         )
+    return delivery.done
+
+
+def print_delivery(
+    folder: RunFolder, *, offline: bool, hurried: Callable[[], bool] = never
+) -> None:
+    """Wait for the delivery of a search, a comparison or a repeat; print what it lacks."""
+    if offline:
+        delivery_status.wait_for_recorder(folder, hurried)
+        print_note(offline_note(folder))
+    else:
+        wait(folder, print_note, hurried)
+
+
+def print_note(text: str) -> None:
+    """Print a note."""
+    print_line(f"note: {text}")
 
 
 def exit_code(folder: RunFolder) -> int:
     """Return the exit code of a command with a finished run, by what the user asked to wait for."""
     unlogged = any(one.late_model.exists() for one in (folder, *folder.children))
-    complete = combined_status(folder).done and not unlogged
+    complete = delivery_status.combined_status(folder).done and not unlogged
     return FINISHED if complete or not patience().required else NOT_DELIVERED
 
 
-def offline(folder: RunFolder) -> str:
+def offline_note(folder: RunFolder) -> str:
     """Return where an offline run is and how to deliver it."""
     path, name = folder.path, folder.path.name
     where = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+# At once, also into a file or a pipe.
+print_line = functools.partial(print, flush=True)
 # Columns, so that nothing is truncated.
 _PIPE_WIDTH = 10_000
 
