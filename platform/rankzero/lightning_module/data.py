@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class LoadedData:
 
     train: Any
     val: Any
-    collate: Any
+    collate: Callable[[list[Any]], Any]
 
 
 def from_hooks(source: Any) -> LoadedData:
@@ -72,10 +72,8 @@ def _loader(source: Any, name: str) -> DataLoader[Any]:
     if not isinstance(found, DataLoader):
         raise UserError(f"{where} must return one torch DataLoader, got {type(found).__name__}")
     if isinstance(found.dataset, IterableDataset):
-        raise UserError(
-            f"{where}: an IterableDataset has no order that can be resumed; use a map-style data "
-            "set"
-        )
+        why = "an IterableDataset has no order that can be resumed"
+        raise UserError(f"{where}: {why}; use a map-style data set")
     if type(found.sampler) not in (RandomSampler, SequentialSampler):
         raise UserError(
             f"{where} has a {type(found.sampler).__name__}: RankZero draws the order of each epoch "

@@ -16,16 +16,10 @@ from torch import nn
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment, Goal, Train
 from rankzero.lightning_module import data as loaders
-from rankzero.lightning_module.init_arguments import (
-    BATCH_SIZE,
-    LEARNING_RATES,
-    fields_of,
-    learning_rate,
-    parameters,
-)
+from rankzero.lightning_module import init_arguments
 from rankzero.lightning_module.lr_schedule import ReplayedScheduler, optimizer_and_scheduler
 from rankzero.lightning_module.steps_and_log import LightningSteps
-from rankzero.lightning_module.trainer_stub import TrainerStub
+from rankzero.lightning_module.trainer_stub import LIGHTNINGS_OWN, TrainerStub
 from rankzero.measure_progress import Progress
 
 # These hooks only matter to Lightning's own checkpoints and devices. Without them nothing is lost.
@@ -77,8 +71,7 @@ class _LightningExperiment(Experiment):
     # would carry the whole experiment there.
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        collate: Callable[[list[Any]], Any] = self._loaded.collate
-        return collate
+        return self._loaded.collate
 
     def model(self) -> LightningSteps:
         # The data come first: the trainer stub tells the module how many steps an epoch has.
@@ -92,15 +85,12 @@ class _LightningExperiment(Experiment):
         return model(batch)
 
     def optimizer(self, model: Any) -> Any:
-        optimizer, scheduler, interval, frequency = optimizer_and_scheduler(
-            model.module.configure_optimizers()
-        )
+        found = model.module.configure_optimizers()
+        optimizer, scheduler, interval, frequency = optimizer_and_scheduler(found)
         if scheduler is not None:
             if self.train.schedule != "constant" or self.train.warmup_steps:
-                raise UserError(
-                    "configure_optimizers has a scheduler: remove it, or set "
-                    "train.schedule=constant and train.warmup_steps=0"
-                )
+                fix = "remove it, or set train.schedule=constant and train.warmup_steps=0"
+                raise UserError(f"configure_optimizers has a scheduler: {fix}")
             self._fit.scheduler = ReplayedScheduler(optimizer, scheduler)
             # Lightning's default interval is an epoch, RankZero's loop counts steps.
             epoch = self._fit.trainer.num_training_batches
@@ -135,13 +125,13 @@ class _LightningExperiment(Experiment):
 
     def _instance(self, cls: type[Any]) -> Any:
         """Return an object of the user's class, with the experiment's fields as its arguments."""
-        values = {
-            field.name.rstrip("_"): getattr(self, field.name) for field in dataclasses.fields(self)
-        }
+        fields = dataclasses.fields(self)
+        values = {field.name.rstrip("_"): getattr(self, field.name) for field in fields}
         # A class may call its learning rate either name, and an experiment has only `lr`.
-        rates = dict.fromkeys(LEARNING_RATES, self.lr)
-        values |= {**rates, BATCH_SIZE: self.train.batch_size}
-        return cls(**{name: values[name] for name in parameters(cls) if name in values})
+        values |= dict.fromkeys(init_arguments.LEARNING_RATES, self.lr)
+        values[init_arguments.BATCH_SIZE] = self.train.batch_size
+        wanted = values.keys() & init_arguments.parameters(cls).keys()
+        return cls(**{name: values[name] for name in wanted})
 
 
 def adopt(
@@ -154,26 +144,25 @@ def adopt(
     loop does not do.
     """
     data = names.get("data")
-    data_module = None
-    if data is None and len(data_modules) > 1:
+    if data is not None:
+        data_modules = []
+    if len(data_modules) > 1:
+        found = ", ".join(cls.__name__ for cls in data_modules)
         raise UserError(
-            f"{module.__name__} has several data modules: "
-            f"{', '.join(cls.__name__ for cls in data_modules)}; leave one in the file, or write a "
-            "function data()"
+            f"{module.__name__} has several data modules: {found}; leave one in the file, or write "
+            "a function data()"
         )
-    if data is None and data_modules:
-        data_module = data_modules[0]
-    if data is None and data_module is None and not loaders.has_loaders(module):
+    if data is None and not data_modules and not loaders.has_loaders(module):
         raise UserError(
             f"{module.__name__} has no data: add a LightningDataModule or a function data() to its "
             "file"
         )
-    classes = [module, *([data_module] if data_module else [])]
+    classes = [module, *data_modules]
     for cls in classes:
         _refuse_hooks(cls)
-    fields = fields_of(classes)
-    arguments = [parameters(cls).get(BATCH_SIZE) for cls in classes]
-    batch_sizes = [one.default for one in arguments if one and type(one.default) is int]
+    fields = init_arguments.fields_of(classes)
+    sizes = [init_arguments.parameters(cls).get(init_arguments.BATCH_SIZE) for cls in classes]
+    batch_sizes = [one.default for one in sizes if one and type(one.default) is int]
     kinds = {"train": Train, "goal": Goal, "search": Mapping}
     # Each module gets a class of its own, because the fields of an experiment belong to its class.
     namespace = {
@@ -189,8 +178,8 @@ def adopt(
         **{name: default for name, (_, default) in fields.items()},
         "train": Train(batch_size=batch_sizes[0]) if batch_sizes else Train(),
         **{name: names[name] for name, kind in kinds.items() if isinstance(names.get(name), kind)},
-        "lr": learning_rate(module),
-        "source": _Source(module, data_module, data),
+        "lr": init_arguments.learning_rate(module),
+        "source": _Source(module, next(iter(data_modules), None), data),
     }
     return type(module.__name__, (_LightningExperiment,), namespace)
 
@@ -213,5 +202,5 @@ def _refuse_hooks(cls: type[Any]) -> None:
     if ignored:
         raise UserError(
             f"{cls.__name__} defines {', '.join(ignored)}, which RankZero's loop does not call: "
-            "remove it, or train with Lightning's own Trainer and rankzero.integrations.lightning"
+            f"remove it, or {LIGHTNINGS_OWN}"
         )

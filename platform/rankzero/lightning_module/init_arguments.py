@@ -28,9 +28,7 @@ def parameters(cls: type[Any]) -> dict[str, inspect.Parameter]:
 
 def _defaults_of(cls: type[Any]) -> dict[str, Any]:
     """Return {argument: default}. Raises UserError for an argument without a default."""
-    found = {
-        name: parameter.default for name, parameter in parameters(cls).items() if name != BATCH_SIZE
-    }
+    found = {name: one.default for name, one in parameters(cls).items() if name != BATCH_SIZE}
     missing = [name for name, default in found.items() if default is inspect.Parameter.empty]
     if missing:
         raise UserError(

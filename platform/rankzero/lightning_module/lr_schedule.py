@@ -35,12 +35,8 @@ def optimizer_and_scheduler(found: Any) -> tuple[Optimizer, Any, str, int]:
         raise UserError(
             "ReduceLROnPlateau needs a metric: remove it, and set train.schedule=plateau"
         )
-    return (
-        optimizers[0],
-        scheduler,
-        settings.get("interval", "epoch"),
-        int(settings.get("frequency", 1)),
-    )
+    interval, frequency = settings.get("interval", "epoch"), settings.get("frequency", 1)
+    return optimizers[0], scheduler, interval, int(frequency)
 
 
 class ReplayedScheduler:
@@ -74,11 +70,8 @@ class ReplayedScheduler:
         return self._factors[count]
 
     def _record_factor(self) -> None:
-        groups = self._shadow.param_groups
-        factors = [
-            float(group["lr"]) / rate if rate else 1.0
-            for group, rate in zip(groups, self._rates, strict=True)
-        ]
+        groups = zip(self._shadow.param_groups, self._rates, strict=True)
+        factors = [float(group["lr"]) / rate if rate else 1.0 for group, rate in groups]
         if self._others() != self._others_at_start:
             raise UserError(
                 f"{type(self._scheduler).__name__} also cycles the momentum, which RankZero's loop "

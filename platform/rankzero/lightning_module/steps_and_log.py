@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankzero.errors import UserError
-from rankzero.lightning_module.trainer_stub import TrainerStub
+from rankzero.lightning_module.trainer_stub import LIGHTNINGS_OWN, TrainerStub
 
 # What Lightning users put before a metric's name, in training (True) and validation. The journal
 # has groups instead.
@@ -27,8 +27,7 @@ class LightningSteps(nn.Module):
         if not module.automatic_optimization:
             raise UserError(
                 "the module optimizes by hand (automatic_optimization=False), which RankZero's "
-                "loop does not support: train with Lightning's own Trainer and "
-                "rankzero.integrations.lightning"
+                f"loop does not support: {LIGHTNINGS_OWN}"
             )
         super().__init__()
         self.module = module
@@ -77,22 +76,18 @@ def metrics_of(result: Any, logged: Mapping[str, Any], *, training: bool) -> dic
         prefix = next((one for one in _PREFIXES[training] if name.startswith(one)), "")
         named[name.removeprefix(prefix)] = value
     returned = result.get("loss") if isinstance(result, Mapping) else result
-    loss = returned if isinstance(returned, Tensor) and not returned.dim() else None
-    if loss is None and not training:
-        loss = _value("loss", named["loss"], None) if "loss" in named else None
-    if loss is None:
-        wanted = (
-            "training_step must return the loss"
-            if training
-            else "validation_step must log val_loss or return it"
-        )
+    logged_loss = named.pop("loss", None)
+    if isinstance(returned, Tensor) and not returned.dim():
+        loss = returned
+    elif logged_loss is not None and not training:
+        loss = _value("loss", logged_loss, None)
+    else:
+        wanted = "validation_step must log val_loss or return it"
         raise UserError(
-            f"{wanted}, or a dict with the key 'loss'; it returned {type(result).__name__}"
+            f"{'training_step must return the loss' if training else wanted}, or a dict with the "
+            f"key 'loss'; it returned {type(result).__name__}"
         )
-    others = {
-        name: _value(name, value, loss.device) for name, value in named.items() if name != "loss"
-    }
-    return {"loss": loss, **others}
+    return {"loss": loss, **{name: _value(name, one, loss.device) for name, one in named.items()}}
 
 
 def _value(name: str, value: Any, device: torch.device | None) -> Tensor:

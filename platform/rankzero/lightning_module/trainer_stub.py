@@ -8,6 +8,8 @@ from rankzero import ranks
 from rankzero.errors import UserError
 from rankzero.experiment import Train
 
+LIGHTNINGS_OWN = "train with Lightning's own Trainer and rankzero.integrations.lightning"
+
 
 class TrainerStub:
     """Has the attributes that modules commonly read. Any other raises a UserError.
@@ -39,5 +41,5 @@ class TrainerStub:
             raise AttributeError(name)
         raise UserError(
             f"the module reads trainer.{name}, which RankZero's loop does not have: do without it, "
-            "or train with Lightning's own Trainer and rankzero.integrations.lightning"
+            f"or {LIGHTNINGS_OWN}"
         )
