@@ -44,13 +44,7 @@ def train(
     options, such as ``tracking_uri="http://…"`` or ``offline=True``. Raises RunFailed with the
     reason, and UserError.
     """
-    reference = _reference_of(experiment)
-    # The name is chosen here, so that the run can be found after the command has ended.
-    name = run_name or new_name(Path(reference.rpartition(":")[0]).stem)
-    wanted = _options(nproc=nproc, dir=dir, **options)
-    words = ["train", reference, *_changed(experiment), "--run-name", name, *wanted]
-    _call(words, showing=sys.stdout.isatty())
-    return results.run(name, dir=dir)
+    return _run("train", experiment, run_name, nproc=nproc, dir=dir, **options)
 
 
 def search(
@@ -67,8 +61,8 @@ def search(
     The same call again continues the study. `options` are the command's other options, such as
     ``parallel=2, no_probe=True``. Raises RunFailed with the reason, and UserError.
     """
-    wanted = _options(minutes=minutes, trials=trials, nproc=nproc, dir=dir, **options)
-    words = ["search", _reference_of(experiment), *_changed(experiment), *wanted]
+    words = _words("search", experiment)
+    words += _options(minutes=minutes, trials=trials, nproc=nproc, dir=dir, **options)
     with tempfile.TemporaryDirectory(prefix="rankzero-") as folder:
         # Only the command knows the study's name: it depends on all that must stay equal.
         result = Path(folder) / "study.json"
@@ -92,15 +86,10 @@ def repeat(
     `over`: {setting: values}. `options` are the command's other options. Raises RunFailed, also
     where some of the runs failed, and UserError.
     """
-    reference = _reference_of(experiment)
-    name = run_name or new_name(f"{Path(reference.rpartition(':')[0]).stem}-repeat")
     chosen = seeds if seeds is None or isinstance(seeds, int) else "".join(f"{n}," for n in seeds)
-    words = ["repeat", reference, *_changed(experiment), "--run-name", name]
-    for key, values in (over or {}).items():
-        words.append(f"--over={key}={','.join(map(render, values))}")
-    words += _options(seeds=chosen, nproc=nproc, dir=dir, **options)
-    _call(words, showing=sys.stdout.isatty())
-    return results.run(name, dir=dir)
+    varied = [f"{key}={','.join(map(render, values))}" for key, values in (over or {}).items()]
+    options |= {"seeds": chosen, "nproc": nproc, "dir": dir, "over": varied}
+    return _run("repeat", experiment, run_name, **options)
 
 
 class SearchHandle:
@@ -147,6 +136,16 @@ class SearchHandle:
         return self.run.report
 
 
+def _run(verb: str, experiment: Experiment, run_name: str | None, **options: Any) -> results.Run:
+    """Run a command that makes one run; return the run."""
+    words = _words(verb, experiment)
+    # The name is chosen here, so that the run can be found after the command has ended.
+    stem = Path(words[1].rpartition(":")[0]).stem
+    name = run_name or new_name(stem if verb == "train" else f"{stem}-{verb}")
+    _call([*words, "--run-name", name, *_options(**options)], showing=sys.stdout.isatty())
+    return results.run(name, dir=options["dir"])
+
+
 def _reference_of(experiment: Experiment) -> str:
     """Return the file and class of an experiment, as the command line takes them.
 
@@ -171,15 +170,19 @@ def _reference_of(experiment: Experiment) -> str:
     return f"{Path(file).absolute()}:{cls.__name__}"
 
 
-def _changed(experiment: Experiment) -> list[str]:
-    """Return the settings that differ from the class's defaults, as the command line takes them."""
+def _words(verb: str, experiment: Experiment) -> list[str]:
+    """Return a command line with the settings that differ from the class's defaults."""
     defaults = config.rendered(type(experiment)())
-    settings = config.rendered(experiment)
-    return [f"{key}={text}" for key, text in settings.items() if text != defaults[key]]
+    settings = config.rendered(experiment).items()
+    changed = [f"{key}={text}" for key, text in settings if text != defaults[key]]
+    return [verb, _reference_of(experiment), *changed]
 
 
 def _options(**wanted: Any) -> Iterator[str]:
-    """Yield keywords as options: nothing for None and False, the bare option for True."""
+    """Yield keywords as options: nothing for None and False, the bare option for True.
+
+    A list gives an option several times.
+    """
     for name, value in wanted.items():
         # An empty folder means the default one, as in `results.run`.
         if name == "dir" and value is not None:
@@ -187,6 +190,8 @@ def _options(**wanted: Any) -> Iterator[str]:
         option = f"--{name.replace('_', '-')}"
         if value is True:
             yield option
+        elif isinstance(value, list):
+            yield from (f"{option}={one}" for one in value)
         elif value is not None and value is not False:
             yield f"{option}={value}"
 

@@ -12,7 +12,6 @@ from rankzero.catalog import filters as selection
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import Summary, read_summary
 from rankzero.reporting import metric_table, run_facts, run_report
-from rankzero.reporting.run_page import page
 from rankzero.run_store.checkpoint_files import folder_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.location import root_of
@@ -126,7 +125,7 @@ class Run:
     @property
     def report(self) -> str:
         """The report, in Markdown."""
-        return run_report.for_terminal(page(self._folder))
+        return run_report.page(self._folder)
 
     def history(self, *names: str) -> DataFrame:
         """Return the metrics by step; with `names`, only these, and no rows without a value."""
