@@ -65,21 +65,11 @@ def write_step(path: Path, profile: Profile) -> None:
             style: dict[str, Any] = {"ha": "center", "va": "center", "color": colour}
             axes.text(left + width / 2, 0, f"{share:.0%}", fontsize=9, **style)
         left += width
-    title = f"A step of {whole:.3g} ms on {profile.device}"
     subtitle = "its time by the profiler; communication: what no computing hides"
-    headings(figure, 2.7, title, subtitle)
+    headings(figure, 2.7, f"A step of {whole:.3g} ms on {profile.device}", subtitle)
     # A step of a fast device may round to 0 ms, and an axis needs a width.
     axes.set(xlabel="milliseconds", xlim=(0, whole or 1.0), ylim=(-0.4, 0.4))
     axes.set_yticks([])
-    axes.grid(axis="y", alpha=0.25)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    figure.legend(
-        loc="outside lower center",
-        ncols=len(shares),
-        frameon=False,
-        handlelength=1,
-        columnspacing=1.4,
-    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(shares), frameon=False, handlelength=1)
     figure.savefig(path, dpi=DOTS_PER_INCH)

@@ -67,10 +67,9 @@ def strategy_runs(strategies: Sequence[str], devices: Sequence[int]) -> list[Str
     # On one device all strategies but the first would be the same training.
     found = [StrategyRun(first, 1)] if 1 in devices else []
     # `single` has no meaning on several devices.
+    several = [name for name in dict.fromkeys(strategies) if name != "single"]
     for count in sorted(set(devices) - {1}):
-        found += [
-            StrategyRun(name, count) for name in dict.fromkeys(strategies) if name != "single"
-        ]
+        found += [StrategyRun(name, count) for name in several]
     if not found:
         raise UserError("single is one device: add 1 to --nproc, or another strategy")
     return found
@@ -100,10 +99,8 @@ def warnings(results: Sequence[StrategyResult], on_cpu: bool, threads_fixed: boo
         )
     # PyTorch takes all cores for one process and shares them among several.
     if on_cpu and not threads_fixed and len({one.run.processes for one in results}) > 1:
-        found.append(
-            "one process computes on all cores: set OMP_NUM_THREADS=1 to compare one core with "
-            "several"
-        )
+        fix = "set OMP_NUM_THREADS=1 to compare one core with several"
+        found.append(f"one process computes on all cores: {fix}")
     unsure = [one for one in results if not one.reason and one.half_width is None]
     if unsure:
         found.append(f"{_names(unsure)}: too short for an interval: train longer (train.steps=…)")

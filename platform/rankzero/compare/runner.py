@@ -61,8 +61,9 @@ def compare(
         study.write_description(f"**{verdict}**\n\n{tables.markdown(rows, notes)}\n")
         with study.drawing():
             plots.write_scaling(study.folder.artifacts, rows)
-        speed_ups = {f"speed_up/{row.run.name}": row.speed_up for row in rows}
-        known = {name: value for name, value in speed_ups.items() if value is not None}
+        known = {
+            f"speed_up/{row.run.name}": row.speed_up for row in rows if row.speed_up is not None
+        }
         study.finish(verdict, known)
     return rows, notes, study.folder
 
@@ -71,12 +72,10 @@ def profile(context: CompareContext, processes: int) -> tuple[Profile, RunFolder
     """Profile a few steady steps, as a run of their own with the traces. Raises RunFailed."""
     with _open_run(context) as study:
         artifacts = study.folder.artifacts
-        folder = artifacts / "profile"
-        found = _profiled(context, context.reference, processes, folder, trace=True)
+        found = _profiled(context, context.reference, processes, artifacts / "profile", trace=True)
         verdict, costs = tables.verdict(found), table(*tables.costs(found))
-        study.write_description(
-            f"{verdict}\n\n{costs}\n\nTraces: `profile/`, for ui.perfetto.dev\n"
-        )
+        where = "Traces: `profile/`, for ui.perfetto.dev"
+        study.write_description(f"{verdict}\n\n{costs}\n\n{where}\n")
         shares = {"compute": found.breakdown.compute, **dataclasses.asdict(found.breakdown)}
         with study.drawing():
             plots.write_step(artifacts / "figures" / "step_time.png", found)
@@ -100,13 +99,9 @@ def _profiled(
     context: CompareContext, experiment: Experiment, processes: int, folder: Path, *, trace: bool
 ) -> Profile:
     folder.mkdir(parents=True, exist_ok=True)
-    failure_folder = folder / "failures"
+    file, failure_folder = context.identity.experiment_file or "", folder / "failures"
     request = profiler.ProfileRequest(
-        context.identity.experiment_file or "",
-        config.to_yaml(experiment),
-        str(folder),
-        str(failure_folder),
-        trace,
+        file, config.to_yaml(experiment), str(folder), str(failure_folder), trace
     )
     context.host.run(profiler.main, Topology(processes), request, folder / "logs")
     # `has_ended` waits, so this is no busy loop.

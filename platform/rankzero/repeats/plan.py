@@ -68,9 +68,7 @@ class Plan:
                 f"--over {key}: the runs of this repeat vary {known}: start a new repeat for {key}"
             )
         values = {key: _union(old, over.get(key, ())) for key, old in self.over.items()}
-        plan = Plan(values, _union(self.seeds, seeds), nproc)
-        _check_names(plan)
-        return plan
+        return _checked(Plan(values, _union(self.seeds, seeds), nproc))
 
     def params(self) -> dict[str, str]:
         """Return the params of the repeat's own run."""
@@ -99,16 +97,15 @@ def make_plan(over: Sequence[str], seeds: str | None, own_seed: int, nproc: int 
             raise UserError(f"--over {word}: each key and each of its values is given once")
         values[key] = found
     default = (own_seed,) if values else tuple(range(_DEFAULT_SEEDS))
-    plan = Plan(values, default if seeds is None else _seeds(seeds), nproc)
-    _check_names(plan)
-    return plan
+    return _checked(Plan(values, default if seeds is None else _seeds(seeds), nproc))
 
 
-def _check_names(plan: Plan) -> None:
+def _checked(plan: Plan) -> Plan:
     taken: dict[str, str] = {}
     for one in plan:
         if (other := taken.setdefault(one.name("r"), one.label)) != one.label:
             raise UserError(f"the runs of {other} and {one.label} would have the same name")
+    return plan
 
 
 def _union(old: Sequence[Any], new: Sequence[Any]) -> tuple[Any, ...]:
@@ -123,8 +120,7 @@ def _seeds(text: str) -> tuple[int, ...]:
         raise UserError(
             f"--seeds takes their number, such as 3, or the seeds, such as 5,7: got {text!r}"
         )
-    seeds = map(int, parts) if "," in text else range(int(text))
-    return tuple(dict.fromkeys(seeds))
+    return tuple(dict.fromkeys(map(int, parts) if "," in text else range(int(text))))
 
 
 def file_of(folder: RunFolder) -> Path:

@@ -15,6 +15,7 @@ from rankzero.reporting import markdown
 from rankzero.reporting.run_facts import fold
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
+from rankzero.scalars import numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,22 +51,16 @@ class Mean:
 def read(run: Repetition, folder: RunFolder) -> RunResult:
     """Return the result of a run by its journal. The folder need not exist."""
     facts = fold(read_all(folder.events))
-    newest = {key: value for key, value in facts.metrics.items() if key.startswith("val/")}
-    found = {
-        **(facts.best_metrics or newest),
-        **{key: value for key, value in facts.metrics.items() if key.startswith("test/")},
-    }
+    goal, end = facts.goal.metric, facts.end
+    # Without a best evaluation, the newest.
+    groups = ("test/",) if facts.best_metrics else ("test/", "val/")
+    newest = {key: value for key, value in facts.metrics.items() if key.startswith(groups)}
+    found = numbers({**facts.best_metrics, **newest})
     # Sorted, with the goal first: every run and every table has the same order.
-    goal = facts.goal.metric
-    metrics = {key: float(found[key]) for key in sorted(found, key=lambda key: (key != goal, key))}
-    end = facts.end
-    return RunResult(
-        run,
-        folder.path.name,
-        end.status if end else "",
-        end.reason if end else "",
-        {key: value for key, value in metrics.items() if math.isfinite(value)},
-    )
+    names = sorted(found, key=lambda key: (key != goal, key))
+    metrics = {key: found[key] for key in names if math.isfinite(found[key])}
+    status, reason = (end.status, end.reason) if end else ("", "")
+    return RunResult(run, folder.path.name, status, reason, metrics)
 
 
 def means(results: Sequence[RunResult]) -> dict[str, Mean]:
@@ -92,9 +87,9 @@ def means(results: Sequence[RunResult]) -> dict[str, Mean]:
 
 def flat(found: Mapping[str, Mean]) -> dict[str, float]:
     """Return the means as metrics of the repeat's own run: ``val/accuracy/mean`` and others."""
-    metrics = {f"{key}/mean": one.mean for key, one in found.items()}
     halves = {f"{key}/half_width": one.half_width for key, one in found.items()}
-    return {**metrics, **{key: half for key, half in halves.items() if half is not None}}
+    known = {key: half for key, half in halves.items() if half is not None}
+    return {f"{key}/mean": one.mean for key, one in found.items()} | known
 
 
 def as_fields(results: Sequence[RunResult]) -> dict[str, Any]:
@@ -130,17 +125,11 @@ def sentence(results: Sequence[RunResult], goal: Goal) -> str:
 
 def metric_table(results: Sequence[RunResult]) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the table of means."""
-    rows = [
-        [
-            key,
-            f"{one.mean:.4g}",
-            "" if one.half_width is None else f"± {one.half_width:.2g}",
-            f"{one.lowest:.4g}",
-            f"{one.highest:.4g}",
-            str(one.runs),
-        ]
-        for key, one in means(results).items()
-    ]
+    rows = []
+    for key, one in means(results).items():
+        margin = "" if one.half_width is None else f"± {one.half_width:.2g}"
+        numbers = [f"{value:.4g}" for value in (one.mean, one.lowest, one.highest)]
+        rows.append([key, numbers[0], margin, *numbers[1:], str(one.runs)])
     return ["metric", "mean", "95 %", "lowest", "highest", "runs"], rows
 
 
