@@ -222,7 +222,7 @@ def test_errors_inside_pyyaml_become_config_errors(text: str) -> None:
 def test_integer_with_too_many_digits_is_a_config_error() -> None:
     # Also where no setting needs an integer: what prints the value would raise.
     for text in ("width: 0x" + "f" * 5000, "sizes: [0x" + "f" * 5000 + "]"):
-        with pytest.raises(ConfigError, match="too many digits"):
+        with pytest.raises(ConfigError, match="digits"):
             read_yaml(text)
 
 

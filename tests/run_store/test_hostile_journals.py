@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rankzero.catalog import lookup
 from rankzero.cli.commands import runs as runs_command
 from rankzero.cli.display import diagnosis
-from rankzero.cli.display.progress_bar import ProgressModel, duration, progress_panel
+from rankzero.cli.display.progress_bar import ProgressModel, progress_panel
 from rankzero.events import Event, RunEnded, decode, encode
 from rankzero.experiment import Goal
 from rankzero.reporting import metric_table, run_report
@@ -286,4 +286,4 @@ def test_a_journal_of_rubbish_takes_a_moment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e300])
 def test_a_duration_of_any_length_can_be_shown(seconds: float) -> None:
-    assert duration(seconds)
+    assert run_report.duration(seconds)

@@ -9,6 +9,7 @@ import operator
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rankzero.catalog.summary import Summary
 from rankzero.config.renamed import new_name
@@ -89,7 +90,7 @@ def select(
     """
     conditions = list(conditions)
     key = (sort or "").removeprefix("-")
-    for needed in (*(condition.key for condition in conditions), *([key] if key else [])):
+    for needed in filter(None, (*(condition.key for condition in conditions), key)):
         _require(needed, runs)
     selected = [run for run in runs if all(condition.holds(run) for condition in conditions)]
     if not key:
@@ -98,10 +99,9 @@ def select(
     # NaN has no place in an order: it is the only value that does not equal itself.
     have = [(value, run) for value, run in pairs if value is not None and value == value]
     lack = [run for value, run in pairs if value is None or value != value]
-    if all(_number(value) is not None for value, _ in have):
-        have.sort(key=lambda pair: _number(pair[0]) or 0.0, reverse=sort != key)
-    else:
-        have.sort(key=lambda pair: str(pair[0]).casefold(), reverse=sort != key)
+    are_numbers = all(_number(value) is not None for value, _ in have)
+    order: Callable[[_Value], Any] = _number if are_numbers else lambda value: str(value).casefold()
+    have.sort(key=lambda pair: order(pair[0]), reverse=sort != key)
     return [run for _, run in have] + lack
 
 

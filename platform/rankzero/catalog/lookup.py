@@ -21,11 +21,10 @@ from rankzero.catalog import summary
 from rankzero.catalog.summary import Summary
 from rankzero.config.renamed import params_with_new_names
 from rankzero.errors import UserError
-from rankzero.events import Evaluated, RunEnded, RunStarted
-from rankzero.experiment import Goal
+from rankzero.events import RunEnded, RunStarted
 from rankzero.run_store import delivery_state, names, symlinks
 from rankzero.run_store.folder import EVENTS, RunFolder
-from rankzero.run_store.journal import read, read_all
+from rankzero.run_store.journal import read
 
 log = logging.getLogger(__name__)
 
@@ -56,23 +55,22 @@ def find(runs: Path, name_or_id: str) -> RunFolder | None:
     UserError if several runs have that name there, and InvalidRunFolder if a link leads out of the
     folder.
     """
-    found: RunFolder | None = None
     if names.is_plain(name_or_id) and (runs / name_or_id / _IDENTITY).exists():
-        found = RunFolder(runs / name_or_id)
+        same = [RunFolder(runs / name_or_id)]
     else:
         known = listed(runs)
         # A copy of a folder has the same id: the newer one is used.
-        same = [run for run in known if run.mlflow_run_id == name_or_id][:1]
-        same = same or [run for run in known if run.shown_name == name_or_id]
-        if len(same) > 1:
-            raise UserError(
-                f"{len(same)} runs have the name {names.shown(name_or_id)} in MLflow: give one of "
-                f"the folders' names, {', '.join(run.folder.path.name for run in same)}"
-            )
-        found = same[0].folder if same else None
-    if found is not None:
-        symlinks.refuse(found.path)
-    return found
+        same = [run.folder for run in known if run.mlflow_run_id == name_or_id][:1]
+        same = same or [run.folder for run in known if run.shown_name == name_or_id]
+    if len(same) > 1:
+        raise UserError(
+            f"{len(same)} runs have the name {names.shown(name_or_id)} in MLflow: give one of "
+            f"the folders' names, {', '.join(folder.path.name for folder in same)}"
+        )
+    if not same:
+        return None
+    symlinks.refuse(same[0].path)
+    return same[0]
 
 
 def require(runs: Path, name_or_id: str) -> RunFolder:
@@ -110,16 +108,6 @@ def attempt_started(folder: RunFolder, since: int | None) -> bool:
     if since is None:
         return folder.events.exists()
     return any(isinstance(event, (RunStarted, RunEnded)) for event in read(folder.events, since)[0])
-
-
-def best_so_far(folder: RunFolder, goal: Goal) -> float | None:
-    """Return the goal metric's best value in the run's earlier attempts, or None without one."""
-    best: float | None = None
-    for event in read_all(folder.events):
-        value = event.metrics.get(goal.metric) if isinstance(event, Evaluated) else None
-        if value is not None and goal.better(value, best):
-            best = value
-    return best
 
 
 def listed(

@@ -117,9 +117,9 @@ def read_summary(folder: RunFolder) -> Summary:
         started=begun,
         seconds=max([0.0, *(_time(event) - begun for event in events[-1:])]),
         goal=goal,
-        best=number(ended.metrics.get("best"))
+        best=number(results.get("best"))
         if ended
-        else _best(events, goal, params.get("goal.mode", "min")),
+        else best_of(events, goal, params.get("goal.mode", "min")),
         samples_per_second=number(results.get("samples_per_second", metrics.get(SPEED))),
         undelivered=delivery.waits or delivery_state.unread_bytes(folder, offsets) > 0,
         parent=identity.parent,
@@ -210,27 +210,23 @@ def _step(event: Event) -> int | None:
 def _newest_values(events: Iterable[Event]) -> dict[str, float]:
     found: dict[str, Any] = {}
     for event in events:
-        match event:
-            case StepsLogged():
-                found |= {key: column[-1] for key, column in event.metrics.items() if column}
-            case Evaluated():
-                found |= event.metrics
-            case RunEnded():
-                found |= {
-                    key if "/" in key else f"{WHOLE_RUN}/{key}": value
-                    for key, value in event.metrics.items()
-                }
-            case _:
-                pass
+        if isinstance(event, StepsLogged):
+            found |= {key: column[-1] for key, column in event.metrics.items() if column}
+        elif isinstance(event, Evaluated):
+            found |= event.metrics
+        elif isinstance(event, RunEnded):
+            for key, value in event.metrics.items():
+                found[key if "/" in key else f"{WHOLE_RUN}/{key}"] = value
     return numbers(found)
 
 
-def _best(events: Iterable[Event], goal: str, mode: str) -> float | None:
+def best_of(events: Iterable[Event], metric: str, mode: str) -> float | None:
+    """Return a metric's best value in the evaluations, or None without one."""
     judge = Goal(mode="max" if mode == "max" else "min")
     best: float | None = None
     for event in events:
         if isinstance(event, Evaluated):
-            value = number(event.metrics.get(goal))
+            value = number(event.metrics.get(metric))
             if value is not None and (event.best or judge.better(value, best)):
                 best = value
     return best

@@ -12,7 +12,7 @@ import ast
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rankzero.cli.verbs import VERBS
@@ -75,13 +75,12 @@ def candidates(line: str, root: Path) -> list[str]:
 
     words = line.split(" ")
     before, word = [found for found in words[:-1] if found], words[-1].lstrip("\"'")
-    if len(before) < 2:
-        found: Iterator[str] = iter((*VERBS, "--help", "--version")) if before else iter(())
-    elif before[1] not in VERBS:
-        return []
-    else:
-        named = dict(itertools.pairwise(before)).get("--dir")
-        found = _next_words(parser_of(before[1]), before[2:], word, Path(named) if named else root)
+    found: Iterable[str] = ()
+    if len(before) == 1:
+        found = (*VERBS, "--help", "--version")
+    elif before[1:2] and before[1] in VERBS:
+        root = Path(dict(itertools.pairwise(before)).get("--dir", root))
+        found = _next_words(parser_of(before[1]), before[2:], word, root)
     return sorted({name for name in found if name.startswith(word)})
 
 

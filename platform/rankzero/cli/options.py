@@ -108,6 +108,12 @@ def _wait_seconds(text: str) -> float:
         ) from None
 
 
+def absolute(reference: str) -> str:
+    """Return an experiment's reference with its file's absolute path."""
+    path, cls = experiment_file.split(reference)
+    return f"{path}:{cls}" if cls else str(path)
+
+
 def run_name(arguments: argparse.Namespace, kind: str = "") -> str:
     """Return the name of ``--run-name``, or a new one of the file's name and `kind`."""
     if arguments.run_name is not None:
@@ -121,7 +127,7 @@ def identity_for(arguments: argparse.Namespace, name: str) -> Identity:
 
     Creates the tables of its store, but not offline.
     """
-    path, cls = experiment_file.split(arguments.experiment)
+    path, _ = experiment_file.split(arguments.experiment)
     uri = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     if not arguments.offline:
         uris.prepare_store(uri)
@@ -132,7 +138,7 @@ def identity_for(arguments: argparse.Namespace, name: str) -> Identity:
         experiment=arguments.experiment_name or in_environment or path.stem,
         tracking_uri=uri,
         artifact_root=uris.artifact_root(uri),
-        experiment_file=f"{path}:{cls}" if cls else str(path),
+        experiment_file=absolute(arguments.experiment),
         project_dir=str(Path.cwd()),
     )
 

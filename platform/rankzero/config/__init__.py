@@ -98,7 +98,7 @@ def read_yaml(text: str) -> dict[str, Any]:
         raise ConfigError(str(error)) from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"expected lines of `key: value`, got a {type(loaded).__name__}")
-    return dict(_flat_mapping(loaded))
+    return dict(dotted(loaded))
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -204,9 +204,10 @@ def _nested(config: object, instead: Mapping[str, str], prefix: str = "") -> dic
     return nested
 
 
-def _flat_mapping(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(nested: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of a nested mapping."""
     for key, value in nested.items():
-        if isinstance(value, dict):
-            yield from _flat_mapping(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

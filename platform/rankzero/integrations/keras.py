@@ -8,10 +8,11 @@ checkpoints.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rankzero.config import dotted
 from rankzero.integrations.deferred_run import DeferredRun
 
 try:
@@ -133,10 +134,7 @@ def restore(model: keras.Model, checkpoint: str | Path) -> None:
 
 def _variables(model: keras.Model) -> dict[str, list[Any]]:
     optimizer = getattr(model, "optimizer", None)
-    return {
-        "model": list(model.weights),
-        "optimizer": list(optimizer.variables if optimizer is not None else ()),
-    }
+    return {"model": list(model.weights), "optimizer": list(getattr(optimizer, "variables", ()))}
 
 
 def _weights(model: keras.Model) -> dict[str, dict[str, Any]]:
@@ -180,12 +178,4 @@ def _settings(model: keras.Model, params: Mapping[str, Any]) -> dict[str, Any]:
         "replicas": getattr(strategy, "num_replicas_in_sync", None),
         "optimizer": {} if optimizer is None else optimizer.get_config(),
     }
-    return dict(_without_none(settings))
-
-
-def _without_none(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield name, dict(_without_none(value))
-        elif value is not None:
-            yield name, value
+    return {name: value for name, value in dotted(settings) if value is not None}

@@ -15,14 +15,14 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rankzero import ranks
-from rankzero.catalog import lookup
-from rankzero.config import ConfigError
+from rankzero.catalog.summary import best_of
+from rankzero.config import ConfigError, dotted
 from rankzero.config.values import render
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import Goal
@@ -112,7 +112,7 @@ class TrackedRun:
         self._flush_rows, self._flushed = flush_rows, time.monotonic()
         self._warned: set[str] = set()
         self._step, self._warned_of_step = 0, False
-        self._best = lookup.best_so_far(log.folder, goal)
+        self._best = best_of(read_all(log.folder.events), goal.metric, goal.mode)
         self._last: dict[str, float] = {}
         self._checkpoints: Any = None
 
@@ -201,9 +201,8 @@ class TrackedRun:
                 flush_journal=self._log.flush,
                 sync_journal=self._log.sync,
             )
-            folder = self._log.folder
-            events = read_all(folder.events)
-            self._log_all(unlogged(folder.path, events, self._keep, self._goal))
+            events = read_all(self._log.folder.events)
+            self._log_all(unlogged(self._log.folder.path, events, self._keep, self._goal))
         return self._checkpoints
 
     def _close_checkpoints(self, *, finished: bool) -> None:
@@ -259,19 +258,14 @@ class TrackedRun:
         return self._step
 
     def _warn_of_odd_values(self, rows: Iterable[tuple[Any, float, Mapping[str, Any]]]) -> None:
-        # `snapshot` replaces a value that cannot be logged by a text that describes it.
-        odd = {
-            name: value
-            for _, _, metrics in rows
-            for name, value in metrics.items()
-            if isinstance(value, str)
-        }
-        for name in sorted(odd.keys() - self._warned):
-            self._warned.add(name)
-            self._log.notice(
-                f"{name} is not a number but {odd[name]!r}: it is logged as NaN; log its mean, for "
-                "instance"
-            )
+        for name, value in (item for _, _, metrics in rows for item in metrics.items()):
+            # `snapshot` replaces a value that cannot be logged by a text that describes it.
+            if isinstance(value, str) and name not in self._warned:
+                self._warned.add(name)
+                self._log.notice(
+                    f"{name} is not a number but {value!r}: it is logged as NaN; log its mean, for "
+                    "instance"
+                )
 
 
 class _NullTrackedRun(TrackedRun):
@@ -279,26 +273,19 @@ class _NullTrackedRun(TrackedRun):
 
     name = folder = None
 
-    def __init__(self) -> None:
-        """Open nothing."""
+    def __init__(self) -> None: ...
 
     def __enter__(self) -> TrackedRun:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Write nothing."""
+    def __exit__(self, *_: object) -> None: ...
 
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Ignore the metrics."""
+    def log(self, *_: Any, **__: Any) -> None: ...
 
-    def evaluated(self, metrics: Mapping[str, Any], step: int) -> bool:
-        """Return False: only rank 0 knows the best."""
+    def evaluated(self, *_: Any, **__: Any) -> bool:
         return False
 
-    def checkpoint(
-        self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any] | None = None
-    ) -> None:
-        """Ignore the state."""
+    def checkpoint(self, *_: Any, **__: Any) -> None: ...
 
 
 def params_of(config: object) -> dict[str, str]:
@@ -308,16 +295,8 @@ def params_of(config: object) -> dict[str, str]:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         config = dataclasses.asdict(config)
     if isinstance(config, Mapping):
-        return {key: render(value) for key, value in _dotted(config, "")}
+        return {key: render(value) for key, value in dotted(config)}
     raise ConfigError(f"a config must be a mapping or a dataclass, got {type(config).__name__}")
-
-
-def _dotted(nested: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:

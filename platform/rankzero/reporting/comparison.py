@@ -13,7 +13,6 @@ from rankzero.reporting import reproduce
 from rankzero.reporting.run_facts import Facts
 from rankzero.scalars import number
 
-_PACKAGE, _VARIABLE = "rankzero.package.", "rankzero.env."
 _CODE = {
     "commit": "mlflow.source.git.commit",
     "branch": "mlflow.source.git.branch",
@@ -126,20 +125,18 @@ def _code(side: RunSide) -> dict[str, str]:
 
 def _packages(side: RunSide) -> dict[str, str]:
     # A run that did not write packages.txt has the versions of a few packages as tags.
-    tags = side.facts.environment.items()
-    return dict(side.packages) or {
-        key.removeprefix(_PACKAGE): text for key, text in tags if key.startswith(_PACKAGE)
-    }
+    return dict(side.packages) or _tags(side.facts, "rankzero.package.")
 
 
 def _machine(facts: Facts) -> dict[str, str]:
     known = {name: facts.environment.get(f"rankzero.{name}", "") for name in _MACHINE}
-    variables = {
-        key.removeprefix(_VARIABLE): text
-        for key, text in facts.environment.items()
-        if key.startswith(_VARIABLE)
-    }
+    variables = _tags(facts, "rankzero.env.")
     return {**{name: text for name, text in known.items() if text}, **variables}
+
+
+def _tags(facts: Facts, prefix: str) -> dict[str, str]:
+    tags = facts.environment.items()
+    return {key.removeprefix(prefix): text for key, text in tags if key.startswith(prefix)}
 
 
 def _texts(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[ComparisonRow]:

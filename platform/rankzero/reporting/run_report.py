@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rankzero.catalog.summary import read_summary
 from rankzero.events import RunEnded
 from rankzero.reporting import reproduce
 from rankzero.reporting.bottleneck import limited_by, straggler
-from rankzero.reporting.run_facts import Facts
+from rankzero.reporting.delivery_problems import trouble
+from rankzero.reporting.markdown import table
+from rankzero.reporting.run_facts import Facts, fold
+from rankzero.run_store.delivery_state import DeliveryState, load, path_of
+from rankzero.run_store.folder import RunFolder
 from rankzero.scalars import number
 
 _SETTINGS = (
@@ -32,28 +38,37 @@ _EM_SPACES = "&emsp;&emsp;"
 _GAP = "&nbsp;\n\n"
 
 
-def markdown(name: str, facts: Facts, end: RunEnded, trouble: Sequence[str] = ()) -> str:
-    """Return the report of the run `name`. `trouble`: the problems of its delivery."""
+def page(folder: RunFolder) -> str:
+    """Return a run's page in MLflow as text, as if a run without an end ended now."""
+    return for_terminal(written(folder, load(path_of(folder, 0))))
+
+
+def written(folder: RunFolder, progress: DeliveryState) -> str:
+    """Return the page with the problems of this delivery."""
+    facts, problems = fold(folder.all_events()), trouble(progress)
+    if folder.description.exists():
+        # Other text, such as a study's: the problems come at its end.
+        text = folder.description.read_text(encoding="utf-8")
+        return "\n\n".join([text.rstrip(), *filter(None, _all_notes(facts, problems))]) + "\n"
+    end = facts.end or so_far(facts, read_summary(folder).status)
+    return markdown(folder.identity.name, facts, end, problems)
+
+
+def markdown(name: str, facts: Facts, end: RunEnded, problems: Sequence[str] = ()) -> str:
+    """Return the report of the run `name`. `problems`: those of its delivery."""
     parts = [
         f"### {end.status}: {_inline(end.reason)}",
         _lead(facts, end),
         _results(facts, end),
         _error(end),
         _checkpoints(name, facts, end),
-        _notes("Problems during the run", facts.notices),
-        _notes("Delivery to MLflow", trouble),
+        *_all_notes(facts, problems),
         _origin(facts),
         _reproduce(name, facts),
         _setting(facts),
     ]
     # A part without content is empty. Then its heading is left out, too.
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def with_notes(page: str, notices: Sequence[str], trouble: Sequence[str]) -> str:
-    """Return a page of other text, such as a study's, with the problems at its end."""
-    notes = [_notes("Problems during the run", notices), _notes("Delivery to MLflow", trouble)]
-    return "\n\n".join([page.rstrip(), *filter(None, notes)]) + "\n"
 
 
 def so_far(facts: Facts, status: Any) -> RunEnded:
@@ -112,7 +127,7 @@ def _progress_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "Steps", f"{facts.steps:,}{total}"
     if facts.started is not None:
         again = f" in {facts.attempts} attempts" if facts.attempts > 1 else ""
-        yield "Duration", _duration(facts.duration) + again
+        yield "Duration", duration(facts.duration) + again
 
 
 def _speed_rows(facts: Facts, end: RunEnded) -> Iterator[tuple[str, str]]:
@@ -161,6 +176,11 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
     return (
         f"{_GAP}### Checkpoints\n\nSteps {listed}. {verb} from the latest:\n\n```sh\n{command}\n```"
     )
+
+
+def _all_notes(facts: Facts, problems: Sequence[str]) -> list[str]:
+    found = ("Problems during the run", facts.notices), ("Delivery to MLflow", problems)
+    return [_notes(heading, lines) for heading, lines in found]
 
 
 def _notes(heading: str, lines: Sequence[str]) -> str:
@@ -232,8 +252,7 @@ def _setting(facts: Facts) -> str:
 
 def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
     # MLflow's page gives tables no padding.
-    body = (f"| {left}{_EM_SPACES} | {right} |" for left, right in rows)
-    return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *body])
+    return table(head, [(left + _EM_SPACES, right) for left, right in rows])
 
 
 def _inline(text: str) -> str:
@@ -250,9 +269,9 @@ def _number(value: float | None) -> str:
     return f"{real:.4g}"
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+def duration(seconds: float) -> str:
+    """Return a duration as 12 s, 3 min 20 s or 2 h 05 min."""
+    minutes, rest = divmod(max(0, round(seconds)) if math.isfinite(seconds) else 0, 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

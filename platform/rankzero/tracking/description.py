@@ -10,7 +10,7 @@ import re
 from rankzero.mlflow_store import limits
 from rankzero.mlflow_store.items import DESCRIPTION, Tags
 from rankzero.reporting.delivery_problems import trouble
-from rankzero.reporting.run_page import written
+from rankzero.reporting.run_report import written
 from rankzero.run_store.delivery_state import DeliveryState, Page, Task
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.open_run import Target

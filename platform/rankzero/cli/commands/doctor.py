@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import platform
 import shutil
 import sqlite3
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,8 +20,7 @@ from rich.markup import escape
 from rankzero.errors import FAILED, FINISHED
 
 _GIGABYTE = 1e9
-_LEAST_SHARED_BYTES = 1 * _GIGABYTE
-_LEAST_DISK_BYTES = 5 * _GIGABYTE
+_LEAST_SHARED, _LEAST_DISK = 1 * _GIGABYTE, 5 * _GIGABYTE
 _TORCHVISION_OFFSET = 14  # torch 2.N belongs to torchvision 0.(N + 14)
 _NOT_CHECKED = " (not checked here: a run will)"
 _DRIVER = Path("/sys/module/nvidia/version")
@@ -40,12 +39,10 @@ class Check(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", metavar="RUN", nargs="?", help="explain this run instead (its name or MLflow id)"
-    )
-    parser.add_argument(
-        "--tracking-uri", help="the tracking store to check (default: as `rankzero train` finds it)"
-    )
+    which = "explain this run instead (its name or MLflow id)"
+    parser.add_argument("run", metavar="RUN", nargs="?", help=which)
+    store = "the tracking store to check (default: as `rankzero train` finds it)"
+    parser.add_argument("--tracking-uri", help=store)
 
 
 def run(arguments: argparse.Namespace, usage: DiskUsage = shutil.disk_usage) -> int:
@@ -57,22 +54,19 @@ def run(arguments: argparse.Namespace, usage: DiskUsage = shutil.disk_usage) -> 
     console = Console(highlight=False, emoji=False, soft_wrap=True)
     wrong = []
     for check in _checks(arguments.dir, arguments.tracking_uri, usage):
-        mark = "[green]ok [/]" if check.there else "[dim]-- [/]"
-        if check.fix is not None:
-            mark = "[red]fix[/]"
+        line = f"{check.name:15} {escape(check.found)}"
+        if check.fix is None:
+            console.print(f"{'[green]ok [/]' if check.there else '[dim]-- [/]'} {line}")
+        else:
             wrong.append(check.name)
-        console.print(f"{mark} {check.name:15} {escape(check.found)}")
-        if check.fix is not None:
-            console.print(f"    -> {escape(check.fix)}")
+            console.print(f"[red]fix[/] {line}\n    -> {escape(check.fix)}")
     console.print(f"{len(wrong)} to fix: {', '.join(wrong)}" if wrong else "all well")
     return FAILED if wrong else FINISHED
 
 
 def _checks(root: Path, tracking_uri: str | None, usage: DiskUsage) -> Iterator[Check]:
     """Yield the results, cheapest first."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    old = sys.version_info < (3, 11)
-    yield Check("Python", version, "install Python 3.11 or newer" if old else None)
+    yield Check("Python", platform.python_version())
     git = shutil.which("git")
     missing = "not found: runs will not record their commit"
     yield Check("git", git or missing, None if git else "install git")
@@ -93,7 +87,7 @@ def disk(root: Path, usage: DiskUsage = shutil.disk_usage) -> Check:
     free = usage(existing).free
     full = "make room: a checkpoint that cannot be written is lost"
     found = f"{root}, {free / _GIGABYTE:,.0f} GB free"
-    return Check("runs folder", found, None if free > _LEAST_DISK_BYTES else full)
+    return Check("runs folder", found, None if free > _LEAST_DISK else full)
 
 
 def shared_memory(folder: Path = Path("/dev/shm"), usage: DiskUsage = shutil.disk_usage) -> Check:
@@ -103,9 +97,9 @@ def shared_memory(folder: Path = Path("/dev/shm"), usage: DiskUsage = shutil.dis
         return Check("shared memory", "no /dev/shm on this system", there=False)
     total, free = usage(folder).total, usage(folder).free
     fix = None
-    if total < _LEAST_SHARED_BYTES:
+    if total < _LEAST_SHARED:
         fix = "start the container with --shm-size=8g, or set train.workers=0"
-    elif free < _LEAST_SHARED_BYTES:
+    elif free < _LEAST_SHARED:
         fix = f"find what fills {folder}: files of ended processes can be removed"
     found = f"{free / _GIGABYTE:,.1f} of {total / _GIGABYTE:,.1f} GB free"
     return Check("shared memory", found, fix)
@@ -144,10 +138,8 @@ def _check_sqlite(path: Path) -> str:
     except sqlite3.Error as error:
         answer = str(error)
     if answer != "ok":
-        raise RuntimeError(
-            f"{path} is damaged: {answer}; restore a copy, or choose another --dir and run "
-            "rankzero sync"
-        )
+        fix = "restore a copy, or choose another --dir and run rankzero sync"
+        raise RuntimeError(f"{path} is damaged: {answer}; {fix}")
     return ""
 
 
@@ -158,18 +150,14 @@ def _check_server(address: str, timeout: float) -> str:
             return ""
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code in (401, 403):
-            return (
-                " (needs a login: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or a "
-                "token)"
-            )
-        raise RuntimeError(
-            f"this is not an MLflow server ({error}): correct the tracking URI"
-        ) from error
+        if error.code not in (401, 403):
+            what = f"this is not an MLflow server ({error}): correct the tracking URI"
+            raise RuntimeError(what) from error
+        variables = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        return f" (needs a login: set {variables}, or a token)"
     except OSError as error:
-        raise RuntimeError(
-            f"no answer ({error}): start the server, or correct the tracking URI"
-        ) from error
+        what = f"no answer ({error}): start the server, or correct the tracking URI"
+        raise RuntimeError(what) from error
 
 
 def _installed_versions() -> tuple[str, str]:
@@ -215,11 +203,9 @@ def _accelerator() -> Check:
 def _no_gpu(driver: Path) -> Check:
     if not driver.exists():
         return Check("GPUs", "no NVIDIA driver: training on the CPU, over gloo", there=False)
-    return Check(
-        "GPUs",
-        f"driver {driver.read_text().strip()}, but PyTorch finds no GPU",
-        "install a PyTorch built for this driver, or check CUDA_VISIBLE_DEVICES",
-    )
+    found = f"driver {driver.read_text().strip()}, but PyTorch finds no GPU"
+    fix = "install a PyTorch built for this driver, or check CUDA_VISIBLE_DEVICES"
+    return Check("GPUs", found, fix)
 
 
 def _nvml() -> Check:
@@ -233,9 +219,7 @@ def _nvml() -> Check:
         sampler.close()
     if readings:
         return Check("NVML", f"{len(readings)} readings of {', '.join(described.values())}")
-    fix = (
-        "runs will lack GPU metrics: install nvidia-ml-py, and give the container the driver's "
-        "utilities"
-    )
+    what = "install nvidia-ml-py, and give the container the driver's utilities"
+    fix = f"runs will lack GPU metrics: {what}"
     found = notices[0] if notices else "no GPUs to read"
     return Check("NVML", found, fix if _DRIVER.exists() and notices else None, there=False)

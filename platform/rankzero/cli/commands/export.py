@@ -15,8 +15,7 @@ from rankzero.cli.commands import runs
 from rankzero.errors import UserError
 from rankzero.reporting import learning_curves
 from rankzero.reporting.run_facts import fold
-from rankzero.reporting.run_page import page
-from rankzero.reporting.run_report import for_terminal
+from rankzero.reporting.run_report import page
 from rankzero.run_store.folder import RunFolder
 
 
@@ -67,7 +66,7 @@ def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
     }
     texts = {
         target / "run.json": json.dumps(described, indent=2) + "\n",
-        target / "report.md": for_terminal(page(folder)),
+        target / "report.md": page(folder),
     }
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

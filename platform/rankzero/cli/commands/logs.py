@@ -42,9 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     names = {path.name for path in (folder.path / "logs").glob("*/attempt_*/*")}
     found = sorted(int(name) for name in names if name.isdigit())
     if arguments.rank is not None and arguments.rank not in found:
-        known = (
-            f"its ranks here are {', '.join(map(str, found))}" if found else "it has no logs here"
-        )
+        ranks = ", ".join(map(str, found))
+        known = f"its ranks here are {ranks}" if found else "it has no logs here"
         raise UserError(f"{folder.path.name} has no output of rank {arguments.rank}: {known}")
     shown = found if arguments.rank is None else [arguments.rank]
     for rank in shown:
@@ -63,7 +62,7 @@ def _show(folder: RunFolder, rank: int, prefix: str = "") -> None:
 
 def _follow(folder: RunFolder, root: Path, rank: int) -> int:
     """Show the run as the command that trains it does; return that command's exit code."""
-    goal = goal_of(read_summary(folder).params) or Goal()
+    name, goal = folder.path.name, goal_of(read_summary(folder).params) or Goal()
     console = Console(folder, goal, root, rank)
     try:
         _show(folder, rank)
@@ -74,13 +73,10 @@ def _follow(folder: RunFolder, root: Path, rank: int) -> int:
                 _wait_for_the_end(folder, console)
     except KeyboardInterrupt:
         # The display only reads the run's files, so its end does not affect the run.
-        console.notice(f"detached; {folder.path.name} continues")
+        console.notice(f"detached; {name} continues")
         return FINISHED
     if console.ended is None:
-        console.notice(
-            f"{folder.path.name} died and its end was not recorded: rankzero sync "
-            f"{folder.path.name} records it"
-        )
+        console.notice(f"{name} died and its end was not recorded: rankzero sync {name} records it")
         return FAILED
     console.result(console.ended)
     return _EXIT_CODES[console.ended.status]

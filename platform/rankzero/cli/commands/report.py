@@ -16,13 +16,10 @@ from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
 from rankzero.cli.display.terminal import is_interactive, table_console, text_console
 from rankzero.errors import UserError
-from rankzero.events import RunStarted
 from rankzero.reporting import comparison, run_facts, run_report
 from rankzero.reporting.comparison import RunSide
-from rankzero.reporting.run_page import page
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
-from rankzero.run_store.journal import read
 
 _PATCH_LINES = 40
 
@@ -44,24 +41,21 @@ def run(arguments: argparse.Namespace) -> int:
         _show_differences(left, right, everything=arguments.all)
         return 0
     folder = lookup.find(runs, names[0])
-    head = read(folder.events, 0, 1)[0] if folder else []
     # Only a study's run has this param.
-    is_study = any(isinstance(one, RunStarted) and "search.sampler" in one.params for one in head)
+    is_study = folder is not None and "search.sampler" in read_summary(folder).params
     if arguments.storage or is_study:
         _show_study(arguments)
-    elif folder is not None:
-        text = run_report.for_terminal(page(folder))
-        if is_interactive():
-            table_console().print(Markdown(text, code_theme="ansi_dark"))
-        else:
-            print(text, end="")
+        return 0
+    # A study may have its run on another disk, and its trials in a database of this one.
+    if folder is None and (arguments.dir / "studies.db").exists():
+        with contextlib.suppress(UserError):
+            _show_study(arguments)
+            return 0
+    text = run_report.page(lookup.require(runs, names[0]))
+    if is_interactive():
+        table_console().print(Markdown(text, code_theme="ansi_dark"))
     else:
-        # A study may have its run on another disk, and its trials in a database of this one.
-        if (arguments.dir / "studies.db").exists():
-            with contextlib.suppress(UserError):
-                _show_study(arguments)
-                return 0
-        lookup.require(runs, names[0])  # raises, and names the newest runs
+        print(text, end="")
     return 0
 
 
@@ -122,8 +116,7 @@ def _show_study(arguments: argparse.Namespace) -> None:
     for column in columns:
         ratio = 1 if column == "reason" else None
         table.add_column(column, no_wrap=True, overflow="ellipsis", ratio=ratio)
-    for trial in trials:
-        row = row_of(trial)
+    for row in map(row_of, trials):
         table.add_row(*(_cell(row[column]) for column in columns))
     terminal.print(table)
     for number, runs in by_trial(facts.get(CONFIRMATIONS, [])).items():

@@ -30,15 +30,10 @@ RECORDER_SECONDS = 10.0  # for a live recorder to write how the previous attempt
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_run(parser, elsewhere=True)
-    parser.add_argument(
-        "settings",
-        metavar="key=value",
-        nargs="*",
-        help="settings to change, such as train.epochs=20 or train.steps=2000",
-    )
-    parser.add_argument(
-        "--experiment", metavar="EXP", help="the experiment's file, if it has moved"
-    )
+    changes = "settings to change, such as train.epochs=20 or train.steps=2000"
+    parser.add_argument("settings", metavar="key=value", nargs="*", help=changes)
+    moved = "the experiment's file, if it has moved"
+    parser.add_argument("--experiment", metavar="EXP", help=moved)
     options.add_processes(parser, default="as many as before")
     options.add_machines(parser)
     options.add_delivery(parser)
@@ -52,26 +47,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _resume(folder: RunFolder, arguments: argparse.Namespace) -> int:
+    name, offline = folder.path.name, arguments.offline
     if is_written(folder):
-        raise UserError(
-            f"{folder.path.name} is still training: stop it first, or wait until it has ended"
-        )
+        raise UserError(f"{name} is still training: stop it first, or wait until it has ended")
     joins = arguments.nnodes > 1 and not folder.events.exists() and not lookup.mlflow_id(folder)
     if joins:  # another machine, whose settings all ranks use in the end
         changes = config.parse_assignments(arguments.settings)
         experiment = with_changes(class_of(folder, arguments.dir)(), changes)
     else:
         experiment = _experiment(folder, arguments)
-        _set_processes(_require_checkpoint(folder, arguments.offline), arguments)
+        _set_processes(_require_checkpoint(folder, offline), arguments)
     topology = launch_run.topology_of(arguments, experiment.train)
     if not joins:
-        if not arguments.offline:
+        if not offline:
             uris.prepare_store(folder.identity.tracking_uri)
         # Now, so that `rankzero runs` does not close the run while its ranks start.
         if folder.events.exists():
             sync.close_if_dead(folder, RECORDER_SECONDS)
         write_config(folder, experiment)
-    offline = arguments.offline
     plan = launch_run.LaunchPlan(
         folder, experiment, topology, arguments.dir, sys.argv, resumes=True, offline=offline
     )
@@ -94,11 +87,8 @@ def _folder(arguments: argparse.Namespace) -> RunFolder:
         print(f"{arguments.run_name} is not on this disk: looking in {uri}")
         found = download.run_folder(runs, uri, arguments.run_name)
     if arguments.experiment:
-        path, cls = experiment_file.split(arguments.experiment)
-        moved = dataclasses.replace(
-            found.identity, experiment_file=f"{path}:{cls}" if cls else str(path)
-        )
-        found.write_identity(moved)
+        file = options.absolute(arguments.experiment)
+        found.write_identity(dataclasses.replace(found.identity, experiment_file=file))
     return found
 
 

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from rankzero.catalog import dead_runs, filters, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary
-from rankzero.cli.display.progress_bar import duration
 from rankzero.cli.display.terminal import table_console
+from rankzero.reporting.run_report import duration
 from rankzero.run_store.folder import FolderGone
 from rankzero.run_store.location import is_offline
 from rankzero.run_store.names import InvalidRunFolder, printable
@@ -52,9 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sort", metavar="KEY", help=sort)
     array = "print everything about the runs as a JSON array, one run per line"
     parser.add_argument("--json", action="store_true", help=array)
-    parser.add_argument(
-        "--all", action="store_true", help="include the runs of searches and repeats"
-    )
+    children = "include the runs of searches and repeats"
+    parser.add_argument("--all", action="store_true", help=children)
     limit = f"the number of runs (default: {_SHOWN}; with --json all)"
     parser.add_argument("-n", type=int, dest="limit", help=limit)
 
@@ -83,12 +82,9 @@ def as_json(one: Summary) -> dict[str, Any]:
 
 def _closed(runs: Path) -> list[Summary]:
     """Return all runs, after recording the end, here and in MLflow, of those that died."""
-    listed = lookup.listed(
-        runs, on_invalid=lambda text: print(f"not listed: {text}", file=sys.stderr)
-    )
-    found = [
-        one.folder for one in listed if one.status == "DIED" and dead_runs.is_stale(one.folder)
-    ]
+    listed = lookup.listed(runs, lambda text: print(f"not listed: {text}", file=sys.stderr))
+    died = [one.folder for one in listed if one.status == "DIED"]
+    found = [folder for folder in died if dead_runs.is_stale(folder)]
     for folder in found:
         print(f"{folder.path.name}: FAILED, {dead_runs.close(folder)}", file=sys.stderr, flush=True)
     # MLflow shows a run as RUNNING until its end is delivered, and nobody else would do that.

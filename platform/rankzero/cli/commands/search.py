@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -202,18 +203,12 @@ def _search_options(arguments: argparse.Namespace) -> SearchOptions:
         raise UserError(
             "--storage is MLflow's own database: their tables would clash. Name another"
         )
-    return SearchOptions(
-        objective=arguments.objective,
-        sampler=arguments.sampler,
-        pruner=arguments.pruner,
-        minutes=arguments.minutes,
-        trials=arguments.trials or (None if arguments.minutes else SearchOptions.trials),
-        tolerance=arguments.tolerance,
-        trial_minutes=arguments.trial_minutes,
-        challengers=arguments.challengers,
-        seeds=arguments.seeds,
-        silence_seconds=arguments.silence_seconds,
-    )
+    if arguments.trials is None and arguments.minutes is None:
+        arguments.trials = SearchOptions.trials
+    chosen = {
+        name.name: getattr(arguments, name.name) for name in dataclasses.fields(SearchOptions)
+    }
+    return SearchOptions(**chosen)
 
 
 def _database(uri: str) -> Path | str:

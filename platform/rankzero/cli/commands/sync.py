@@ -14,12 +14,8 @@ from rankzero.tracking import sync
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="a run's name or MLflow id (default: all incomplete runs)",
-    )
+    which = "a run's name or MLflow id (default: all incomplete runs)"
+    parser.add_argument("run", metavar="RUN", nargs="?", help=which)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,29 +47,27 @@ def _deliver(folder: RunFolder) -> int:
         print(f"{name}: {error}")
         return FAILED
     # `pending` counts what MLflow refused to take for now, not what it rejected for good.
+    again = f"rankzero sync {name}"
     if result.pending:
-        print(
-            f"{name}: {result.delivered:,} values delivered, the rest failed: "
-            f"{result.error or 'no answer'}; try again later: rankzero sync {name}"
-        )
+        why = result.error or "no answer"
+        done = f"{result.delivered:,} values delivered, the rest failed"
+        print(f"{name}: {done}: {why}; try again later: {again}")
         return FAILED
     if lookup.last_end(folder) is None and not run_locks.writer_lives(folder):
-        print(
-            f"{name}: its recorder is alive and must write the run's end first; try again later: "
-            f"rankzero sync {name}"
-        )
+        why = "its recorder is alive and must write the run's end first"
+        print(f"{name}: {why}; try again later: {again}")
         return FAILED
     lacks = ""
     if result.page_update_waits:
-        lacks = f" except for the latest problems on its page: rankzero sync {name}"
+        lacks = f" except for the latest problems on its page: {again}"
     print(f"{name}: complete, {result.delivered:,} values in MLflow{lacks}")
     for line in result.trouble:
         print(f"  {line}")
-    children = folder.children
     # A parent has no model of its own, and the trials of a search keep none.
-    for one in [child for child in children if child.late_model.exists()] or [folder]:
+    late = [child for child in folder.children if child.late_model.exists()]
+    for one in late if folder.children else [folder]:
         ended = lookup.last_end(one)
-        if ended is not None and ended.status == "FINISHED" and (one is not folder or not children):
+        if ended is not None and ended.status == "FINISHED":
             # In a process of its own, because it runs the user's code.
             best_model.in_new_process(one, lambda text: print(f"{name}: {text}"))
     return FINISHED

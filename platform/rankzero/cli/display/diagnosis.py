@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +14,17 @@ from rich.markup import escape
 
 from rankzero.catalog import dead_runs, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary, read_summary
-from rankzero.cli.display.progress_bar import duration
 from rankzero.redaction.text import text_without_secrets, url_without_secrets
 from rankzero.reporting import timeline
 from rankzero.reporting.delivery_problems import trouble
+from rankzero.reporting.run_report import duration
 from rankzero.run_store import delivery_state as delivery
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import READ_BYTES, read_all, take
 
 _LINES, _OUTPUT_BYTES = 8, 4096
-_WARNING_LEVELS = ("WARNING", "ERROR", "CRITICAL")
+_WARNING = re.compile("WARNING|ERROR|CRITICAL")
 
 
 def run(runs: Path, name_or_id: str) -> int:
@@ -80,10 +81,8 @@ def _timeline(folder: RunFolder) -> Iterator[str]:
     while (chunk := take(folder.events, offset, READ_BYTES)).offset != offset:
         foreign, offset = foreign + chunk.foreign, chunk.offset
     if foreign:
-        yield (
-            f"[yellow]{foreign} lines of the journal are not events: a writer died while it wrote "
-            "them, or another program did[/]"
-        )
+        why = "a writer died while it wrote them, or another program did"
+        yield f"[yellow]{foreign} lines of the journal are not events: {why}[/]"
     nodes = sorted(folder.path.glob("system-node_*.jsonl"))
     if nodes:
         newest = max(path.stat().st_mtime for path in nodes)
@@ -101,22 +100,21 @@ def _failures(folder: RunFolder) -> Iterator[str]:
         first = ", the first" if number == 0 and len(found) > 1 else ""
         yield f"rank {rank}{first}: {escape(_one_line(reason))}"
         if number == 0:
-            lines = error.rstrip().splitlines()[-_LINES:]
-            yield from (f"    [dim]{escape(line)}[/]" for line in lines)
+            yield from _traceback(error)
     ended = lookup.last_end(folder)
     if not found and ended is not None and ended.error:
-        lines = ended.error.rstrip().splitlines()[-_LINES:]
-        yield from (f"[dim]{escape(line)}[/]" for line in lines)
+        yield from _traceback(ended.error)
+
+
+def _traceback(error: str) -> list[str]:
+    return [f"    [dim]{escape(line)}[/]" for line in error.rstrip().splitlines()[-_LINES:]]
 
 
 def _delivery(folder: RunFolder) -> Iterator[str]:
     for path in sorted(folder.path.glob("delivery*.json")):
         progress = delivery.load(path)
-        pending = (
-            delivery.unread_bytes(folder, progress.cursor.offsets)
-            + len(progress.queue.waiting)
-            + bool(progress.queue.ending)
-        )
+        pending = delivery.unread_bytes(folder, progress.cursor.offsets)
+        pending += len(progress.queue.waiting) + bool(progress.queue.ending)
         left = f", {pending:,} bytes and things not yet" if pending else ", complete"
         done = f"{progress.cursor.delivered:,} values delivered{left}"
         yield f"{path.stem}: {done}; last update {_ago(progress.updated)}"
@@ -131,11 +129,7 @@ def _delivery(folder: RunFolder) -> Iterator[str]:
 
 def _warnings(folder: RunFolder) -> Iterator[str]:
     for path in sorted(folder.path.glob("recorder*.log")):
-        lines = [
-            line
-            for line in _end_of(path).splitlines()
-            if any(word in line for word in _WARNING_LEVELS)
-        ]
+        lines = [line for line in _end_of(path).splitlines() if _WARNING.search(line)]
         if len(lines) > _LINES:
             yield f"{path.name}: {len(lines)} warnings, the last of them"
         yield from (escape(line) for line in lines[-_LINES:])

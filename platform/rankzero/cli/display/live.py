@@ -8,7 +8,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rich.live import Live
@@ -85,23 +86,19 @@ class Console:
         """Print a note."""
         self._terminal.print(Text.assemble(("note:", "yellow"), " ", text))
 
-    @contextlib.contextmanager
-    def status(self, text: str) -> Iterator[None]:
-        """Show during the block, on a terminal, what is being done."""
+    def status(self, text: str) -> AbstractContextManager[object]:
+        """Show during a block, on a terminal, what is being done."""
         if is_interactive():
-            with self._terminal.status(Text(text)):
-                yield
-        else:
-            yield
+            return self._terminal.status(Text(text))
+        return contextlib.nullcontext()
 
     def result(self, ended: RunEnded) -> None:
         """Print how the run ended and what to do next."""
         name = self._folder.identity.name
-        table = Table(
-            title=f"{name}: {ended.status}", title_justify="left", show_header=False, min_width=48
-        )
-        for label, value in self._progress.results(ended):
-            table.add_row(label, value)
+        title = f"{name}: {ended.status}"
+        table = Table(title=title, title_justify="left", show_header=False, min_width=48)
+        for row in self._progress.results(ended):
+            table.add_row(*row)
         self._terminal.print(table)
         self._terminal.print(f"look:   {program()} ui{self._dir_option()}")
         if ended.status != "FINISHED" and any(self._folder.checkpoints.glob("step_*")):

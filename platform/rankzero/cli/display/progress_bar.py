@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -15,8 +16,21 @@ from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged,
 from rankzero.experiment import Goal
 from rankzero.metric_names import DATA_WAIT, MFU, SPEED, STEP_SECONDS, TOKENS
 from rankzero.reporting.bottleneck import straggler
+from rankzero.reporting.run_report import duration
 
 _BAR_WIDTH = 32
+_FACTS = (
+    ("train/loss", "loss {:.4g}"),
+    (SPEED, "{:,.0f} samples/s"),
+    (TOKENS, "{:,.0f} tokens/s"),
+    (MFU, "MFU {:.0%}"),
+    (DATA_WAIT, "data wait {:.0%}"),
+)
+_RESULTS = (
+    ("tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("mfu", "MFU", "{:.1%}"),
+    ("data_wait_fraction", "waiting for data", "{:.1%}"),
+)
 
 
 class ProgressModel:
@@ -52,24 +66,13 @@ class ProgressModel:
         """Return the progress: step, loss, speed and so on, a few words each."""
         total = f"/{self.total_steps:,}" if self.total_steps else ""
         facts = [f"step {self.step:,}{total}"]
-        if "train/loss" in self.values:
-            facts.append(f"loss {self.values['train/loss']:.4g}")
-        if SPEED in self.values:
-            facts.append(f"{self.values[SPEED]:,.0f} samples/s")
-        if TOKENS in self.values:
-            facts.append(f"{self.values[TOKENS]:,.0f} tokens/s")
-        if MFU in self.values:
-            facts.append(f"MFU {self.values[MFU]:.0%}")
-        if DATA_WAIT in self.values:
-            facts.append(f"data wait {self.values[DATA_WAIT]:.0%}")
+        facts += [text.format(self.values[key]) for key, text in _FACTS if key in self.values]
         # One number for all GPUs of the node: the block has one line.
-        gpus = [
-            value
-            for name, value in self.system.items()
-            if "/gpu_" in name and name.endswith("_utilization_percentage")
-        ]
-        if gpus:
-            facts.append(f"GPU {sum(gpus) / len(gpus):.0f}%")
+        suffix = "_utilization_percentage"
+        names = [name for name in self.system if "/gpu_" in name and name.endswith(suffix)]
+        if names:
+            busy = statistics.fmean(self.system[name] for name in names)
+            facts.append(f"GPU {busy:.0f}%")
         step_seconds = self.values.get(STEP_SECONDS, math.nan)
         if self.total_steps is not None and math.isfinite(step_seconds):
             facts.append(f"ETA {duration((self.total_steps - self.step) * step_seconds)}")
@@ -96,14 +99,10 @@ class ProgressModel:
             half = figures.get("samples_per_second_half_width")
             spread = "" if half is None else f" ± {half:,.0f} (95 %)"
             yield "samples/s", f"{figures['samples_per_second']:,.0f}{spread}"
-        if "tokens_per_second" in figures:
-            yield "tokens/s", f"{figures['tokens_per_second']:,.0f}"
-        if "mfu" in figures:
-            yield "MFU", f"{figures['mfu']:.1%}"
-        if "data_wait_fraction" in figures:
-            yield "waiting for data", f"{figures['data_wait_fraction']:.1%}"
-        slowest = straggler(figures)
-        if slowest:
+        for key, label, text in _RESULTS:
+            if key in figures:
+                yield label, text.format(figures[key])
+        if slowest := straggler(figures):
             yield "slowest rank", slowest
         yield "steps", f"{figures.get('steps', 0):,.0f}"
         yield "time", duration(ended.time - self.started)
@@ -118,13 +117,3 @@ def progress_panel(progress: ProgressModel) -> Table | Text:
     bar = ProgressBar(total=progress.total_steps or step, completed=step, width=_BAR_WIDTH)
     row.add_row(bar, Text("  ".join(progress.facts())))
     return row
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as 12 s, 3 min 20 s or 2 h 05 min."""
-    whole = max(0, round(seconds)) if math.isfinite(seconds) else 0
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
