@@ -166,12 +166,9 @@ def ends(path: Path, max_bytes: int = _MAX_TAIL_BYTES) -> tuple[RunStarted | Non
 
 
 def _newest_events(lines: Sequence[bytes]) -> tuple[list[Event], bool]:
-    """Return the events of the lines, and whether they hold an evaluation and a whole report.
-
-    A report may be several events of the same step.
-    """
+    """Return the events of the lines, and whether they hold an evaluation and a whole report."""
     found: list[Event] = []
-    logged: set[str] = set()
+    logged: set[str] = set()  # by a report, which may be several events of the same step
     evaluated, complete, ended = False, False, None
     newest_step: int | None = None
     for line in reversed(lines):

@@ -47,12 +47,9 @@ _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.add_argument(
-        "shell", nargs="?", choices=_SCRIPTS, metavar="SHELL", help="bash, zsh or fish"
-    )
-    parser.add_argument(
-        "--line", help="a command line typed so far: print what may come next (for the scripts)"
-    )
+    add = parser.add_argument
+    add("shell", nargs="?", choices=_SCRIPTS, metavar="SHELL", help="bash, zsh or fish")
+    add("--line", help="a command line typed so far: print what may come next")
 
 
 def run(arguments: argparse.Namespace) -> int:

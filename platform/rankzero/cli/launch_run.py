@@ -187,9 +187,8 @@ def _report(plan: LaunchPlan, result: agent.LaunchResult, console: Console) -> i
     ended = lookup.last_end(plan.folder)
     if ended is None:
         why = f" ({result.reason})" if result.reason else ""
-        raise RunFailed(
-            f"the run ended without a record of it{why}; see {plan.folder.path / 'logs'}"
-        )
+        logs = plan.folder.path / "logs"
+        raise RunFailed(f"the run ended without a record of it{why}; see {logs}")
     console.result(ended)
     # A killed rank could not say so in the journal. The launcher knows its exit code.
     if ended.status == "FAILED":
@@ -217,9 +216,7 @@ def topology_of(arguments: argparse.Namespace, train: Train) -> agent.Topology:
     if processes < 1 or arguments.nnodes < 1:
         raise UserError("--nproc and --nnodes must be at least 1")
     if arguments.nnodes > 1 and not arguments.rdzv_endpoint:
-        raise UserError(
-            "--nnodes needs --rdzv-endpoint HOST:PORT, the first machine's, on every machine"
-        )
+        raise UserError("--nnodes needs --rdzv-endpoint HOST:PORT, the first machine's, on each")
     check_gpus(processes)
     micro_batch_size(train, strategies.shards(train.strategy, processes * arguments.nnodes))
     endpoint = arguments.rdzv_endpoint or "localhost:0"

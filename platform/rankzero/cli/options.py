@@ -30,9 +30,8 @@ def add_run(parser: argparse.ArgumentParser, *, elsewhere: bool = False) -> None
     """Add the run, and with `elsewhere` where to look for one that is not on this disk."""
     parser.add_argument("run_name", metavar="RUN", help="the run's name or its MLflow run id")
     if elsewhere:
-        parser.add_argument(
-            "--tracking-uri", help="where MLflow has the run, if it is not on this disk"
-        )
+        store = "where MLflow has the run, if it is not on this disk"
+        parser.add_argument("--tracking-uri", help=store)
 
 
 def add_new_run(parser: argparse.ArgumentParser) -> None:

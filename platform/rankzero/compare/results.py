@@ -94,9 +94,8 @@ def warnings(results: Sequence[StrategyResult], on_cpu: bool, threads_fixed: boo
     found = []
     slow = [one for one in results if one.breakdown and one.breakdown.data > _DATA_BOUND]
     if slow:
-        found.append(
-            f"{_names(slow)}: waiting for data, so this compares the loading: raise train.workers"
-        )
+        why = "waiting for data, so this compares the loading"
+        found.append(f"{_names(slow)}: {why}: raise train.workers")
     # PyTorch takes all cores for one process and shares them among several.
     if on_cpu and not threads_fixed and len({one.run.processes for one in results}) > 1:
         fix = "set OMP_NUM_THREADS=1 to compare one core with several"

@@ -110,9 +110,8 @@ def read_file(path: Path) -> dict[str, Any]:
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
         return with_new_names(read_yaml(text))
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error.strerror}): give a settings file"
-        ) from error
+        why = error.strerror
+        raise ConfigError(f"{path} cannot be read ({why}): give a settings file") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         byte = error.object[error.start]
@@ -138,9 +137,8 @@ def parse_assignments(words: Iterable[str]) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise ConfigError(
-                f"{_shown(word)} is not a setting: write key=value, such as train.epochs=5"
-            )
+            fix = "write key=value, such as train.epochs=5"
+            raise ConfigError(f"{_shown(word)} is not a setting: {fix}")
         pairs[key.strip()] = value
     return pairs
 
@@ -169,9 +167,8 @@ def _override(config: Config, changes: Mapping[str, Any], prefix: str) -> Config
             try:
                 new[field.name] = coerce(changes[key], kind)
             except ValueError as error:
-                raise ConfigError(
-                    f"{key}: expected {describe_type(kind)}, got {_shown(changes[key])}"
-                ) from error
+                wanted = f"expected {describe_type(kind)}, got {_shown(changes[key])}"
+                raise ConfigError(f"{key}: {wanted}") from error
     try:
         return dataclasses.replace(config, **new)  # type: ignore[type-var]
     except ConfigError:

@@ -35,9 +35,8 @@ class _Loader(yaml.SafeLoader):
         # A dozen lines of aliases can make a value larger than any memory, or one without an end.
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(
-                None, None, "an alias (*name): write the value itself", mark
-            )
+            what = "an alias (*name): write the value itself"
+            raise yaml.composer.ComposerError(None, None, what, mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

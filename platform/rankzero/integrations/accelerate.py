@@ -11,16 +11,11 @@ from rankzero.integrations.tracked_run import TrackedRun
 try:
     from accelerate.tracking import GeneralTracker
 except ImportError as error:
-    raise ImportError(
-        "rankzero.integrations.accelerate needs Accelerate: pip install rankzero[accelerate]"
-    ) from error
+    raise ImportError("Accelerate is missing: pip install rankzero[accelerate]") from error
 
 
 class RankZeroTracker(GeneralTracker):
-    """Sends the metrics of `Accelerator.log` to MLflow.
-
-    `options`: those of `rankzero.track` (goal, name…).
-    """
+    """Sends the metrics of `Accelerator.log` to MLflow. `options`: those of `rankzero.track`."""
 
     name = "rankzero"
     requires_logging_directory = False

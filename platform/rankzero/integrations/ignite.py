@@ -10,15 +10,13 @@ from rankzero.integrations.deferred_run import DeferredRun
 try:
     from ignite.engine import Engine, Events
 except ImportError as error:
-    raise ImportError(
-        "rankzero.integrations.ignite needs Ignite: pip install rankzero[ignite]"
-    ) from error
+    raise ImportError("Ignite is missing: pip install rankzero[ignite]") from error
 
 
 class RankZeroHandler:
     """Sends a trainer's outputs and an evaluator's metrics to MLflow.
 
-    `options`: those of `rankzero.track` (goal, name…).
+    `options`: those of `rankzero.track`.
     """
 
     def __init__(
@@ -39,9 +37,8 @@ class RankZeroHandler:
     def _iteration(self, trainer: Engine) -> None:
         output = trainer.state.output
         metrics = output if isinstance(output, Mapping) else {"loss": output}
-        self._run.begin().log(
-            {f"train/{name}": value for name, value in metrics.items()}, trainer.state.iteration
-        )
+        values = {f"train/{name}": value for name, value in metrics.items()}
+        self._run.begin().log(values, trainer.state.iteration)
 
     def _evaluated(self, evaluator: Engine, trainer: Engine) -> None:
         metrics = {f"val/{name}": value for name, value in evaluator.state.metrics.items()}

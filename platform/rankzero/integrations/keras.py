@@ -18,9 +18,7 @@ from rankzero.integrations.deferred_run import DeferredRun
 try:
     import keras
 except ImportError as error:
-    raise ImportError(
-        "rankzero.integrations.keras needs Keras: pip install rankzero[keras]"
-    ) from error
+    raise ImportError("Keras is missing: pip install rankzero[keras]") from error
 
 
 class RankZeroCallback(keras.callbacks.Callback):

@@ -21,9 +21,7 @@ try:
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.utilities import rank_zero_only
 except ImportError as error:
-    raise ImportError(
-        "rankzero.integrations.lightning needs Lightning: pip install rankzero[lightning]"
-    ) from error
+    raise ImportError("Lightning is missing: pip install rankzero[lightning]") from error
 
 # Rank 0 has the whole model only under these strategies. Elsewhere it could not write a checkpoint
 # alone.
@@ -31,10 +29,7 @@ REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")
 
 
 class RankZeroLogger(Logger):
-    """Sends the metrics of a `LightningModule` to MLflow.
-
-    `options`: those of `rankzero.track` (goal, name…).
-    """
+    """Sends the metrics of a `LightningModule` to MLflow. `options`: those of `rankzero.track`."""
 
     def __init__(self, experiment: str = "lightning", **options: Any) -> None:
         super().__init__()
@@ -58,16 +53,14 @@ class RankZeroLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log metrics at a step."""
-        self.deferred_run.begin().log(
-            {name: value for name, value in metrics.items() if name != "epoch"}, step or 0
-        )
+        values = {name: value for name, value in metrics.items() if name != "epoch"}
+        self.deferred_run.begin().log(values, step or 0)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """End the run with Lightning's status, unless the callback has ended it before."""
-        self.deferred_run.end(
-            {"success": None, "interrupted": KeyboardInterrupt()}.get(status, RuntimeError(status))
-        )
+        known = {"success": None, "interrupted": KeyboardInterrupt()}
+        self.deferred_run.end(known.get(status, RuntimeError(status)))
 
 
 class RankZeroCallback(Callback):
@@ -96,9 +89,8 @@ class RankZeroCallback(Callback):
             if name.startswith("val")
         }
         if self._checkpoints and type(trainer.strategy).__name__ in REPLICATED:
-            self._run.begin().checkpoint(
-                {"model": pl_module.state_dict()}, trainer.global_step, metrics
-            )
+            state = {"model": pl_module.state_dict()}
+            self._run.begin().checkpoint(state, trainer.global_step, metrics)
         else:
             self._run.begin().evaluated(metrics, trainer.global_step)
 

@@ -13,16 +13,11 @@ from rankzero.integrations.deferred_run import DeferredRun
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
-    raise ImportError(
-        "rankzero.integrations.transformers needs Transformers: pip install rankzero[transformers]"
-    ) from error
+    raise ImportError("Transformers is missing: pip install rankzero[transformers]") from error
 
 
 class RankZeroCallback(TrainerCallback):
-    """Sends the metrics of a `Trainer` to MLflow.
-
-    `options`: those of `rankzero.track` (goal, name…).
-    """
+    """Sends the metrics of a `Trainer` to MLflow. `options`: those of `rankzero.track`."""
 
     def __init__(self, experiment: str = "transformers", **options: Any) -> None:
         self._run = DeferredRun(experiment, **options)

@@ -50,10 +50,8 @@ def to_floats(values: list[Any], notice: Callable[[str], None]) -> list[float]:
         try:
             column = sys.modules["torch"].stack([t.reshape(()).double() for t in tensors]).tolist()
         except Exception as error:  # One odd tensor, or a failed device.
-            notice(
-                f"values logged on {device} that cannot be read are NaN: {type(error).__name__}: "
-                f"{error}"
-            )
+            why = f"{type(error).__name__}: {error}"
+            notice(f"values logged on {device} that cannot be read are NaN: {why}")
             column = [to_float(tensor) for tensor in tensors]
         for index, value in zip(indices, column, strict=True):
             floats[index] = value

@@ -53,9 +53,8 @@ def from_pair(pair: Any) -> LoadedData:
     try:
         train, val = pair
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"data() must return two map-style data sets (training, validation): {error}"
-        ) from error
+        what = "two map-style data sets (training, validation)"
+        raise UserError(f"data() must return {what}: {error}") from error
     return LoadedData(train, val, default_collate)
 
 

@@ -153,10 +153,8 @@ def adopt(
             "a function data()"
         )
     if data is None and not data_modules and not loaders.has_loaders(module):
-        raise UserError(
-            f"{module.__name__} has no data: add a LightningDataModule or a function data() to its "
-            "file"
-        )
+        fix = "add a LightningDataModule or a function data() to its file"
+        raise UserError(f"{module.__name__} has no data: {fix}")
     classes = [module, *data_modules]
     for cls in classes:
         _refuse_hooks(cls)

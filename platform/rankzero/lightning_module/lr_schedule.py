@@ -32,9 +32,7 @@ def optimizer_and_scheduler(found: Any) -> tuple[Optimizer, Any, str, int]:
     settings = schedulers[0] if isinstance(schedulers[0], Mapping) else {"scheduler": schedulers[0]}
     scheduler = settings["scheduler"]
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise UserError(
-            "ReduceLROnPlateau needs a metric: remove it, and set train.schedule=plateau"
-        )
+        raise UserError("ReduceLROnPlateau needs a metric: set train.schedule=plateau instead")
     interval, frequency = settings.get("interval", "epoch"), settings.get("frequency", 1)
     return optimizers[0], scheduler, interval, int(frequency)
 

@@ -117,9 +117,7 @@ def _seeds(text: str) -> tuple[int, ...]:
     """Return the seeds: ``3`` means 0, 1, 2; ``5,7`` means these."""
     parts = text.rstrip(",").split(",")
     if not all(part.strip().isdecimal() for part in parts) or text.strip() == "0":
-        raise UserError(
-            f"--seeds takes their number, such as 3, or the seeds, such as 5,7: got {text!r}"
-        )
+        raise UserError(f"--seeds takes their number or a list, such as 3 or 5,7: got {text!r}")
     return tuple(dict.fromkeys(map(int, parts) if "," in text else range(int(text))))
 
 

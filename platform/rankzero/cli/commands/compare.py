@@ -104,6 +104,4 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(
-            f"--nproc takes whole numbers separated by commas, such as 1,2,4: got {text!r}"
-        ) from None
+        raise UserError(f"--nproc takes whole numbers, such as 1,2,4: got {text!r}") from None

@@ -35,9 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         (target / "figures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"cannot write to {target}: {error.strerror}; choose another folder with --to"
-        ) from error
+        why = f"cannot write to {target}: {error.strerror}"
+        raise UserError(f"{why}; choose another folder with --to") from error
     # Printed one per line, so that scripts can read what was written.
     for path in _write_all(folder, target, arguments.format):
         print(path)

@@ -25,9 +25,8 @@ _PATCH_LINES = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "names", metavar="RUN", nargs="+", help="a run or a study; two runs are compared"
-    )
+    what = "a run or a study; two runs are compared"
+    parser.add_argument("names", metavar="RUN", nargs="+", help=what)
     parser.add_argument("--all", action="store_true", help="show also what two runs have in common")
     parser.add_argument("--storage", help="the study's database (default: studies.db in --dir)")
 

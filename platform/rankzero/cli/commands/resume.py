@@ -132,10 +132,7 @@ def _experiment(folder: RunFolder, arguments: argparse.Namespace) -> Experiment:
     # A checkpoint holds the position in the data's order, which these two settings determine.
     for key in ("train.batch_size", "train.seed"):
         if config.flatten(changed)[key] != config.flatten(saved)[key]:
-            raise UserError(
-                f"{key} decides the order of the data and cannot change within a run: start a new "
-                "run"
-            )
+            raise UserError(f"{key} decides the order of the data: to change it, start a new run")
     return changed
 
 
@@ -181,7 +178,6 @@ def _require_checkpoint(folder: RunFolder, offline: bool) -> Path:
         problems = [*more, *problems]
     if path is None:
         found = "".join(f"\n  {problem}" for problem in problems) or " start a new run"
-        raise UserError(
-            f"{folder.path.name} has no checkpoint to continue from, here or in MLflow:{found}"
-        )
+        name = folder.path.name
+        raise UserError(f"{name} has no checkpoint to continue from, here or in MLflow:{found}")
     return path

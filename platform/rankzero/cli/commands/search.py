@@ -39,13 +39,11 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, nproc: bool = T
     """Add the options that `search`, `probe`, `compare` and `profile` share."""
     options.add_experiment(parser, "settings of your own configuration to change")
     if nproc:
-        parser.add_argument(
-            "--nproc", type=int, help="processes of each trial (default: one per GPU, or 1)"
-        )
+        processes = "processes of each trial (default: one per GPU, or 1)"
+        parser.add_argument("--nproc", type=int, help=processes)
     options.add_new_run(parser)
-    parser.add_argument(
-        "--new", action="store_true", help="start a new study; the earlier one is kept"
-    )
+    new = "start a new study; the earlier one is kept"
+    parser.add_argument("--new", action="store_true", help=new)
     # Options that only `search` has, and functions read that all of these commands call.
     parser.set_defaults(study=None, parallel=1)
 
@@ -53,12 +51,10 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, nproc: bool = T
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_experiment_arguments(parser)
     add, budget = parser.add_argument, parser.add_mutually_exclusive_group()
-    budget.add_argument(
-        "--minutes", type=float, help="how long to search, the confirmation included"
-    )
-    budget.add_argument(
-        "--trials", type=int, help="how many trials, your own configuration included (default: 20)"
-    )
+    how_long = "how long to search, the confirmation included"
+    budget.add_argument("--minutes", type=float, help=how_long)
+    how_many = "how many trials, your own configuration included (default: 20)"
+    budget.add_argument("--trials", type=int, help=how_many)
     what = "what to look for (default: %(default)s)"
     add("--objective", choices=NAMES, default=NAMES[0], help=what)
     worse = "for throughput, tokens: how much worse than yours the quality may be, relative to it"
@@ -74,11 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parallel = "trials at a time, each on its own GPUs or cores (1)"
     add("--parallel", type=int, default=1, metavar="K", help=parallel)
     add("--study", metavar="NAME", help="the study's name (default: by what is searched)")
-    add(
-        "--storage",
-        help="the study's database, which machines may share (default: studies.db next to the "
-        "runs; not MLflow's)",
-    )
+    shared = "the study's database, which machines may share (default: studies.db in --dir)"
+    add("--storage", help=shared)
     # For rankzero.search, which runs the command: the study's name as JSON.
     add("--result-file", type=Path, help=argparse.SUPPRESS)
     silence = "a trial that shows no sign of life for so long is killed"
@@ -186,23 +179,17 @@ def _search_options(arguments: argparse.Namespace) -> SearchOptions:
         if value is not None and value <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
     if arguments.seeds < 2:
-        raise UserError(
-            f"--seeds must be at least 2, got {arguments.seeds}: one run says nothing about the "
-            "noise"
-        )
+        why = "one run says nothing about the noise"
+        raise UserError(f"--seeds must be at least 2, got {arguments.seeds}: {why}")
     if arguments.objective == "quality" and arguments.trial_minutes is None:
-        raise UserError(
-            "--objective quality needs --trial-minutes: the training time that each trial gets"
-        )
+        raise UserError("--objective quality needs --trial-minutes, the training time of a trial")
     if arguments.tolerance < 0:
         raise UserError(f"--tolerance must be at least 0, got {arguments.tolerance:g}")
     tracking = uris.resolve_tracking_uri(arguments.tracking_uri, os.environ, arguments.dir)
     if not arguments.storage:
         default_storage(arguments.dir)  # called for its check
     elif _database(arguments.storage) == _database(tracking):
-        raise UserError(
-            "--storage is MLflow's own database: their tables would clash. Name another"
-        )
+        raise UserError("--storage is MLflow's database: their tables would clash. Name another")
     if arguments.trials is None and arguments.minutes is None:
         arguments.trials = SearchOptions.trials
     chosen = {

@@ -30,9 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=server.LOOPBACK,
         help="the address to listen on (default: 127.0.0.1); with 0.0.0.0, people must log in",
     )
-    parser.add_argument(
-        "--insecure", action="store_true", help="no login, for anyone who reaches the address"
-    )
+    anyone = "no login, for anyone who reaches the address"
+    parser.add_argument("--insecure", action="store_true", help=anyone)
     names = "this machine's names in browsers, such as box.example.org:5000 (default: its own)"
     parser.add_argument("--allowed-hosts", type=_words, default=(), metavar="NAME,…", help=names)
     sites = "other sites whose pages may use the server"
@@ -93,9 +92,8 @@ def _wait_until_up(process: subprocess.Popen[bytes], address: str) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             _, errors = process.communicate()
-            raise RunFailed(
-                f"MLflow's server did not start:\n{errors.decode(errors='replace')[-2000:]}"
-            )
+            text = errors.decode(errors="replace")[-2000:]
+            raise RunFailed(f"MLflow's server did not start:\n{text}")
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=2):
             return
         time.sleep(0.1)

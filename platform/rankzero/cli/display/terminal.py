@@ -19,10 +19,7 @@ _PIPE_WIDTH = 10_000
 
 
 def text_console(*, soft_wrap: bool = False) -> Console:
-    """Return a console for foreign text: brackets and colons in it are not markup.
-
-    Styled text is passed as `rich.text.Text`.
-    """
+    """Return a console for foreign text: brackets and colons in it are not markup."""
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=soft_wrap)
 
 
