@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rankzero import __version__
-from rankzero.cli.verbs import VERBS
+from rankzero.cli.verbs import TRAINING_VERBS, VERBS
 from rankzero.errors import FAILED, USAGE
 from rankzero.launch import output
 from rankzero.mlflow_store.patience import A_DAY, WAIT
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.escape_unencodable()
     try:
         arguments = parse(words)  # imports the verb's module, during which Ctrl-C may come
-        if VERBS[arguments.verb].trains:
+        if arguments.verb in TRAINING_VERBS:
             from rankzero.cli.display.terminal import warn_if_interrupt_is_ignored
 
             warn_if_interrupt_is_ignored()

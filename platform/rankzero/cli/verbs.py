@@ -10,46 +10,36 @@ class Verb(NamedTuple):
 
     summary: str
     example: str
-    # It trains, for as long as that takes. Ctrl-C is how people stop it.
-    trains: bool = False
-    # Where it is, if not in cli/commands.
     module: str = ""
+    """Where it is, if not in a file of its own in cli/commands."""
 
 
 _DIGITS = "experiments/digits.py"
 VERBS = {
-    "train": Verb(
-        "run an experiment, tracked", f"rankzero train {_DIGITS} --nproc 2 lr=1e-2", trains=True
-    ),
+    "train": Verb("run an experiment, tracked", f"rankzero train {_DIGITS} --nproc 2 lr=1e-2"),
     "resume": Verb(
         "continue a run from its newest checkpoint, in the same MLflow run",
         "rankzero resume digits-20261121-093005-3fa1c8",
-        trains=True,
     ),
     "search": Verb(
         "find the configuration that reaches the quality bar in the least time",
         f"rankzero search {_DIGITS} --nproc 2 --minutes 10",
-        trains=True,
     ),
     "repeat": Verb(
         "train on several folds or seeds, and give the mean with its interval",
         f"rankzero repeat {_DIGITS} --seeds 5 lr=1e-2",
-        trains=True,
     ),
     "probe": Verb(
         "measure samples/s and memory, batch size x precision",
         f"rankzero probe {_DIGITS} width=64",
-        trains=True,
     ),
     "compare": Verb(
         "train the same work under several strategies, and compare them",
         f"rankzero compare {_DIGITS} --strategies single,ddp,fsdp --nproc 1,2",
-        trains=True,
     ),
     "profile": Verb(
         "show where the time of a step goes",
         f"rankzero profile {_DIGITS} --nproc 2",
-        trains=True,
         module="rankzero.cli.commands.compare",
     ),
     "config": Verb(
@@ -81,3 +71,5 @@ VERBS = {
         module="rankzero.cli.completion",
     ),
 }
+# They train, for as long as that takes. Ctrl-C is how people stop them.
+TRAINING_VERBS = ("train", "resume", "search", "repeat", "probe", "compare", "profile")

@@ -77,31 +77,36 @@ def fold(events: Iterable[Event]) -> Facts:
     """Return the facts of a run. The events of the system journals may come last."""
     facts = Facts()
     for event in events:
-        match event:
-            case RunStarted():
-                _start(facts, event)
-            case StepsLogged():
-                _steps(facts, event)
-            case Evaluated():
-                _evaluation(facts, event)
-            case CheckpointSaved(step=step, best=best):
-                # A new best checkpoint takes the former one's place.
-                former = {key: was and not best for key, was in facts.checkpoints.items()}
-                facts.checkpoints = {**former, step: best}
-            case CheckpointDeleted():
-                facts.checkpoints.pop(event.step, None)
-            case SystemSampled():
-                _system(facts, event)
-            case DataDescribed():
-                facts.data[event.context] = event
-            case Noticed():
-                facts.notices.append(event.text)
-            case RunEnded():
-                facts.last_time, facts.end = max(facts.last_time, event.time), event
-                # Results without a slash are of the whole run, and no metric's newest value.
-                metrics = {key: value for key, value in event.metrics.items() if "/" in key}
-                facts.metrics |= numbers(metrics)
+        take(facts, event)
     return facts
+
+
+def take(facts: Facts, event: Event) -> None:
+    """Add an event to the facts."""
+    match event:
+        case RunStarted():
+            _start(facts, event)
+        case StepsLogged():
+            _steps(facts, event)
+        case Evaluated():
+            _evaluation(facts, event)
+        case CheckpointSaved(step=step, best=best):
+            # A new best checkpoint takes the former one's place.
+            former = {key: was and not best for key, was in facts.checkpoints.items()}
+            facts.checkpoints = {**former, step: best}
+        case CheckpointDeleted():
+            facts.checkpoints.pop(event.step, None)
+        case SystemSampled():
+            _system(facts, event)
+        case DataDescribed():
+            facts.data[event.context] = event
+        case Noticed():
+            facts.notices.append(event.text)
+        case RunEnded():
+            facts.last_time, facts.end = max(facts.last_time, event.time), event
+            # Results without a slash are of the whole run, and no metric's newest value.
+            metrics = {key: value for key, value in event.metrics.items() if "/" in key}
+            facts.metrics |= numbers(metrics)
 
 
 def goal_of(params: Mapping[str, str]) -> Goal | None:

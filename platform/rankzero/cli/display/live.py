@@ -128,7 +128,7 @@ class Console:
         # Into a pipe a line now and then: a log of a day's training must stay readable.
         if self._live is not None:
             self._live.update(progress_panel(self._progress))
-        elif self._progress.step and time.monotonic() >= self._next_line:
+        elif self._progress.run.steps and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
             self._terminal.print("  ".join(self._progress.facts()))
 

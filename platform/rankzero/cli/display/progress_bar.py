@@ -1,10 +1,10 @@
-"""A run's progress as text. Pure, except that it reads the clock."""
+"""A run's progress as text. Pure."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
-import time
 from collections.abc import Iterator
 
 from rich.progress_bar import ProgressBar
@@ -12,13 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from rankzero import scalars
-from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
+from rankzero.events import Evaluated, Event, RunEnded, RunStarted, SystemSampled
 from rankzero.experiment import Goal
 from rankzero.metric_names import DATA_WAIT, MFU, SPEED, STEP_SECONDS, TOKENS
 from rankzero.reporting.bottleneck import straggler
+from rankzero.reporting.run_facts import Facts, take
 from rankzero.reporting.run_report import duration
 
 _BAR_WIDTH = 32
+_GPU = re.compile("/gpu_.*_utilization_percentage$")
 _FACTS = (
     ("train/loss", "loss {:.4g}"),
     (SPEED, "{:,.0f} samples/s"),
@@ -37,45 +39,28 @@ class ProgressModel:
     """The newest values of a run. Takes events."""
 
     def __init__(self, goal: Goal) -> None:
-        self.goal = goal
-        self.step = 0
-        self.total_steps: int | None = None
-        self.started = time.time()
-        self.values: dict[str, float] = {}
-        self.system: dict[str, float] = {}
+        self.goal, self.run = goal, Facts()
+        self.gpus: dict[str, float] = {}
 
     def __call__(self, event: Event) -> None:
-        match event:
-            case RunStarted():
-                self.step = event.step
-                self.total_steps, self.started = event.total_steps, event.time
-            case StepsLogged():
-                # A journal may hold text where a number belongs.
-                steps = [scalars.step(number) or 0 for number in event.steps[-1:]]
-                self.step = max([self.step, *steps])
-                newest = {name: column[-1] for name, column in event.metrics.items() if column}
-                self.values |= scalars.numbers(newest)
-            case Evaluated():
-                self.values |= scalars.numbers(event.metrics)
-            case SystemSampled():
-                self.system |= scalars.numbers(event.metrics)
-            case _:
-                pass
+        take(self.run, event)
+        if isinstance(event, RunStarted):
+            self.run.steps = event.step
+        elif isinstance(event, SystemSampled):
+            known = scalars.numbers(event.metrics)
+            self.gpus |= {name: known[name] for name in known if _GPU.search(name)}
 
     def facts(self) -> list[str]:
         """Return the progress: step, loss, speed and so on, a few words each."""
-        total = f"/{self.total_steps:,}" if self.total_steps else ""
-        facts = [f"step {self.step:,}{total}"]
-        facts += [text.format(self.values[key]) for key, text in _FACTS if key in self.values]
+        step, total, values = self.run.steps, self.run.total_steps, self.run.metrics
+        facts = [f"step {step:,}/{total:,}" if total else f"step {step:,}"]
+        facts += [text.format(values[key]) for key, text in _FACTS if key in values]
         # One number for all GPUs of the node: the block has one line.
-        suffix = "_utilization_percentage"
-        names = [name for name in self.system if "/gpu_" in name and name.endswith(suffix)]
-        if names:
-            busy = statistics.fmean(self.system[name] for name in names)
-            facts.append(f"GPU {busy:.0f}%")
-        step_seconds = self.values.get(STEP_SECONDS, math.nan)
-        if self.total_steps is not None and math.isfinite(step_seconds):
-            facts.append(f"ETA {duration((self.total_steps - self.step) * step_seconds)}")
+        if self.gpus:
+            facts.append(f"GPU {statistics.fmean(self.gpus.values()):.0f}%")
+        step_seconds = values.get(STEP_SECONDS, math.nan)
+        if total is not None and math.isfinite(step_seconds):
+            facts.append(f"ETA {duration((total - step) * step_seconds)}")
         return facts
 
     def evaluation_line(self, event: Evaluated) -> str:
@@ -105,15 +90,15 @@ class ProgressModel:
         if slowest := straggler(figures):
             yield "slowest rank", slowest
         yield "steps", f"{figures.get('steps', 0):,.0f}"
-        yield "time", duration(ended.time - self.started)
+        yield "time", duration(ended.time - (self.run.started or ended.time))
 
 
 def progress_panel(progress: ProgressModel) -> Table | Text:
     """Return the live block: a bar and the facts."""
-    step = progress.step
+    step = progress.run.steps
     if not step:
         return Text("starting…", style="dim")
     row = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=progress.total_steps or step, completed=step, width=_BAR_WIDTH)
+    bar = ProgressBar(total=progress.run.total_steps or step, completed=step, width=_BAR_WIDTH)
     row.add_row(bar, Text("  ".join(progress.facts())))
     return row
