@@ -95,9 +95,9 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 
 def _function(name: str, verb: str) -> Callable[[Any], Any]:
-    """Return `add_arguments` or `run` of a verb; in the file of another verb, `run_<verb>`."""
+    """Return `add_arguments` or `run` of a verb."""
     module = importlib.import_module(VERBS[verb].module or f"rankzero.cli.commands.{verb}")
-    found: Callable[[Any], Any] = getattr(module, f"{name}_{verb}", None) or getattr(module, name)
+    found: Callable[[Any], Any] = getattr(module, name + VERBS[verb].suffix)
     return found
 
 

@@ -12,6 +12,8 @@ class Verb(NamedTuple):
     example: str
     module: str = ""
     """Where it is, if not in a file of its own in cli/commands."""
+    suffix: str = ""
+    """Behind the names of its functions, if the file is another verb's."""
 
 
 _DIGITS = "experiments/digits.py"
@@ -41,6 +43,7 @@ VERBS = {
         "show where the time of a step goes",
         f"rankzero profile {_DIGITS} --nproc 2",
         module="rankzero.cli.commands.compare",
+        suffix="_profile",
     ),
     "config": Verb(
         "show an experiment's settings and every legal key", f"rankzero config {_DIGITS} lr=1e-2"
