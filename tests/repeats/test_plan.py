@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_plan_is_read_back_as_it_was_stored(tmp_path: Path) -> None:
     folder, plan = make_folder(tmp_path), make_plan(["fold=0,1"], "3", 0, 2)
     assert stored(folder) is None
     file_of(folder).parent.mkdir()
-    file_of(folder).write_text(json.dumps({**plan.fields(), "runs": []}))
+    file_of(folder).write_text(json.dumps({**dataclasses.asdict(plan), "runs": []}))
     again = stored(folder)
     assert again is not None and again.nproc == 2
     assert [one.label for one in again] == [one.label for one in plan]

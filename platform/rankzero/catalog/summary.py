@@ -115,7 +115,7 @@ def read_summary(folder: RunFolder) -> Summary:
         status=ended.status if ended else _status_without_end(folder),
         reason=ended.reason if ended else "",
         started=begun,
-        seconds=max([0.0, *(_time(event) - begun for event in events[-1:])]),
+        seconds=max([0.0, *(time_of(event) - begun for event in events[-1:])]),
         goal=goal,
         best=number(results.get("best"))
         if ended
@@ -229,7 +229,8 @@ def best_of(events: Iterable[Event], metric: str, mode: str) -> float | None:
     return best
 
 
-def _time(event: Event) -> float:
+def time_of(event: Event) -> float:
+    """Return an event's time, of several steps the newest; 0 if it is none."""
     if isinstance(event, StepsLogged):
         return number((event.times or [0.0])[-1]) or 0.0
     return event.time

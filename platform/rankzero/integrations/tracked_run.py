@@ -57,13 +57,12 @@ def track(
     `config`: a mapping (nested or not) or a dataclass; it becomes the run's params.
     `name`: the run's name; an existing run is continued.
     `keep`: the best checkpoints that are kept, in addition to the last.
-    `folder`: the folder of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns).
-    `offline`: only record the run; ``rankzero sync NAME`` delivers it to MLflow later (default:
-    $RANKZERO_OFFLINE).
+    `folder`: that of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns).
+    `offline`: only record; ``rankzero sync NAME`` delivers later (default: $RANKZERO_OFFLINE).
 
-    The process group of torch.distributed determines the rank if it is initialised, otherwise the
-    launcher's environment variables do. So under ``torch.multiprocessing.spawn``, initialise the
-    group first. Other launchers must set RANK and WORLD_SIZE.
+    An initialised process group of torch.distributed determines the rank, otherwise the launcher's
+    environment variables do. So under ``torch.multiprocessing.spawn``, initialise the group first.
+    Other launchers must set RANK and WORLD_SIZE.
 
     Raises TrackingError if the store cannot be used, and UserError if another process writes that
     run. Inside the block, tracking never raises.

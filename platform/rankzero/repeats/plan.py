@@ -75,10 +75,6 @@ class Plan:
         found = {f"repeat.over.{key}": ",".join(values) for key, values in self.over.items()}
         return {**found, "repeat.seeds": ",".join(map(str, self.seeds))}
 
-    def fields(self) -> dict[str, Any]:
-        """Return the plan as plain values. `stored` reads them."""
-        return {"over": dict(self.over), "seeds": list(self.seeds), "nproc": self.nproc}
-
 
 def make_plan(over: Sequence[str], seeds: str | None, own_seed: int, nproc: int | None) -> Plan:
     """Return the plan of ``--over key=a,b`` words and of ``--seeds``.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from rankzero import scalars
+from rankzero.catalog.summary import time_of
 from rankzero.events import (
     LATEST,
     CheckpointSaved,
@@ -49,8 +50,8 @@ def lines(events: Iterable[Event]) -> list[Line]:
     attempt = _Attempt()
     for event in events:
         # Without a time, a line has no place among the others. Samples come every second.
-        moment = _time_of(event)
-        if moment is None or isinstance(event, SystemSampled):
+        moment = time_of(event)
+        if not 0 < moment < LATEST or isinstance(event, SystemSampled):
             continue
         if isinstance(event, RunStarted):
             # Between two attempts, a silence is no sign of a problem: so `last_time` is None.
@@ -116,11 +117,3 @@ def _silence(attempt: _Attempt, moment: float) -> Iterator[Line]:
         yield Line(attempt.last_time, text, grave=True)
     elif minutes * 60 < -_LONGEST_SILENCE:
         yield Line(moment, f"the clock went back by {-minutes:.1f} min", grave=True)
-
-
-def _time_of(event: Event) -> float | None:
-    if not isinstance(event, StepsLogged):
-        return event.time
-    # The newest step's time. A foreign writer's may be anything.
-    moment = scalars.number(event.times[-1]) if event.times else None
-    return moment if moment and abs(moment) < LATEST else None

@@ -58,11 +58,7 @@ def _write_all(folder: RunFolder, target: Path, kind: str) -> list[Path]:
     fields = runs.as_json(read_summary(folder))
     # Only a list looks up the name in MLflow.
     del fields["mlflow_name"]
-    described = {
-        **fields,
-        "environment": dict(facts.environment),
-        "checkpoints": steps,
-    }
+    described = {**fields, "environment": dict(facts.environment), "checkpoints": steps}
     texts = {
         target / "run.json": json.dumps(described, indent=2) + "\n",
         target / "report.md": page(folder),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -179,7 +180,7 @@ def _finish(
 
 
 def _write(study: StudyRun, plan: Plan, found: Sequence[RunResult]) -> None:
-    fields = {**plan.fields(), **results.as_fields(found)}
+    fields = {**dataclasses.asdict(plan), **results.as_fields(found)}
     study.write(plans.file_of(study.folder).name, json.dumps(fields, indent=1))
 
 
