@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import glob
 import itertools
 import json
 import os
@@ -124,18 +125,11 @@ def _values(action: argparse.Action, word: str, root: Path) -> Iterator[str]:
 
 
 def _files(word: str, suffix: str) -> Iterator[str]:
-    folder, _, name = word.rpartition("/")
-    base = Path(folder or ("/" if word.startswith("/") else "."))
-    if not base.is_dir():
-        return
-    for path in base.iterdir():
-        if path.name.startswith(".") and not name.startswith("."):
-            continue
-        shown = f"{folder}/{path.name}" if "/" in word else path.name
-        if path.is_dir():
-            yield shown + "/"
-        elif path.name.endswith(suffix):
-            yield shown
+    for name in glob.iglob(glob.escape(word) + "*"):  # noqa: PTH207 - as the user has begun it
+        if Path(name).is_dir():
+            yield name + "/"
+        elif name.endswith(suffix):
+            yield name
 
 
 def _settings(given: Sequence[str], word: str, root: Path) -> Iterator[str]:

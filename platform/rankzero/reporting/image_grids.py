@@ -120,28 +120,16 @@ def _grid(
     for axes in frames[len(images) :]:
         axes.set_visible(False)
     for axes, image, below in zip(frames, images, words, strict=False):
-        grey = image.shape[2] == 1
-        axes.imshow(
-            image[:, :, 0] if grey else image,
-            cmap="gray" if grey else None,
-            vmin=0,
-            vmax=255,
-            # Pixels of a tiny image shall look like pixels.
-            interpolation="nearest" if max(image.shape[:2]) < 64 else "antialiased",
-        )
+        shown = image[:, :, 0] if image.shape[2] == 1 else image
+        # Pixels of a tiny image shall look like pixels.
+        smooth = "nearest" if max(image.shape[:2]) < 64 else "antialiased"
+        axes.imshow(shown, cmap="gray", vmin=0, vmax=255, interpolation=smooth)
         axes.set(xticks=[], yticks=[])
         axes.spines[:].set(color=_LINE, linewidth=0.6)
         for line, (word, colour) in enumerate(below):
-            axes.annotate(
-                word,
-                (0.5, 0),
-                (0, -4 - 13 * line),
-                xycoords="axes fraction",
-                textcoords="offset points",
-                ha="center",
-                va="top",
-                color=colour,
-            )
+            place: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
+            offset = (0, -4 - 13 * line)
+            axes.annotate(word, (0.5, 0), offset, ha="center", va="top", color=colour, **place)
     return figure
 
 
