@@ -30,18 +30,15 @@ def experiments_in(module: ModuleType) -> dict[str, type[Experiment]]:
 
 def _defined_in(module: ModuleType, base: str) -> dict[str, type[Any]]:
     """Return the classes of a file that derive from Lightning's `base`, without base classes."""
-    found = {
-        value.__name__: value
+    own = [
+        value
         for value in vars(module).values()
-        if isinstance(value, type)
-        and value.__module__ == module.__name__
-        and any(
-            parent.__name__ == base and parent.__module__.startswith(_LIGHTNING)
-            for parent in value.__mro__[1:]
-        )
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    parents = {parent for cls in own for parent in cls.__mro__[1:]}
+    of_lightning = {
+        one for one in parents if one.__name__ == base and one.__module__.startswith(_LIGHTNING)
     }
     return {
-        name: cls
-        for name, cls in found.items()
-        if not any(cls in other.__mro__[1:] for other in found.values())
+        cls.__name__: cls for cls in own if cls not in parents and of_lightning & {*cls.__mro__}
     }

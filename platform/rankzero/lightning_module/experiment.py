@@ -18,8 +18,7 @@ from rankzero.experiment import Experiment, Goal, Train
 from rankzero.lightning_module import data as loaders
 from rankzero.lightning_module import init_arguments
 from rankzero.lightning_module.lr_schedule import ReplayedScheduler, optimizer_and_scheduler
-from rankzero.lightning_module.steps_and_log import LightningSteps
-from rankzero.lightning_module.trainer_stub import LIGHTNINGS_OWN, TrainerStub
+from rankzero.lightning_module.steps_and_log import LIGHTNINGS_OWN, LightningSteps, TrainerStub
 from rankzero.measure_progress import Progress
 
 # These hooks only matter to Lightning's own checkpoints and devices. Without them nothing is lost.

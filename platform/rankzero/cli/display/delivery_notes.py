@@ -14,15 +14,10 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 
 
-def never() -> bool:
-    """Return False: the user has not asked to stop waiting."""
-    return False
-
-
 def wait(
     folder: RunFolder,
     notice: Callable[[str], object],
-    hurried: Callable[[], bool] = never,
+    hurried: Callable[[], bool] = lambda: False,
     also: Sequence[str] = (),
 ) -> bool:
     """Wait for the delivery, or until `hurried()`; return whether MLflow has everything.
@@ -44,7 +39,7 @@ def wait(
 
 
 def print_delivery(
-    folder: RunFolder, *, offline: bool, hurried: Callable[[], bool] = never
+    folder: RunFolder, *, offline: bool, hurried: Callable[[], bool] = lambda: False
 ) -> None:
     """Wait for the delivery of a search, a comparison or a repeat; print what it lacks."""
     if offline:
