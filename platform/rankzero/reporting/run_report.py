@@ -9,10 +9,9 @@ from typing import Any
 from rankzero.catalog.summary import read_summary
 from rankzero.events import RunEnded
 from rankzero.reporting import reproduce
-from rankzero.reporting.bottleneck import limited_by, straggler
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.markdown import table
-from rankzero.reporting.run_facts import Facts, fold
+from rankzero.reporting.run_facts import Facts, fold, limited_by, straggler
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.scalars import number

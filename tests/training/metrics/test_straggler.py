@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from rankzero.reporting.bottleneck import straggler as told
+from rankzero.reporting.run_facts import straggler as told
 from rankzero.training.metrics.straggler import ForwardTimer, straggler
 
 

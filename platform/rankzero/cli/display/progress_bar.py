@@ -15,8 +15,7 @@ from rankzero import scalars
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, SystemSampled
 from rankzero.experiment import Goal
 from rankzero.metric_names import DATA_WAIT, MFU, SPEED, STEP_SECONDS, TOKENS
-from rankzero.reporting.bottleneck import straggler
-from rankzero.reporting.run_facts import Facts, take
+from rankzero.reporting.run_facts import Facts, straggler, take
 from rankzero.reporting.run_report import duration
 
 _BAR_WIDTH = 32
