@@ -63,7 +63,7 @@ def lines(events: Iterable[Event]) -> list[Line]:
 
 
 def _text(event: Event, step: int, goal: str) -> str:
-    """Return an event in words; `step`: the newest so far. Empty for what is not told."""
+    """Return an event in words; `step`: the newest so far. Empty for what has no line."""
     match event:
         case RunStarted():
             total = f" of {event.total_steps:,}" if event.total_steps else ""
