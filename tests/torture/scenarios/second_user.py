@@ -94,7 +94,10 @@ def _read_and_guess(ground: Ground, temporary: Path) -> None:
 
 def _connect(ground: Ground, command: Command) -> None:
     """Let `nobody` connect to every port of the job, and speak to it."""
-    addresses = listening(psutil.Process(command.process.pid))
+    try:
+        addresses = listening(psutil.Process(command.process.pid))
+    except psutil.NoSuchProcess:  # the run ended meanwhile, so nobody can connect to it
+        return
     stores = [address for address in addresses if as_nobody(store_keys, *address) is not None]
     if stores:
         raise Broken(f"open: another user can use the store at {stores}")
