@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from rankzero import UserError
+from rankzero import Experiment, UserError
+from rankzero.training.optimization import optimizers
 from rankzero.training.optimization.optimizers import fused, learning_rates, place_steps, set_lr
 
 
@@ -30,6 +31,17 @@ def test_an_optimizer_of_sparse_gradients_is_not_fused() -> None:
     optimizer = fused(optim.SGD(model.parameters(), lr=0.1), model, "fp32")
     model(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_optimizer_that_needs_a_closure_is_refused(several: bool) -> None:
+    class LineSearch(Experiment):
+        def optimizer(self, model: nn.Module) -> Any:
+            made = optim.LBFGS(model.parameters())
+            return {"all": made} if several else made
+
+    with pytest.raises(UserError, match=r"returned LBFGS, .* needs a closure"):
+        optimizers.of(LineSearch(), linear())
 
 
 def test_an_optimizer_with_hooks_is_not_replaced() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,9 +21,11 @@ def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimi
     """Return the experiment's optimizer of `model`, fused if that changes nothing else.
 
     Several optimizers become a JointOptimizer. Raises UserError if they do not divide the model's
-    parameters among them.
+    parameters among them, or if one needs a closure.
     """
     made, precision = experiment.optimizer(model), experiment.train.precision
+    for one in made.values() if isinstance(made, Mapping) else (made,):
+        _check_steps_alone(one)
     if experiment.turns:
         joint_optimizer.check_turns(experiment, made)
     if isinstance(made, Mapping):
@@ -30,6 +33,18 @@ def of(experiment: Experiment, model: nn.Module, *, fuse: bool = True) -> Optimi
         parts = {name: fused(one, model, precision) if fuse else one for name, one in made.items()}
         return JointOptimizer(parts)
     return fused(made, model, precision) if fuse else made
+
+
+def _check_steps_alone(optimizer: Any) -> None:
+    """Raise UserError if a step of `optimizer` calls the loss itself, as L-BFGS does."""
+    step = getattr(optimizer, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if step else None
+    if closure is not None and closure.default is closure.empty:
+        raise UserError(
+            f"optimizer() returned {type(optimizer).__name__}, and a step of it needs a closure, "
+            "which it calls several times: RankZero calls measure() once a step. Use another "
+            "optimizer, or keep your own loop with rankzero.track"
+        )
 
 
 def fused(optimizer: Optimizer, model: nn.Module, precision: str) -> Optimizer:
