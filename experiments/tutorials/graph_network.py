@@ -59,7 +59,13 @@ class Network(nn.Module):
 
 
 class GraphNetwork(Experiment):
-    train: Train = Train(steps=200, batch_size=TRAINED, eval_every=20, seed=42)
+    train: Train = Train(
+        steps=200,
+        batch_size=TRAINED,
+        eval_every=20,
+        seed=42,
+        mlflow=Train.MLflow(log_model=False),  # MLflow has no sparse inputs.
+    )
     lr: float = 0.01
     weight_decay: float = 5e-4
     dropout: float = 0.5

@@ -50,10 +50,17 @@ class Rnn(nn.Module):
         # This is no buffer: DDP would give the columns of rank 0 to all ranks.
         self.memory = torch.zeros(2, layers, count, width)
 
+    def get_extra_state(self) -> Tensor:
+        """Return what a checkpoint has of the memory: the columns of rank 0."""
+        return self.memory
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.memory = state
+
     def forward(
         self, text: Tensor, places: Tensor | None = None, begins: Tensor | None = None
     ) -> Tensor:
-        """Continue the columns `places`, or begin anew where `begins`. Without both: begin."""
+        """Continue the columns `places`, from zeros where `begins`. Without both: from zeros."""
         state = None
         if places is not None and begins is not None:
             self.memory = self.memory.to(text.device)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from rankzero import Experiment, config, experiment_file
 from rankzero.training import rng
 from support.paths import EXPERIMENTS
-from support.training import Trained, Trainer
+from support.training import Trained, Trainer, weights
 from support.two_ranks import Case, launched, seen
 
 FOLDER = EXPERIMENTS / "tutorials"
@@ -177,9 +177,7 @@ LOOPS: dict[str, Loop] = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_tutorial_trains_as_its_own_loop_does(
-    name: str, train: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tutorial_trains_as_its_own_loop_does(name: str, train: Trainer) -> None:
     experiment = short(name)
     trained = train(experiment)
     (evaluated,) = [e.metrics for e in trained.events if type(e).__name__ == "Evaluated"]
@@ -190,7 +188,7 @@ def test_a_tutorial_trains_as_its_own_loop_does(
     model = experiment.model()
     rng.seed_all(experiment.train.seed, 1)  # the seed of rank 0's dropout
     LOOPS[name](experiment, model, batches_of(trained))
-    for mine, found in zip(model.parameters(), trained.state.model.parameters(), strict=True):
+    for mine, found in zip(model.parameters(), weights(trained), strict=True):
         torch.testing.assert_close(found, mine, rtol=0.0, atol=1e-6)
 
 
@@ -213,20 +211,23 @@ def test_pictures_of_a_tutorial(name: str) -> None:
     assert shown
 
 
-def cases() -> list[Case]:
-    return [
-        Case(
-            name,
-            {**SMALL[name], **SHORT, "dropout": 0.0},
-            file=FOLDER / f"{name}.py",
-        )
-        for name in ("graph_network", "word_lstm")
-    ]
+def test_language_model_resumes_within_an_epoch(train: Trainer, tmp_path: Path) -> None:
+    experiment = short("word_lstm", **{"train.checkpoints.save_every": None})
+    straight = train(experiment, tmp_path / "straight")
+    assert train(experiment, tmp_path / "again", stop_at=1).state.step < STEPS
+    resumed = train(experiment, tmp_path / "again")
+    pairs = zip(weights(straight), weights(resumed), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_two_processes_train_like_one(train: Trainer, tmp_path: Path) -> None:
-    folder = launched(tmp_path, 2, cases())
-    for name in ("graph_network", "word_lstm"):
+    names = ("graph_network", "word_lstm")
+    cases = [
+        Case(name, {**SMALL[name], **SHORT, "dropout": 0.0}, file=FOLDER / f"{name}.py")
+        for name in names
+    ]
+    folder = launched(tmp_path, 2, cases)
+    for name in names:
         losses = train(short(name, dropout=0.0), tmp_path / f"{name}-one").series("train/loss")
         assert seen(folder, name)["losses"] == pytest.approx(
             {str(step): loss for step, loss in losses.items()}, rel=1e-5
