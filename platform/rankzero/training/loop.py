@@ -7,26 +7,17 @@ gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Callable
 
 from rankzero.errors import NotFinite
 from rankzero.events import Event, Noticed
-from rankzero.experiment import Experiment
-from rankzero.training import turns
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.reporter import Reporter
 from rankzero.training.metrics.throughput import RunTotals
-from rankzero.training.optimization.gradients import accumulate, apply_gradients
-from rankzero.training.optimization.optimizers import set_lr
 from rankzero.training.periodic import PeriodicActions
+from rankzero.training.step import train_step
 from rankzero.training.stop import StopCode, StopRequest
-
-StepFunction = Callable[[TrainingContext, State, Iterator[Any]], tuple[dict[str, Tensor], float]]
-
 
 def fit(
     job: TrainingContext,
@@ -46,7 +37,6 @@ def fit(
         job.batch_order, job.strategy.shard.rank, state.step, job.total_steps
     )
     batches = job.work_meter.watch(batches, lambda text: emit(Noticed(time.time(), text)))
-    take_step = step_function(job.experiment)
     state.model.train()
     stopped = StopCode.NONE
     if state.evaluation_pending:
@@ -55,7 +45,7 @@ def fit(
         actions.begin_epoch()
     reporter.start_window()
     while not stopped and state.step < actions.last_step:
-        metrics, data_wait = take_step(job, state, batches)
+        metrics, data_wait = train_step(job, state, batches)
         state.step += 1
         reporter.add(metrics, data_wait)
         if not (reporter.is_full or actions.are_due):
@@ -74,32 +64,3 @@ def fit(
         stopped = actions.run(window.stop_code)
         reporter.start_window()
     return stopped
-
-
-def step_function(experiment: Experiment) -> StepFunction:
-    """Return what takes a step of this experiment."""
-    return turns.train_step if experiment.turns else train_step
-
-
-def train_step(
-    job: TrainingContext, state: State, batches: Iterator[Any]
-) -> tuple[dict[str, Tensor], float]:
-    """Take one optimizer step. Return its metrics, and the seconds of waiting for data. Collective.
-
-    The metrics are means over this rank's samples of the step, still on the device. Of a `Ratio`,
-    both parts are.
-    """
-    optimizer, scaler = state.optimizer, job.precision.scaler
-    set_lr(optimizer, state.base_lrs, job.experiment.schedule(state.step, job.total_steps))
-    how = job.micro_batch_step(state.step, training=True)
-    metrics, data_wait = accumulate(job, how, batches)
-    norm = apply_gradients(job, optimizer)
-    if norm is not None:
-        metrics["gradient_norm"] = norm
-    if scaler is not None:
-        # It adapts its scale to the steps with an overflow.
-        scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    if state.average is not None:
-        state.average.update(state.step + 1)
-    return metrics, data_wait

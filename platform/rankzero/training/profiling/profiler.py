@@ -123,12 +123,11 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
 
 def _take_steps(job: Any, state: Any, batches: Iterator[Any], count: int) -> tuple[float, float]:
     """Take steps, and return their seconds and the seconds that they waited for data."""
-    from rankzero.training.loop import step_function
+    from rankzero.training.step import train_step
 
-    take_step = step_function(job.experiment)
     start, waited = job.world.now(), 0.0
     for _ in range(count):
-        _, wait = take_step(job, state, batches)
+        _, wait = train_step(job, state, batches)
         waited += wait
     return job.world.now() - start, waited
 

@@ -205,12 +205,11 @@ def _window(
     """Take some steps; return the slowest rank's seconds, and its wait for data. Collective."""
     import torch
 
-    from rankzero.training.loop import step_function
+    from rankzero.training.step import train_step
 
-    take_step = step_function(job.experiment)
     waited, start = 0.0, job.world.now()
     for _ in range(steps):
-        _, wait = take_step(job, state, batches)
+        _, wait = train_step(job, state, batches)
         waited += wait
     mine = torch.tensor([job.world.now() - start, waited], dtype=torch.float64)
     seconds, data_wait = job.world.gather(mine).amax(dim=0).tolist()

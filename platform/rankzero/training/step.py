@@ -1,0 +1,112 @@
+"""One optimizer step: gradients are added up over micro-batches, clipped and used.
+
+With ``turns = ("discriminator", "generator")``, each optimizer steps on a loss of its own, as in a
+GAN. In each turn, `measure` gets `at.turn` and the same samples. All gradients are added up, those
+of the other optimizers are dropped, and one optimizer steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rankzero.training.job import State, TrainingContext
+from rankzero.training.optimization.joint_optimizer import JointOptimizer
+from rankzero.training.optimization.optimizers import set_lr
+from rankzero.training.strategies.base import divide_gradients
+
+
+def train_step(
+    job: TrainingContext, state: State, batches: Iterator[Any]
+) -> tuple[dict[str, Tensor], float]:
+    """Take one optimizer step. Return its metrics, and the seconds of waiting for data. Collective.
+
+    The metrics are means over this rank's samples of the step, still on the device. Of a `Ratio`,
+    both parts are. A turn's metrics have its name in front: ``generator/loss``.
+    """
+    optimizer = state.optimizer
+    set_lr(optimizer, state.base_lrs, job.experiment.schedule(state.step, job.total_steps))
+    if job.experiment.turns:
+        assert isinstance(optimizer, JointOptimizer)
+        metrics, data_wait = _take_turns(job, state.step, optimizer, batches)
+    else:
+        metrics, data_wait = _accumulate(job, state.step, None, batches)
+        metrics |= _use_gradients(job, optimizer)
+    if job.precision.scaler is not None:
+        # It adapts its scale to the steps with an overflow.
+        job.precision.scaler.update()
+    if state.average is not None:
+        state.average.update(state.step + 1)
+    return metrics, data_wait
+
+
+def _take_turns(
+    job: TrainingContext, step: int, optimizer: JointOptimizer, batches: Iterator[Any]
+) -> tuple[dict[str, Tensor], float]:
+    begun = time.perf_counter()
+    micro_batches = [next(batches) for _ in range(job.batch_order.accumulation)]
+    data_wait = time.perf_counter() - begun
+    found: dict[str, Tensor] = {}
+    for turn in job.experiment.turns:
+        metrics, _ = _accumulate(job, step, turn, iter(micro_batches))
+        for name, part in optimizer.parts.items():
+            if name != turn:
+                part.zero_grad(set_to_none=True)
+        job.strategy.average_gradients(optimizer.parts[turn])
+        metrics |= _use_gradients(job, optimizer.parts[turn])
+        found |= {f"{turn}/{name}": value for name, value in metrics.items()}
+    return found, data_wait
+
+
+def _accumulate(
+    job: TrainingContext, step: int, turn: str | None, batches: Iterator[Any]
+) -> tuple[dict[str, Tensor], float]:
+    """Add up the gradients of a step or a turn. Return as `train_step`. Collective."""
+    strategy, how = job.strategy, job.micro_batch_step(step, training=True, turn=turn)
+    metrics: dict[str, Tensor] = {}
+    data_wait = 0.0
+    for index in range(how.accumulation):
+        begun = time.perf_counter()
+        batch = next(batches)
+        data_wait += time.perf_counter() - begun
+        job.beat()
+        job.image_capture.see_training_batch(batch)
+        # Ranks average their gradients once a step, during the last backward.
+        is_last = index == how.accumulation - 1
+        with contextlib.nullcontext() if is_last else strategy.no_sync():
+            values = strategy.forward_backward(how, batch)
+        if how.accumulation > 1:
+            values = {
+                name: v / how.accumulation + metrics.get(name, 0.0) for name, v in values.items()
+            }
+        metrics = values
+    if metrics["loss"].dim():
+        # A Ratio: only now is its whole denominator known.
+        divide_gradients(strategy.model, metrics["loss"], how.samples, job.world)
+    return metrics, data_wait
+
+
+def _use_gradients(job: TrainingContext, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Clip the gradients, let `optimizer` step, and drop them. Return their norm if it is logged."""
+    train, scaler = job.experiment.train, job.precision.scaler
+    found: dict[str, Tensor] = {}
+    if train.clip is not None or train.log_gradient_norm:
+        # The norm is bounded in true units, so the loss scale must go first.
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = job.strategy.clip(train.clip or math.inf)
+        if train.log_gradient_norm:
+            found["gradient_norm"] = norm
+    if scaler is None:
+        optimizer.step()
+    elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        # The scaler skips the step if a gradient overflowed.
+        scaler.step(optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    return found
