@@ -9,8 +9,9 @@ from typing import Any
 
 from rankzero.experiment import Experiment
 from rankzero.measure_progress import Progress, measure_at, takes_progress
+from rankzero.telemetry.host import usable_cores
 from rankzero.training import parameter_counts, rng, strategies
-from rankzero.training.data import sets, stream
+from rankzero.training.data import processes, sets, stream
 from rankzero.training.data.order import BatchOrder
 from rankzero.training.data.stream import Loader
 from rankzero.training.distributed import device, torch_compat
@@ -110,9 +111,10 @@ def _loader_factory(experiment: Experiment, world: World) -> Callable[[Any], Loa
         device=world.device,
         ranks=strategies.shards(train.strategy, world.size),
         seed=train.seed,
-        workers=train.workers,
+        workers=processes.loader_workers(
+            train.workers, world.ranks.local_world_size, len(usable_cores())
+        ),
         collate=experiment.collate,
-        local_world_size=world.ranks.local_world_size,
     )
 
 

@@ -19,6 +19,7 @@ from rankzero.training.periodic import PeriodicActions
 from rankzero.training.step import train_step
 from rankzero.training.stop import StopCode, StopRequest
 
+
 def fit(
     job: TrainingContext,
     state: State,

@@ -93,7 +93,7 @@ def _accumulate(
 
 
 def _use_gradients(job: TrainingContext, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Clip the gradients, let `optimizer` step, and drop them. Return their norm if it is logged."""
+    """Clip the gradients, let `optimizer` step, and clear them. Return the norm if it is logged."""
     train, scaler = job.experiment.train, job.precision.scaler
     found: dict[str, Tensor] = {}
     if train.clip is not None or train.log_gradient_norm:

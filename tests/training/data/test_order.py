@@ -13,7 +13,6 @@ from rankzero.training.data.order import (
     BatchOrder,
     Choose,
     check_same_lengths,
-    check_same_lists,
     fingerprint,
     make_batch_order,
     mix,
@@ -215,10 +214,7 @@ def test_a_pipeline_takes_no_chosen_batches() -> None:
         make_batch_order(Train(batch_size=4, strategy="pp"), 40, 2, lists_of([4]))
 
 
-def test_ranks_that_choose_other_batches_are_named() -> None:
+def test_fingerprints_of_other_batches_differ() -> None:
     same = fingerprint([torch.tensor([1, 2]), torch.tensor([3])])
-    check_same_lists(torch.stack([same, same]))
     for other in ([[1], [2, 3]], [[2, 1], [3]], [[1, 2]]):
-        theirs = fingerprint([torch.tensor(one) for one in other])
-        with pytest.raises(UserError, match="other lists on rank 1 than on rank 0"):
-            check_same_lists(torch.stack([same, theirs]))
+        assert not torch.equal(same, fingerprint([torch.tensor(one) for one in other]))

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from rankzero.experiment import Experiment
-from rankzero.launch.failures import DescribedError, Failure
-from rankzero.telemetry.host import usable_cores
 from rankzero.training.data import processes
 from rankzero.training.data.batch import to_device
 from rankzero.training.data.order import BatchOrder, mix, shard
@@ -37,26 +35,15 @@ Key = tuple[int, int, list[int]]
 class BatchLoader:
     """One rank's batches of a data set, on `device`.
 
-    `workers`: loading processes, or None for as many as the cores allow. A TensorDataset needs
-    none: it is gathered in memory if `collate` is PyTorch's default.
+    `workers`: loading processes. A TensorDataset needs none: it is gathered in memory if `collate`
+    is PyTorch's default.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        device: torch.device,
-        *,
-        seed: int,
-        workers: int | None,
-        collate: Collate,
-        local_world_size: int = 1,
+        self, dataset: Any, device: torch.device, *, seed: int, workers: int, collate: Collate
     ) -> None:
-        self.device = device
-        self.dataset = dataset
-        """As the experiment returned it."""
-        self.samples = len(dataset)
-        self._seed, self._collate = seed, collate
-        self._workers = processes.loader_workers(workers, local_world_size, len(usable_cores()))
+        self.device, self.dataset, self.samples = device, dataset, len(dataset)
+        self._seed, self._workers, self._collate = seed, workers, collate
         self._evaluation: DataLoader[Any] | None = None
         # Only the default collate makes of single samples what gathering their rows does.
         method = getattr(collate, "__func__", None)
@@ -75,14 +62,13 @@ class BatchLoader:
         if self._tensors is not None:
             return self._gather(keys, self._tensors)
         maker = batch_maker(self._collate, self._seed, rank, training=True)
-        return self._load(
-            processes.make_loader(
-                _SeededBatches(self.dataset, self._seed, maker),
-                self.device,
-                self._workers,
-                keys=_numbered(keys, first_step * order.accumulation),
-            )
+        loader = processes.make_loader(
+            _SeededBatches(self.dataset, self._seed, maker),
+            self.device,
+            self._workers,
+            keys=_numbered(keys, first_step * order.accumulation),
         )
+        return (batch for batch, _ in processes.load(loader, self.device))
 
     def eval_batches(
         self, batch_size: int, rank: int, world_size: int, *, lockstep: bool = False
@@ -94,20 +80,19 @@ class BatchLoader:
         samples = self.samples - (self.samples % world_size if lockstep else 0)
         keys = [(0, indices) for indices in shard(samples, batch_size, rank, world_size)]
         if self._tensors is not None:
-            batches = self._gather(keys, self._tensors)
-        else:
-            # Keep the loader, so that its processes start once and not with every evaluation.
-            if self._evaluation is None:
-                maker = batch_maker(self._collate, self._seed, rank, training=False)
-                self._evaluation = processes.make_loader(
-                    _SeededBatches(self.dataset, self._seed, maker),
-                    self.device,
-                    min(self._workers, EVALUATION_WORKERS),
-                    keys=list(_numbered(keys, 0)),
-                    persistent=True,
-                )
-            batches = self._load(self._evaluation)
-        return zip(batches, [len(indices) for _, indices in keys], strict=True)
+            sizes = [len(indices) for _, indices in keys]
+            return zip(self._gather(keys, self._tensors), sizes, strict=True)
+        # Keep the loader, so that its processes start once and not with every evaluation.
+        if self._evaluation is None:
+            maker = batch_maker(self._collate, self._seed, rank, training=False)
+            self._evaluation = processes.make_loader(
+                _SeededBatches(self.dataset, self._seed, maker),
+                self.device,
+                min(self._workers, EVALUATION_WORKERS),
+                keys=list(_numbered(keys, 0)),
+                persistent=True,
+            )
+        return processes.load(self._evaluation, self.device)
 
     def _gather(
         self, keys: Iterable[tuple[int, Tensor]], tensors: Sequence[Tensor]
@@ -129,12 +114,6 @@ class BatchLoader:
                 torch.index_select(tensor, 0, indices, out=rows)
             yield to_device(batch, self.device)
 
-    def _load(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        for batch in processes.iterate(loader):
-            if isinstance(batch, Failure):
-                raise DescribedError(batch)
-            yield to_device(batch, self.device)
-
 
 class _SeededBatches(Dataset[Any]):
     """The batches of a map-style data set, by key, each item drawn with a seed of its own."""
@@ -148,7 +127,7 @@ class _SeededBatches(Dataset[Any]):
         self._is_batched = hasattr(inner, "__getitems__")
 
     def __getitem__(self, key: Key) -> Any:
-        """Return a batch, or the Failure of the user's code."""
+        """Return a batch and its samples, or the Failure of the user's code."""
         number, epoch, indices = key
         samples: list[Any] = []
         with preserved_rng():
@@ -160,7 +139,7 @@ class _SeededBatches(Dataset[Any]):
                     for index in indices:
                         seed_cpu(mix(self._seed, epoch, index))
                         samples.append(self._dataset[index])
-                return self._maker.make(number, samples)
+                return self._maker.make(number, samples), len(indices)
             except Exception as error:
                 which = ", ".join(map(str, indices[:8])) + ", …" * (len(indices) > 8)
                 where = f"collate() of samples {which}"

@@ -104,30 +104,26 @@ def make_batch_order(
 
     `choose`: returns an epoch's batches as lists of indices, or None where `train` decides.
     """
-    micro_batch = micro_batch_size(train, world_size)
+    order = _whole_batches(train, samples, world_size)
     usual_steps = max(1, samples // train.batch_size)
     epochs = math.ceil(train.steps / usual_steps) if train.steps else train.epochs or 1
-    if choose is not None and chooses(choose, epochs):
-        order = BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
+    if choose is not None and _chooses(choose, epochs):
         if train.strategy == "pp":
             raise UserError(
                 "train.strategy=pp takes batches of one size, so batches() cannot choose them: "
                 "use train.strategy=ddp"
             )
-        lists = chosen_lists(order, choose)
+        lists = _chosen_lists(order, choose)
         return dataclasses.replace(order, lists=lists, epoch_steps=len(lists(0)))
     if samples < train.batch_size:
         raise UserError(
             f"the training set has {samples} samples, fewer than one batch: "
             f"set train.batch_size to at most {samples}"
         )
-    # A pipeline divides its batches itself.
-    if train.strategy == "pp":
-        micro_batch = train.batch_size
-    return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
+    return order
 
 
-def chooses(choose: Choose, epochs: int) -> bool:
+def _chooses(choose: Choose, epochs: int) -> bool:
     """Return whether `choose` returns batches. Raises UserError if it does not begin at epoch 0."""
     first = next((e for e in range(epochs) if choose(e, torch.Generator()) is not None), None)
     if first:
@@ -149,14 +145,10 @@ def make_stream_order(train: Train, samples: int, world_size: int) -> BatchOrder
             "the training set is a stream without a length, or shorter than one batch: "
             "set train.steps"
         )
-    micro_batch = micro_batch_size(train, world_size)
-    if train.strategy == "pp":
-        micro_batch = train.batch_size
-    order = BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
-    return dataclasses.replace(order, epoch_steps=steps)
+    return dataclasses.replace(_whole_batches(train, samples, world_size), epoch_steps=steps)
 
 
-def chosen_lists(order: BatchOrder, choose: Choose) -> Callable[[int], list[Tensor]]:
+def _chosen_lists(order: BatchOrder, choose: Choose) -> Callable[[int], list[Tensor]]:
     """Return a function of the epoch that checks what `choose` returns. It raises UserError."""
     parts, first = order.accumulation * order.world_size, 0
 
@@ -193,11 +185,8 @@ def chosen_lists(order: BatchOrder, choose: Choose) -> Callable[[int], list[Tens
     return lists
 
 
-def micro_batch_size(train: Train, world_size: int) -> int:
-    """Return the samples of a micro-batch.
-
-    Raises UserError, which names the nearest batch sizes, if the batch cannot be divided evenly.
-    """
+def _whole_batches(train: Train, samples: int, world_size: int) -> BatchOrder:
+    """Divide batches evenly. Raises UserError, which names the nearest batch sizes."""
     micro_batch = max(1, train.micro_batch or train.batch_size // world_size)
     divisor = micro_batch * world_size if train.micro_batch else world_size
     if train.batch_size % divisor:
@@ -210,14 +199,14 @@ def micro_batch_size(train: Train, world_size: int) -> int:
             f"train.batch_size={train.batch_size} cannot be divided evenly among {parts}: "
             f"use {near}"
         )
-    return micro_batch
+    # A pipeline divides its batches itself.
+    if train.strategy == "pp":
+        micro_batch = train.batch_size
+    return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
 
 
 def check_same_lengths(name: str, lengths: Sequence[int], method: str = "data()") -> None:
-    """Raise UserError, which names the ranks, if a data set's length differs between ranks.
-
-    `method`: of the experiment, which returned the data set.
-    """
+    """Raise UserError, which names the ranks, if a data set's length differs between ranks."""
     if len(set(lengths)) == 1:
         return
     found = []
@@ -237,16 +226,6 @@ def fingerprint(lists: Sequence[Tensor]) -> Tensor:
     """Return two integers that differ, almost certainly, if the lists do."""
     every = torch.cat([*lists, torch.tensor([len(one) for one in lists])])
     return torch.stack([torch.tensor(len(every)), (every * torch.arange(1, len(every) + 1)).sum()])
-
-
-def check_same_lists(fingerprints: Tensor) -> None:
-    """Raise UserError, which names the ranks, if `batches` chose other lists than on rank 0."""
-    found = (fingerprints != fingerprints[0]).any(dim=1).nonzero().flatten().tolist()
-    if found:
-        raise UserError(
-            f"batches() returned other lists on rank {', '.join(map(str, found[:_MOST_NAMED]))} "
-            "than on rank 0: let it depend only on its arguments, and draw from the generator"
-        )
 
 
 @functools.lru_cache(maxsize=2)

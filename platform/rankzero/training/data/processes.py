@@ -23,6 +23,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from rankzero.launch import signals
+from rankzero.launch.failures import DescribedError, Failure
+from rankzero.training.data.batch import to_device
 
 MOST_WORKERS = 8
 PREFETCHED = 4  # batches for each loading process
@@ -45,7 +47,7 @@ def make_loader(
     keys: Iterable[Any] | None = None,
     persistent: bool = False,
 ) -> DataLoader[Any]:
-    """Return a loader of `batches`: a data set of which each item is a whole batch.
+    """Return a loader of `batches`: a data set of which each item is what `load` takes.
 
     `keys`: which items, in which order; None for an iterable data set.
     """
@@ -71,11 +73,20 @@ def make_loader(
     )
 
 
-def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start the loading processes. On Linux, only the rank's signals to stop reach them."""
-    # Elsewhere, `_obey` cannot tell the rank's signal, which must end them.
+def load(loader: DataLoader[Any], device: torch.device) -> Iterator[Any]:
+    """Yield the items of a loader: each a batch, moved to `device`, and what comes with it.
+
+    None is left out. A Failure of the user's code is raised.
+    """
+    # On Linux, only the rank's signals to stop reach loading processes. Elsewhere, `_obey` cannot
+    # tell the rank's signal, which must end them.
     with signals.held_back() if sys.platform == "linux" else contextlib.nullcontext():
-        return iter(loader)
+        items = iter(loader)
+    for item in items:
+        if isinstance(item, Failure):
+            raise DescribedError(item)
+        if item is not None:
+            yield to_device(item[0], device), *item[1:]
 
 
 def _unchanged(batch: Any) -> Any:

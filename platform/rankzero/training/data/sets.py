@@ -15,7 +15,6 @@ from rankzero.training.data import stream
 from rankzero.training.data.order import (
     BatchOrder,
     check_same_lengths,
-    check_same_lists,
     fingerprint,
     make_batch_order,
     make_stream_order,
@@ -116,6 +115,12 @@ def batch_order(experiment: Experiment, world: World, train_set: Any, shards: in
 
 def check_same_batches(world: World, order: BatchOrder, step: int) -> None:
     """Raise UserError if `batches` chose other lists for a step's epoch than rank 0. Collective."""
-    if order.lists is not None:
-        lists = order.lists(step // order.steps_per_epoch)
-        check_same_lists(world.gather(fingerprint(lists)))
+    if order.lists is None:
+        return
+    lists = order.lists(step // order.steps_per_epoch)
+    differing = world.ranks_that_differ(fingerprint(lists))
+    if differing:
+        raise UserError(
+            f"batches() returned other lists on rank {', '.join(map(str, differing))} than on rank "
+            "0: let it depend only on its arguments, and draw from the generator"
+        )

@@ -27,10 +27,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from rankzero.errors import UserError
-from rankzero.launch.failures import DescribedError, Failure
-from rankzero.telemetry.host import usable_cores
+from rankzero.launch.failures import Failure
 from rankzero.training.data import processes
-from rankzero.training.data.batch import to_device
 from rankzero.training.data.loader import EVALUATION_WORKERS, BatchLoader
 from rankzero.training.data.order import BatchOrder, mix
 from rankzero.training.data.samples import (
@@ -117,17 +115,15 @@ class StreamLoader:
         device: torch.device,
         *,
         seed: int,
-        workers: int | None,
+        workers: int,
         collate: Collate,
-        local_world_size: int = 1,
         ranks: int = 1,
     ) -> None:
         self.device, self.dataset = device, dataset
         self.samples = length_of(dataset)
         """0 if unknown."""
         self._seed, self._collate = seed, collate
-        wanted = processes.loader_workers(workers, local_world_size, len(usable_cores()))
-        self._workers = _useful_workers(dataset, ranks, wanted)
+        self._workers = _useful_workers(dataset, ranks, workers)
         self._evaluation: DataLoader[Any] | None = None
         # The batches that were read, and the place of each loading process: at the start of
         # `train_batches`, and now.
@@ -142,7 +138,7 @@ class StreamLoader:
         part = _Part(self.dataset, maker, order.micro_batch, order.world_size, *self._start)
         loader = processes.make_loader(part, self.device, self._workers)
         count = (total_steps - first_step) * order.accumulation
-        for batch, _, worker, place in itertools.islice(self._load(loader), count):
+        for batch, _, worker, place in itertools.islice(processes.load(loader, self.device), count):
             read, places = self._now
             self._now = read + 1, (*places[:worker], place, *places[worker + 1 :])
             yield batch
@@ -161,15 +157,8 @@ class StreamLoader:
             part = _Part(self.dataset, maker, batch_size, world_size)
             workers = min(self._workers, EVALUATION_WORKERS)
             self._evaluation = processes.make_loader(part, self.device, workers, persistent=True)
-        for batch, samples, _, _ in self._load(self._evaluation):
+        for batch, samples, *_ in processes.load(self._evaluation, self.device):
             yield batch, samples
-
-    def _load(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        for item in processes.iterate(loader):
-            if isinstance(item, Failure):
-                raise DescribedError(item)
-            if item is not None:
-                yield to_device(item[0], self.device), *item[1:]
 
     def state(self) -> bytes:
         """Return what `resume` needs: where the batches end that were trained on."""
@@ -244,6 +233,7 @@ def resume(
         notice(problem)
 
 
+@dataclasses.dataclass(eq=False)
 class _Part(IterableDataset[Any]):
     """A rank's batches of a stream; in a loading process, those of this process.
 
@@ -251,60 +241,45 @@ class _Part(IterableDataset[Any]):
     that the next process has the next batch. Has no end, except without `places`: then one epoch.
     """
 
-    def __init__(
-        self,
-        stream: Any,
-        maker: BatchMaker,
-        batch_size: int,
-        ranks: int,
-        read: int = 0,
-        places: tuple[Place, ...] = (),
-    ) -> None:
-        self._stream, self._maker, self._batch_size = stream, maker, batch_size
-        self._ranks, self._read, self._places = ranks, read, places
-        self._worker: tuple[int, int] | None = None
+    stream: Any
+    maker: BatchMaker
+    batch_size: int
+    ranks: int
+    read: int = 0
+    places: tuple[Place, ...] = ()
+    worker: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self._worker is None:
+        if self.worker is None:
             info = get_worker_info()
-            self._worker = (info.id, info.num_workers) if info else (0, 1)
-        worker, workers = self._worker
-        part, parts = self._maker.rank * workers + worker, self._ranks * workers
-        stream, divides_itself = self._stream, bool(getattr(self._stream, "divided", False))
+            self.worker = (info.id, info.num_workers) if info else (0, 1)
+        worker, workers = self.worker
+        number = self.maker.rank * workers + worker
+        stream, divides_itself = self.stream, bool(getattr(self.stream, "divided", False))
         if not divides_itself:
             # A stream that asks for its loading process would divide again what is divided here.
             torch_worker._worker_info = None
         if _is_hugging_face(stream):
-            stream, divides_itself = self._own_shards(worker, workers), True
-        reader = _Reader(
-            stream,
-            dataclasses.replace(self._maker, rank=part),
-            *((0, 1, part + 1) if divides_itself else (part, parts, 0)),
-            self._places[worker] if self._places else Place(),
-            is_endless=bool(self._places),
-        )
+            stream = _own_shards(stream, self.maker.rank, self.ranks, worker, workers)
+            divides_itself = True
+        part, parts, salt = number, self.ranks * workers, 0
+        if divides_itself:
+            part, parts, salt = 0, 1, number + 1
+        maker = dataclasses.replace(self.maker, rank=number)
+        place, is_endless = self.places[worker] if self.places else Place(), bool(self.places)
+        reader = _Reader(stream, maker, part, parts, salt, place, is_endless)
         # The batches come from one process after the other. These were read in the last attempt.
-        if worker < self._read % workers:
+        if worker < self.read % workers:
             yield None
         while True:
             with preserved_rng():
-                found = reader.next_batch(self._batch_size)
+                found = reader.next_batch(self.batch_size)
             if found is None:
                 return
             yield found if isinstance(found, Failure) else (*found, worker, reader.place)
 
-    def _own_shards(self, worker: int, workers: int) -> Any:
-        """Return the part of a Hugging Face stream for a loading process."""
-        stream, ranks = self._stream, self._ranks
-        if workers > 1:
-            # It would do that itself, but could not load its state (seen in datasets 5.2).
-            stream = stream.shard(num_shards=workers, index=worker, contiguous=False)
-        if ranks > 1 and getattr(stream, "_distributed", None) is None:
-            split = importlib.import_module("datasets.distributed").split_dataset_by_node
-            stream = split(stream, self._maker.rank, ranks)
-        return stream
 
-
+@dataclasses.dataclass
 class _Reader:
     """Reads a stream, keeps the samples of its part, and makes batches of them.
 
@@ -312,24 +287,18 @@ class _Reader:
     order. `salt` differs between the parts of a stream that divides itself.
     """
 
-    def __init__(
-        self,
-        stream: Any,
-        maker: BatchMaker,
-        part: int,
-        parts: int,
-        salt: int,
-        place: Place,
-        *,
-        is_endless: bool,
-    ) -> None:
-        self._stream, self._maker = stream, maker
-        self._part, self._parts, self._salt = part, parts, salt
-        self._is_endless = is_endless
-        self.place = place
-        """After the last batch."""
-        self._samples = self._read(place)
-        self._epoch, self._position = place.epoch, place.position
+    stream: Any
+    maker: BatchMaker
+    part: int
+    parts: int
+    salt: int
+    place: Place
+    """After the last batch."""
+    is_endless: bool
+
+    def __post_init__(self) -> None:
+        self._epoch, self._position = self.place.epoch, self.place.position
+        self._samples = self._read(self.place)
 
     def next_batch(self, size: int) -> tuple[Any, int] | Failure | None:
         """Return a batch and its samples, or None at the end."""
@@ -339,21 +308,21 @@ class _Reader:
             where = f"collate() of the {len(samples)} samples"
             if not samples:
                 return None
-            batch = self._maker.make(self.place.batches, samples)
+            batch = self.maker.make(self.place.batches, samples)
             inner = None
-            if self._is_endless and _has_state(self._stream):
+            if self.is_endless and _has_state(self.stream):
                 where = "state_dict()"
-                inner = _packed(self._stream.state_dict())
+                inner = _packed(self.stream.state_dict())
                 if self.place.inner is None:
                     _unpacked(inner)  # now, and not when a run resumes
         except Exception as error:
-            return self._maker.failure(error, where or f"sample {self._position}")
+            return self.maker.failure(error, where or f"sample {self._position}")
         batches = self.place.batches + 1
         self.place = Place(self._epoch, self._position, batches, inner)
         return batch, len(samples)
 
     def _read(self, place: Place) -> Iterator[Any]:
-        stream, inner, kept = self._stream, place.inner, place.position
+        stream, inner, kept = self.stream, place.inner, place.position
         while True:
             if hasattr(stream, "set_epoch"):
                 stream.set_epoch(self._epoch)
@@ -367,23 +336,34 @@ class _Reader:
                     sample = next(iterator)
                 except StopIteration:
                     break
-                mine = self._position % self._parts == self._part
+                mine = self._position % self.parts == self.part
                 self._position += 1
                 if mine:
                     kept += 1
                     yield sample
-            if not self._is_endless:
+            if not self.is_endless:
                 return
             if not kept:
                 raise UserError(
                     f"epoch {self._epoch} of the stream has {self._position} samples, and none for "
-                    f"part {self._part} of {self._parts}: set train.workers=0, or let __iter__ "
+                    f"part {self.part} of {self.parts}: set train.workers=0, or let __iter__ "
                     "begin again at each call"
                 )
             self._epoch, self._position, kept = self._epoch + 1, 0, 0
 
     def _seed(self) -> None:
-        seed_cpu(mix(self._maker.seed, self._epoch, self._position, self._salt))
+        seed_cpu(mix(self.maker.seed, self._epoch, self._position, self.salt))
+
+
+def _own_shards(stream: Any, rank: int, ranks: int, worker: int, workers: int) -> Any:
+    """Return the part of a Hugging Face stream for a loading process."""
+    if workers > 1:
+        # It would do that itself, but could not load its state (seen in datasets 5.2).
+        stream = stream.shard(num_shards=workers, index=worker, contiguous=False)
+    if ranks > 1 and getattr(stream, "_distributed", None) is None:
+        split = importlib.import_module("datasets.distributed").split_dataset_by_node
+        stream = split(stream, rank, ranks)
+    return stream
 
 
 def _useful_workers(stream: Any, ranks: int, wanted: int) -> int:
