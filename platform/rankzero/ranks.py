@@ -46,46 +46,28 @@ def detect(environ: Mapping[str, str] = os.environ) -> Ranks:
 
 def _torchrun(environ: Mapping[str, str]) -> Ranks:
     """Read the variables of torchrun, accelerate and DeepSpeed."""
-    # LOCAL_SIZE and CROSS_RANK are DeepSpeed's names.
-    return Ranks(
-        rank=int(environ["RANK"]),
-        world_size=int(environ["WORLD_SIZE"]),
-        local_rank=int(environ.get("LOCAL_RANK", 0)),
-        local_world_size=int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or 1),
-        node_rank=int(environ.get("GROUP_RANK") or environ.get("CROSS_RANK") or 0),
-    )
+    node_rank = environ.get("GROUP_RANK") or environ.get("CROSS_RANK") or 0
+    if "LOCAL_SIZE" in environ:  # DeepSpeed's name
+        environ = {"LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"], **environ}
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    return _named(environ, *names, node_rank=int(node_rank))
 
 
 def _horovod(environ: Mapping[str, str]) -> Ranks:
-    return Ranks(
-        rank=int(environ["HOROVOD_RANK"]),
-        world_size=int(environ["HOROVOD_SIZE"]),
-        local_rank=int(environ.get("HOROVOD_LOCAL_RANK", 0)),
-        local_world_size=int(environ.get("HOROVOD_LOCAL_SIZE", 1)),
-        node_rank=int(environ.get("HOROVOD_CROSS_RANK", 0)),
-    )
+    names = "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
+    return _named(environ, *names, node_rank=int(environ.get("HOROVOD_CROSS_RANK", 0)))
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Ranks:
     # OMPI_COMM_WORLD_NODE_RANK is not read: it is the process's rank on its node, not the node's.
-    prefix = "OMPI_COMM_WORLD_"
-    return _by_slot(
-        rank=int(environ[prefix + "RANK"]),
-        world_size=int(environ[prefix + "SIZE"]),
-        local_rank=int(environ.get(prefix + "LOCAL_RANK", 0)),
-        local_world_size=int(environ.get(prefix + "LOCAL_SIZE", 1)),
-    )
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return _named(environ, *(f"OMPI_COMM_WORLD_{name}" for name in names))
 
 
 def _mpich(environ: Mapping[str, str]) -> Ranks:
     """Read the variables of MPICH and Intel MPI."""
     # Slurm may set these as well. `detect` asks Slurm first, whose own variables know the node.
-    return _by_slot(
-        rank=int(environ["PMI_RANK"]),
-        world_size=int(environ["PMI_SIZE"]),
-        local_rank=int(environ.get("MPI_LOCALRANKID", 0)),
-        local_world_size=int(environ.get("MPI_LOCALNRANKS", 1)),
-    )
+    return _named(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def _slurm(environ: Mapping[str, str]) -> Ranks:
@@ -119,8 +101,17 @@ def _tensorflow(environ: Mapping[str, str]) -> Ranks:
     return Ranks(rank=rank, world_size=max(sum(hosts.values()), rank + 1), node_rank=rank)
 
 
-def _by_slot(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Ranks:
-    """Return the ranks of a launcher that fills one node after the other, without numbers."""
-    return Ranks(
-        rank, world_size, local_rank, local_world_size, node_rank=rank // max(1, local_world_size)
-    )
+def _named(
+    environ: Mapping[str, str],
+    rank: str,
+    world_size: str,
+    local_rank: str,
+    local_world_size: str,
+    node_rank: int | None = None,
+) -> Ranks:
+    """Read variables by name. Launchers that number no nodes fill one node after the other."""
+    number, local_size = int(environ[rank]), int(environ.get(local_world_size) or 1)
+    if node_rank is None:
+        node_rank = number // max(1, local_size)
+    place = int(environ.get(local_rank, 0))
+    return Ranks(number, int(environ[world_size]), place, local_size, node_rank)
