@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,14 +28,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from rankzero.errors import UserError
-from rankzero.experiment import Train
+from rankzero.experiment import Experiment, Train
 from rankzero.ratio import Ratio
 from rankzero.training.data.batch import rows_of, samples_in
 from rankzero.training.distributed import torch_compat
 from rankzero.training.distributed.world import TRAINING_TIMEOUT, World
 from rankzero.training.metrics.window import check_metrics
-from rankzero.training.strategies import parameter_names
+from rankzero.training.optimization import optimizers
+from rankzero.training.strategies import parameter_names, replicated
 from rankzero.training.strategies.base import (
+    Measure,
     Metrics,
     MicroBatchStep,
     Shard,
@@ -43,7 +45,7 @@ from rankzero.training.strategies.base import (
     clip_by,
     total_norm,
 )
-from rankzero.training.strategies.stages import StageOutput, input_of
+from rankzero.training.strategies.stages import StageOutput, input_of, make_stage
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -216,6 +218,42 @@ class Pipeline:
         if isinstance(found, Ratio):
             loss = found.numerator / self._how.samples
         return loss
+
+
+def build(
+    experiment: Experiment,
+    model: nn.Module,
+    world: World,
+    measure: Measure,
+    example: Callable[[], Any],
+) -> Strategy:
+    """Return this rank's stage of `model`. Raises UserError, see `strategies.build`. Collective."""
+    train = experiment.train
+    if train.precision == "fp16":
+        raise UserError("train.strategy=pp does not do fp16: use bf16")
+    if train.eval_batch is not None and train.eval_batch > train.batch_size:
+        raise UserError(
+            f"train.eval_batch={train.eval_batch}: train.strategy=pp evaluates batches of at most "
+            f"train.batch_size={train.batch_size} samples, so set it to that or less"
+        )
+    if not world.is_distributed:
+        return replicated.single(experiment, model.to(world.device), world)
+    whole = experiment.optimizer(model)
+    if isinstance(whole, Mapping):
+        raise UserError(
+            f"train.strategy=pp takes one optimizer, and optimizer() returned {len(whole)}: return "
+            "one, or use ddp or fsdp"
+        )
+    names = parameter_names.order(model, whole)
+    size = train.batch_size // micro_batches(train, world.size)
+
+    def micro_batch() -> Tensor:
+        return input_of(measure, example())[:size]
+
+    stage = make_stage(
+        model, experiment.split_points(), world.ranks.rank, world.size, world.device, micro_batch
+    )
+    return Pipeline(stage, optimizers.of(experiment, stage.submod), names, train, world)
 
 
 def micro_batches(train: Train, stages: int) -> int:

@@ -6,6 +6,7 @@ model.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -131,17 +132,16 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
     list is too short.
     """
     heavy = [number for number, weight in enumerate(weights) if weight]
+    before = list(itertools.accumulate(weights, initial=0))
     if len(heavy) < parts:
         raise UserError(
             f"the model has {len(heavy)} items with weights, too few for {parts} processes"
         )
-    total, starts, done = sum(weights), [0], 0
-    for number, weight in enumerate(weights):
-        left = len([other for other in heavy if other >= number])
-        has_weight = any(starts[-1] <= other < number for other in heavy)
+    starts, place = [0], 0
+    for part in range(1, parts):
         # Each of the parts to come needs a weight, so a part may have to begin early.
-        due = done >= total * len(starts) / parts or left <= parts - len(starts)
-        if len(starts) < parts and has_weight and weight and due:
-            starts.append(number)
-        done += weight
+        latest = len(heavy) - (parts - part)
+        due = before[-1] * part / parts
+        place = next((n for n in range(place + 1, latest) if before[heavy[n]] >= due), latest)
+        starts.append(heavy[place])
     return starts
