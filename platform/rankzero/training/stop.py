@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 import torch
 
@@ -28,18 +29,21 @@ MOST_BATCHES = 32
 class StopCode(enum.IntEnum):
     """Why a training stops early. The ranks exchange the number, people read the reason."""
 
-    NONE = 0
-    SIGTERM = 1
-    CTRL_C = 2
-    TIME_LIMIT = 3
-    PRUNED = 4
-    SIGUSR1 = 5
-    LAUNCHER_DIED = 6
-    SIGUSR2 = 7
+    reason: str
 
-    @property
-    def reason(self) -> str:
-        return _REASONS[self]
+    NONE = 0, ""
+    SIGTERM = 1, "stopped by SIGTERM"
+    CTRL_C = 2, "stopped by Ctrl-C"
+    TIME_LIMIT = 3, "reached train.limits.max_minutes"
+    PRUNED = 4, "pruned"
+    SIGUSR1 = 5, "stopped by SIGUSR1"
+    LAUNCHER_DIED = 6, "stopped because the launching process died"
+    SIGUSR2 = 7, "stopped by SIGUSR2"
+
+    def __new__(cls, number: int, reason: str = "") -> Self:
+        code = int.__new__(cls, number)
+        code._value_, code.reason = number, reason
+        return code
 
     @property
     def is_patient(self) -> bool:
@@ -47,16 +51,6 @@ class StopCode(enum.IntEnum):
         return self in (StopCode.TIME_LIMIT, StopCode.PRUNED)
 
 
-_REASONS = {
-    StopCode.NONE: "",
-    StopCode.SIGTERM: "stopped by SIGTERM",
-    StopCode.CTRL_C: "stopped by Ctrl-C",
-    StopCode.TIME_LIMIT: "reached train.limits.max_minutes",
-    StopCode.PRUNED: "pruned",
-    StopCode.SIGUSR1: "stopped by SIGUSR1",
-    StopCode.LAUNCHER_DIED: "stopped because the launching process died",
-    StopCode.SIGUSR2: "stopped by SIGUSR2",
-}
 _CODE_OF_SIGNAL = {
     signal.SIGTERM: StopCode.SIGTERM,
     signal.SIGINT: StopCode.CTRL_C,
