@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankzero.training.data.batch import map_tensors
 from rankzero.training.strategies.base import Strategy
 
 
@@ -58,11 +59,8 @@ class AveragedWeights:
         """Return the whole averaged model on rank 0. Elsewhere: anything. Collective."""
         with self.in_model():
             # Copied, because the model's own tensors get the training's weights back.
-            found = self._strategy.model_state()
-            return {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in found.items()
-            }
+            found: dict[str, Any] = map_tensors(dict(self._strategy.model_state()), Tensor.clone)
+        return found
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Take the averages of a checkpoint. It overwrites the model. Collective."""

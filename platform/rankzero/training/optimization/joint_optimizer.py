@@ -116,14 +116,3 @@ def check_turns(experiment: Experiment, made: Any) -> None:
             "an experiment with turns needs measure(self, model, batch, at): at.turn is the "
             "optimizer that steps"
         )
-
-
-def by_group(optimizer: Optimizer, factors: Mapping[str, float]) -> list[float]:
-    """Return each group's factor of those by optimizer. Raises UserError for other names."""
-    parts = optimizer.parts if isinstance(optimizer, JointOptimizer) else {}
-    if sorted(factors) != sorted(parts):
-        raise UserError(
-            f"schedule() returned factors for {', '.join(factors)}, but optimizer() returns "
-            f"{', '.join(parts) or 'one optimizer'}: return one factor for each optimizer"
-        )
-    return [factors[name] for name, part in parts.items() for _ in part.param_groups]

@@ -110,7 +110,13 @@ def _by_group(
 ) -> Sequence[float]:
     groups = len(optimizer.param_groups)
     if isinstance(factors, Mapping):
-        return joint_optimizer.by_group(optimizer, factors)
+        parts = optimizer.parts if isinstance(optimizer, JointOptimizer) else {}
+        if sorted(factors) != sorted(parts):
+            raise UserError(
+                f"schedule() returned factors for {', '.join(factors)}, but optimizer() returns "
+                f"{', '.join(parts) or 'one optimizer'}: return one factor for each optimizer"
+            )
+        return [factors[name] for name, part in parts.items() for _ in part.param_groups]
     if not isinstance(factors, Sequence):
         return [float(factors)] * groups
     if len(factors) != groups:
