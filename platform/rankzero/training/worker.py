@@ -210,10 +210,13 @@ def _train(
     totals.best = state.best
     finished = False
     try:
-        with _frozen_heap(), watchdog.training():
+        # The garbage collector walks all objects of PyTorch at times: tens of milliseconds.
+        gc.freeze()
+        with watchdog.training():
             stopped = fit(job, state, log, stop, checkpoints, totals)
         finished = not stopped
     finally:
+        gc.unfreeze()
         if checkpoints is not None:
             for event in checkpoints.close(log.patience_seconds(finished=finished)):
                 log(event)
@@ -279,16 +282,6 @@ def _outcome(
     if stalled and state.step < job.total_steps:
         reason = f"{stalled}; {reason}"
     return AttemptOutcome("FINISHED", reason)
-
-
-@contextlib.contextmanager
-def _frozen_heap() -> Iterator[None]:
-    # The garbage collector walks all objects of PyTorch at times, which takes tens of milliseconds.
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _mean_check(job: TrainingContext, log: RunLog) -> MeanCheck:

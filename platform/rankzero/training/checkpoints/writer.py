@@ -78,10 +78,9 @@ class Checkpoints:
         try:
             copy = self._copier.copy(dict(state))
         except UserError as error:
-            # As a write that failed, it is reported by `finish`, and the training continues.
-            self._last = PendingCopy({}, []), step, dict(metrics), best
-            self._pending = Future()
-            self._pending.set_exception(error)
+            # It is reported as a write that failed is, and the training continues.
+            self._error, self._last = error, (PendingCopy({}, []), step, dict(metrics), best)
+            self._notice(str(self.failure))
             return events
         # The training may change the state now: the copy is done, or ahead of it in the stream.
         self._last = copy, step, dict(metrics), best
