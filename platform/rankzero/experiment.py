@@ -231,20 +231,8 @@ class Train:
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             raise ValueError("epochs: set train.epochs or train.steps")
-        _require_all(
-            self,
-            (
-                "epochs",
-                "steps",
-                "batch_size",
-                "micro_batch",
-                "eval_batch",
-                "log_every",
-                "eval_every",
-                "patience",
-            ),
-            at_least=1,
-        )
+        _require_all(self, ("epochs", "steps", "batch_size", "micro_batch"), at_least=1)
+        _require_all(self, ("eval_batch", "log_every", "eval_every", "patience"), at_least=1)
         _require_all(self, ("warmup_steps", "workers", "seed"), at_least=0)
         _require_all(self, ("clip", "ema"), above=0)
         if self.ema is not None and self.ema >= 1:

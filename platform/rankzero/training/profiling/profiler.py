@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def read(folder: Path) -> Profile:
 
 def _profile(request: ProfileRequest, world: Any) -> Profile:
     import torch
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     from rankzero.training.build import build
     from rankzero.training.metrics.straggler import ForwardTimer
@@ -93,7 +93,7 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
     # Neither evaluations nor checkpoints: steps are taken directly.
     job, state = build(config.override(experiment, {"train.steps": _ENDLESS}), world)
     # The mark takes the place of the timer, which times some forwards.
-    marked = ForwardTimer(world.device, _marked_measure(job.forward_timer.measure))
+    marked = ForwardTimer(world.device, record_function(FORWARD)(job.forward_timer.measure))
     job = dataclasses.replace(job, forward_timer=marked)
     loader, shard = job.train_loader, job.strategy.shard
     batches = _marked(loader.train_batches(job.batch_order, shard.rank, 0, _ENDLESS))
@@ -130,17 +130,6 @@ def _take_steps(job: Any, state: Any, batches: Iterator[Any], count: int) -> tup
         _, wait = train_step(job, state, batches)
         waited += wait
     return job.world.now() - start, waited
-
-
-def _marked_measure(measure: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `measure` as a function that marks each call for the profiler."""
-    from torch.profiler import record_function
-
-    def call(*given: Any) -> Any:
-        with record_function(FORWARD):
-            return measure(*given)
-
-    return call
 
 
 def _marked(batches: Iterator[Any]) -> Iterator[Any]:
