@@ -14,7 +14,7 @@ from rankzero.errors import UserError
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.checkpoint_files import BrokenCheckpoint
 from rankzero.training import rng, strategies
-from rankzero.training.data import stream
+from rankzero.training.data.stream import StreamLoader
 from rankzero.training.distributed.world import World
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.optimization import optimizers
@@ -72,13 +72,11 @@ def newest(
             notice(f"{name} has no averaged weights: the average of train.ema starts there")
         if state.average is None and "ema" in saved:
             notice(f"the averaged weights of {name} are dropped, because train.ema is not set")
-        stream.resume(
-            job.train_loader,
-            saved.get("streams", []),
-            job.world,
-            notice,
-            same_layout=saved.get("layout") == _layout(job),
-        )
+        if isinstance(job.train_loader, StreamLoader):
+            streams, same_layout = saved.get("streams", []), saved.get("layout") == _layout(job)
+            rank = job.world.ranks.rank
+            if inexact := job.train_loader.resume(streams, rank, same_layout=same_layout):
+                notice(inexact)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except BrokenCheckpoint as error:

@@ -18,7 +18,7 @@ import importlib
 import inspect
 import io
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -160,17 +160,20 @@ class StreamLoader:
         for batch, samples, *_ in processes.load(self._evaluation, self.device):
             yield batch, samples
 
-    def state(self) -> bytes:
-        """Return what `resume` needs: where the batches end that were trained on."""
+    def state(self) -> Tensor:
+        """Return what `resume` needs: where the batches end that were trained on. As bytes."""
         read, places = self._now
-        return _packed({"read": read, "places": [dataclasses.astuple(place) for place in places]})
+        state = {"read": read, "places": [dataclasses.astuple(place) for place in places]}
+        return torch.frombuffer(bytearray(_packed(state)), dtype=torch.uint8)
 
-    def resume(self, states: Sequence[bytes], rank: int, *, same_layout: bool) -> str:
+    def resume(self, states: Sequence[Tensor], rank: int, *, same_layout: bool) -> str:
         """Continue after what `state` returned on each rank. Return why it is not exact, or ''.
 
         `same_layout`: whether each rank has the samples and the place that it had before.
         """
-        saved = [_unpacked(content) for content in states]
+        if not states:
+            raise UserError("the checkpoint's training set was no stream: start a new run instead")
+        saved = [_unpacked(state.numpy().tobytes()) for state in states]
         if not _has_state(self.dataset):
             why = "it has no state_dict() and load_state_dict()"
         elif not same_layout or len(saved[rank]["places"]) != max(1, self._workers):
@@ -207,30 +210,11 @@ def states(loader: Any, world: World) -> list[Tensor]:
     """Return every rank's state of a stream; nothing for other data. Collective."""
     if not isinstance(loader, StreamLoader):
         return []
-    mine = torch.frombuffer(bytearray(loader.state()), dtype=torch.uint8)
+    mine = loader.state()
     lengths = world.gather(torch.tensor([len(mine)])).flatten().tolist()
     padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
     found = world.gather(padded)
     return [state[:length].clone() for state, length in zip(found, lengths, strict=True)]
-
-
-def resume(
-    loader: Any,
-    saved: Sequence[Tensor],
-    world: World,
-    notice: Callable[[str], None],
-    *,
-    same_layout: bool,
-) -> None:
-    """Continue a stream after a checkpoint, and give notice if that is not exact."""
-    if not isinstance(loader, StreamLoader):
-        return
-    if not saved:
-        raise UserError("the checkpoint's training set was no stream: start a new run instead")
-    states = [one.numpy().tobytes() for one in saved]
-    problem = loader.resume(states, world.ranks.rank, same_layout=same_layout)
-    if problem:
-        notice(problem)
 
 
 @dataclasses.dataclass(eq=False)
