@@ -170,9 +170,5 @@ def handle_signals(stop: StopRequest, pruned: Path | None = None) -> None:
 
     for number in signals.handled_signals(_CODE_OF_SIGNAL):
         signal.signal(number, handle)
-    signal.signal(signal.SIGQUIT, _raise_interrupt)
+    signal.signal(signal.SIGQUIT, signal.default_int_handler)
     signals.unblock()
-
-
-def _raise_interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

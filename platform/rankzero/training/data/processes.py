@@ -104,11 +104,11 @@ def _allow_open_files() -> None:
 def _begin(_worker: int) -> None:
     """Prepare a loading process. Called in it, before it loads anything."""
     rank = multiprocessing.parent_process()
+    assert rank is not None
     if sys.platform == "linux":
         _own_file_positions()
-        if rank is not None:
-            threading.Thread(target=_obey, args=(rank.pid,), name="obey", daemon=True).start()
-    _end_with_rank()
+        threading.Thread(target=_obey, args=(rank.pid,), name="obey", daemon=True).start()
+    threading.Thread(target=_end_with, args=(rank,), name="rank", daemon=True).start()
 
 
 def _own_file_positions() -> None:
@@ -139,16 +139,9 @@ def _obey(rank: int | None) -> None:
     os._exit(0)
 
 
-def _end_with_rank() -> None:
+def _end_with(rank: Any) -> None:
     """End this loading process when its rank ends, however the rank ends."""
     # PyTorch watches the parent process. If a fork server started this one, its parent is that
     # server, which lives as long as this process does.
-    rank = multiprocessing.parent_process()
-    if rank is None:
-        return
-
-    def follow() -> None:
-        rank.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, name="rank", daemon=True).start()
+    rank.join()
+    os._exit(1)
