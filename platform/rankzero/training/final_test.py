@@ -65,8 +65,8 @@ def evaluate_best(
     """
     world, goal = job.world, job.experiment.goal
     path = checkpoint_files.best(checkpoints, goal) if world.ranks.first else None
-    name, step = world.broadcast((path.name if path else "").encode()).decode(), state.step
-    if not name:
+    name, step = world.share(path.name if path else None), state.step
+    if name is None:
         notice(f"the run keeps no checkpoint: the last weights, of step {step}, are tested")
     else:
         # The machine of another rank may not have the checkpoint.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -95,13 +94,12 @@ def attempt(
     A watchdog runs until `watched` is closed: leaving the process group may hang too.
     """
     # Rank 0's settings and identity count. Another machine's command may have been given others.
-    settings = world.broadcast(request.config.encode()).decode()
+    settings, identity = world.share([request.config, dataclasses.asdict(request.identity)])
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), settings)
-    identity = Identity(
-        **json.loads(world.broadcast(json.dumps(dataclasses.asdict(request.identity)).encode()))
-    )
     gpus = device.gpu_uuids(world.ranks, experiment.train.strategy)
-    log = RunLog.open(Path(request.runs), identity, world.ranks, gpus, offline=request.offline)
+    log = RunLog.open(
+        Path(request.runs), Identity(**identity), world.ranks, gpus, offline=request.offline
+    )
     watchdog = Watchdog(
         experiment.train.limits.hang_minutes,
         world.ranks.rank,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,8 @@ def newest(
     path, problems = checkpoint_files.newest_intact(checkpoints)
     for problem in problems:
         notice(f"skipped a checkpoint: {problem}")
-    name = job.world.broadcast((path.name if path else "").encode()).decode()
-    if not name:
+    name = job.world.share(path.name if path else None)
+    if name is None:
         if required:
             raise UserError(
                 "there is no intact checkpoint where rank 0 runs: resume on the machine that has "
@@ -64,19 +64,8 @@ def newest(
         return
     remedy = "to continue from the checkpoint before, delete this one"
     try:
-        saved = read(path, name, job.world)
-        if job.experiment.train.schedule != "plateau" and saved.pop("lr_reductions", ()):
-            notice(f"{name}: without train.schedule=plateau, the learning rate is not reduced")
-        apply(saved, job, state)
-        if state.average is not None and "ema" not in saved:
-            notice(f"{name} has no averaged weights: the average of train.ema starts there")
-        if state.average is None and "ema" in saved:
-            notice(f"the averaged weights of {name} are dropped, because train.ema is not set")
-        if isinstance(job.train_loader, StreamLoader):
-            streams, same_layout = saved.get("streams", []), saved.get("layout") == _layout(job)
-            rank = job.world.ranks.rank
-            if inexact := job.train_loader.resume(streams, rank, same_layout=same_layout):
-                notice(inexact)
+        for text in _continue_from(read(path, name, job.world), name, job, state):
+            notice(text)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except BrokenCheckpoint as error:
@@ -85,6 +74,25 @@ def newest(
         raise UserError(
             f"{name} holds more than tensors and plain values, and is refused; {remedy}"
         ) from error
+
+
+def _continue_from(
+    saved: dict[str, Any], name: str, job: TrainingContext, state: State
+) -> Iterator[str]:
+    """Set `state` to a checkpoint. Yield what it lacks or loses. A collective."""
+    if job.experiment.train.schedule != "plateau" and saved.pop("lr_reductions", ()):
+        yield f"{name}: without train.schedule=plateau, the learning rate is not reduced"
+    apply(saved, job, state)
+    if state.average is not None and "ema" not in saved:
+        yield f"{name} has no averaged weights: the average of train.ema starts there"
+    if state.average is None and "ema" in saved:
+        yield f"the averaged weights of {name} are dropped, because train.ema is not set"
+    if isinstance(job.train_loader, StreamLoader):
+        streams, same_layout = saved.get("streams", []), saved.get("layout") == _layout(job)
+        rank = job.world.ranks.rank
+        inexact = job.train_loader.resume(streams, rank, same_layout=same_layout)
+        if inexact:
+            yield inexact
 
 
 def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:

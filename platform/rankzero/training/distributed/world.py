@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,10 @@ class World:
         first = self.ranks.rank - self.ranks.local_rank
         local = range(first, min(first + self.ranks.local_world_size, self.size))
         return {rank: processes[rank] for rank in local}
+
+    def share(self, value: Any, source: int = 0) -> Any:
+        """Return one rank's `value`, of which JSON is made, on every rank. As `broadcast`."""
+        return json.loads(self.broadcast(json.dumps(value).encode(), source))
 
     def broadcast(
         self, content: bytes, source: int = 0, *, piece_bytes: int = PIECE_BYTES

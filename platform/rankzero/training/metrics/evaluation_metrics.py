@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,9 +65,7 @@ class EvaluationMetrics:
             )
         source = int(counts.argmax())
         # A rank without samples does not know the names.
-        shapes: dict[str, list[int]] = json.loads(
-            world.broadcast(json.dumps(self._shapes).encode(), source)
-        )
+        shapes: dict[str, list[int]] = world.share(self._shapes, source)
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]
         sums = self._sums
         if sums is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -84,7 +83,7 @@ class StatefulMetrics:
                     metric.update(*args)
             if is_source or (self._divided and name not in self._arguments):
                 found |= _numbers(name, metric.compute())
-        values: dict[str, float] = json.loads(world.broadcast(json.dumps(found).encode(), source))
+        values: dict[str, float] = world.share(found, source)
         return values
 
     def _gathered(self, name: str, counts: Sequence[int], source: int) -> list[Tensor]:
@@ -95,11 +94,10 @@ class StatefulMetrics:
         # Ranks have different numbers of rows, and one may have none.
         world, most = self._world, max(counts)
         known = [[str(arg.dtype).removeprefix("torch."), arg.shape[1:]] for arg in mine]
-        layout = json.loads(world.broadcast(json.dumps(known).encode(), source))
         # Samples are dealt to the ranks in turn.
         rows = torch.arange(most)[:, None] < torch.tensor(counts)
         gathered = []
-        for number, (dtype, shape) in enumerate(layout):
+        for number, (dtype, shape) in enumerate(world.share(known, source)):
             padded = torch.zeros(most, *shape, dtype=getattr(torch, dtype), device=world.device)
             if mine:
                 padded[: len(mine[number])] = mine[number]

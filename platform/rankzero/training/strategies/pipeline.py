@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -94,9 +93,8 @@ class Pipeline:
         # Only the last rank measures, so it sends names and shapes to all others, once.
         if not self._shapes:
             measured = self._measured[-1] if self._measured else {}
-            shapes = json.dumps({name: list(value.shape) for name, value in measured.items()})
-            last = self._world.size - 1
-            self._shapes = json.loads(self._world.broadcast(shapes.encode(), source=last))
+            shapes = {name: list(value.shape) for name, value in measured.items()}
+            self._shapes = self._world.share(shapes, source=self._world.size - 1)
         # The window takes the mean over ranks. So the last rank multiplies, and the others add 0.
         if not self._stage.is_last:
             device = self._world.device
