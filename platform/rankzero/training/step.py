@@ -46,6 +46,17 @@ def train_step(
     return metrics, data_wait
 
 
+def timed_steps(
+    job: TrainingContext, state: State, batches: Iterator[Any], count: int
+) -> tuple[float, float]:
+    """Take steps, and return their seconds and the seconds that they waited for data."""
+    start, waited = job.world.now(), 0.0
+    for _ in range(count):
+        _, wait = train_step(job, state, batches)
+        waited += wait
+    return job.world.now() - start, waited
+
+
 def _take_turns(
     job: TrainingContext, step: int, optimizer: JointOptimizer, batches: Iterator[Any]
 ) -> tuple[dict[str, Tensor], float]:

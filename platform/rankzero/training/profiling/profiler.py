@@ -88,6 +88,7 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
 
     from rankzero.training.build import build
     from rankzero.training.metrics.straggler import ForwardTimer
+    from rankzero.training.step import timed_steps
 
     experiment = config.from_yaml(experiment_file.load(request.experiment_file), request.config)
     # Neither evaluations nor checkpoints: steps are taken directly.
@@ -100,12 +101,12 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
     state.model.train()
     # The first steps compile, and fill the allocator's cache. The profiler makes steps slower, so
     # the speed is measured before.
-    _take_steps(job, state, batches, _WARM_UP)
-    bare, _ = _take_steps(job, state, batches, _STEPS)
+    timed_steps(job, state, batches, _WARM_UP)
+    bare, _ = timed_steps(job, state, batches, _STEPS)
     on_gpu = world.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
-        seconds, waited = _take_steps(job, state, batches, _STEPS)
+        seconds, waited = timed_steps(job, state, batches, _STEPS)
     slowest = float(world.gather(torch.tensor([bare])).max())
     if request.trace:
         path = Path(request.folder) / f"trace_rank_{world.ranks.rank}.json.gz"
@@ -119,17 +120,6 @@ def _profile(request: ProfileRequest, world: Any) -> Profile:
         _costs(profiler.key_averages(), on_gpu),
         world.device.type,
     )
-
-
-def _take_steps(job: Any, state: Any, batches: Iterator[Any], count: int) -> tuple[float, float]:
-    """Take steps, and return their seconds and the seconds that they waited for data."""
-    from rankzero.training.step import train_step
-
-    start, waited = job.world.now(), 0.0
-    for _ in range(count):
-        _, wait = train_step(job, state, batches)
-        waited += wait
-    return job.world.now() - start, waited
 
 
 def _marked(batches: Iterator[Any]) -> Iterator[Any]:

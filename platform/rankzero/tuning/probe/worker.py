@@ -205,13 +205,9 @@ def _window(
     """Take some steps; return the slowest rank's seconds, and its wait for data. Collective."""
     import torch
 
-    from rankzero.training.step import train_step
+    from rankzero.training.step import timed_steps
 
-    waited, start = 0.0, job.world.now()
-    for _ in range(steps):
-        _, wait = train_step(job, state, batches)
-        waited += wait
-    mine = torch.tensor([job.world.now() - start, waited], dtype=torch.float64)
+    mine = torch.tensor(timed_steps(job, state, batches, steps), dtype=torch.float64)
     seconds, data_wait = job.world.gather(mine).amax(dim=0).tolist()
     return seconds, data_wait
 
