@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -113,48 +114,29 @@ def _evaluate(
 def _batches(job: TrainingContext, loader: Loader) -> Iterator[tuple[Any, int]]:
     """Yield this rank's batches of a data set and their sizes, equally many on every rank.
 
-    A rank with fewer batches than another gets None for 0 samples, or its last batch again. With
-    `Experiment.lockstep`, no rank has fewer.
+    A rank with fewer batches than another gets None for 0 samples, or its last batch again if a
+    forward is a collective. Collective for a stream.
     """
-    shard = job.strategy.shard
+    strategy, shard, lockstep = job.strategy, job.strategy.shard, job.experiment.lockstep
     batch_size = job.experiment.train.eval_batch or job.batch_order.micro_batch
-    lockstep = job.experiment.lockstep
-    batch, count = None, 0
     batches = loader.eval_batches(batch_size, shard.rank, shard.size, lockstep=lockstep)
-    if isinstance(loader, StreamLoader):
-        yield from _until_all_end(job, batches)
-        return
-    for batch, samples in batches:
-        count += 1
-        yield batch, samples
-    if (job.strategy.lockstep or lockstep) and batch is None:
-        mend = "lockstep = False" if lockstep else "train.strategy=ddp"
-        raise UserError(
-            f"a data set to evaluate has {loader.samples} samples, fewer than there are processes: "
-            f"use more samples, or {mend}"
-        )
-    if lockstep:
-        return
-    # If a forward is a collective, a rank must run one for each of the other ranks' batches.
-    most = math.ceil(loader.samples / (batch_size * shard.size))
-    for _ in range(count, most):
-        yield (batch if job.strategy.lockstep else None), 0
-
-
-def _until_all_end(
-    job: TrainingContext, batches: Iterator[tuple[Any, int]]
-) -> Iterator[tuple[Any, int]]:
-    """Yield this rank's batches of a stream until every rank's have ended. Collective."""
+    samples = loader.samples - (loader.samples % shard.size if lockstep else 0)
+    most = max(1, math.ceil(samples / (batch_size * shard.size)))
     last = None
-    while True:
-        batch, samples = next(batches, (None, 0))
-        # No rank knows how many batches another one has.
-        if job.world.all(batch is None):
+    for number in itertools.count():
+        batch, size = next(batches, (None, 0))
+        # No rank knows how many batches of a stream another one has.
+        if isinstance(loader, StreamLoader):
+            has_ended = job.world.all(batch is None)
+        else:
+            has_ended = batch is None and number >= most
+        if has_ended:
             return
         last = last if batch is None else batch
-        if job.strategy.lockstep and last is None:
+        if last is None and (strategy.lockstep or lockstep):
+            mend = "lockstep = False" if lockstep else "train.strategy=ddp"
             raise UserError(
-                "the validation set is a stream with fewer samples than there are loading "
-                "processes: use more samples, or train.strategy=ddp"
+                "a data set to evaluate has fewer samples than there are processes to load it: use "
+                f"more samples, or {mend}"
             )
-        yield (last if job.strategy.lockstep else batch), samples
+        yield (last if strategy.lockstep else batch), size
