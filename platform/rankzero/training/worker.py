@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,14 +75,11 @@ def main(request: JobRequest) -> str:
 
 def _exit_in_time(code: int, seconds: float = EXIT_SECONDS) -> None:
     """End this rank in `seconds`, also if the user's code left a thread that never ends."""
-
-    def end() -> None:
-        time.sleep(seconds)
-        os._exit(code)
-
     # A process of the user's own, such as a notebook, goes on after a training.
     if multiprocessing.parent_process() is not None:
-        threading.Thread(target=end, name="exit", daemon=True).start()
+        timer = threading.Timer(seconds, os._exit, (code,))
+        timer.name, timer.daemon = "exit", True
+        timer.start()
 
 
 def attempt(
