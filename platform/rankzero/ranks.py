@@ -60,8 +60,8 @@ def _horovod(environ: Mapping[str, str]) -> Ranks:
 
 def _open_mpi(environ: Mapping[str, str]) -> Ranks:
     # OMPI_COMM_WORLD_NODE_RANK is not read: it is the process's rank on its node, not the node's.
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    return _named(environ, *(f"OMPI_COMM_WORLD_{name}" for name in names))
+    mpi = "OMPI_COMM_WORLD_"
+    return _named(environ, mpi + "RANK", mpi + "SIZE", mpi + "LOCAL_RANK", mpi + "LOCAL_SIZE")
 
 
 def _mpich(environ: Mapping[str, str]) -> Ranks:

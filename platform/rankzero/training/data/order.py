@@ -104,7 +104,7 @@ def make_batch_order(
 
     `choose`: returns an epoch's batches as lists of indices, or None where `train` decides.
     """
-    order = _whole_batches(train, samples, world_size)
+    order = _even_batches(train, samples, world_size)
     usual_steps = max(1, samples // train.batch_size)
     epochs = math.ceil(train.steps / usual_steps) if train.steps else train.epochs or 1
     if choose is not None and _chooses(choose, epochs):
@@ -145,7 +145,7 @@ def make_stream_order(train: Train, samples: int, world_size: int) -> BatchOrder
             "the training set is a stream without a length, or shorter than one batch: "
             "set train.steps"
         )
-    return dataclasses.replace(_whole_batches(train, samples, world_size), epoch_steps=steps)
+    return dataclasses.replace(_even_batches(train, samples, world_size), epoch_steps=steps)
 
 
 def _chosen_lists(order: BatchOrder, choose: Choose) -> Callable[[int], list[Tensor]]:
@@ -185,8 +185,19 @@ def _chosen_lists(order: BatchOrder, choose: Choose) -> Callable[[int], list[Ten
     return lists
 
 
-def _whole_batches(train: Train, samples: int, world_size: int) -> BatchOrder:
-    """Divide batches evenly. Raises UserError, which names the nearest batch sizes."""
+def _even_batches(train: Train, samples: int, world_size: int) -> BatchOrder:
+    micro_batch = micro_batch_size(train, world_size)
+    # A pipeline divides its batches itself.
+    if train.strategy == "pp":
+        micro_batch = train.batch_size
+    return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
+
+
+def micro_batch_size(train: Train, world_size: int) -> int:
+    """Return the samples of a micro-batch.
+
+    Raises UserError, which names the nearest batch sizes, if the batch cannot be divided evenly.
+    """
     micro_batch = max(1, train.micro_batch or train.batch_size // world_size)
     divisor = micro_batch * world_size if train.micro_batch else world_size
     if train.batch_size % divisor:
@@ -199,10 +210,7 @@ def _whole_batches(train: Train, samples: int, world_size: int) -> BatchOrder:
             f"train.batch_size={train.batch_size} cannot be divided evenly among {parts}: "
             f"use {near}"
         )
-    # A pipeline divides its batches itself.
-    if train.strategy == "pp":
-        micro_batch = train.batch_size
-    return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
+    return micro_batch
 
 
 def check_same_lengths(name: str, lengths: Sequence[int], method: str = "data()") -> None:
