@@ -58,14 +58,9 @@ def rows_of(batch: Any, rows: Tensor) -> Any:
 
 def samples_in(batch: Any) -> int:
     """Return the length of the first tensor in `batch`, or 0 if there is none."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 0
-    values: Any = batch if isinstance(batch, (list, tuple)) else ()
-    if isinstance(batch, Mapping):
-        values = batch.values()
-    elif names := field_names(batch):
-        values = [getattr(batch, name) for name in names]
-    return next((count for count in map(samples_in, values) if count), 0)
+    lengths: list[int] = []
+    map_tensors(batch, lambda tensor: lengths.append(len(tensor) if tensor.dim() else 0))
+    return next(filter(None, lengths), 0)
 
 
 def map_tensors(
@@ -94,7 +89,7 @@ def map_tensors(
     if isinstance(batch, (list, tuple)):
         is_named = hasattr(batch, "_fields")
         return type(batch)(*map(changed, batch)) if is_named else type(batch)(map(changed, batch))
-    if names := field_names(batch):
+    if names := _field_names(batch):
         # A copy runs no `__init__`, which may want other arguments than the fields.
         other = copy.copy(batch)
         for name in names:
@@ -104,7 +99,7 @@ def map_tensors(
     return batch
 
 
-def field_names(batch: Any) -> list[str]:
+def _field_names(batch: Any) -> list[str]:
     """Return the fields of an instance of a dataclass or an attrs class; of others, nothing."""
     kind = type(batch)
     if dataclasses.is_dataclass(kind):
