@@ -135,9 +135,6 @@ class Strategy(Protocol):
     def load(self, saved: Mapping[str, Any]) -> None:
         """Set the model and the optimizer to what `state` returned, the same on every rank."""
 
-    def without_communication(self) -> Strategy | None:
-        """Return the same work without collectives, to measure their cost, or None."""
-
 
 def set_trained(model: nn.Module, names: Collection[str]) -> None:
     """Let the parameters with these names have gradients, and no others."""

@@ -153,9 +153,6 @@ class Pipeline:
         part = parameter_names.part_of(named, mine)
         set_optimizer_state_dict(self.model, self.optimizer, part)
 
-    def without_communication(self) -> Strategy | None:
-        return None
-
     def _gathered(self, mine: Any) -> list[Any]:
         """Return every rank's content on rank 0, and nothing on the others. Collective.
 

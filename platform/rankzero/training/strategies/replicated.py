@@ -33,7 +33,6 @@ from rankzero.training.strategies.base import (
     Metrics,
     MicroBatchStep,
     Shard,
-    Strategy,
     checksum,
     set_trained,
 )
@@ -130,12 +129,6 @@ class Replicated:
         # A checkpoint of a sharded model has names instead of numbers.
         names = parameter_names.order(self.model, self.optimizer)
         self.optimizer.load_state_dict(parameter_names.by_number(saved["optimizer"], names))
-
-    def without_communication(self) -> Strategy | None:
-        # Only the wrapper communicates, in its backward. Turns communicate without it.
-        if self.replica is self.model and self.world.is_distributed:
-            return None
-        return dataclasses.replace(self, replica=self.model)
 
 
 def single(experiment: Experiment, model: nn.Module, world: World) -> Replicated:

@@ -37,7 +37,6 @@ from rankzero.training.strategies.base import (
     Metrics,
     MicroBatchStep,
     Shard,
-    Strategy,
     checksum,
     clip_by,
     set_trained,
@@ -136,9 +135,6 @@ class Sharded:
         set_trained(self.model, named["state"])
         set_optimizer_state_dict(self.model, self.optimizer, named, options=_SCATTER)
         set_trained(self.model, trained)
-
-    def without_communication(self) -> Strategy | None:
-        return None
 
 
 def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:

@@ -190,11 +190,14 @@ def _local_seconds(
     job: TrainingContext, state: State, batches: Iterator[Any], steps: int
 ) -> float | None:
     """Return a step's seconds without communication, or None if the strategy has no such step."""
-    strategy = job.strategy.without_communication()
-    if strategy is None:
+    from rankzero.training.strategies.replicated import Replicated
+
+    strategy = job.strategy
+    # A replica's wrapper communicates, in its backward. Turns have none, and communicate after it.
+    if not isinstance(strategy, Replicated) or strategy.replica is strategy.model:
         return None
     # Without communication the ranks' weights drift apart. Nobody uses them after this.
-    alone = dataclasses.replace(job, strategy=strategy)
+    alone = dataclasses.replace(job, strategy=dataclasses.replace(strategy, replica=strategy.model))
     # The fastest window: a disturbance can only make a step slower.
     return min(_window(alone, state, batches, steps)[0] for _ in range(_LOCAL_WINDOWS)) / steps
 
