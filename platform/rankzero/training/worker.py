@@ -178,22 +178,8 @@ def _train(
     watchdog: Watchdog,
     test_sets: Mapping[str, Any],
 ) -> AttemptOutcome:
-    world, train = job.world, job.experiment.train
-    stop.limit_minutes(train.limits.max_minutes)
-    checkpoints = None
-    if world.ranks.first:
-        checkpoints = Checkpoints(
-            log.folder.path,
-            train.checkpoints.keep,
-            job.experiment.goal,
-            world.size,
-            log.notice,
-            flush_journal=log.flush,
-            sync_journal=log.sync,
-        )
-        keep, goal = train.checkpoints.keep, job.experiment.goal
-        for event in unlogged(log.folder.path, read_all(log.folder.events), keep, goal):
-            log(event)
+    stop.limit_minutes(job.experiment.train.limits.max_minutes)
+    checkpoints = _checkpoints(job, log) if job.world.ranks.first else None
     job = dataclasses.replace(
         job,
         beat=watchdog.beat,
@@ -218,10 +204,21 @@ def _train(
         totals.best = state.best
     failure = checkpoints.failure if checkpoints else None
     # Only now, because the test loads other weights: the last checkpoint is on the disk.
-    if finished and test_sets and world.all(failure is None):
+    if finished and test_sets and job.world.all(failure is None):
         with watchdog.training():
             stopped = _test(job, state, test_sets, log, stop, totals)
     return _outcome(job, state, stopped, failure, log.folder)
+
+
+def _checkpoints(job: TrainingContext, log: RunLog) -> Checkpoints:
+    """Return the run's checkpoints, after logging what a killed attempt did to them."""
+    keep, goal, path = job.experiment.train.checkpoints.keep, job.experiment.goal, log.folder.path
+    checkpoints = Checkpoints(
+        path, keep, goal, job.world.size, log.notice, flush_journal=log.flush, sync_journal=log.sync
+    )
+    for event in unlogged(path, read_all(log.folder.events), keep, goal):
+        log(event)
+    return checkpoints
 
 
 def _test(

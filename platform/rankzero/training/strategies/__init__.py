@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rankzero.errors import UserError
-from rankzero.experiment import Experiment
+from rankzero.experiment import Experiment, Train
 from rankzero.training.data.batch import channels_last
 from rankzero.training.distributed.world import World
 from rankzero.training.strategies.base import Measure, Strategy
@@ -56,12 +56,7 @@ def build(
     of processes.
     """
     train = experiment.train
-    for setting, strategies in _REFUSED.items():
-        if getattr(train, setting) and train.strategy in strategies:
-            raise UserError(
-                f"train.{setting} and train.strategy={train.strategy} do not go together: set "
-                f"train.{setting}=false"
-            )
+    _check(train)
     # Each strategy imports its own part of torch.distributed, which takes time.
     if train.recompute:
         from rankzero.training.strategies import units
@@ -96,6 +91,15 @@ def build(
             from rankzero.training.strategies import pipeline
 
             return pipeline.build(experiment, model, world, measure, example)
+
+
+def _check(train: Train) -> None:
+    for setting, strategies in _REFUSED.items():
+        if getattr(train, setting) and train.strategy in strategies:
+            raise UserError(
+                f"train.{setting} and train.strategy={train.strategy} do not go together: set "
+                f"train.{setting}=false"
+            )
 
 
 def _channels_last(_: nn.Module, args: Any, kwargs: Any) -> Any:
