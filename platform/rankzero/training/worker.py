@@ -187,7 +187,6 @@ def _train(
         image_capture=_image_capture(job, log),
         mean_check=_mean_check(job, log),
     )
-    totals.best = state.best
     finished = False
     try:
         # The garbage collector walks all objects of PyTorch at times: tens of milliseconds.
@@ -197,11 +196,11 @@ def _train(
         finished = not stopped
     finally:
         gc.unfreeze()
+        totals.best = state.best
         if checkpoints is not None:
             for event in checkpoints.close(log.patience_seconds(finished=finished)):
                 log(event)
             totals.blocked_seconds = checkpoints.blocked_seconds
-        totals.best = state.best
     failure = checkpoints.failure if checkpoints else None
     # Only now, because the test loads other weights: the last checkpoint is on the disk.
     if finished and test_sets and job.world.all(failure is None):
