@@ -11,7 +11,6 @@ import torch
 from rankzero.errors import UserError
 from rankzero.ranks import Ranks
 from rankzero.training.distributed.world import World
-from rankzero.training.optimization.joint_optimizer import by_group
 from rankzero.training.optimization.optimizers import learning_rates, of, set_lr
 from support import two_ranks
 from support.paths import FIXTURES
@@ -144,4 +143,4 @@ def test_schedule_gives_each_optimizer_a_factor() -> None:
         "lr/discriminator": 0.1,
     }
     with pytest.raises(UserError, match="returned factors for critic, but"):
-        by_group(optimizer, {"critic": 1.0})
+        set_lr(optimizer, [0.01, 0.1], {"critic": 1.0})
