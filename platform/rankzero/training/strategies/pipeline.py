@@ -141,9 +141,16 @@ class Pipeline:
         self.model.load_state_dict({name: saved[name] for name in self.model.state_dict()})
 
     def state(self) -> dict[str, Any]:
-        model, mine = self.model_state(), get_optimizer_state_dict(self.model, self.optimizer)
+        mine = (
+            get_model_state_dict(self.model),
+            get_optimizer_state_dict(self.model, self.optimizer),
+        )
         found = self._gathered(parameter_names.on_host(mine))
-        return {"model": model, "optimizer": parameter_names.joined(found)} if found else {}
+        if not self._world.ranks.first:
+            return {}
+        weights = {name: value for model, _ in found for name, value in model.items()}
+        optimizer = parameter_names.joined([optimizer for _, optimizer in found])
+        return {"model": weights, "optimizer": optimizer}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.load_model(saved["model"])
