@@ -32,7 +32,7 @@ from rankzero import Experiment, Goal, Train
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
 from rankzero.search_ranges import LogUniform
 from rankzero.tuning.learning_curve import LearningCurve
-from rankzero.tuning.options import SearchOptions
+from rankzero.tuning.options import Pruner, Sampler, SearchOptions
 from rankzero.tuning.probe import grid as ladder
 from rankzero.tuning.probe import probe_map as probe
 from rankzero.tuning.probe.grid import ProbeResult
@@ -221,11 +221,11 @@ def ours(
     table: Table,
     number: int,
     *,
-    pruner: str = "asha",
+    pruner: Pruner = "asha",
     probes: bool = True,
     confirm: bool = True,
     guesses: bool = True,
-    sampler: str = "tpe",
+    sampler: Sampler = "tpe",
 ) -> list[Step]:
     """Run the real search on the table, with a budget of a quarter of the grid's cost."""
     space, seed = space_of(table), SEARCH_SEEDS[number % 2]
@@ -258,8 +258,10 @@ def ours(
         options = SearchOptions(
             trials=None, minutes=budget(table) / 60, challengers=3 if confirm else 0
         )
+        # It has the methods of a launcher that the search calls.
+        launchers: list[Any] = [launcher]
         session = Session(
-            study, space, [launcher], options, said, lambda: launcher.seconds, already_seconds=spent
+            study, space, launchers, options, said, lambda: launcher.seconds, already_seconds=spent
         )
         found = session.run(probe.guesses(space, measured) if guesses else [])
         chosen = next(trial for trial in study.trials() if trial.number == found.winner.trial)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from rankzero.errors import RunFailed, UserError
+from rankzero.tuning import members
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe import grid
 from rankzero.tuning.probe.grid import ProbeResult
@@ -59,7 +60,7 @@ def _stored_space(study: Study, space: Space) -> Space:
 def await_facts(study: Study, names: Sequence[str]) -> None:
     """Wait until the leader has stored these facts. Raises RunFailed if it dies before."""
     while not all(name in study.facts for name in names):
-        if not study.members.has_leader:
+        if not members.has_leader(study):
             raise RunFailed("the process that led this study has died: the same command takes over")
         time.sleep(_POLL_SECONDS)
 

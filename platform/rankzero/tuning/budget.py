@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from rankzero.tuning import next_trial
@@ -31,6 +32,8 @@ class Budget:
         side_by_side: int,
     ) -> None:
         self._study, self._space, self._options = study, space, options
+        self._most_trials = math.inf if options.trials is None else options.trials
+        self._most_seconds = math.inf if options.minutes is None else 60 * options.minutes
         self._side_by_side = side_by_side
         self._clock, self._started = clock, clock()
         self._spent = float(study.facts.get(SECONDS, 0.0)) + already_seconds
@@ -47,22 +50,17 @@ class Budget:
     def allows_a_trial(self) -> bool:
         """Return whether another trial may start. Trials of other processes that run count."""
         trials = self._study.trials()
-        taken = len(next_trial.ended(trials)) + len(next_trial.running(trials))
-        if self._options.trials is not None and taken >= self._options.trials:
-            return False
         # The time of the confirmation is kept free.
-        return self._fits(self._confirmation_seconds(trials))
+        is_time = self._fits(self._confirmation_seconds(trials))
+        return is_time and len(next_trial.taken(trials)) < self._most_trials
 
     def is_spent_before(self, number: int) -> bool:
         """Return whether the trials before this one used up the budget.
 
         Several processes may ask for the last trial at the same time.
         """
-        if self._options.trials is None:
-            return False
-        trials = self._study.trials()
-        known = [*next_trial.ended(trials), *next_trial.running(trials)]
-        return sum(trial.number < number for trial in known) >= self._options.trials
+        taken = next_trial.taken(self._study.trials())
+        return sum(trial.number < number for trial in taken) >= self._most_trials
 
     def allows_another_round(self, candidates: Sequence[Trial]) -> bool:
         """Return whether there is time to train these on as many new seeds again."""
@@ -81,12 +79,12 @@ class Budget:
         )
 
     def _fits(self, seconds: float) -> bool:
-        return self._options.minutes is None or self.seconds + seconds < 60 * self._options.minutes
+        return self.seconds + seconds < self._most_seconds
 
     def _confirmation_seconds(self, trials: Sequence[Trial]) -> float:
         """Return the estimated seconds of the confirmation, future challengers included."""
         reference = next_trial.reference_trial(trials, self._space)
-        if reference is None or self._options.minutes is None:
+        if reference is None:
             return 0.0
         found = [reference, *next_trial.challengers(trials, self._space, self._options.challengers)]
         # Challengers that are still to be found will be about as fast as the fastest known trial.

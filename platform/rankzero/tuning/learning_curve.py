@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Goal
 from rankzero.metric_names import STEP_SECONDS
 
 
-@dataclasses.dataclass(frozen=True)
-class CurvePoint:
+class CurvePoint(NamedTuple):
     """The goal's metric after some training."""
 
     step: int
@@ -71,11 +71,6 @@ class LearningCurve:
         return None if self.ended is None else self.ended.metrics.get("samples_per_second")
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Return the tokens/s of the run's summary, or None if it has none."""
-        return None if self.ended is None else self.ended.metrics.get("tokens_per_second")
-
-    @property
     def joules(self) -> float | None:
         """Return the energy that the job's GPUs took, or None if it is not measured."""
         one_gpu = self.peaks.get("system/gpu_0_energy_joules")
@@ -84,12 +79,9 @@ class LearningCurve:
     @property
     def memory_megabytes(self) -> float | None:
         """Return the most memory that one of the job's GPUs had in use, or None without a GPU."""
-        used = [
-            value
-            for name, value in self.peaks.items()
-            if "/gpu_" in name and name.endswith("memory_usage_megabytes")
-        ]
-        return max(used, default=None)
+        ending = "memory_usage_megabytes"
+        names = (name for name in self.peaks if "/gpu_" in name and name.endswith(ending))
+        return max((self.peaks[name] for name in names), default=None)
 
     @property
     def full_seconds(self) -> float:
@@ -116,7 +108,7 @@ class LearningCurve:
                 before = point
             elif before is not None:
                 # The metric did not improve since, so the line starts at this later time.
-                before = dataclasses.replace(before, seconds=point.seconds)
+                before = before._replace(seconds=point.seconds)
         return None
 
     def gap(self, target: float) -> float:

@@ -11,11 +11,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from rankzero.run_store import run_locks
+
+if TYPE_CHECKING:
+    from rankzero.tuning.study import Study
 
 LEADER, BEAT = "leader", "beat "
 DEAD_SECONDS = 180.0
@@ -25,78 +28,60 @@ _SETTLE_SECONDS = 0.2
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class _FactStore(Protocol):
-    """Facts that all members read and write."""
+def lead(study: Study, settle_seconds: float = _SETTLE_SECONDS) -> bool:
+    """Become the leader if no live process leads; return whether this process leads.
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Return all facts."""
-
-    def note(self, name: str, fact: Any) -> None:
-        """Store a fact."""
-
-
-class Members:
-    """The processes that share a study.
-
-    `settle_seconds`: how long a new leader waits for another one that writes its name as well.
+    The leader trains the reference, confirms and decides. The others help with trials.
     """
+    if not has_leader(study):
+        # First the heartbeat: another machine may look at this moment.
+        study.note(BEAT + own_name(), time.time())
+        study.note(LEADER, own_name())
+        # Of two processes that do this at the same time, the later one leads.
+        time.sleep(settle_seconds)
+    return leader(study) == own_name()
 
-    def __init__(self, store: _FactStore, settle_seconds: float = _SETTLE_SECONDS) -> None:
-        self._store, self._settle_seconds = store, settle_seconds
 
-    def lead(self) -> bool:
-        """Become the leader if no live process leads; return whether this process leads.
+def leader(study: Study) -> str:
+    """Return the leading process's name, or an empty text if none led yet."""
+    return str(study.facts.get(LEADER, ""))
 
-        The leader trains the reference, confirms and decides. The others help with trials.
-        """
-        if not self.has_leader:
-            # First the heartbeat: another machine may look at this moment.
-            self._store.note(BEAT + own_name(), time.time())
-            self._store.note(LEADER, own_name())
-            # Of two processes that do this at the same time, the later one leads.
-            time.sleep(self._settle_seconds)
-        return self.leader == own_name()
 
-    @property
-    def leader(self) -> str:
-        """Return the leading process's name, or an empty text if none led yet."""
-        return str(self._store.facts.get(LEADER, ""))
+def has_leader(study: Study) -> bool:
+    """Return whether a live process leads."""
+    return is_alive(study, leader(study))
 
-    @property
-    def has_leader(self) -> bool:
-        """Return whether a live process leads."""
-        return self.is_alive(self.leader)
 
-    def is_alive(self, member: str | None) -> bool:
-        """Return whether a member is alive; on another machine, by its last heartbeat."""
-        if not member:
-            return False
-        machine, pid, started = member.rsplit(" ", 2)
-        if machine == _machine_name():
-            return run_locks.process_start(int(pid)) == started != ""
-        return time.time() - float(self._store.facts.get(BEAT + member, 0.0)) < DEAD_SECONDS
+def is_alive(study: Study, member: str | None) -> bool:
+    """Return whether a member is alive; on another machine, by its last heartbeat."""
+    if not member:
+        return False
+    machine, pid, started = member.rsplit(" ", 2)
+    if machine == _machine_name():
+        return run_locks.process_start(int(pid)) == started != ""
+    return time.time() - float(study.facts.get(BEAT + member, 0.0)) < DEAD_SECONDS
 
-    @contextlib.contextmanager
-    def heartbeats(self) -> Iterator[None]:
-        """Write heartbeats of this process during the block."""
-        stop = threading.Event()
 
-        def beat() -> None:
-            while True:
-                # The database may be unreachable for a while. Then the next heartbeat will do.
-                with contextlib.suppress(Exception):
-                    self._store.note(BEAT + own_name(), time.time())
-                if stop.wait(_BEAT_SECONDS):
-                    return
+@contextlib.contextmanager
+def heartbeats(study: Study) -> Iterator[None]:
+    """Write heartbeats of this process during the block."""
+    stop = threading.Event()
 
-        thread = threading.Thread(target=beat, daemon=True, name="rankzero-heartbeat")
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
+    def beat() -> None:
+        while True:
+            # The database may be unreachable for a while. Then the next heartbeat will do.
+            with contextlib.suppress(Exception):
+                study.note(BEAT + own_name(), time.time())
+            if stop.wait(_BEAT_SECONDS):
+                return
+
+    thread = threading.Thread(target=beat, daemon=True, name="rankzero-heartbeat")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def own_name() -> str:

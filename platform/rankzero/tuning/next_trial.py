@@ -40,6 +40,11 @@ def running(trials: Sequence[Trial]) -> list[Trial]:
     return [trial for trial in trials if trial.state == "RUNNING"]
 
 
+def taken(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials that the budget has paid for."""
+    return [*ended(trials), *running(trials)]
+
+
 def upcoming(
     trials: Sequence[Trial], first: Sequence[Parameters], space: Space
 ) -> Parameters | None:
@@ -59,19 +64,19 @@ def upcoming(
             # The reference is the first, and its neighbours are among the guesses.
             plan += space.neighbours(trial.parameters) if trial is not known[0] else []
     # Abandoned trials are not among these, so their parameters come again.
-    tried = [trial.parameters for trial in (*known, *running(trials))]
+    tried = [trial.parameters for trial in taken(trials)]
     return next((parameters for parameters in plan if parameters not in tried), None)
 
 
 def twin(trials: Sequence[Trial], number: int) -> Trial | None:
     """Return another trial of the same configuration with a result, or that runs; or None."""
-    parameters = trials[number].parameters
-    alike = [one for one in trials if one.number != number and one.parameters == parameters]
-    for state in ("COMPLETE", "PRUNED", "RUNNING"):
-        for trial in alike:
-            if trial.state == state:
-                return trial
-    return None
+    order, parameters = ("COMPLETE", "PRUNED", "RUNNING"), trials[number].parameters
+    alike = [
+        one
+        for one in trials
+        if one.number != number and one.parameters == parameters and one.state in order
+    ]
+    return min(alike, key=lambda one: order.index(one.state), default=None)
 
 
 def reference_trial(trials: Sequence[Trial], space: Space) -> Trial | None:
@@ -83,25 +88,22 @@ def reference_trial(trials: Sequence[Trial], space: Space) -> Trial | None:
 
 def best_value(trials: Sequence[Trial]) -> float | None:
     """Return the lowest value of a feasible trial, or None."""
-    return min(
-        (one.value for one in trials if one.feasible and one.value is not None), default=None
-    )
+    return min((one.rank for one in trials if one.feasible), default=None)
 
 
 def challengers(trials: Sequence[Trial], space: Space, most: int) -> list[Trial]:
     """Return the best feasible trials that may beat the reference, each configuration once."""
     ranked = sorted((trial for trial in trials if trial.feasible), key=lambda one: one.rank)
-    reference = reference_trial(ranked, space)
-    distinct = {repr(sorted(trial.parameters.items())): trial for trial in reversed(ranked)}
-    found = sorted(distinct.values(), key=lambda one: one.rank)
+    reference, worst, tried = reference_trial(ranked, space), math.inf, list[Parameters]()
     if reference is not None:
         # A little worse than the reference may be bad luck. But far from the best is too far.
         # Values are times, negated speeds or negated qualities, so the slack takes their size.
         own, best = reference.rank, ranked[0].rank
         worst = min(own + _CLOSE * abs(own), best + _NEAR * abs(best))
-        found = [
-            trial
-            for trial in found
-            if trial.parameters != reference.parameters and trial.rank <= worst
-        ]
+        tried.append(reference.parameters)
+    found = []
+    for trial in ranked:
+        if trial.rank <= worst and trial.parameters not in tried:
+            tried.append(trial.parameters)
+            found.append(trial)
     return found[:most]

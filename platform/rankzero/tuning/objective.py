@@ -40,7 +40,7 @@ class Objective:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that the objective changes in a trial's configuration."""
-        if self.name == "time-to-target":
+        if self.name == "time-to-target" and self.target is not None:
             return {"goal.target": self.target, "train.limits.stop_at_target": True}
         return {"train.limits.max_minutes": self.trial_minutes} if self.name == "quality" else {}
 
@@ -52,12 +52,13 @@ class Objective:
         if self.name == "throughput":
             return -(curve.samples_per_second or 0.0)
         if self.name == "tokens":
-            if curve.ended is not None and curve.tokens_per_second is None:
+            speed = curve.ended.metrics.get("tokens_per_second") if curve.ended else None
+            if speed is None:
                 raise UserError(
                     "--objective tokens needs an experiment that counts them: write "
                     "tokens(self, batch), or use --objective throughput"
                 )
-            return -(curve.tokens_per_second or 0.0)
+            return -speed
         if self.name == "quality" or self.target is None:
             return self._negated_best(curve)
         reached = curve.seconds_to(self.target)
@@ -90,18 +91,17 @@ class Objective:
 
 
 def target_quality(
-    goal: Goal, name: Name, reference: LearningCurve, tolerance: float
+    objective: Objective, reference: LearningCurve, tolerance: float
 ) -> float | None:
     """Return the quality that trials must reach, from the curve of the user's own configuration.
 
     `tolerance`: for `throughput` and `tokens`, how much worse than the reference's best, relative
     to it.
     """
+    name, goal, best = objective.name, objective.goal, reference.best
     if name == "quality":
         return None
-    if name == "time-to-target" and goal.target is not None:
+    if best is None or (name == "time-to-target" and goal.target is not None):
         return goal.target
-    if reference.best is None:
-        return goal.target
-    slack = tolerance * abs(reference.best) if name in ("throughput", "tokens") else 0.0
-    return reference.best - slack if goal.mode == "max" else reference.best + slack
+    slack = tolerance * abs(best) if name in ("throughput", "tokens") else 0.0
+    return best - slack if goal.mode == "max" else best + slack

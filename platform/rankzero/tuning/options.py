@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal, get_args
 
 from rankzero.mlflow_store.uris import require_plain
 from rankzero.tuning.objective import Name
 
-SAMPLERS = ("tpe", "gp", "random", "grid")
-PRUNERS = ("asha", "hyperband", "median", "none")
+Sampler = Literal["tpe", "gp", "random", "grid"]
+Pruner = Literal["asha", "hyperband", "median", "none"]
+SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
+PRUNERS: tuple[Pruner, ...] = get_args(Pruner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +20,8 @@ class SearchOptions:
     """What a search looks for, and what it may spend."""
 
     objective: Name = "time-to-target"
-    sampler: str = "tpe"
-    pruner: str = "asha"
+    sampler: Sampler = "tpe"
+    pruner: Pruner = "asha"
     minutes: float | None = None
     trials: int | None = 20
     """All trials, the reference included."""

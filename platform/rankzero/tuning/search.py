@@ -19,7 +19,6 @@ from rankzero import config
 from rankzero.config import values
 from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
-from rankzero.experiment import Goal
 from rankzero.launch.agent import Topology
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity, RunFolder
@@ -33,14 +32,13 @@ from rankzero.tuning.reports.study_run import StudyRun, sweet_spot_yaml, trials_
 from rankzero.tuning.session import TARGET, Session
 from rankzero.tuning.space import Space
 from rankzero.tuning.study import OWNER, Study, open_study
-from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.launcher import TrainLauncher
 from rankzero.tuning.verdict.decide import Verdict
 from rankzero.tuning.verdict.sentence import sentence
 
-FIRST, PARENT = "first", "parent"
+FIRST, _PARENT = "first", "parent"
 """Facts of a study: the first guesses, and its run in MLflow."""
 
 
@@ -58,13 +56,11 @@ class SearchSetup:
     shared: bool
     """Whether other processes may take part."""
     probes: bool
-    """Whether to measure speeds first."""
     use: str
     """The command that trains with the sweet spot."""
     offline: bool
     """Whether runs are only recorded, and delivered to MLflow later."""
     argv: Sequence[str]
-    """The command line."""
     hosts: Sequence[Host]
     """One for each trial that runs at the same time."""
     notify: Callable[[str], None]
@@ -91,14 +87,14 @@ def run(setup: SearchSetup) -> SearchOutcome:
         pruner=setup.options.pruner,
         seed=setup.space.reference.train.seed,
     )
-    leads = study.members.lead()
+    leads = members.lead(study)
     if not (leads or setup.shared):
-        _, pid, _ = study.members.leader.rsplit(" ", 2)
+        _, pid, _ = members.leader(study).rsplit(" ", 2)
         raise UserError(
             f"process {pid} is searching study {study.name}: wait for it. To run trials side by "
             "side give that command --parallel, to share a study between machines --storage URL"
         )
-    with study.members.heartbeats():
+    with members.heartbeats(study):
         return _lead(setup, study) if leads else _help(setup, study)
 
 
@@ -116,7 +112,7 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
         # The folder may hold an earlier attempt's identity, which stays.
         own = run.folder.identity
         uri = url_without_secrets(own.tracking_uri)
-        study.note(PARENT, {"uuid": own.uuid, "tracking_uri": uri})
+        study.note(_PARENT, {"uuid": own.uuid, "tracking_uri": uri})
         # Stored once: a resumed search must not get other guesses from another probe map.
         if FIRST not in study.facts:
             guesses = probe_map.guesses(space, measured) or next_trial.guesses(space)
@@ -133,28 +129,27 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
             already_seconds=time.monotonic() - began,
         )
         verdict = session.run(first_guesses(study))
-        text = _report(setup, space, study, verdict, run)
-        _draw(run, study.trials(), measured, space.reference.goal, verdict.region, text)
-        known = {
+        text = _report(setup, space, study, verdict, measured, run)
+        summary = {
             "gain": verdict.gain,
             "gain_low": verdict.gain_low,
             "gain_high": verdict.gain_high,
             "search_seconds": study.facts[SECONDS],
             "noise": verdict.noise,
         }
-        run.finish(text, {name: value for name, value in known.items() if value is not None})
+        run.finish(text, summary)
     return SearchOutcome(text, run.folder, decided=True)
 
 
 def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
     """Do trials of a study that another process leads, until the budget is spent."""
-    leader = study.members.leader.partition("/")[0]  # the host's name
+    leader = members.leader(study).partition("/")[0]  # the host's name
     waiting = "waiting until it has trained your own configuration"
     setup.notify(f"{leader} leads this study: {waiting}")
-    await_facts(study, (SPACE, FIRST, PARENT, TARGET))
+    await_facts(study, (SPACE, FIRST, _PARENT, TARGET))
     space = check_space(study, setup.space, setup.options)
     # If both deliver to the same MLflow, this process's run is a child of the study's.
-    parent = study.facts[PARENT]
+    parent = study.facts[_PARENT]
     same = parent["tracking_uri"] == url_without_secrets(setup.identity.tracking_uri)
     identity = dataclasses.replace(
         setup.identity,
@@ -211,15 +206,21 @@ def _logging_trials(
     return notify_and_log
 
 
-def _report(setup: SearchSetup, space: Space, study: Study, verdict: Verdict, run: StudyRun) -> str:
+def _report(
+    setup: SearchSetup,
+    space: Space,
+    study: Study,
+    verdict: Verdict,
+    measured: Sequence[ProbeResult],
+    run: StudyRun,
+) -> str:
     """Write the verdict and its evidence into the run and the study; return it as sentences."""
     trials, facts, goal = study.trials(), study.facts, space.reference.goal
     sign = 1 if goal.mode == "max" else -1
     qualities = [(one.number, float(one.facts["best"])) for one in trials if "best" in one.facts]
     closest = max(qualities, key=lambda pair: sign * pair[1], default=None)
     text = sentence(verdict, goal, facts.get(TARGET), facts[SECONDS], closest)
-    winner = next(one for one in trials if one.number == verdict.winner.trial)
-    sweet_spot = space.experiment(winner.parameters)
+    sweet_spot = space.experiment(trials[verdict.winner.trial].parameters)
     run.write_trials(trials)
     run.write("sweet_spot.yaml", sweet_spot_yaml(sweet_spot, text, setup.use))
     # For `rankzero report`, which reads the study alone.
@@ -230,23 +231,13 @@ def _report(setup: SearchSetup, space: Space, study: Study, verdict: Verdict, ru
         f"**{text}**\n\nObjective: {verdict.objective}.\n\n{trials_markdown(trials)}\n\n"
         f"Use it: `{setup.use}`\n"
     )
-    return text
-
-
-def _draw(
-    run: StudyRun,
-    trials: Sequence[Trial],
-    measured: Sequence[ProbeResult],
-    goal: Goal,
-    region: Sequence[int],
-    title: str,
-) -> None:
-    from rankzero.tuning.reports import html_page, optuna_figures, probe_figures
-
     with run.drawing():
-        figures: list[Any] = optuna_figures.interactive(trials, goal, region)
+        from rankzero.tuning.reports import html_page, optuna_figures, probe_figures
+
+        figures: list[Any] = optuna_figures.interactive(trials, goal, verdict.region)
         if measured:
             figures.append(probe_figures.heat_map(measured))
             probe_figures.write_png(run.folder.artifacts, measured)
-        run.write("search.html", html_page.page(figures, title))
-        optuna_figures.write_pngs(run.folder.artifacts, trials, goal, region)
+        run.write("search.html", html_page.page(figures, text))
+        optuna_figures.write_pngs(run.folder.artifacts, trials, goal, verdict.region)
+    return text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from rankzero.errors import RunFailed
 from rankzero.experiment import Experiment
 from rankzero.tuning import next_trial
 from rankzero.tuning.budget import REFERENCE_SECONDS, Budget
+from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import Objective, target_quality
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.space import Space
@@ -23,7 +25,7 @@ from rankzero.tuning.study import RUNGS, Study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials import follower
 from rankzero.tuning.trials.follower import TrialJob, TrialPool, TrialResult
-from rankzero.tuning.trials.launcher import Launcher
+from rankzero.tuning.trials.launcher import TrainLauncher
 from rankzero.tuning.verdict import confirm
 from rankzero.tuning.verdict.decide import LOOKS, Verdict, finalists
 
@@ -43,7 +45,7 @@ class Session:
         self,
         study: Study,
         space: Space,
-        launchers: Sequence[Launcher],
+        launchers: Sequence[TrainLauncher],
         options: SearchOptions,
         notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -113,25 +115,20 @@ class Session:
 
     def _reference_job(self) -> TrialJob:
         number, _ = self._study.ask(self._space.reference_parameters())
-        reference, objective, began = self._space.reference, self._objective, self._clock()
-        # A reference that sets the target must be trained to its end, as under `throughput`.
-        has_end = objective.name == "quality" or (
-            objective.name == "time-to-target" and reference.goal.target is not None
-        )
-        watched = objective if has_end else dataclasses.replace(objective, name="throughput")
+        reference, began = self._space.reference, self._clock()
+        # A reference that sets the target is trained to its end.
+        objective = dataclasses.replace(self._objective, target=reference.goal.target)
 
         def ended(result: TrialResult | None) -> None:
             if result is not None:
                 self._study.note(REFERENCE_SECONDS, self._clock() - began)
-            if result is not None and result.state == "COMPLETE":
-                goal, tolerance = objective.goal, self._options.tolerance
-                target = target_quality(goal, objective.name, result.curve, tolerance)
-                self._study.note(TARGET, target)
-                known = dataclasses.replace(objective, target=target)
-                result = follower.complete(result.curve, known)
+                if result.state == "COMPLETE":
+                    target = target_quality(objective, result.curve, self._options.tolerance)
+                    self._study.note(TARGET, target)
+                    result = follower.complete(result.curve, self._objective)
             self._end(number, reference, result)
 
-        return TrialJob(reference, self._label(number), watched, ended)
+        return TrialJob(reference, self._label(number), objective, ended)
 
     # -- trials
 
@@ -160,20 +157,28 @@ class Session:
         return self._repeats < _MOST_REPEATS and self._budget.allows_a_trial()
 
     def _trial_job(self, number: int, parameters: Mapping[str, Any]) -> TrialJob:
-        experiment = self._space.experiment(parameters)
+        experiment, objective = self._space.experiment(parameters), self._objective
+        best = next_trial.best_value(self._study.trials())
         # A guess is trained to its end, unless it cannot win: it has no others to compare with.
-        report = functools.partial(self._study.report, number)
+        is_guess, reference, reported = parameters in self._guesses, self._reference(), 0
         # Without a reference there is no common time to compare at.
-        reference = self._reference()
-        return TrialJob(
-            experiment,
-            self._label(number),
-            self._objective,
-            functools.partial(self._end, number, experiment),
-            report=None if parameters in self._guesses else report,
-            best=next_trial.best_value(self._study.trials()),
-            rung_seconds=float(reference.facts["train_seconds"]) / RUNGS if reference else 0.0,
-        )
+        seconds = float(reference.facts["train_seconds"]) if reference else 0.0
+        rung_seconds = seconds / RUNGS or math.inf
+
+        def why_prune(curve: LearningCurve) -> str:
+            nonlocal reported
+            if objective.cannot_beat(curve, best):
+                return f"cannot beat the best, {best:.3g} s, any more"
+            # Rungs are training time. Steps of different batch sizes are no common measure.
+            rung = int(curve.seconds / rung_seconds)
+            if is_guess or rung <= reported or not curve.points:
+                return ""
+            reported = rung
+            is_worse = self._study.report(number, rung, objective.progress(curve))
+            return "worse than others at the same training time" if is_worse else ""
+
+        ended = functools.partial(self._end, number, experiment)
+        return TrialJob(experiment, self._label(number), objective, ended, why_prune)
 
     def _end(self, number: int, experiment: Experiment, result: TrialResult | None) -> None:
         """Write a trial's result into the study, and print it. None: it was interrupted."""
@@ -199,11 +204,9 @@ class Session:
 
     def _await_helpers(self) -> None:
         """Wait for the trials of other processes. Abandon those of processes that died."""
-        notified = False
+        if next_trial.running(self._study.trials()):
+            self._notify("other processes still run trials: waiting for them")
         while next_trial.running(self._study.trials()):
-            if not notified:
-                self._notify("other processes still run trials: waiting for them")
-            notified = True
             self._study.recover()
             time.sleep(_POLL_SECONDS)
 

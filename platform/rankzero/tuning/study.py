@@ -12,7 +12,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import optuna
 from optuna.distributions import (
@@ -29,7 +29,7 @@ from rankzero.errors import UserError
 from rankzero.redaction.text import text_without_secrets, url_without_secrets
 from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 from rankzero.tuning import members
-from rankzero.tuning.options import PRUNERS, SAMPLERS
+from rankzero.tuning.options import Pruner, Sampler
 from rankzero.tuning.trial import State, Trial
 
 # Trials are compared each twelfth of the reference's training time, from a quarter on. Before
@@ -40,35 +40,20 @@ _GRID_POINTS = 5  # of a range that is not a list
 _DRAWING_SECONDS = 60.0  # at most, from a trial's creation until its owner's name is stored
 OWNER = "owner"
 """The attribute of a trial that names the process that runs it."""
-_ABANDONED = "abandoned "
-_ABANDONED_LIST = "abandoned"  # older versions stored one list
+_ABANDONED, _ABANDONED_LIST = "abandoned ", "abandoned"  # older versions stored one list
 
 
 class Study:
-    """An open study. Several processes, on several machines, may share one.
+    """An open study. Several processes, on several machines, may share one."""
 
-    `drawing_seconds`: how long a trial may have no owner before it counts as abandoned.
-    """
-
-    def __init__(
-        self,
-        study: optuna.Study,
-        sampler: str,
-        seed: int,
-        drawing_seconds: float = _DRAWING_SECONDS,
-    ) -> None:
+    def __init__(self, study: optuna.Study, sampler: Sampler, seed: int) -> None:
         self._study, self._sampler, self._seed = study, sampler, seed
-        self._drawing_seconds = drawing_seconds
+        self.name: str = study.study_name
         self._distributions: dict[str, BaseDistribution] = {}
         self._open: dict[int, optuna.Trial] = {}
         """The trials of this process."""
         # By this process's clock: another machine's may differ.
         self._ownerless_since: dict[int, float] = {}
-        self.members = members.Members(self)
-
-    @property
-    def name(self) -> str:
-        return str(self._study.study_name)
 
     def draw_from(self, space: Mapping[str, Range]) -> None:
         """Set the ranges that trials are drawn from. All processes must set the same ones."""
@@ -135,34 +120,28 @@ class Study:
 
     def trials(self) -> list[Trial]:
         """Return all trials, by number."""
-        found, stored = [], self._study.get_trials(deepcopy=False)
+        stored = self._study.get_trials(deepcopy=False)
         # Read after the trials: an interrupted trial ends first, and is abandoned then.
         abandoned = set(self.abandoned)
-        for trial in stored:
-            state: Any = trial.state.name
-            # A pruned trial's value is its last report, which no objective has.
-            value = trial.value if trial.state is TrialState.COMPLETE else None
-            found.append(
-                Trial(
-                    trial.number,
-                    state,
-                    with_new_names(trial.params),
-                    value,
-                    dict(trial.constraints),
-                    dict(trial.user_attrs),
-                    trial.number in abandoned,
-                )
+        return [
+            Trial(
+                number=trial.number,
+                state=cast("State", trial.state.name),
+                parameters=with_new_names(trial.params),
+                # A pruned trial's value is its last report, which no objective has.
+                value=trial.value if trial.state is TrialState.COMPLETE else None,
+                constraints=dict(trial.constraints),
+                facts=dict(trial.user_attrs),
+                abandoned=trial.number in abandoned,
             )
-        return found
+            for trial in stored
+        ]
 
     def recover(self) -> list[int]:
         """Abandon the trials of dead processes; return their numbers."""
         running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        dead = [
-            trial.number
-            for trial in running
-            if trial.number not in self._open and not self._may_have_owner(trial)
-        ]
+        others = [trial for trial in running if trial.number not in self._open]
+        dead = [trial.number for trial in others if not self._may_have_owner(trial)]
         for number in dead:
             # Another process may recover the same trial at this moment.
             with contextlib.suppress(UpdateFinishedTrialError):
@@ -172,11 +151,10 @@ class Study:
 
     def _may_have_owner(self, trial: optuna.trial.FrozenTrial) -> bool:
         if OWNER in trial.user_attrs:
-            return self.members.is_alive(trial.user_attrs[OWNER])
+            return members.is_alive(self, trial.user_attrs[OWNER])
         # The owner's name is stored a moment after the trial.
         now = time.monotonic()
-        since = self._ownerless_since.setdefault(trial.number, now)
-        return now - since < self._drawing_seconds
+        return now - self._ownerless_since.setdefault(trial.number, now) < _DRAWING_SECONDS
 
     @property
     def abandoned(self) -> list[int]:
@@ -191,11 +169,11 @@ class Study:
         self.note(f"{_ABANDONED}{number}", True)
 
 
-def open_study(storage: str, name: str, *, sampler: str, pruner: str, seed: int) -> Study:
+def open_study(storage: str, name: str, *, sampler: Sampler, pruner: Pruner, seed: int) -> Study:
     """Open the study of this name, or create it. Raises UserError for an unusable storage."""
-    with _readable_errors(storage):
+    with _database(storage) as database:
         study = optuna.create_study(
-            storage=_open_storage(storage),
+            storage=database,
             study_name=name,
             direction="minimize",
             load_if_exists=True,
@@ -206,15 +184,14 @@ def open_study(storage: str, name: str, *, sampler: str, pruner: str, seed: int)
 
 def find_study(storage: str, name: str) -> Study:
     """Open a study to read it. Raises UserError, with the names of the studies that exist."""
-    with _readable_errors(storage):
-        opened = _open_storage(storage)
-        names = optuna.get_all_study_names(opened)
+    with _database(storage) as database:
+        names = optuna.get_all_study_names(database)
         if name not in names:
             known = f"there are {', '.join(sorted(names))}" if names else "there are none yet"
             raise UserError(
                 f"no study is called {name!r} in {url_without_secrets(storage)}; {known}"
             )
-        return Study(optuna.load_study(study_name=name, storage=opened), "random", 0)
+        return Study(optuna.load_study(study_name=name, storage=database), "random", 0)
 
 
 def _distribution(range_: Range) -> BaseDistribution:
@@ -230,7 +207,7 @@ def _distribution(range_: Range) -> BaseDistribution:
 
 
 def _make_sampler(
-    name: str, seed: int, distributions: Mapping[str, BaseDistribution]
+    name: Sampler, seed: int, distributions: Mapping[str, BaseDistribution]
 ) -> optuna.samplers.BaseSampler:
     match name:
         case "tpe":
@@ -243,8 +220,6 @@ def _make_sampler(
             grid = {key: _grid_points(found) for key, found in distributions.items()}
             # One seed for all trials: the order must stay, because the study stores what is done.
             return optuna.samplers.GridSampler(grid, seed=0)
-        case _:
-            raise UserError(f"no sampler is called {name!r}: choose {' | '.join(SAMPLERS)}")
 
 
 def _fixed(parameters: Mapping[str, Any]) -> optuna.samplers.BaseSampler:
@@ -256,33 +231,28 @@ def _fixed(parameters: Mapping[str, Any]) -> optuna.samplers.BaseSampler:
         return optuna.samplers.PartialFixedSampler(dict(parameters), rest)
 
 
-def _make_pruner(name: str) -> optuna.pruners.BasePruner:
+def _make_pruner(name: Pruner) -> optuna.pruners.BasePruner:
     """Return a pruner. Its resource is the rung that `Study.report` gets."""
+    first = _FIRST_RUNG
     match name:
         case "asha":
-            return optuna.pruners.SuccessiveHalvingPruner(
-                min_resource=_FIRST_RUNG, reduction_factor=3
-            )
+            return optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=3)
         case "hyperband":
-            return optuna.pruners.HyperbandPruner(
-                min_resource=_FIRST_RUNG, max_resource=RUNGS, reduction_factor=2
-            )
+            return optuna.pruners.HyperbandPruner(first, max_resource=RUNGS, reduction_factor=2)
         case "median":
-            return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=_FIRST_RUNG)
+            return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=first)
         case "none":
             return optuna.pruners.NopPruner()
-        case _:
-            raise UserError(f"no pruner is called {name!r}: choose {' | '.join(PRUNERS)}")
 
 
 def _grid_points(found: BaseDistribution) -> Sequence[Any]:
     parts = [step / (_GRID_POINTS - 1) for step in range(_GRID_POINTS)]
     match found:
         case CategoricalDistribution():
-            return list(found.choices)
+            return found.choices
         case IntDistribution():
-            return list(range(found.low, found.high + 1, found.step))
-        case FloatDistribution(low=low, high=high) if found.log and low > 0:
+            return range(found.low, found.high + 1)
+        case FloatDistribution(low=low, high=high, log=True):
             return [low * (high / low) ** part for part in parts]
         case FloatDistribution(low=low, high=high):
             return [low + (high - low) * part for part in parts]
@@ -290,28 +260,24 @@ def _grid_points(found: BaseDistribution) -> Sequence[Any]:
             raise TypeError(type(found).__name__)
 
 
-def _open_storage(url: str) -> optuna.storages.RDBStorage:
-    # Seconds that a process waits for another one's write.
-    timeout = {"connect_args": {"timeout": 30}} if url.startswith("sqlite") else {}
-    return optuna.storages.RDBStorage(url, engine_kwargs=timeout)
-
-
 @contextlib.contextmanager
-def _readable_errors(storage: str) -> Iterator[None]:
-    """Turn the errors of a locked, foreign or unreachable database into one UserError."""
+def _database(url: str) -> Iterator[optuna.storages.RDBStorage]:
+    """Open a database. One that is locked, foreign or unreachable raises UserError."""
     # Optuna logs each trial, and the search prints it already.
     optuna.logging.set_verbosity(logging.ERROR)
+    # Seconds that a process waits for another one's write.
+    timeout = {"connect_args": {"timeout": 30}} if url.startswith("sqlite") else {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            yield optuna.storages.RDBStorage(url, engine_kwargs=timeout)
     except UserError:
         raise
     # SQLAlchemy's, Alembic's and Optuna's own errors have no common base class.
     except Exception as error:
         first = (str(error).splitlines() or [repr(error)])[0]
         raise UserError(
-            f"the study database {url_without_secrets(storage)} cannot be used: "
+            f"the study database {url_without_secrets(url)} cannot be used: "
             f"{text_without_secrets(first)}; nothing was changed. Choose another with --storage "
             "(it must not be MLflow's)"
         ) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,7 @@ def interactive(trials: Sequence[Trial], goal: Goal, region: Sequence[int]) -> l
     """
     figures = []
     with _quiet():
-        for name, title, draw in _drawn_by(optuna.visualization, trials, goal):
-            figure = draw()
+        for name, title, figure in _drawn_by(optuna.visualization, trials, goal):
             figure.update_layout(title=title)
             if name == "pareto":
                 # Optuna shades the points by trial number: the first ones are all but white.
@@ -69,63 +68,47 @@ def write_pngs(folder: Path, trials: Sequence[Trial], goal: Goal, region: Sequen
     from optuna.visualization import matplotlib as library
 
     pyplot.switch_backend("agg")  # another one may look for a screen
-    with _quiet():
-        for name, title, draw in _drawn_by(library, trials, goal):
-            # Optuna sets a style for the whole process. And a name such as a$b$ is no formula.
-            with matplotlib.rc_context({"text.parse_math": False}):
-                axes = draw()
-                axes.set_title("")
-                axes.set_title(title, loc="left")
-                if name == "pareto":
-                    x, y = _speeds_and_qualities(trials, region)
-                    axes.scatter(x, y, marker="*", s=260, color=_GREEN, label="sweet region")
-                    axes.legend()
-                for one in axes.figure.axes:
-                    if one.get_yscale() == "log":  # its numbers are formulas by default
-                        one.yaxis.set_major_formatter(LogFormatter())
-                        one.yaxis.set_minor_formatter(LogFormatter())
-                axes.figure.set_size_inches(_INCHES.get(name, (7.0, 5.0)))
-                path = folder / f"{name}.png"
-                path.unlink(missing_ok=True)  # a planted link would be followed
-                axes.figure.savefig(path, dpi=_DOTS_PER_INCH, bbox_inches="tight")
-                pyplot.close(axes.figure)
+    # Optuna sets a style for the whole process. And a name such as a$b$ is no formula.
+    with _quiet(), matplotlib.rc_context({"text.parse_math": False}):
+        for name, title, axes in _drawn_by(library, trials, goal):
+            axes.set_title("")
+            axes.set_title(title, loc="left")
+            if name == "pareto":
+                x, y = _speeds_and_qualities(trials, region)
+                axes.scatter(x, y, marker="*", s=260, color=_GREEN, label="sweet region")
+                axes.legend()
+            for one in axes.figure.axes:
+                if one.get_yscale() == "log":  # its numbers are formulas by default
+                    one.yaxis.set_major_formatter(LogFormatter())
+                    one.yaxis.set_minor_formatter(LogFormatter())
+            axes.figure.set_size_inches(_INCHES.get(name, (7.0, 5.0)))
+            path = folder / f"{name}.png"
+            path.unlink(missing_ok=True)  # a planted link would be followed
+            axes.figure.savefig(path, dpi=_DOTS_PER_INCH, bbox_inches="tight")
+            pyplot.close(axes.figure)
 
 
-def _drawn_by(
-    library: Any, trials: Sequence[Trial], goal: Goal
-) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """Yield name, title and drawing function of the figures that have something to show.
+def _drawn_by(library: Any, trials: Sequence[Trial], goal: Goal) -> Iterator[tuple[str, str, Any]]:
+    """Yield name and title of each figure that has something to show, and the figure or its axes.
 
     `library`: Optuna has the same functions for plotly and for matplotlib.
     """
     study, front = _copies(trials, goal)
     searched = sorted({name for trial in study.trials for name in trial.params})
-    yield (
-        "pareto",
-        "Throughput and quality",
-        lambda: library.plot_pareto_front(front, target_names=["samples/s", goal.metric]),
-    )
-    yield (
-        "history",
-        "Objective by trial",
-        lambda: library.plot_optimization_history(study, target_name=_VALUE),
-    )
+    names = ["samples/s", goal.metric]
+    yield "pareto", "Throughput and quality", library.plot_pareto_front(front, target_names=names)
+    history = library.plot_optimization_history(study, target_name=_VALUE)
+    yield "history", "Objective by trial", history
     # The learning rate depends on the batch size and its factor does not: so the factor's share.
     params = [name for name in searched if name != _LR]
     with contextlib.suppress(Exception):  # too few trials, or all alike
         if optuna.importance.get_param_importances(study, params=params):
-            yield (
-                "importance",
-                "Importance of what was searched",
-                lambda: library.plot_param_importances(study, params=params),
-            )
+            importance = library.plot_param_importances(study, params=params)
+            yield "importance", "Importance of what was searched", importance
     shown = [name for name in searched if name != _LR_FACTOR]
     if any(trial.state is TrialState.COMPLETE for trial in study.trials):
-        yield (
-            "parallel",
-            "Configurations",
-            lambda: library.plot_parallel_coordinate(study, shown, target_name=_VALUE),
-        )
+        parallel = library.plot_parallel_coordinate(study, shown, target_name=_VALUE)
+        yield "parallel", "Configurations", parallel
 
 
 def _copies(trials: Sequence[Trial], goal: Goal) -> tuple[optuna.Study, optuna.Study]:

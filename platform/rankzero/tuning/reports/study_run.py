@@ -24,23 +24,10 @@ from rankzero.tracking.run_log import RunLog
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.trial import Trial
 
-_COLUMNS = (
-    "trial",
-    "state",
-    "value",
-    "best",
-    "samples_per_second",
-    "batch_size",
-    "precision",
-    "lr",
-    "train_seconds",
-    "memory_megabytes",
-    "joules",
-    "run",
-    "reason",
-)
-SHOWN_COLUMNS = _COLUMNS[:8]
-"""Those for people: in the run's description, and in the terminal."""
+_RESULT_COLUMNS = ("trial", "state", "value", "best", "samples_per_second")
+SHOWN_COLUMNS = (*_RESULT_COLUMNS, "batch_size", "precision", "lr")
+"""Columns for people: in the run's description, and in the terminal."""
+_COLUMNS = (*SHOWN_COLUMNS, "train_seconds", "memory_megabytes", "joules", "run", "reason")
 
 
 class StudyRun:
@@ -88,24 +75,23 @@ class StudyRun:
 
     def log_trial(self, trial: Trial, best: float | None) -> None:
         """Log a trial into the study's curves. The step is the trial's number."""
-        known = {
-            "value": trial.value,
-            "best_value": best,
-            "quality": trial.facts.get("best"),
-            "samples_per_second": trial.facts.get("samples_per_second"),
+        metrics = {
+            "search/value": trial.value,
+            "search/best_value": best,
+            "search/quality": trial.facts.get("best"),
+            "search/samples_per_second": trial.facts.get("samples_per_second"),
         }
-        metrics = {f"search/{name}": value for name, value in known.items() if value is not None}
         self.log_metrics(trial.number, metrics)
 
     def finish(
-        self, reason: str, summary: Mapping[str, float], status: Status = "FINISHED"
+        self, reason: str, summary: Mapping[str, float | None], status: Status = "FINISHED"
     ) -> None:
-        """Let the run end with this status and `reason`."""
-        self._status, self._reason, self._summary = status, reason, dict(summary)
+        """Let the run end with this status, `reason`, and what is known of the `summary`."""
+        self._status, self._reason, self._summary = status, reason, _known(summary)
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics into the run's curves."""
-        columns = {name: [float(value)] for name, value in metrics.items()}
+    def log_metrics(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Log what is known of the metrics into the run's curves."""
+        columns = {name: [value] for name, value in _known(metrics).items()}
         self.log(StepsLogged([step], [time.time()], columns))
         # The journal is buffered, and the next child may end minutes later.
         self.log.flush()
@@ -143,6 +129,10 @@ class StudyRun:
         """Write the probe map as a table."""
         rows = [{**dataclasses.asdict(one), "bound": one.bound} for one in measured]
         self.write_table("probe_map.json", list(rows[0]), [list(row.values()) for row in rows])
+
+
+def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def row_of(trial: Trial) -> dict[str, Any]:

@@ -9,6 +9,7 @@ file's own checks refuse a value, the trial's process reports that.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -22,7 +23,7 @@ from rankzero.launch.request import with_changes
 from rankzero.search_ranges import Range
 
 _ENDLESS = 1 << 31  # samples of a stream of unknown length
-ADAPTIVE_EXPONENT, SGD_EXPONENT = 0.5, 1.0  # of the batch size, in the learning rate's rule
+_ADAPTIVE_EXPONENT, _SGD_EXPONENT = 0.5, 1.0  # of the batch size, in the learning rate's rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,29 +45,27 @@ class ExperimentDescription:
 
 def describe(
     reference: str, settings: Mapping[str, str], processes: int | None, parallel: int = 1
-) -> ExperimentDescription:
-    """Return the description of the experiment in a file, which a child process reads.
+) -> ExperimentDescription | Exception:
+    """Return the description of the experiment in a file, or the error of reading it there.
 
-    `processes`: of each trial. None: as many as there are GPUs for each of the `parallel` trials.
-    Raises UserError, ConfigError, and RunFailed for errors of the file itself.
+    A child process reads the file. `processes`: of each trial. None: as many as there are GPUs for
+    each of the `parallel` trials.
     """
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
-    child = context.Process(
-        target=_child, args=(writer, reference, dict(settings), processes, parallel)
-    )
+    given = (reference, dict(settings), processes, parallel)
+    child = context.Process(target=_child, args=(writer, *given))
     child.start()
     # So that a child that dies closes the pipe.
     writer.close()
     try:
-        answer = reader.recv()
+        answer: ExperimentDescription | Exception = reader.recv()
     except EOFError:
         child.join()
-        raise RunFailed(f"the process that reads {reference} ended with {child.exitcode}") from None
-    child.join()
-    if isinstance(answer, ExperimentDescription):
-        return answer
-    raise answer
+        return RunFailed(f"the process that reads {reference} ended with {child.exitcode}")
+    except Exception as error:  # it sent what only it can read
+        return error
+    return answer
 
 
 def mirrored(description: ExperimentDescription) -> Experiment:
@@ -89,42 +88,30 @@ def _fields(leaves: Sequence[config.Leaf]) -> list[tuple[str, Any, Any]]:
 
     A trailing underscore is not part of a setting's key. It keeps a field apart from a method.
     """
-    groups: dict[str, list[config.Leaf]] = {}
-    for leaf in leaves:
-        groups.setdefault(leaf.key.partition(".")[0], []).append(leaf)
     fields: list[tuple[str, Any, Any]] = []
-    for name, found in groups.items():
-        if found[0].key == name:
-            fields.append((f"{name}_", found[0].annotation, found[0].value))
+    for name, found in itertools.groupby(leaves, lambda leaf: leaf.key.partition(".")[0]):
+        members = list(found)
+        if members[0].key == name:
+            fields.append((f"{name}_", members[0].annotation, members[0].value))
             continue
-        inner = [dataclasses.replace(leaf, key=leaf.key.removeprefix(f"{name}.")) for leaf in found]
-        members = [
-            (key, annotation, dataclasses.field(default=default))
-            for key, annotation, default in _fields(inner)
+        inner = [
+            dataclasses.replace(leaf, key=leaf.key.removeprefix(f"{name}.")) for leaf in members
         ]
-        group: Any = dataclasses.make_dataclass(name, members, frozen=True)
+        group: Any = dataclasses.make_dataclass(name, _fields(inner), frozen=True)
         fields.append((f"{name}_", group, group()))
     return fields
 
 
-def _child(
-    pipe: Connection,
-    reference: str,
-    settings: Mapping[str, str],
-    processes: int | None,
-    parallel: int,
-) -> None:
+def _child(pipe: Connection, *given: Any) -> None:
     from rankzero.launch import failures, signals
 
     # The server that this process is a fork of holds signals back.
     signals.unblock()
     try:
-        pipe.send(_described(reference, settings, processes, parallel))
+        pipe.send(_described(*given))
     # Of classes that every process knows: one of the user's file cannot be unpickled elsewhere.
-    except UserError as error:
+    except (UserError, config.ConfigError) as error:
         pipe.send(UserError(str(error)))
-    except config.ConfigError as error:
-        pipe.send(config.ConfigError(str(error)))
     except Exception as error:
         pipe.send(RunFailed(failures.reason(error)))
     pipe.close()
@@ -160,7 +147,7 @@ def _described(
         settings=tuple(config.leaves(experiment)),
         search=dict(type(experiment).search),
         # By the optimizer's name: its class may be any library's.
-        lr_exponent=SGD_EXPONENT if "sgd" in optimizer.lower() else ADAPTIVE_EXPONENT,
+        lr_exponent=_SGD_EXPONENT if "sgd" in optimizer.lower() else _ADAPTIVE_EXPONENT,
         processes=processes,
         samples=length_of(experiment.data()[0]) or _ENDLESS,
         precisions=_fast_precisions(),

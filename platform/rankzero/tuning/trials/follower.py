@@ -14,21 +14,21 @@ One process does this, without threads. A trial ends in Optuna and in MLflow as:
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rankzero.config import flatten, override
-from rankzero.errors import RunFailed
-from rankzero.events import RunEnded, SystemSampled
+from rankzero.events import Event, RunEnded, SystemSampled
 from rankzero.experiment import Experiment
 from rankzero.launch.failures import FailureKind
 from rankzero.tuning.learning_curve import LearningCurve
 from rankzero.tuning.objective import QUALITY, Objective
 from rankzero.tuning.trial import State
-from rankzero.tuning.trials.launcher import Launcher, TrialRun
+from rankzero.tuning.trials.launcher import LaunchedTrial, TrainLauncher
 
-MEMORY = "memory"
+_MEMORY = "memory"
 """A constraint of a trial: 1.0 if the device ran out of memory."""
 # A trial is measured and not kept.
 _TRIAL_SETTINGS = {
@@ -60,11 +60,15 @@ class TrialJob:
     objective: Objective
     ended: Callable[[TrialResult | None], None]
     """Called once, with None if the search stops before the trial has ended."""
-    report: Callable[[int, float], bool] | None = None
-    """Takes a rung (the same training time for every trial) and the progress there. True: prune."""
-    best: float | None = None
-    """The value that the trial must be able to beat."""
-    rung_seconds: float = 0.0
+    why_prune: Callable[[LearningCurve], str] = lambda _curve: ""
+    """Returns why the trial need not go on, or an empty text."""
+
+
+class _Trial(NamedTuple):
+    launcher: TrainLauncher
+    job: TrialJob
+    run: LaunchedTrial
+    looks: Iterator[TrialResult | None]
 
 
 class TrialPool:
@@ -73,9 +77,9 @@ class TrialPool:
     `silence_seconds`: a trial is killed if its journal stays silent for so long.
     """
 
-    def __init__(self, launchers: Sequence[Launcher], silence_seconds: float = 300.0) -> None:
+    def __init__(self, launchers: Sequence[TrainLauncher], silence_seconds: float = 300.0) -> None:
         self._free, self._silence_seconds = list(launchers), silence_seconds
-        self._busy: list[_Follower] = []
+        self._busy: list[_Trial] = []
 
     def run(self, next_job: Callable[[], TrialJob | None]) -> None:
         """Run jobs until none runs and `next_job` returns None.
@@ -85,22 +89,21 @@ class TrialPool:
         """
         try:
             while True:
-                self._start(next_job)
+                while self._free and (job := next_job()) is not None:
+                    self._start(job)
                 if not self._busy:
                     return
                 # A copy: a trial that ends leaves the list.
-                for follower in tuple(self._busy):
-                    if (result := follower.poll()) is not None:
-                        self._release(follower)
-                        follower.job.ended(result)
+                for trial in tuple(self._busy):
+                    if (result := next(trial.looks)) is not None:
+                        self._end(trial, result)
         except BaseException:
             # All get the request before the first is waited for, so that they stop together.
-            for follower in self._busy:
-                follower.run.stop()
-            for follower in tuple(self._busy):
-                follower.run.close()
-                self._release(follower)
-                follower.job.ended(None)
+            for trial in self._busy:
+                trial.run.stop()
+            for trial in tuple(self._busy):
+                trial.run.close()
+                self._end(trial, None)
             raise
 
     def run_all(self, jobs: Iterable[TrialJob]) -> None:
@@ -108,110 +111,92 @@ class TrialPool:
         left = iter(jobs)
         self.run(lambda: next(left, None))
 
-    def _start(self, next_job: Callable[[], TrialJob | None]) -> None:
-        while self._free and (job := next_job()) is not None:
-            try:
-                follower = _Follower(self._free[0], job, self._silence_seconds)
-            except BaseException:
-                job.ended(None)
-                raise
-            self._busy.append(follower)
-            self._free.pop(0)
+    def _start(self, job: TrialJob) -> None:
+        launcher = self._free[0]
+        try:
+            experiment = override(job.experiment, {**job.objective.settings(), **_TRIAL_SETTINGS})
+            run = launcher.start(experiment, job.name)
+        except BaseException:
+            job.ended(None)
+            raise
+        self._busy.append(_Trial(launcher, job, run, _follow(run, job, self._silence_seconds)))
+        self._free.pop(0)
 
-    def _release(self, follower: _Follower) -> None:
-        self._busy.remove(follower)
+    def _end(self, trial: _Trial, result: TrialResult | None) -> None:
+        self._busy.remove(trial)
         # At the front: the next trial goes to a host that is warm.
-        self._free.insert(0, follower.launcher)
+        self._free.insert(0, trial.launcher)
+        trial.job.ended(result)
 
 
-def run_alone(launcher: Launcher, experiment: Experiment, name: str) -> TrialResult:
+def run_alone(launcher: TrainLauncher, experiment: Experiment, name: str) -> TrialResult:
     """Train a configuration to its end, outside of a search; return how it ended."""
     results: list[TrialResult | None] = []
     objective = Objective("throughput", experiment.goal, None)
     TrialPool([launcher]).run_all([TrialJob(experiment, name, objective, results.append)])
-    if (result := results[0]) is None:
-        raise RunFailed(f"{name} was stopped")
-    return result
+    assert results[0] is not None  # a trial that was stopped raises
+    return results[0]
 
 
-class _Follower:
-    """One trial: reads its journal, prunes it if it cannot win, kills it after a silence."""
+def _follow(
+    run: LaunchedTrial, job: TrialJob, silence_seconds: float
+) -> Iterator[TrialResult | None]:
+    """Read a trial's journal to its end; yield None after each look at it, then the result.
 
-    def __init__(self, launcher: Launcher, job: TrialJob, silence_seconds: float) -> None:
-        self.launcher, self.job, self._silence_seconds = launcher, job, silence_seconds
-        experiment = override(job.experiment, {**job.objective.settings(), **_TRIAL_SETTINGS})
-        self.run: TrialRun = launcher.start(experiment, job.name)
-        self._curve = LearningCurve(job.objective.goal)
-        self._last_event = time.monotonic()
-        self._rung = 0
-        self._stop_reason = ""
-        """Why this process asked the trial to stop."""
-        self._is_killed = False
-
-    def poll(self) -> TrialResult | None:
-        """Read new events, stop the trial if that is due; return its result once it has ended."""
-        if self.run.has_ended:
-            # Closing waits for the end of the journal. Only then are all events there.
-            self.run.close()
-            self._read()
-            return self._result()
-        limit = self._silence_seconds
-        if self._read():
-            self._prune_if_due()
-        elif time.monotonic() - self._last_event > limit and not self._is_killed:
-            self._is_killed = True
-            self._stop_reason = f"no sign of life for {limit:.0f} s"
-            self.run.kill(self._stop_reason)
-        return None
-
-    def _read(self) -> bool:
-        events = self.run.new_events()
+    Prunes the trial if it cannot win, and kills it after a silence.
+    """
+    curve, stop_reason, last_sign = LearningCurve(job.objective.goal), "", time.monotonic()
+    for events in _events(run):
         for event in events:
-            self._curve(event)
+            curve(event)
+        if run.has_ended:
+            continue
         # The recorder samples the machine also while the ranks hang: that is no sign of life.
         if not all(isinstance(event, SystemSampled) for event in events):
-            self._last_event = time.monotonic()
-        return bool(events)
+            last_sign = time.monotonic()
+        if events and not stop_reason:
+            if stop_reason := job.why_prune(curve):
+                run.prune(stop_reason)
+        elif not events and time.monotonic() - last_sign > silence_seconds:
+            # Infinite, so that it is killed once.
+            stop_reason, last_sign = f"no sign of life for {silence_seconds:.0f} s", math.inf
+            run.kill(stop_reason)
+        yield None
+    yield _result(curve, job.objective, run.failure, stop_reason)
 
-    def _prune_if_due(self) -> None:
-        """Prune the trial if it cannot win, or if others were better at the same training time."""
-        if self._stop_reason:
-            return
-        job, curve = self.job, self._curve
-        # Rungs are training time. Steps of different batch sizes are no common measure.
-        rung = int(curve.seconds / job.rung_seconds) if job.rung_seconds > 0 else 0
-        if job.objective.cannot_beat(curve, job.best):
-            self._stop_reason = f"cannot beat the best, {job.best:.3g} s, any more"
-        elif rung > self._rung and curve.points and job.report is not None:
-            self._rung = rung
-            if job.report(rung, job.objective.progress(curve)):
-                self._stop_reason = "worse than others at the same training time"
-        if self._stop_reason:
-            self.run.prune(self._stop_reason)
 
-    def _result(self) -> TrialResult:
-        """Return how the trial ended, after its processes have."""
-        curve, objective = self._curve, self.job.objective
-        ended = curve.ended or RunEnded(0.0, "FAILED", "its processes wrote no end", None, {})
-        if ended.status == "FINISHED":
-            return complete(curve, objective)
-        reason = self._stop_reason or ended.reason
-        if ended.status == "KILLED" and self._stop_reason:
-            gaps = {QUALITY: objective.gap(curve), MEMORY: 0.0}
-            return TrialResult("PRUNED", curve, reason, gaps, None)
-        # Both are the configuration's fault, so the sampler shall learn of them. A crash may be
-        # the machine's, so it has no constraints.
-        infeasible = {FailureKind.OUT_OF_MEMORY: 1.0, FailureKind.NOT_FINITE: 0.0}
-        if (kind := self.run.failure) in infeasible:
-            constraints = {QUALITY: 1.0, MEMORY: infeasible[kind]}
-            return TrialResult("PRUNED", curve, ended.reason, constraints, None)
-        return TrialResult("FAIL", curve, reason, {}, None)
+def _events(run: LaunchedTrial) -> Iterator[list[Event]]:
+    """Yield the events since the last look, until the journal has its end."""
+    while not run.has_ended:
+        yield run.new_events()
+    # Closing waits for the end of the journal. Only then are all events there.
+    run.close()
+    yield run.new_events()
+
+
+def _result(
+    curve: LearningCurve, objective: Objective, failure: FailureKind | None, stop_reason: str
+) -> TrialResult:
+    """Return how a trial ended. `stop_reason`: why the search stopped it, or an empty text."""
+    ended = curve.ended or RunEnded(0.0, "FAILED", "its processes wrote no end", None, {})
+    if ended.status == "FINISHED":
+        return complete(curve, objective)
+    if ended.status == "KILLED" and stop_reason:
+        gaps = {QUALITY: objective.gap(curve), _MEMORY: 0.0}
+        return TrialResult("PRUNED", curve, stop_reason, gaps, None)
+    # Both are the configuration's fault, so the sampler shall learn of them. A crash may be the
+    # machine's, so it has no constraints.
+    infeasible = {FailureKind.OUT_OF_MEMORY: 1.0, FailureKind.NOT_FINITE: 0.0}
+    if failure in infeasible:
+        constraints = {QUALITY: 1.0, _MEMORY: infeasible[failure]}
+        return TrialResult("PRUNED", curve, ended.reason, constraints, None)
+    return TrialResult("FAIL", curve, stop_reason or ended.reason, {}, None)
 
 
 def complete(curve: LearningCurve, objective: Objective) -> TrialResult:
     """Return the result of a trial that was trained to its end."""
     reason = curve.ended.reason if curve.ended else ""
-    constraints = {QUALITY: objective.gap(curve), MEMORY: 0.0}
+    constraints = {QUALITY: objective.gap(curve), _MEMORY: 0.0}
     return TrialResult("COMPLETE", curve, reason, constraints, objective.value(curve))
 
 

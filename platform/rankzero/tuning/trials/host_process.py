@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,14 @@ class Host:
     """The search's end: a host process on a share of the machine, started again if it died."""
 
     def __init__(self, libraries: Sequence[str], share: Share | None = None) -> None:
-        self._libraries, self._share = libraries, share or Share()
+        self._libraries, self._share = tuple(libraries), share or Share()
         self._start()
 
     def describe(
         self, reference: str, settings: Mapping[str, str], processes: int | None, parallel: int = 1
     ) -> ExperimentDescription:
-        """Return the description of the experiment in a file. Raises as `describe` does."""
-        self._pipe.send((_describe, reference, settings, processes, parallel))
+        """Return the description of the experiment in a file. Raises UserError, RunFailed."""
+        self._pipe.send((describe, reference, settings, processes, parallel))
         try:
             answer = self._pipe.recv()
         except EOFError:
@@ -73,10 +73,9 @@ class Host:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the trial that runs."""
-        pid = self._process.pid
-        if pid is not None and self._process.is_alive():
+        if self._process.is_alive() and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(self._process.pid, number)
 
     def close(self) -> None:
         """End the host, and the trial that it runs."""
@@ -90,9 +89,8 @@ class Host:
         # Not a fork: the search may have threads, and the host must import PyTorch by itself.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_main, args=(theirs, tuple(self._libraries), self._share), name="rankzero-host"
-        )
+        given = (theirs, self._libraries, self._share)
+        self._process = context.Process(target=_main, args=given, name="rankzero-host")
         self._process.start()
         # Else the pipe would stay open when the host dies, and `recv` would wait without end.
         theirs.close()
@@ -121,45 +119,30 @@ def _main(pipe: Connection, libraries: Sequence[str], share: Share) -> None:
             pipe.send(serve(*given))
 
 
-def _describe(*given: Any) -> ExperimentDescription | Exception:
-    try:
-        return describe(*given)
-    except Exception as error:  # the search raises it
-        return error
-
-
 def _launch(entry: Callable[[Any], str], topology: agent.Topology, request: Any, logs: Path) -> str:
-    with _output_to(logs / "launcher.log"):
-        output.escape_unencodable()
-        try:
-            # Ctrl-C reaches this process twice, from the terminal and from the search. That is one
-            # request. To end a trial at once, the search sends SIGQUIT.
-            with SignalForwarder(of_trial=True) as signals:
-                result = agent.run(topology, entry, request, logs, signals)
-        except Exception as error:
-            # The run's journal has the reason. The message of torchrun goes into its log.
-            print(error, flush=True)
-            return "FAILED"
-        if result.reason:
-            print(result.reason, flush=True)
-        return result.status
+    _log_output(logs / "launcher.log")
+    try:
+        # Ctrl-C reaches this process twice, from the terminal and from the search. That is one
+        # request. To end a trial at once, the search sends SIGQUIT.
+        with SignalForwarder(of_trial=True) as signals:
+            result = agent.run(topology, entry, request, logs, signals)
+    except Exception as error:
+        # The run's journal has the reason. The message of torchrun goes into its log.
+        print(error, flush=True)
+        return "FAILED"
+    if result.reason:
+        print(result.reason, flush=True)
+    return result.status
 
 
-@contextlib.contextmanager
-def _output_to(path: Path) -> Iterator[None]:
-    """Send this process's output to a file during the block, and that of its children."""
+def _log_output(path: Path) -> None:
+    """Send the output of this process and its children to a file from now on."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    before = [os.dup(stream) for stream in (1, 2)]
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-    try:
-        yield
-    finally:
-        for stream, old in zip((1, 2), before, strict=True):
-            os.dup2(old, stream)
-            os.close(old)
+    output.escape_unencodable()
 
 
 def _follow_the_search() -> None:

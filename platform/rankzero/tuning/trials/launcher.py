@@ -5,12 +5,12 @@ The search imports this module, so it imports no PyTorch: a host process has it.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from rankzero.catalog import lookup
 from rankzero.events import Event
@@ -31,84 +31,52 @@ _STOP_SECONDS = 30.0  # for a trial to stop at the end of a step
 _END_SECONDS = 10.0  # for a trial's recorder to write the end of a rank that was killed
 
 
-class TrialRun(Protocol):
-    """A trial that was started."""
-
-    def new_events(self) -> list[Event]:
-        """Return the events since the last call. Wait a moment if there are none."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether all processes of the trial have ended."""
-
-    @property
-    def failure(self) -> FailureKind | None:
-        """Return why the trial failed, or None if no rank wrote a failure."""
-
-    def prune(self, reason: str) -> None:
-        """Ask all ranks to stop at the same step. The run ends as KILLED, with this reason."""
-
-    def stop(self) -> None:
-        """Ask all ranks to stop, as Ctrl-C does."""
-
-    def kill(self, reason: str) -> None:
-        """End all ranks at once. The run ends as FAILED, with this reason."""
-
-    def close(self) -> None:
-        """End the trial if it still runs, and wait until its journal has an end."""
-
-
-class Launcher(Protocol):
-    """Starts trials."""
-
-    def start(self, experiment: Experiment, name: str) -> TrialRun:
-        """Start a run of `experiment`, called `name`."""
-
-
 @unblocks_itself
 def train(request: JobRequest) -> str:
     """Train as `rankzero train` does; the entry point of every rank of a trial."""
-    # Imported here, in the rank. The search sends this function by its name only.
+    # Here, in the rank: it imports PyTorch.
     from rankzero.training import worker
 
     return worker.main(request)
 
 
+@dataclasses.dataclass(frozen=True)
 class TrainLauncher:
-    """Starts each trial in new processes, which a host forks from a server that has PyTorch.
+    """Starts each trial in new processes, which a host forks from a server that has PyTorch."""
 
-    `study`: the run that the trials are children of. `topology`: the processes of each trial.
-    """
+    host: Host
+    study: RunFolder
+    """The run that the trials are children of."""
+    topology: Topology
+    """The processes of each trial."""
+    environment: Mapping[str, str]
 
-    def __init__(
-        self, host: Host, study: RunFolder, topology: Topology, environment: Mapping[str, str]
-    ) -> None:
-        self._host, self._study = host, study
-        self._topology, self._environment = topology, environment
-
-    def start(self, experiment: Experiment, name: str) -> TrialRun:
-        runs = self._study.path.parent
+    def start(self, experiment: Experiment, name: str) -> LaunchedTrial:
+        """Start a run of `experiment`, called `name`."""
+        runs = self.study.path.parent
         # A trial of an interrupted search keeps its name, so a repeated one gets the next.
         names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(2)))
         name = next(free for free in names if not (runs / free).exists())
-        folder = make_folder(runs, self._study.identity.child(name))
+        folder = make_folder(runs, self.study.identity.child(name))
         write_config(folder, experiment)
         # The study's courier delivers the runs that are listed here.
-        self._study.add_child(name)
-        request = request_for(folder, experiment, self._environment, is_trial=True)
-        self._host.run(train, self._topology, request, folder.path / "logs")
-        return _LaunchedTrial(folder, self._host)
+        self.study.add_child(name)
+        request = request_for(folder, experiment, self.environment, is_trial=True)
+        self.host.run(train, self.topology, request, folder.path / "logs")
+        return LaunchedTrial(folder, self.host)
 
 
-class _LaunchedTrial:
+class LaunchedTrial:
     """A trial that a host runs: a journal that grows, and a message at its end."""
 
     def __init__(self, folder: RunFolder, host: Host) -> None:
         self._folder, self._host = folder, host
         self._offsets: dict[Path, int] = {}
         self.has_ended = False
+        """Whether all its processes have ended."""
 
     def new_events(self) -> list[Event]:
+        """Return the events since the last call. Wait a moment if there are none."""
         found: list[Event] = []
         for path in (self._folder.system(0), self._folder.events):
             events, self._offsets[path] = read(path, self._offsets.get(path, 0))
@@ -120,37 +88,39 @@ class _LaunchedTrial:
 
     @property
     def failure(self) -> FailureKind | None:
+        """Return why the trial failed, or None if no rank wrote a failure."""
         first = failures.first(self._folder.failures)
         return None if first is None else first.kind
 
     def prune(self, reason: str) -> None:
+        """Ask all ranks to stop at the same step. The run ends as KILLED, with this reason."""
         # Written first: without the file, the signal asks the ranks to stop, as for any run.
         self._folder.pruned.write_text(reason, encoding="utf-8")
         self._host.signal(signal.SIGUSR2)
 
     def stop(self) -> None:
+        """Ask all ranks to stop, as Ctrl-C does."""
         self._host.signal(signal.SIGTERM)
 
     def kill(self, reason: str) -> None:
+        """End all ranks at once. The run ends as FAILED, with this reason."""
         # The ranks get no chance to write why. The recorder reads the reason from this file.
         failure = Failure(time.time(), -1, reason, "", FailureKind.HANG)
         failures.write(failure, self._folder.failures)
         self._host.signal(signal.SIGQUIT)
 
     def close(self) -> None:
+        """End the trial if it still runs, and wait until its journal has an end."""
         self.has_ended = self.has_ended or self._host.has_ended(_STOP_SECONDS)
         if not self.has_ended:
             self.kill("did not stop when asked to")
             self.has_ended = self._host.has_ended(_STOP_SECONDS)
         # A killed rank 0 wrote no end, so its recorder does. If that has died too, write it here.
         deadline = time.monotonic() + _END_SECONDS
-        while self._folder.events.exists() and not self._end_is_written():
+        while self._folder.events.exists() and lookup.last_end(self._folder) is None:
             if time.monotonic() >= deadline:
                 break
             time.sleep(_TICK_SECONDS)
         with run_locks.exclusive_end(self._folder):
-            if not self._end_is_written():
+            if lookup.last_end(self._folder) is None:
                 append_run_ended(self._folder, 0.0)
-
-    def _end_is_written(self) -> bool:
-        return lookup.last_end(self._folder) is not None
