@@ -74,8 +74,7 @@ def next_cell(
     """Return the next cell that is worth measuring, or None if the map is complete."""
     for precision in precisions:
         found = [one for one in measured if one.precision == precision]
-        cell = _next_of_precision(found, batch_sizes, precision, world_size)
-        if cell is not None:
+        if cell := _next_of_precision(found, batch_sizes, precision, world_size):
             return cell
     return None
 
@@ -95,15 +94,14 @@ def _next_of_precision(
         if ratio * (1 + noise) <= 1 + _GAIN:
             return None
     largest = max((one.batch_size for one in found), default=0)
-    left = [size for size in batch_sizes if size > largest]
-    if not left:
+    batch_size = min((size for size in batch_sizes if size > largest), default=None)
+    if batch_size is None:
         return None
-    share, fits = left[0] // world_size, _largest_fitting(found)
-    if share <= fits:
-        return Cell(left[0], share, precision)
+    # With a smaller micro-batch than its share, a rank accumulates.
+    share, fits = batch_size // world_size, _largest_fitting(found)
     divisors = (size for size in range(1, share + 1) if share % size == 0)
     micro_batch = max((size for size in divisors if size <= fits), default=0)
-    return Cell(left[0], micro_batch, precision) if micro_batch else None
+    return Cell(batch_size, micro_batch, precision) if micro_batch else None
 
 
 def _largest_fitting(found: Sequence[ProbeResult]) -> float:
@@ -132,12 +130,9 @@ def _largest_fitting(found: Sequence[ProbeResult]) -> float:
 
 def fastest(measured: Sequence[ProbeResult]) -> list[ProbeResult]:
     """Return the cell with the most samples/s of every batch size, by batch size."""
-    best: dict[int, ProbeResult] = {}
-    for one in measured:
-        known = best.get(one.batch_size)
-        speed = known.samples_per_second if known else 0.0
-        if one.status == "ok" and one.samples_per_second > speed:
-            best[one.batch_size] = one
+    able = (one for one in measured if one.status == "ok")
+    # Of each batch size the last is kept, which is the fastest.
+    best = {one.batch_size: one for one in sorted(able, key=lambda one: one.samples_per_second)}
     return [best[size] for size in sorted(best)]
 
 

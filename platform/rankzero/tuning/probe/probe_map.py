@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -80,12 +81,11 @@ def measure(
     request.results.parent.mkdir(parents=True, exist_ok=True)
     # Each pass ends with the map, or with a cell that ended the processes.
     for _ in range(_MOST_RESTARTS):
-        known = read(request.results)
-        sizes, precisions = request.batch_sizes, request.precisions
-        if grid.next_cell(known, sizes, precisions, request.processes) is None:
+        request = dataclasses.replace(request, known=tuple(_read(request.results)))
+        if request.next_cell(request.known) is None:
             break
-        _measure_once(dataclasses.replace(request, known=tuple(known)), host, notify)
-    found = [one for one in read(request.results) if one.precision in request.precisions]
+        _measure_once(request, host, notify)
+    found = [one for one in _read(request.results) if one.precision in request.precisions]
     if not any(one.status == "ok" for one in found):
         # All cells fail for the same reason then, such as an error in the user's code.
         first = failures.first(request.failures)
@@ -103,7 +103,7 @@ def _measure_once(request: ProbeRequest, host: Host, notify: Callable[[str], Non
     shown, has_ended = len(request.known), False
     while not has_ended:
         has_ended = host.has_ended(_POLL_SECONDS)
-        found = read(request.results)
+        found = _read(request.results)
         for one in found[shown:]:
             notify(_line(one))
         shown = len(found)
@@ -114,12 +114,12 @@ def _measure_once(request: ProbeRequest, host: Host, notify: Callable[[str], Non
     first = failures.first(request.failures)
     status = "out of memory" if first and first.kind in _OUT_OF_MEMORY else "failed"
     reason = first.reason if first else "its processes ended and wrote no reason"
-    lost = grid.parse({**lines[-1]["begun"], "status": status, "reason": reason})
-    request.append(dataclasses.asdict(lost))
-    notify(_line(lost))
+    lost = {**lines[-1]["begun"], "status": status, "reason": reason}
+    request.append(lost)
+    notify(_line(grid.parse(lost)))
 
 
-def read(path: Path) -> list[ProbeResult]:
+def _read(path: Path) -> list[ProbeResult]:
     """Return the measured cells in a file of results. Ignore lines that a crash tore."""
     return [grid.parse(fields) for fields in _lines(path) if "status" in fields]
 
@@ -155,17 +155,12 @@ def _line(one: ProbeResult) -> str:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
     found = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            fields = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(fields, dict):
-            found.append(fields)
-    return found
+    if path.exists():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(text))
+    return [fields for fields in found if isinstance(fields, dict)]
 
 
 def _key(reference: Experiment, described: ExperimentDescription, experiment_file: str) -> str:

@@ -7,7 +7,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,10 @@ class ProbeRequest:
         """Return the folder of the ranks' failure files."""
         return self.results.with_suffix(".failures")
 
+    def next_cell(self, measured: Sequence[ProbeResult]) -> Cell | None:
+        """Return the next cell to measure, or None if the map is complete."""
+        return grid.next_cell(measured, self.batch_sizes, self.precisions, self.processes)
+
     def append(self, fields: dict[str, Any]) -> None:
         """Append a line to the results."""
         with self.results.open("a", encoding="utf-8") as file:
@@ -81,7 +85,7 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
     # Loaded once: that may take longer than a cell.
     data = sets.load(experiment)
     # Every rank computes the same next cell from the same measurements.
-    while cell := grid.next_cell(measured, request.batch_sizes, request.precisions, world.size):
+    while cell := request.next_cell(measured):
         if world.ranks.first:
             request.append({"begun": dataclasses.asdict(cell)})
         # The first cell's speed shows how long a run takes.
@@ -132,13 +136,11 @@ def _measure(
     import torch
 
     from rankzero.training.build import build
+    from rankzero.training.distributed import device
 
     began = time.perf_counter()
-    on_gpu = world.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    retries = _alloc_retries(world)
+    device.forget_peak_memory(world)
+    retries = _alloc_retries()
     job, state = build(experiment, world, data)
     batches = job.train_loader.train_batches(job.batch_order, job.strategy.shard.rank, 0, _ENDLESS)
     state.model.train()
@@ -146,10 +148,8 @@ def _measure(
     seconds = steady.mean / steps
     local = _local_seconds(job, state, batches, steps) if world.is_distributed else None
     # An allocator that freed its cache was slow because the memory was full.
-    retried = torch.tensor([_alloc_retries(world) - retries], device=world.device)
-    thrashed = int(world.sum(retried))
-    reserved = torch.tensor([torch.cuda.max_memory_reserved() if on_gpu else 0])
-    memory = int(world.gather(reserved).max())
+    mine = torch.tensor([_alloc_retries() - retries, torch.cuda.max_memory_reserved()])
+    thrashed, memory = world.gather(mine).amax(dim=0).tolist()
     samples = job.batch_order.mean_batch_size
     # The model must be freed before the next cell's is built.
     del job, state, batches
@@ -215,12 +215,10 @@ def _window(
     return seconds, data_wait
 
 
-def _alloc_retries(world: World) -> int:
-    """Return how often the allocator had to free its cache: the memory was all but full."""
+def _alloc_retries() -> int:
+    """Return how often the allocator had to free its cache, on a CPU 0: memory was all but full."""
     import torch
 
-    if world.device.type != "cuda":
-        return 0
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 

@@ -67,12 +67,11 @@ def verdict_of(
     reference = reference_trial(trials, space)
     if reference is None:
         raise ValueError("no trial of the reference is complete")
-    if reference.number not in confirmed:
-        # There was nothing to confirm it against, so its trial counts as its only run.
-        number, facts = reference.number, reference.facts
-        value = reference.value if reference.feasible else None
-        speed = facts.get("samples_per_second")
-        confirmed[number] = [ConfirmationRun(number, 0, value, facts.get("best"), speed)]
+    # Without challengers there was nothing to confirm, so the reference's trial is its only run.
+    facts, value = reference.facts, reference.value if reference.feasible else None
+    speed = facts.get("samples_per_second")
+    alone = ConfirmationRun(reference.number, 0, value, facts.get("best"), speed)
+    confirmed.setdefault(reference.number, [alone])
     candidates = {
         trial.number: _candidate(space, trial, confirmed[trial.number])
         for trial in trials

@@ -72,13 +72,13 @@ class Verdict:
     """Whether the winner beats the reference by more than the noise."""
     region: tuple[int, ...]
     """The trials that are as good as the best, as far as the runs can show."""
-    gain: float | None
+    noise: float
+    """A smaller gain counts as noise: 0.03 is 3 %, for `quality` a difference of 0.03."""
+    gain: float | None = None
     """Of the winner (without one: of the nearest challenger) over the reference. A ratio of times
     or speeds, or a difference of qualities."""
-    gain_low: float | None
-    gain_high: float | None
-    noise: float
-    """A smaller gain counts as noise, in the same unit: 0.03 is 3 %."""
+    gain_low: float | None = None
+    gain_high: float | None = None
     nearest: int | None = None
     """The challenger that `gain` belongs to."""
 
@@ -87,40 +87,34 @@ def decide(objective: Name, reference: Candidate, challengers: Sequence[Candidat
     """Choose among confirmed candidates. A challenger that missed the quality once is out."""
     able = [one for one in challengers if one.reached]
     scale = _Scale(objective, [reference, *able], sure=1 - 0.05 / LOOKS / max(1, len(able)))
-    unknown = Verdict(
+    fastest = min(able, key=scale.mean, default=reference)
+    best = min([fastest, *([reference] if reference.reached else [])], key=scale.mean)
+    region = [one for one in able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)]
+    own = scale.mean(reference)
+    better = [
+        one
+        for one in region
+        # Any challenger that reaches the quality beats a reference that does not.
+        if not reference.reached or own - scale.mean(one) > scale.floor(reference, one)
+    ]
+    winner = min(better, key=_cost, default=reference)
+    nearest = winner if better else fastest
+    verdict = Verdict(
         objective=objective,
         reference=reference,
-        winner=reference,
-        beaten=False,
-        region=(reference.trial,),
-        gain=None,
-        gain_low=None,
-        gain_high=None,
-        noise=scale.floor(reference, min(able, key=scale.mean, default=reference)),
-    )
-    if not able:
-        return unknown
-    best = min([*able, *([reference] if reference.reached else [])], key=scale.mean)
-    region = [one for one in able if scale.mean(one) <= scale.mean(best) + scale.near(one, best)]
-    # Any challenger that reaches the quality beats a reference that does not.
-    if not reference.reached:
-        winner = min(region, key=_cost)
-        return dataclasses.replace(unknown, winner=winner, beaten=True, region=_trials(region))
-    own = scale.mean(reference)
-    better = [one for one in region if own - scale.mean(one) > scale.floor(reference, one)]
-    winner = min(better, key=_cost) if better else reference
-    nearest = winner if better else min(able, key=scale.mean)
-    effect, width = own - scale.mean(nearest), scale.width(reference, nearest, 0.975)
-    no_gain = 0.0 if objective == "quality" else 1.0
-    return dataclasses.replace(
-        unknown,
         winner=winner,
         beaten=bool(better),
-        region=_trials(region if better else [*region, reference]),
+        region=tuple(sorted(one.trial for one in (region if better else [*region, reference]))),
+        noise=_gain(objective, scale.floor(reference, nearest)) - _gain(objective, 0.0),
+    )
+    if not able or not reference.reached:
+        return verdict
+    effect, width = own - scale.mean(nearest), scale.width(reference, nearest, 0.975)
+    return dataclasses.replace(
+        verdict,
         gain=_gain(objective, effect),
         gain_low=_gain(objective, effect - width),
         gain_high=_gain(objective, effect + width),
-        noise=_gain(objective, scale.floor(reference, nearest)) - no_gain,
         nearest=nearest.trial,
     )
 
@@ -132,7 +126,7 @@ def finalists(verdict: Verdict) -> tuple[int, ...]:
     """
     if verdict.beaten or verdict.nearest is None or verdict.gain is None:
         return ()
-    worth = _gain(verdict.objective, 0.0 if verdict.objective == "quality" else _FLOOR)
+    worth = _gain(verdict.objective, _worth(verdict.objective))
     return (verdict.reference.trial, verdict.nearest) if verdict.gain > worth else ()
 
 
@@ -151,7 +145,7 @@ class _Scale:
         }
         # Pooled, because three runs of one candidate hardly show the noise.
         self._deviation, self._freedom = pooled_deviation(list(self._scores.values()))
-        self._worth, self._sure = (0.0 if objective == "quality" else _FLOOR), sure
+        self._worth, self._sure = _worth(objective), sure
 
     def mean(self, one: Candidate) -> float:
         return statistics.fmean(self._scores[one.trial]) if self._scores[one.trial] else math.inf
@@ -187,18 +181,17 @@ def _cost(candidate: Candidate) -> tuple[float, float, int]:
 
 def _score(objective: Name, value: float) -> float:
     """Return the value on a scale on which effects add up: logarithms of times and speeds."""
-    match objective:
-        case "time-to-target":
-            return math.log(max(value, 1e-9))
-        case "throughput" | "tokens":
-            return -math.log(max(-value, 1e-9))
-        case "quality":
-            return value
+    if objective == "quality":
+        return value
+    # Speeds are negated, because the search minimises.
+    logarithm = math.log(max(abs(value), 1e-9))
+    return logarithm if objective == "time-to-target" else -logarithm
+
+
+def _worth(objective: Name) -> float:
+    """Return the least difference that matters, on the same scale."""
+    return 0.0 if objective == "quality" else _FLOOR
 
 
 def _gain(objective: Name, effect: float) -> float:
     return effect if objective == "quality" else math.exp(effect)
-
-
-def _trials(candidates: Sequence[Candidate]) -> tuple[int, ...]:
-    return tuple(sorted(one.trial for one in candidates))
