@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankzero import Choice, ConfigError, Experiment, Integer, LogUniform, Train, Uniform, flatten
+from rankzero.config import override
+from rankzero.errors import UserError
 from rankzero.search_ranges import Range
 from rankzero.tuning.space import BATCH, BATCH_INDEX, FACTOR, PRECISION, make_space, narrowed
 
@@ -157,3 +159,19 @@ def test_a_seed_is_not_searched_and_a_fold_gets_a_warning() -> None:
     warnings = make_space(Folded(), 1, 0.5).warnings()
     assert ["--over fold=" in warnings[0], "--over data_seed=" in warnings[1]] == [True, True]
     assert len(warnings) == 2 and make_space(Plain(), 1, 0.5).warnings() == []
+
+
+def test_a_reference_outside_of_its_choices_gets_one_message() -> None:
+    class Outside(Plain):
+        width: int = 2
+        search = {"width": Choice(16, 32, 64), "train.batch_size": Choice(32), "lr": Choice(0.5)}
+
+    message = (
+        "search['width']: your own value 2 is not one of the choices 16, 32, 64: add it to "
+        "Choice, or give width=16"
+    )
+    with pytest.raises(UserError) as caught:
+        make_space(Outside(), 1, 0.5).check_reference()
+    assert str(caught.value) == message
+    # The batch size and the learning rate are added to the space by themselves.
+    make_space(override(Outside(), {"width": 16}), 1, 0.5).check_reference()

@@ -80,6 +80,7 @@ class SearchOutcome:
 
 def run(setup: SearchSetup) -> SearchOutcome:
     """Search, or help another process that does. Ctrl-C passes through."""
+    setup.space.check_reference()
     study = open_study(
         setup.storage,
         setup.identity.name,

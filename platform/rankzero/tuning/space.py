@@ -17,11 +17,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rankzero.config import ConfigError, flatten, override
+from rankzero.config import ConfigError, flatten, override, values
+from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 
-BATCH, PRECISION, LR = "train.batch_size", "train.precision", "lr"
+BATCH, PRECISION, _LR = "train.batch_size", "train.precision", "lr"
 SEED = "train.seed"
 _TO_REPEAT = {"fold", "split", "seed"}  # words in the names of settings that choose the data
 BATCH_INDEX, FACTOR = "batch_index", "lr_factor"
@@ -57,6 +58,17 @@ class Space:
             if _TO_REPEAT & set(re.split(r"[._]", key.lower()))
         ]
 
+    def check_reference(self) -> None:
+        """Raise UserError if the reference has a value that is not among its choices."""
+        for key, own in flatten(self.reference).items():
+            chosen = self.extras.get(key)
+            if isinstance(chosen, Choice) and own not in chosen.options:
+                choices = [values.render(option) for option in chosen.options]
+                raise UserError(
+                    f"search[{key!r}]: your own value {values.render(own)} is not one of the "
+                    f"choices {', '.join(choices)}: add it to Choice, or give {key}={choices[0]}"
+                )
+
     def parameters(self) -> dict[str, Range]:
         """Return the parameters that a sampler draws."""
         found: dict[str, Range] = {}
@@ -89,7 +101,7 @@ class Space:
             **{key: parameters[key] for key in drawn},
             **{key: max(1, round(count * ratio)) for key, count in in_steps.items() if count},
             BATCH: batch_size,
-            LR: float(parameters.get(FACTOR, 1.0)) * self.scaled_lr(batch_size),
+            _LR: float(parameters.get(FACTOR, 1.0)) * self.scaled_lr(batch_size),
         }
         # The user's micro-batch need not divide another batch.
         if ratio != 1:
@@ -148,7 +160,7 @@ def make_space(
         _check_range(reference, key, range_)
     batch = ranges.pop(BATCH, None)
     precision = ranges.pop(PRECISION, None)
-    lr = ranges.pop(LR, None)
+    lr = ranges.pop(_LR, None)
     if isinstance(precision, Choice):
         precisions = [str(option) for option in precision.options]
     return Space(
@@ -175,35 +187,35 @@ def narrowed(space: Space, batch_sizes: Sequence[int], precisions: Sequence[str]
 
 def _check_range(reference: Experiment, key: str, range_: Range) -> None:
     """Raise ConfigError for a range that is empty, upside down, or has values of a wrong type."""
-    if key == SEED:
-        raise ConfigError(
-            f"search[{key!r}]: a search would choose the luckiest seed. Leave it out; `rankzero "
-            "repeat EXP --seeds 3` trains the result on several seeds"
-        )
+    problem = ""
     match range_:
+        case _ if key == SEED:
+            problem = (
+                "a search would choose the luckiest seed. Leave it out; `rankzero repeat EXP "
+                "--seeds 3` trains the result on several seeds"
+            )
         case Choice(options):
-            if not options:
-                raise ConfigError(f"search[{key!r}]: Choice() has no options: name at least one")
-            values = list(options)
+            problem = "" if options else "Choice() has no options: name at least one"
+        case LogUniform(low, _) if low <= 0:
+            problem = f"LogUniform needs a lower bound above 0, got {low}"
         case Uniform(low, high) | LogUniform(low, high) | Integer(low, high):
-            if not low <= high or not all(map(math.isfinite, (low, high))):
-                raise ConfigError(
-                    f"search[{key!r}]: the lower bound {low} is above the upper bound {high}: "
-                    "swap them"
-                )
-            if isinstance(range_, LogUniform) and low <= 0:
-                raise ConfigError(
-                    f"search[{key!r}]: LogUniform needs a lower bound above 0, got {low}"
-                )
-            values = [low, high]
+            if not -math.inf < low <= high < math.inf:
+                problem = f"the lower bound {low} is above the upper bound {high}: swap them"
         case _:
             raise ConfigError(
                 f"search[{key!r}]: expected Choice, Uniform, LogUniform or Integer, "
                 f"got {type(range_).__name__}"
             )
+    if problem:
+        raise ConfigError(f"search[{key!r}]: {problem}")
     # Overriding checks the key, the type, and the setting's own limits.
-    for value in values:
+    for value in _ends(range_):
         override(reference, {key: value})
+
+
+def _ends(range_: Range) -> Sequence[Any]:
+    """Return a range's bounds, or all options of a choice."""
+    return range_.options if isinstance(range_, Choice) else (range_.low, range_.high)
 
 
 def _batch_sizes(
@@ -223,11 +235,8 @@ def _batch_sizes(
 
 def _lr_factors(own: float, chosen: Range | None) -> LogUniform:
     """Return the factors that keep the reference's batch size in the experiment's own lr range."""
+    ends = [] if chosen is None else _ends(chosen)
+    if not ends or own <= 0 or min(ends) <= 0:
+        return _FACTORS
     # The reference's own factor, 1, is always inside.
-    match chosen:
-        case Uniform(low, high) | LogUniform(low, high) if low > 0 and own > 0:
-            return LogUniform(min(1.0, low / own), max(1.0, high / own))
-        case Choice(options) if own > 0 and min(options) > 0:
-            return LogUniform(min(1.0, min(options) / own), max(1.0, max(options) / own))
-        case _:
-            return _FACTORS
+    return LogUniform(min(1.0, min(ends) / own), max(1.0, max(ends) / own))
