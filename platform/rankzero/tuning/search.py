@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from rankzero import config
 from rankzero.config import values
 from rankzero.config.renamed import with_new_names
 from rankzero.errors import UserError
@@ -227,7 +226,6 @@ def _report(
     # For `rankzero report`, which reads the study alone.
     study.note("objective", verdict.objective)
     study.note("sentence", text)
-    study.note("sweet_spot", config.to_yaml(sweet_spot))
     run.write_description(
         f"**{text}**\n\nObjective: {verdict.objective}.\n\n{trials_markdown(trials)}\n\n"
         f"Use it: `{setup.use}`\n"
