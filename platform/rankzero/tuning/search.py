@@ -120,14 +120,13 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
         setup.notify(f"space  {space}")
         for warning in space.warnings():
             run.log.notice(warning)
-        session = Session(
-            study,
-            space,
-            _launchers(setup, run),
-            setup.options,
-            _logging_trials(study, run, setup.notify),
-            already_seconds=time.monotonic() - began,
-        )
+
+        def notify(text: str) -> None:
+            setup.notify(text)
+            run.log_trials(study.trials())
+
+        spent, launchers = time.monotonic() - began, _launchers(setup, run)
+        session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
         verdict = session.run(first_guesses(study))
         text = _report(setup, space, study, verdict, measured, run)
         summary = {
@@ -187,23 +186,6 @@ def first_guesses(study: Study) -> list[dict[str, Any]]:
 def _launchers(setup: SearchSetup, run: StudyRun) -> list[TrainLauncher]:
     topology = Topology(setup.described.processes)
     return [TrainLauncher(host, run.folder, topology, run.environment) for host in setup.hosts]
-
-
-def _logging_trials(
-    study: Study, run: StudyRun, notify: Callable[[str], None]
-) -> Callable[[str], None]:
-    """Return a `notify` that also logs the trials that ended since its last call."""
-    logged: set[int] = set()
-
-    def notify_and_log(text: str) -> None:
-        notify(text)
-        trials = study.trials()
-        for trial in trials:
-            if trial.state in ("COMPLETE", "PRUNED", "FAIL") and trial.number not in logged:
-                logged.add(trial.number)
-                run.log_trial(trial, next_trial.best_value(trials))
-
-    return notify_and_log
 
 
 def _report(

@@ -21,6 +21,7 @@ from rankzero.reporting import markdown
 from rankzero.run_store import provenance
 from rankzero.run_store.folder import Identity, write_atomically
 from rankzero.tracking.run_log import RunLog
+from rankzero.tuning.next_trial import best_value
 from rankzero.tuning.probe.grid import ProbeResult
 from rankzero.tuning.trial import Trial
 
@@ -38,6 +39,7 @@ class StudyRun:
         """`environment`: the tags of this run, and of its children."""
         self._status: Status = "FAILED"
         self._reason, self._summary = "ended without a verdict", dict[str, float]()
+        self._logged: set[int] = set()
 
     @classmethod
     @contextlib.contextmanager
@@ -73,15 +75,19 @@ class StudyRun:
             log(RunEnded(time.time(), run._status, run._reason, None, run._summary))
             log.close(finished=run._status == "FINISHED")
 
-    def log_trial(self, trial: Trial, best: float | None) -> None:
-        """Log a trial into the study's curves. The step is the trial's number."""
-        metrics = {
-            "search/value": trial.value,
-            "search/best_value": best,
-            "search/quality": trial.facts.get("best"),
-            "search/samples_per_second": trial.facts.get("samples_per_second"),
-        }
-        self.log_metrics(trial.number, metrics)
+    def log_trials(self, trials: Sequence[Trial]) -> None:
+        """Log the trials that ended since the last call. The step is a trial's number."""
+        ended = [trial for trial in trials if trial.state in ("COMPLETE", "PRUNED", "FAIL")]
+        for trial in ended:
+            if trial.number not in self._logged:
+                metrics = {
+                    "search/value": trial.value,
+                    "search/best_value": best_value(ended),
+                    "search/quality": trial.facts.get("best"),
+                    "search/samples_per_second": trial.facts.get("samples_per_second"),
+                }
+                self.log_metrics(trial.number, metrics)
+                self._logged.add(trial.number)
 
     def finish(
         self, reason: str, summary: Mapping[str, float | None], status: Status = "FINISHED"
