@@ -50,9 +50,9 @@ class Budget:
     def allows_a_trial(self) -> bool:
         """Return whether another trial may start. Trials of other processes that run count."""
         trials = self._study.trials()
+        is_one_left = len(next_trial.taken(trials)) < self._most_trials
         # The time of the confirmation is kept free.
-        is_time = self._fits(self._confirmation_seconds(trials))
-        return is_time and len(next_trial.taken(trials)) < self._most_trials
+        return is_one_left and self._fits(self._confirmation_seconds(trials))
 
     def is_spent_before(self, number: int) -> bool:
         """Return whether the trials before this one used up the budget.
