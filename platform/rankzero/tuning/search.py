@@ -80,6 +80,8 @@ class SearchOutcome:
 def run(setup: SearchSetup) -> SearchOutcome:
     """Search, or help another process that does. Ctrl-C passes through."""
     setup.space.check_reference()
+    # With --offline, nothing has made the folder before.
+    setup.root.mkdir(parents=True, exist_ok=True)
     study = open_study(
         setup.storage,
         setup.identity.name,
