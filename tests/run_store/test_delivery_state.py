@@ -10,7 +10,7 @@ import pytest
 
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, encode
 from rankzero.run_store import delivery_state
-from rankzero.run_store.delivery_state import DeliveryState, Queue, Retries, Task
+from rankzero.run_store.delivery_state import DeliveryState, Task
 from support.runs import T0, ended
 
 SAVED = CheckpointSaved(T0, 10, "checkpoints/step_00000010", True, {"val/accuracy": 0.5})
@@ -85,9 +85,8 @@ def test_a_file_of_an_earlier_version_is_read_and_written_again(tmp_path: Path) 
 def test_figures_that_an_earlier_version_queued_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "delivery.json"
     path.write_text(json.dumps(OLD | {"waiting": ["figures"], "ending": None}))
-    state, seen = delivery_state.load(path), delivery_state.glance(path)
+    state = delivery_state.load(path)
     assert state.queue.waiting == () and state.problems.rejected == OLD["rejected"]
-    assert not seen.waits and not seen.page_update_waits
 
 
 @pytest.mark.parametrize("odd", ["{", encode(ended()), "unknown"])
@@ -101,24 +100,3 @@ def test_an_unknown_upload_is_counted_and_the_rest_is_kept(tmp_path: Path, odd: 
 
 def test_a_missing_file_is_a_new_state(tmp_path: Path) -> None:
     assert delivery_state.load(tmp_path / "delivery.json") == DeliveryState()
-
-
-@pytest.mark.parametrize(
-    ("waiting", "waits", "page_update"),
-    [
-        ((), False, False),
-        ((Task.ARTIFACTS,), True, False),
-        ((Task.PAGE_UPDATE,), False, True),
-        ((SAVED, Task.PAGE_UPDATE), True, True),
-    ],
-)
-def test_a_glance_agrees_with_the_whole_state(
-    tmp_path: Path, waiting: Any, waits: bool, page_update: bool
-) -> None:
-    path = tmp_path / "delivery.json"
-    state = DeliveryState(run_id="abc", queue=Queue(waiting), retries=Retries(3))
-    delivery_state.save(path, state)
-    seen = delivery_state.glance(path)
-    assert (seen.run_id, seen.waits, seen.page_update_waits) == ("abc", waits, page_update)
-    loaded = delivery_state.load(path).queue
-    assert (bool(loaded.awaited), loaded.page_update_waits) == (waits, page_update)

@@ -106,8 +106,8 @@ def read_summary(folder: RunFolder) -> Summary:
     goal, metrics = params.get("goal.metric", ""), _newest_values(events)
     # An attempt that only evaluated has no speed of its own.
     results = ended.metrics if ended else {}
-    delivery = delivery_state.glance(delivery_state.path_of(folder, 0))
-    offsets = {folder.events.name: 0, **delivery.offsets}
+    delivery = delivery_state.load(delivery_state.path_of(folder, 0))
+    offsets = {folder.events.name: 0, **delivery.cursor.offsets}
     return Summary(
         folder=folder,
         name=identity.name,
@@ -121,7 +121,8 @@ def read_summary(folder: RunFolder) -> Summary:
         if ended
         else best_of(events, goal, params.get("goal.mode", "min")),
         samples_per_second=number(results.get("samples_per_second", metrics.get(SPEED))),
-        undelivered=delivery.waits or delivery_state.unread_bytes(folder, offsets) > 0,
+        undelivered=bool(delivery.queue.awaited)
+        or delivery_state.unread_bytes(folder, offsets) > 0,
         parent=identity.parent,
         mlflow_run_id=delivery.run_id or identity.mlflow_run_id,
         data=started.environment.get(_TRAINING_DATA) if started else None,

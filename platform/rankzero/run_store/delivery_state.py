@@ -13,10 +13,9 @@ import dataclasses
 import enum
 import json
 import time
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, get_args, get_origin, get_type_hints
 
 from rankzero.events import (
     CheckpointDeleted,
@@ -195,14 +194,19 @@ class DeliveryState:
 
 
 _PARTS: dict[str, type[Any]] = {
-    "cursor": Cursor,
-    "curves": Curves,
-    "queue": Queue,
-    "problems": Problems,
-    "retries": Retries,
-    "page": Page,
+    field.name: type(field.default)
+    for field in dataclasses.fields(DeliveryState)
+    if dataclasses.is_dataclass(field.default)
 }
-_HINTS: dict[type[Any], dict[str, Any]] = {}
+# Resolving the annotations takes longer than to read a file, and commands poll it.
+_HINTS = {
+    kind: {
+        name: hint
+        for name, hint in get_type_hints(kind).items()
+        if name not in ("waiting", "ending", *_PARTS)
+    }
+    for kind in (DeliveryState, *_PARTS.values())
+}
 
 
 def path_of(folder: RunFolder, node: int) -> Path:
@@ -228,7 +232,7 @@ def load(path: Path) -> DeliveryState:
     """Read the state. A missing or damaged file gives a new one: a replay changes nothing."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        words = _words(fields)
+        words = _typed(fields.get("waiting", []), tuple[str, ...])
         ending = _typed(fields.get("ending"), str | None)
         parts: dict[str, Any] = {
             name: kind(**_fields_of(kind, fields)) for name, kind in _PARTS.items()
@@ -238,6 +242,8 @@ def load(path: Path) -> DeliveryState:
         return DeliveryState()
     problems, waiting = state.problems, []
     for word in words:
+        if word in _FORMER_TASKS:
+            continue
         upload = _upload(word)
         if upload is not None:
             waiting.append(upload)
@@ -278,32 +284,6 @@ def check_journals(
     return dataclasses.replace(state, cursor=cursor, curves=curves, problems=problems)
 
 
-class DeliverySummary(NamedTuple):
-    """What lists show of a delivery."""
-
-    run_id: str | None
-    offsets: Mapping[str, int]
-    waits: bool
-    """Whether uploads wait, other than the page update."""
-    page_update_waits: bool
-
-
-def glance(path: Path) -> DeliverySummary:
-    """Return the same of the file as `load`, without the rest.
-
-    For lists of thousands of runs, where decoding every field takes noticeable time.
-    """
-    try:
-        fields = json.loads(path.read_bytes())
-        run_id = _typed(fields.get("run_id"), str | None)
-        offsets = _typed(fields.get("offsets", {}), Mapping[str, int])
-        words = _words(fields)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return DeliverySummary(None, {}, False, False)
-    page_update_waits = Task.PAGE_UPDATE.value in words
-    return DeliverySummary(run_id, offsets, len(words) > page_update_waits, page_update_waits)
-
-
 def unread_bytes(folder: RunFolder, offsets: Mapping[str, int]) -> int:
     """Return how many bytes of the journals named in `offsets` are not yet delivered."""
     total = 0
@@ -317,35 +297,23 @@ def unread_bytes(folder: RunFolder, offsets: Mapping[str, int]) -> int:
 
 def _fields_of(kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the record's fields that stand in the file as JSON has them."""
-    # Resolving the annotations takes longer than all else, and commands poll this file.
-    if kind not in _HINTS:
-        hints = typing.get_type_hints(kind)
-        _HINTS[kind] = {
-            name: hint
-            for name, hint in hints.items()
-            if name not in ("waiting", "ending") and not dataclasses.is_dataclass(hint)
-        }
     hints = _HINTS[kind]
     return {name: _typed(fields[name], hints[name]) for name in hints if name in fields}
 
 
 def _typed(value: Any, hint: Any) -> Any:
     """Return a JSON value as the type hint has it. Raises ValueError, TypeError for any other."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is collections.abc.Mapping:
-        return {str(key): _typed(one, arguments[1]) for key, one in value.items()}
-    if origin in (list, tuple):
-        return origin(_typed(one, arguments[0]) for one in list(value))
-    if not isinstance(value, arguments or (hint,)) and not (
-        hint is float and isinstance(value, int)
-    ):
+    types, values = get_args(hint) or (hint,), [value]
+    if get_origin(hint) is collections.abc.Mapping:
+        types, values = types[1:], value.values()
+    elif get_origin(hint) is tuple:
+        types, value = types[:1], tuple(value)
+        values = value
+    if float in types:
+        types = (*types, int)
+    if not all(isinstance(one, types) for one in values):
         raise ValueError(f"not {hint}: {value!r}")
     return value
-
-
-def _words(fields: Mapping[str, Any]) -> list[str]:
-    words: list[str] = _typed(fields.get("waiting", []), list[str])
-    return [word for word in words if word not in _FORMER_TASKS]
 
 
 def _upload(word: str) -> Upload | None:
