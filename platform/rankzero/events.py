@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -172,52 +172,44 @@ def decode(line: str) -> Event:
         event: Event = _TYPES[fields.pop("event")](**fields)
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not an event: {line[:80]!r}") from error
-    is_sound = all(_CHECKS[name](value) for name, value in vars(event).items())
-    if isinstance(event, StepsLogged) and is_sound:
-        is_sound = all(isinstance(column, list) for column in event.metrics.values())
-    if not is_sound:
+    if not _is_sound(event):
         raise ValueError(f"not an event: {line[:80]!r}")
     return event
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and -LATEST < value < LATEST
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("attempt", "step", "sample", "samples"), int),
+    **dict.fromkeys(("params", "environment", "columns", "metrics"), dict),
+    **dict.fromkeys(("steps", "times"), list),
+    **dict.fromkeys(("context", "name", "digest", "how", "source_type", "source"), str),
+    **dict.fromkeys(("path", "reason", "text", "status"), str),
+    "time": int | float,
+    "total_steps": int | None,
+    "best": bool,
+    "error": str | None,
+}
+"""The type of each event's fields of this name."""
 
 
-def _is_one_of(*types: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, types)
+def _is_sound(event: Event) -> bool:
+    """Return whether the fields have their types, and values that no reader stumbles over."""
+    fields = vars(event)
+    if not all(isinstance(value, _FIELDS[name]) for name, value in fields.items()):
+        return False
+    by_name = [fields[name] for name in ("params", "environment", "columns") if name in fields]
+    columns = event.metrics.values() if isinstance(event, StepsLogged) else ()
+    return (
+        all(isinstance(text, str) for texts in by_name for text in texts.values())
+        and all(isinstance(column, list) for column in columns)
+        and -LATEST < fields.get("time", 0) < LATEST
+        and fields.get("status", "FAILED") in get_args(Status)
+        and _is_path(fields.get("path", ""))
+    )
 
 
-def _is_text_by_name(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-
-
-def _is_path(value: object) -> bool:
+def _is_path(name: str) -> bool:
     """Return whether the name is legal for a file: no zero byte, and encodable as paths are."""
     try:
-        return isinstance(value, str) and b"\0" not in value.encode("utf-8", "surrogateescape")
+        return b"\0" not in name.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return False
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "time": _is_time,
-    "params": _is_text_by_name,
-    "environment": _is_text_by_name,
-    "metrics": _is_one_of(dict),
-    "steps": _is_one_of(list),
-    "times": _is_one_of(list),
-    "attempt": _is_one_of(int),
-    "step": _is_one_of(int),
-    "sample": _is_one_of(int),
-    "samples": _is_one_of(int),
-    "columns": _is_text_by_name,
-    **dict.fromkeys(("context", "name", "digest", "how", "source_type", "source"), _is_one_of(str)),
-    "total_steps": _is_one_of(int, type(None)),
-    "best": _is_one_of(bool),
-    "path": _is_path,
-    "reason": _is_one_of(str),
-    "text": _is_one_of(str),
-    "error": _is_one_of(str, type(None)),
-    "status": lambda value: value in get_args(Status),
-}
