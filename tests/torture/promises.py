@@ -10,6 +10,7 @@ from collections.abc import Callable, Container
 
 import psutil
 
+from rankzero import scalars
 from rankzero.catalog.lookup import mlflow_id
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken, RunEnded
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
@@ -106,7 +107,7 @@ def nothing_is_lost(
     wrong = ignored if spoiled is None else range(spoiled, sys.maxsize)
     curves.match_oracle(points, mine, reference, steps, wrong)
     if steps is not None:
-        curves.best_is(record.best, reference)
+        curves.best_is(scalars.number(record.tags.get("rankzero.best")), reference)
     curves.are_undisturbed(mine, reference, spoiled)
     if steps is not None:
         curves.have_all(mine, reference)

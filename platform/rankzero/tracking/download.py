@@ -69,14 +69,14 @@ def newest_checkpoint(folder: RunFolder) -> tuple[Path | None, list[str]]:
     Return its folder, or None, and the problems of newer ones. It replaces a local checkpoint of
     the same step. Raises if MLflow cannot be reached, because an older one would cost steps.
     """
-    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
+    from rankzero.mlflow_store.client import MlflowRuns
 
     tracker = MlflowRuns(folder.identity.tracking_uri)
     run_id = mlflow_id(folder)
     if run_id is None:
         return None, []
-    run = OpenRun(run_id, tracker.find_run(run_id).experiment_id, {})
-    ready = [one for one in tracker.models.list_checkpoints(run) if one.status == "READY"]
+    known = tracker.models.list_checkpoints(tracker.find_run(run_id))
+    ready = [one for one in known if one.status == "READY"]
     problems: list[str] = []
     for one in reversed(ready):
         target = checkpoint_files.folder_of(folder.checkpoints, one.step)

@@ -13,14 +13,14 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read
 
 if TYPE_CHECKING:
-    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
+    from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 
 
 class Target(NamedTuple):
     """The MLflow run that a journal is delivered to, and its store."""
 
     store: MlflowRuns
-    run: OpenRun
+    run: RunRecord
 
 
 def connect(tracking_uri: str) -> MlflowRuns:
@@ -61,7 +61,7 @@ def open_run(folder: RunFolder, node: int, connect: Callable[[str], MlflowRuns])
     return None if run is None else Target(store, run)
 
 
-def adopt(state: DeliveryState, run: OpenRun, from_elsewhere: bool) -> DeliveryState:
+def adopt(state: DeliveryState, run: RunRecord, from_elsewhere: bool) -> DeliveryState:
     """Return the state of a run that MLflow already has points of, sent by another process."""
     samples = [mark for key, mark in run.marks.items() if key.startswith("system/")]
     offset = max(samples, default=-1) + 1 if from_elsewhere else 0

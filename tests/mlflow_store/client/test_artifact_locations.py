@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from rankzero.mlflow_store.client import MlflowRuns, OpenRun
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.permanent_errors import NeverAccepted
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.deliverer import Deliverer
@@ -64,7 +65,7 @@ def delivered(folder: RunFolder) -> Deliverer:
     raise AssertionError(deliverer.state.retries.error)
 
 
-def begun(root: Path, uri: str) -> tuple[RunFolder, MlflowRuns, OpenRun, str]:
+def begun(root: Path, uri: str) -> tuple[RunFolder, MlflowRuns, RunRecord, str]:
     """Return a run with a checkpoint in MLflow, and the logged model's id."""
     folder, tracker = make_folder(root, uri), MlflowRuns(uri)
     run = tracker.open_run(folder.identity, T0)
@@ -172,8 +173,11 @@ def test_an_artifact_is_not_written_through_a_link(sqlite: str, mine: Path, tmp_
     for below in ("sub", None):
         with pytest.raises(NeverAccepted, match="by a link"):
             tracker.log_artifact(run.run_id, folder.path / "run.json", below)
+    (place / "pictures").symlink_to(mine)
+    picture = tmp_path / "picture.png"
+    Image.new("RGB", (4, 4)).save(picture)
     with pytest.raises(NeverAccepted, match="by a link"):
-        tracker.log_artifacts(run.run_id, folder.path)
+        tracker.log_pictures(run.run_id, {"mistakes": picture}, 1, 0)
     assert untouched(mine) and (mine / "study" / "thesis.tex").read_text() == "mine"
 
 

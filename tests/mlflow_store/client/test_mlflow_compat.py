@@ -16,7 +16,7 @@ from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
 from mlflow.tracking._tracking_service import utils
 from mlflow.utils import rest_utils
 
-from rankzero.mlflow_store.client import MlflowRuns, OpenRun, mlflow_compat
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord, mlflow_compat
 from rankzero.mlflow_store.uris import TrackingError
 from rankzero.permanent_errors import refusal
 from support.runs import T0, make_folder
@@ -88,13 +88,13 @@ def cutter(server: Server) -> Iterator[Cutter]:
 
 
 @pytest.fixture
-def run(server: Server, tmp_path: Path) -> OpenRun:
+def run(server: Server, tmp_path: Path) -> RunRecord:
     return MlflowRuns(server.uri).open_run(make_folder(tmp_path, server.uri).identity, T0)
 
 
 @pytest.mark.parametrize("until", CUTS.values(), ids=CUTS)
 def test_a_cut_answer_is_an_error(
-    until: bytes, cutter: Cutter, run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    until: bytes, cutter: Cutter, run: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     tracker, identity = MlflowRuns(cutter.uri), make_folder(tmp_path, cutter.uri).identity
@@ -116,7 +116,7 @@ def test_a_cut_answer_is_an_error(
 
 @pytest.mark.parametrize("until", [b"\r\nconte", b"\r\n\r\n", b"lr"])
 def test_a_download_that_ends_too_early_is_an_error(
-    until: bytes, cutter: Cutter, run: OpenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    until: bytes, cutter: Cutter, run: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     tracker = MlflowRuns(cutter.uri)
@@ -133,7 +133,7 @@ def test_a_download_that_ends_too_early_is_an_error(
 
 
 def test_a_download_of_fewer_bytes_is_an_error(
-    run: OpenRun, server: Server, tmp_path: Path
+    run: RunRecord, server: Server, tmp_path: Path
 ) -> None:
     tracker = MlflowRuns(server.uri)
     (tmp_path / "config.yaml").write_text("lr: 0.1")

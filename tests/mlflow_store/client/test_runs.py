@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rankzero.events import CheckpointSaved, RunStarted
-from rankzero.mlflow_store.client import MlflowRuns, OpenRun
+from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
 from rankzero.permanent_errors import refusal
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, uri: str) -> RunFolder:
 
 
 @pytest.fixture
-def run(tracker: MlflowRuns, folder: RunFolder) -> OpenRun:
+def run(tracker: MlflowRuns, folder: RunFolder) -> RunRecord:
     return tracker.open_run(folder.identity, T0)
 
 
@@ -60,7 +60,7 @@ def link(event: CheckpointSaved) -> Any:
 
 
 def test_opening_again_finds_the_same_run(
-    tracker: MlflowRuns, folder: RunFolder, run: OpenRun
+    tracker: MlflowRuns, folder: RunFolder, run: RunRecord
 ) -> None:
     tracker.log_metrics(run.run_id, points(7))
     again = tracker.open_run(folder.identity, time.time())
@@ -68,20 +68,20 @@ def test_opening_again_finds_the_same_run(
     assert again.marks == {"train/loss": 7}
     record = tracker.find_run(run.run_id)
     assert record == tracker.find_run(folder.identity.name)
-    assert (record.name, record.status, record.start_time) == (folder.identity.name, "RUNNING", T0)
+    assert (record.name, record.status) == (folder.identity.name, "RUNNING")
     assert record.tags["rankzero.uuid"] == folder.identity.uuid
     assert tracker.experiment_name(run.experiment_id) == "tests"
 
 
 def test_a_given_run_id_is_opened(
-    tracker: MlflowRuns, run: OpenRun, tmp_path: Path, uri: str
+    tracker: MlflowRuns, run: RunRecord, tmp_path: Path, uri: str
 ) -> None:
     other = make_folder(tmp_path / "other machine", uri, mlflow_run_id=run.run_id)
     assert tracker.open_run(other.identity, T0).run_id == run.run_id
 
 
 def test_a_child_run_names_its_parent(
-    tracker: MlflowRuns, run: OpenRun, tmp_path: Path, uri: str
+    tracker: MlflowRuns, run: RunRecord, tmp_path: Path, uri: str
 ) -> None:
     child = tracker.open_run(
         make_folder(tmp_path / "child", uri, parent_run_id=run.run_id).identity, T0
@@ -89,7 +89,7 @@ def test_a_child_run_names_its_parent(
     assert tracker.find_run(child.run_id).tags["mlflow.parentRunId"] == run.run_id
 
 
-def test_sending_a_batch_again_changes_nothing(tracker: MlflowRuns, run: OpenRun) -> None:
+def test_sending_a_batch_again_changes_nothing(tracker: MlflowRuns, run: RunRecord) -> None:
     batch = [*points(1000), MetricPoint("train/nan", math.nan, int(T0) * 1000, 1)]
     for _ in range(3):
         tracker.log_metrics(run.run_id, batch)
@@ -100,7 +100,7 @@ def test_sending_a_batch_again_changes_nothing(tracker: MlflowRuns, run: OpenRun
     assert len(tracker.history(run.run_id, "train/nan")) == 1
 
 
-def test_a_changed_param_becomes_a_tag(tracker: MlflowRuns, run: OpenRun) -> None:
+def test_a_changed_param_becomes_a_tag(tracker: MlflowRuns, run: RunRecord) -> None:
     tracker.start_attempt(run.run_id, started(**{f"p{i}": str(i) for i in range(250)}))
     tracker.close_run(run.run_id, ended("KILLED"))
     assert tracker.find_run(run.run_id).status == "KILLED"
@@ -118,7 +118,7 @@ def test_a_changed_param_becomes_a_tag(tracker: MlflowRuns, run: OpenRun) -> Non
     assert record.tags["host"] == "here"
 
 
-def test_hostile_params_and_tags_are_made_legal(tracker: MlflowRuns, run: OpenRun) -> None:
+def test_hostile_params_and_tags_are_made_legal(tracker: MlflowRuns, run: RunRecord) -> None:
     nasty = {
         "a(b)=%": "x" * 10_000,
         "empty": "",
@@ -133,18 +133,18 @@ def test_hostile_params_and_tags_are_made_legal(tracker: MlflowRuns, run: OpenRu
     assert len(record.tags["a_b___"]) == 8000
 
 
-def test_the_end_sets_status_and_results(tracker: MlflowRuns, run: OpenRun) -> None:
-    tracker.set_tags(run.run_id, {"rankzero.best": "0.75", "rankzero.goal": "val/accuracy"})
+def test_the_end_sets_status_and_results(tracker: MlflowRuns, run: RunRecord) -> None:
+    tracker.set_tags(run.run_id, {"rankzero.best": "0.75"})
     tracker.log_metrics(
         run.run_id, [MetricPoint("whole_run/samples_per_second", 123.0, int(T0) * 1000, 0)]
     )
     tracker.close_run(run.run_id, ended("FINISHED"))
     record = tracker.find_run(run.run_id)
-    assert (record.status, record.best, record.goal) == ("FINISHED", 0.75, "val/accuracy")
-    assert record.samples_per_second == 123.0
+    assert (record.status, record.tags["rankzero.best"]) == ("FINISHED", "0.75")
+    assert record.metrics["whole_run/samples_per_second"] == 123.0
 
 
-def test_the_description_is_read_as_it_was_written(tracker: MlflowRuns, run: OpenRun) -> None:
+def test_the_description_is_read_as_it_was_written(tracker: MlflowRuns, run: RunRecord) -> None:
     assert tracker.description(run.run_id) == ""
     page = "# A run\n\n- lines, ünïcode and trailing space \n\n"
     tracker.set_tags(run.run_id, {"mlflow.note.content": page})
@@ -152,7 +152,7 @@ def test_the_description_is_read_as_it_was_written(tracker: MlflowRuns, run: Ope
 
 
 def test_artifacts_are_uploaded_and_downloaded(
-    tracker: MlflowRuns, run: OpenRun, tmp_path: Path
+    tracker: MlflowRuns, run: RunRecord, tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").write_text("lr: 1")
     tracker.log_artifact(run.run_id, tmp_path / "config.yaml")
@@ -173,7 +173,7 @@ def test_artifacts_are_uploaded_and_downloaded(
 
 
 def test_a_checkpoint_is_uploaded_and_downloaded(
-    tracker: MlflowRuns, run: OpenRun, folder: RunFolder, tmp_path: Path
+    tracker: MlflowRuns, run: RunRecord, folder: RunFolder, tmp_path: Path
 ) -> None:
     event = saved(folder, 50)
     tracker.log_metrics(run.run_id, link(event)(None))
@@ -191,7 +191,7 @@ def test_a_checkpoint_is_uploaded_and_downloaded(
 
 
 def test_saving_again_uploads_nothing_and_links_once(
-    tracker: MlflowRuns, run: OpenRun, folder: RunFolder
+    tracker: MlflowRuns, run: RunRecord, folder: RunFolder
 ) -> None:
     event = saved(folder, 50)
     first = tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
@@ -202,7 +202,7 @@ def test_saving_again_uploads_nothing_and_links_once(
 
 
 def test_an_interrupted_upload_is_replaced(
-    tracker: MlflowRuns, run: OpenRun, folder: RunFolder
+    tracker: MlflowRuns, run: RunRecord, folder: RunFolder
 ) -> None:
     event = saved(folder, 50)
 
@@ -217,7 +217,7 @@ def test_an_interrupted_upload_is_replaced(
 
 
 def test_a_step_saved_again_replaces_the_old_checkpoint(
-    tracker: MlflowRuns, run: OpenRun, folder: RunFolder
+    tracker: MlflowRuns, run: RunRecord, folder: RunFolder
 ) -> None:
     event = saved(folder, 50)
     old = tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
@@ -226,7 +226,7 @@ def test_a_step_saved_again_replaces_the_old_checkpoint(
     assert [one.model_id for one in tracker.models.list_checkpoints(run)] == [new] != [old]
 
 
-def test_one_checkpoint_is_the_best(tracker: MlflowRuns, run: OpenRun, folder: RunFolder) -> None:
+def test_one_checkpoint_is_the_best(tracker: MlflowRuns, run: RunRecord, folder: RunFolder) -> None:
     for step in (10, 20):
         event = saved(folder, step)
         tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
@@ -238,7 +238,7 @@ def test_one_checkpoint_is_the_best(tracker: MlflowRuns, run: OpenRun, folder: R
 
 def test_deleting_a_checkpoint_deletes_its_bytes(
     tracker: MlflowRuns,
-    run: OpenRun,
+    run: RunRecord,
     folder: RunFolder,
     uri: str,
     request: pytest.FixtureRequest,
@@ -261,7 +261,7 @@ def test_deleting_a_checkpoint_deletes_its_bytes(
 
 
 def test_a_folder_deleted_during_its_upload_leaves_nothing(
-    tracker: MlflowRuns, run: OpenRun, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    tracker: MlflowRuns, run: RunRecord, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event = saved(folder, 50)
     upload = tracker.models._upload
@@ -289,7 +289,7 @@ def test_a_checkpoint_on_the_disk_of_the_store_is_linked_not_copied(
     assert (folder.path / event.path / "state.pt").stat().st_nlink == 2
 
 
-def test_a_deleted_run_raises_run_gone(tracker: MlflowRuns, run: OpenRun) -> None:
+def test_a_deleted_run_raises_run_gone(tracker: MlflowRuns, run: RunRecord) -> None:
     tracker.require_run(run.run_id)
     tracker._client.delete_run(run.run_id)
     with pytest.raises(RunGone):
@@ -299,7 +299,7 @@ def test_a_deleted_run_raises_run_gone(tracker: MlflowRuns, run: OpenRun) -> Non
     assert refusal(raised.value)  # type: ignore[arg-type]
 
 
-def test_an_illegal_name_is_a_refusal(tracker: MlflowRuns, run: OpenRun) -> None:
+def test_an_illegal_name_is_a_refusal(tracker: MlflowRuns, run: RunRecord) -> None:
     with pytest.raises(Exception, match=r"(?i)invalid") as raised:
         tracker.log_metrics(run.run_id, [MetricPoint("a(b)", 1.0, 0, 0)])
     assert refusal(raised.value)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
+    from rankzero.mlflow_store.client import MlflowRuns
 
     folder = lookup.find(arguments.dir / "runs", arguments.run_name)
     problems: list[str] = []
@@ -36,8 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = tracker.find_run(
         arguments.run_name if folder is None else lookup.mlflow_id(folder) or folder.path.name
     )
-    run = OpenRun(found.run_id, found.experiment_id, {})
-    model_id = tracker.models.best_model(run)
+    model_id = tracker.models.best_model(found)
     if model_id is None:
         raise RunFailed(
             f"{printable(found.name)} has no model in MLflow: "
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for problem in problems:
         print(f"note: {problem}")
-    version = tracker.models.register(run, model_id, arguments.model_name)
+    version = tracker.models.register(found, model_id, arguments.model_name)
     model = f"models:/{arguments.model_name}/{version}"
     print(f"{model} is the best model of {printable(found.name)}")
     print(f'load:  mlflow.pytorch.load_model("{model}")')

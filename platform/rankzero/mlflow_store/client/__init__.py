@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # First, because it sets the environment that mlflow reads when it is imported.
 from rankzero.mlflow_store.client import mlflow_compat  # noqa: F401  # isort: split
-from rankzero.mlflow_store.client.records import OpenRun, RemoteCheckpoint, RunRecord
+from rankzero.mlflow_store.client.records import RemoteCheckpoint, RunRecord
 from rankzero.mlflow_store.client.runs import MlflowRuns
 
-__all__ = ["MlflowRuns", "OpenRun", "RemoteCheckpoint", "RunRecord"]
+__all__ = ["MlflowRuns", "RemoteCheckpoint", "RunRecord"]

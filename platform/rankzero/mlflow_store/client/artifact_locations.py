@@ -45,11 +45,11 @@ class _ArtifactLocation:
         with patience(path, self._min_seconds):
             self._repository.log_artifact(str(path), below)
 
-    def upload_folder(self, path: Path, below: str | None = None) -> None:
+    def upload_folder(self, path: Path) -> None:
         """Upload a folder's content. Raises NeverAccepted if a link leads elsewhere."""
-        self.refuse_links(f"{below or '.'}/{name}" for name in names(path))
+        self.refuse_links(names(path))
         with patience(path, self._min_seconds):
-            self._repository.log_artifacts(str(path), below)
+            self._repository.log_artifacts(str(path))
 
     def delete(self) -> None:
         """Delete all of the files."""

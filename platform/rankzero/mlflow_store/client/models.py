@@ -15,7 +15,7 @@ from rankzero.events import CheckpointSaved
 from rankzero.mlflow_store.client import mlflow_compat
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations, names
 from rankzero.mlflow_store.client.connection import log_points
-from rankzero.mlflow_store.client.records import OpenRun, RemoteCheckpoint
+from rankzero.mlflow_store.client.records import RemoteCheckpoint, RunRecord
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import TrackingError
 
@@ -30,7 +30,7 @@ class MlflowModels:
 
     def save_checkpoint(
         self,
-        run: OpenRun,
+        run: RunRecord,
         event: CheckpointSaved,
         folder: Path,
         points: Callable[[str], Sequence[MetricPoint]],
@@ -59,11 +59,11 @@ class MlflowModels:
                     self._client.set_logged_model_tags(model.model_id, {"rankzero.best": best})
         return str(model_id)
 
-    def list_checkpoints(self, run: OpenRun) -> list[RemoteCheckpoint]:
+    def list_checkpoints(self, run: RunRecord) -> list[RemoteCheckpoint]:
         """Return the run's checkpoints by step, including interrupted uploads."""
         return sorted(map(RemoteCheckpoint.of, self._checkpoint_models(run)))
 
-    def delete_checkpoints(self, run: OpenRun, step: int) -> None:
+    def delete_checkpoints(self, run: RunRecord, step: int) -> None:
         """Delete the checkpoints of `step` with their bytes."""
         for model in self._checkpoint_models(run, step):
             self.delete_checkpoint(model.model_id)
@@ -85,7 +85,7 @@ class MlflowModels:
         return destination
 
     def log_model(
-        self, run: OpenRun, folder: Path, name: str, step: int, tags: Mapping[str, str]
+        self, run: RunRecord, folder: Path, name: str, step: int, tags: Mapping[str, str]
     ) -> str:
         """Upload a model that `save_pytorch` saved and return its id.
 
@@ -107,7 +107,7 @@ class MlflowModels:
         self._link_output(run, model.model_id, step)
         return model.model_id
 
-    def best_model(self, run: OpenRun) -> str | None:
+    def best_model(self, run: RunRecord) -> str | None:
         """Return the id of the run's newest logged best model, or None if it has none."""
         models = [
             model
@@ -118,7 +118,7 @@ class MlflowModels:
             return None
         return str(max(models, key=lambda model: int(model.tags["rankzero.step"])).model_id)
 
-    def register(self, run: OpenRun, model_id: str, name: str) -> int:
+    def register(self, run: RunRecord, model_id: str, name: str) -> int:
         """Make a logged model the newest version of a registered model and return the version.
 
         Creates the registered model if need be. A second call returns the version of the first.
@@ -141,11 +141,11 @@ class MlflowModels:
             made = self._client.create_model_version(name, source, run.run_id, model_id=model_id)
         return int(made.version)
 
-    def _checkpoint_models(self, run: OpenRun, step: int | None = None) -> list[LoggedModel]:
+    def _checkpoint_models(self, run: RunRecord, step: int | None = None) -> list[LoggedModel]:
         condition = "" if step is None else f" AND tags.`rankzero.step` = '{step}'"
         return self._models(run, "checkpoint", condition)
 
-    def _models(self, run: OpenRun, kind: str, condition: str = "") -> list[LoggedModel]:
+    def _models(self, run: RunRecord, kind: str, condition: str = "") -> list[LoggedModel]:
         found: list[LoggedModel] = []
         token: str | None = None
         while True:
@@ -159,7 +159,7 @@ class MlflowModels:
 
     def _upload_checkpoint(
         self,
-        run: OpenRun,
+        run: RunRecord,
         event: CheckpointSaved,
         folder: Path,
         points: Callable[[str], Sequence[MetricPoint]],
@@ -196,7 +196,7 @@ class MlflowModels:
         location.refuse_links(names(folder))
         shutil.copytree(folder, location.folder, copy_function=_link_or_copy, dirs_exist_ok=True)
 
-    def _link_output(self, run: OpenRun, model_id: str, step: int) -> None:
+    def _link_output(self, run: RunRecord, model_id: str, step: int) -> None:
         outputs = self._client.get_run(run.run_id).outputs
         linked = outputs.model_outputs if outputs else ()
         if not any(output.model_id == model_id for output in linked):

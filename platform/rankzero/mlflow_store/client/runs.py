@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from rankzero.mlflow_store.client.connection import (
 )
 from rankzero.mlflow_store.client.images import write_images
 from rankzero.mlflow_store.client.models import MlflowModels
-from rankzero.mlflow_store.client.records import OpenRun, RunRecord, require_id
+from rankzero.mlflow_store.client.records import RunRecord, require_id
 from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
 from rankzero.redaction.text import url_without_secrets
@@ -48,30 +47,33 @@ class MlflowRuns:
         self._locations = ArtifactLocations(self._client, tracking_uri, min_file_seconds)
         self.models = MlflowModels(self._client, tracking_uri, self._locations)
 
-    def open_run(self, identity: Identity, start_seconds: float) -> OpenRun:
+    def open_run(self, identity: Identity, start_seconds: float) -> RunRecord:
         """Return the identity's run, created if need be; each call returns the same run."""
         found = self.find_open_run(identity)
         if found is not None:
             return found
+        tags = {"rankzero.uuid": identity.uuid}
+        if identity.parent_run_id:
+            tags["mlflow.parentRunId"] = identity.parent_run_id
         run = self._client.create_run(
             experiments.find_or_create(self._client, self._uri, identity),
             start_time=int(start_seconds * 1000),
             run_name=identity.name,
-            tags=_birth_tags(identity),
+            tags=tags,
         )
-        return OpenRun.of(run)
+        return RunRecord.of(run)
 
-    def find_open_run(self, identity: Identity) -> OpenRun | None:
+    def find_open_run(self, identity: Identity) -> RunRecord | None:
         """Return the identity's run, or None if no process has created it yet."""
         if identity.mlflow_run_id is not None:
-            return OpenRun.of(self._client.get_run(identity.mlflow_run_id))
+            return RunRecord.of(self._client.get_run(identity.mlflow_run_id))
         experiment = self._client.get_experiment_by_name(identity.experiment)
         if experiment is None:
             return None
         runs = self._client.search_runs(
             [experiment.experiment_id], f"tags.`rankzero.uuid` = '{identity.uuid}'", max_results=1
         )
-        return OpenRun.of(runs[0]) if runs else None
+        return RunRecord.of(runs[0]) if runs else None
 
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
         """Set the run to RUNNING and log its params and tags."""
@@ -138,10 +140,6 @@ class MlflowRuns:
     def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
         """Upload a file into the run's artifacts, into `folder` there."""
         self._locations.of_run(run_id).upload_file(path, folder)
-
-    def log_artifacts(self, run_id: str, path: Path, folder: str | None = None) -> None:
-        """Upload the content of the folder `path`."""
-        self._locations.of_run(run_id).upload_folder(path, folder)
 
     def log_pictures(
         self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int
@@ -222,19 +220,6 @@ class MlflowRuns:
         run = self._client.get_run(run_id)
         require_id(run.info.run_id, "run")
         return run
-
-
-def _birth_tags(identity: Identity) -> dict[str, str]:
-    tags = {
-        "rankzero.uuid": identity.uuid,
-        "mlflow.source.name": identity.experiment_file or "rankzero",
-        "mlflow.source.type": "LOCAL",
-        "mlflow.parentRunId": identity.parent_run_id,
-    }
-    # A container may run under a user id that has no name.
-    with contextlib.suppress(OSError, KeyError, ImportError):
-        tags["mlflow.user"] = getpass.getuser()
-    return {key: limits.head(value, limits.TAG_LENGTH) for key, value in tags.items() if value}
 
 
 def _dataset_input(event: DataDescribed) -> DatasetInput:

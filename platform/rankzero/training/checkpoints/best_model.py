@@ -129,13 +129,13 @@ def _run_child(folder: str, problems: Any) -> None:
 
 def _log_best(folder: RunFolder) -> None:
     """Log the best checkpoint's model. It replaces one logged before; the same one is skipped."""
-    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
+    from rankzero.mlflow_store.client import MlflowRuns
     from rankzero.training.checkpoints import mlflow_model
 
-    identity, delivery = folder.identity, delivery_status.status(folder)
+    identity, run_id = folder.identity, delivery_status.status(folder).run_id
     experiment = experiment_of(folder)
     path = _best_checkpoint(folder, experiment)
-    if delivery.run_id is None or delivery.experiment_id is None:
+    if run_id is None:
         raise RuntimeError("the run has not reached MLflow; rankzero sync does it")
     step = checkpoint_files.read_manifest(path).step
     mark, before = folder.path / MARK, None
@@ -148,7 +148,7 @@ def _log_best(folder: RunFolder) -> None:
     source, _ = experiment_file.split(identity.experiment_file or "")
     model_id = mlflow_model.log_model(
         tracker,
-        OpenRun(delivery.run_id, delivery.experiment_id, {}),
+        tracker.find_run(run_id),
         _served(model),
         _example_inputs(experiment, model, step),
         step=step,

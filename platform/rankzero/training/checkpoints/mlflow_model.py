@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from rankzero.mlflow_store.client import MlflowRuns, OpenRun
+    from rankzero.mlflow_store.client import MlflowRuns, RunRecord
 
 log = logging.getLogger(__name__)
 
 
 def log_model(
     tracker: MlflowRuns,
-    run: OpenRun,
+    run: RunRecord,
     model: Any,
     example: Any,
     *,
