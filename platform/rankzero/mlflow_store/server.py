@@ -8,7 +8,6 @@ rebinding), and requests from pages of other sites.
 from __future__ import annotations
 
 import ipaddress
-import os
 import secrets
 import socket
 import sys
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from rankzero.errors import UserError
 from rankzero.mlflow_store.uris import artifact_root, default_tracking_uri
+from rankzero.run_store.folder import write_atomically
 
 LOOPBACK = "127.0.0.1"
 _ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - the server listens there only if a user says so
@@ -108,13 +108,15 @@ def with_users(root: Path, environ: Mapping[str, str]) -> tuple[dict[str, str], 
     """
     user, users = environ.get(_USER) or "admin", root.absolute() / _USERS
     settings, uri = root.absolute() / _SETTINGS, f"sqlite:///{users}".replace("%", "%%")
-    _write_private(
+    root.mkdir(parents=True, exist_ok=True)
+    write_atomically(
         settings,
         "[mlflow]\n"
         "default_permission = READ\n"
         f"database_uri = {uri}\n"
         f"admin_username = {user.replace('%', '%%')}\n"
         "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n",
+        private=True,
     )
     added = {
         "MLFLOW_AUTH_CONFIG_PATH": str(settings),
@@ -129,7 +131,7 @@ def with_users(root: Path, environ: Mapping[str, str]) -> tuple[dict[str, str], 
     password = given or secrets.token_urlsafe(15)
     if len(password) < _MIN_PASSWORD:
         raise UserError(f"${PASSWORD} must have at least {_MIN_PASSWORD} characters")
-    _write_private(users, "")
+    write_atomically(users, "", private=True)
     shown = f"the password in ${PASSWORD}"
     if not given:
         shown = f"password {password} (shown once: write it down)"
@@ -160,12 +162,3 @@ def _any_port(names: Sequence[str]) -> list[str]:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    os.fchmod(descriptor, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
