@@ -428,7 +428,5 @@ def test_a_refused_trial_does_not_stop_the_delivery_of_others(sqlite: str, tmp_p
     (trials[0].path / "logs").symlink_to(tmp_path)
     with pytest.raises(names.InvalidRunFolder, match="'logs'"):
         sync.deliver(study, patience=20)
-    assert delivery_status.is_complete(
-        delivery_status.status(study)
-    ) and delivery_status.is_complete(delivery_status.status(trials[1]))
+    assert delivery_status.status(study).complete and delivery_status.status(trials[1]).complete
     assert not delivery_status.status(trials[0]).done

@@ -335,10 +335,10 @@ def test_no_command_waits_for_the_page_update(folder: RunFolder, tracker: FakeTr
         deliverer.work()
     found = delivery_status.status(folder)
     assert found.done and found.page_update_waits and not found.pending and not deliverer.complete
-    assert delivery_status.wait(folder, 5) == found and not delivery_status.is_complete(found)
+    assert delivery_status.wait(folder, 5) == found and not found.complete
     assert not read_summary(folder).undelivered
     run(deliverer)
-    assert delivery_status.is_complete(delivery_status.status(folder))
+    assert delivery_status.status(folder).complete
 
 
 def test_the_page_update_follows_the_uploads_of_a_later_attempt(
@@ -363,7 +363,7 @@ def test_sync_updates_the_page_after_a_courier_that_died(tmp_path: Path, sqlite:
     while not deliverer.state.queue.page_update_waits:
         deliverer.work()
     assert sync_command.run(argparse.Namespace(dir=tmp_path, run=None)) == 0
-    assert delivery_status.is_complete(delivery_status.status(folder))
+    assert delivery_status.status(folder).complete
 
 
 def test_page_that_a_user_has_rewritten_is_kept(folder: RunFolder, tracker: FakeTracker) -> None:

@@ -30,14 +30,17 @@ class Delivery(NamedTuple):
     """Whether MLflow has all but the page update, which no command waits for."""
     error: str | None
     run_id: str | None
-    experiment_id: str | None
-    reasons: tuple[str, ...]
-    trouble: tuple[str, ...] = ()
+    trouble: tuple[str, ...]
     """What went wrong, in words."""
-    page_update_waits: bool = False
+    page_update_waits: bool
     """Whether problems since the run's end may be missing on its page."""
-    lacks: tuple[str, ...] = ()
+    lacks: tuple[str, ...]
     """What is pending, in words."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether MLflow has everything, the page update included."""
+        return self.done and not self.page_update_waits
 
 
 def status(folder: RunFolder) -> Delivery:
@@ -47,16 +50,14 @@ def status(folder: RunFolder) -> Delivery:
     # Otherwise a newer attempt has only just begun, and nothing of it is delivered.
     knows_latest = claim is None or claim.token == state.claim
     unread = delivery_state.unread_bytes(folder, {folder.events.name: 0, **state.cursor.offsets})
-    queue, problems = state.queue, state.problems
+    queue = state.queue
     return Delivery(
         state.cursor.delivered,
         unread + len(queue.awaited) + (queue.ending is not None),
-        problems.rejected,
+        state.problems.rejected,
         state.done and knows_latest and not unread,
         state.retries.error,
         state.run_id,
-        state.experiment_id,
-        problems.reasons,
         tuple(trouble(state)),
         queue.page_update_waits,
         tuple(_lacking(state, unread)),
@@ -79,21 +80,11 @@ def _lacking(state: DeliveryState, unread: int) -> Iterator[str]:
         yield f"{uploads} uploads" if uploads > 1 else "an upload"
 
 
-def is_delivered(delivery: Delivery) -> bool:
-    """Return whether MLflow has everything that a command waits for."""
-    return delivery.done
-
-
-def is_complete(delivery: Delivery) -> bool:
-    """Return whether MLflow has everything, the page update included."""
-    return delivery.done and not delivery.page_update_waits
-
-
 def wait(
     folder: RunFolder,
     timeout: float | None = None,
     on_progress: Callable[[Delivery], None] | None = None,
-    enough: Callable[[Delivery], bool] = is_delivered,
+    enough: Callable[[Delivery], bool] = lambda delivery: delivery.done,
     *,
     troubled_seconds: float | None = None,
     startup_seconds: float = STARTUP_SECONDS,

@@ -6,15 +6,14 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from rankzero.catalog import dead_runs
-from rankzero.events import RunEnded, RunStarted
+from rankzero.catalog import dead_runs, lookup
 from rankzero.mlflow_store.patience import GRACE_SECONDS
 from rankzero.run_store import run_locks, symlinks
 from rankzero.run_store.folder import FolderGone, RunFolder
-from rankzero.run_store.journal import finish_line, read_all
+from rankzero.run_store.journal import finish_line
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking.deliverer import Deliverer
-from rankzero.tracking.delivery_status import Delivery, is_complete, status, wait
+from rankzero.tracking.delivery_status import Delivery, status, wait
 
 
 def deliver(
@@ -33,12 +32,12 @@ def deliver(
     numbers = (path.stem.rpartition("_")[2] for path in folder.path.glob("system-node_*.jsonl"))
     for node in sorted({0, *(int(number) for number in numbers if number.isdigit())}):
         if not _deliver_node(folder, node, on_progress, patience) and node == 0:
-            wait(folder, patience, on_progress, is_complete)
+            wait(folder, patience, on_progress, lambda delivery: delivery.complete)
             _deliver_node(folder, node, on_progress, patience)
     broken = []
     for child in folder.children:  # after their parent, whose run id they need
         try:
-            if not is_complete(status(child)):
+            if not status(child).complete:
                 deliver(child, on_progress=on_progress, patience=patience)
         except FolderGone:
             continue
@@ -92,10 +91,6 @@ def close_if_dead(folder: RunFolder, patience: float) -> None:
 
 def _is_dead(folder: RunFolder) -> bool:
     """Return whether a run's writer is gone without an end. Without a claim, only after a while."""
-    if folder.is_elsewhere or run_locks.writer_lives(folder):
+    if folder.is_elsewhere or run_locks.writer_lives(folder) or lookup.last_end(folder) is not None:
         return False
-    ended = False
-    for event in read_all(folder.events):
-        if isinstance(event, (RunStarted, RunEnded)):
-            ended = isinstance(event, RunEnded)
-    return not ended and (run_locks.is_known(folder) or dead_runs.is_stale(folder))
+    return run_locks.is_known(folder) or dead_runs.is_stale(folder)
