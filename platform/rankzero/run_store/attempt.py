@@ -17,6 +17,7 @@ from rankzero.redaction.text import text_without_secrets
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import Journal, read, read_all
+from rankzero.run_store.lock_files import open_lock, try_lock
 
 DIED_WITHOUT_END = (
     "rank 0 died without writing its end "
@@ -112,13 +113,16 @@ def sole_launcher(folder: RunFolder, machines: int) -> Iterator[None]:
     """
     # The lock also covers the time between two attempts, when no process writes the run. Commands
     # of a run on several machines share the lock, because they may share the folder.
-    with run_locks.launching(folder, fcntl.LOCK_EX if machines == 1 else fcntl.LOCK_SH) as mine:
-        if not mine:
+    descriptor = open_lock(folder.path / "launcher.lock")
+    try:
+        if not try_lock(descriptor, fcntl.LOCK_EX if machines == 1 else fcntl.LOCK_SH):
             raise UserError(
                 f"{folder.path.name}: another command still trains or delivers it: stop that "
                 "command, or wait until it ends"
             )
         yield
+    finally:
+        os.close(descriptor)
 
 
 def is_written(folder: RunFolder) -> bool:

@@ -208,16 +208,6 @@ def has_live_recorder(folder: RunFolder, node: int = 0) -> bool:
 
 
 @contextlib.contextmanager
-def launching(folder: RunFolder, kind: int) -> Iterator[bool]:
-    """Hold the lock for launching the run, a flock of that `kind`; yield whether it is held."""
-    descriptor = open_lock(folder.path / "launcher.lock")
-    try:
-        yield try_lock(descriptor, kind)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
 def exclusive_end(folder: RunFolder) -> Iterator[None]:
     """Exclude the start of an attempt and the end of the attempt before from each other.
 
