@@ -1,18 +1,7 @@
 """Brings a run's journals to MLflow: one writer, in order, at least once.
 
-It is a state machine. Its states are the members of `Activity`. `Deliverer._next` decides between
-them, by what there is to do, and nothing else does:
-
-            MLflow run found or created
-    start ─▶ OPEN ────────────────────▶ IDLE ◀────────────────────────────────┐
-                                         │                                    │
-         journal has 1 MiB,     ┌────────┼──────────────┐                     │
-         or 5 s have passed     ▼        ▼ an end       ▼ uploads wait,       │ delivery.json
-                              READ      END waits     UPLOAD and no end ──────┤ is written
-         events -> items,       │        │                                    │
-         end, uploads           └▶ SEND ◀┘ end -> final numbers, status       │
-                                    └─────────────────────────────────────────┘
-                                    a refused batch is halved, a refused item set aside
+It is a state machine, and docs/structure.md draws it. Its states are the members of `Activity`.
+`Deliverer._next` decides between them, by what there is to do, and nothing else does.
 
 OPEN, SEND and UPLOAD make requests. After an error each has a wait of its own (`RetryPolicy`, 1 to
 30 s) and is then tried again. If the MLflow run was deleted, the rest of the journals is skipped.

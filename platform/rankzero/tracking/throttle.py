@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NamedTuple
 
 # Seconds behind -> the most of one processor that it may use while others wait for one.
@@ -56,12 +56,7 @@ class Throttle:
         signal.setitimer(signal.ITIMER_PROF, _SLICE_SECONDS, _SLICE_SECONDS)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # The interpreter dies of the signal if it arrives after the handlers are gone.
         _lift()
 
