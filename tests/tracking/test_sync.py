@@ -17,6 +17,7 @@ import pytest
 
 from rankzero.catalog import lookup
 from rankzero.cli.commands import sync as sync_command
+from rankzero.mlflow_store import patience
 from rankzero.run_store import delivery_state as state
 from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
@@ -35,9 +36,9 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         yield made
 
 
-def waited(folder: RunFolder, troubled_seconds: float = LONG) -> float:
+def waited(folder: RunFolder) -> float:
     began = time.monotonic()
-    assert not delivery_status.wait(folder, troubled_seconds=troubled_seconds).done
+    assert not delivery_status.wait(folder).done
     return time.monotonic() - began
 
 
@@ -52,24 +53,26 @@ def test_a_server_that_refuses_is_not_waited_for_as_one_that_may_answer(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
+    monkeypatch.setattr(patience, "_TROUBLED_SECONDS", 0.3)
     state.save(
         state.path_of(folder, 0),
         state.DeliveryState(retries=state.Retries(error="ConnectionError: refused")),
     )
-    assert 0.3 <= waited(folder, troubled_seconds=0.3) < LONG
+    assert 0.3 <= waited(folder) < LONG
 
 
 def test_another_failed_try_is_no_reason_to_wait_longer(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKZERO_DELIVERY_GRACE_SECONDS", str(10 * LONG))
+    monkeypatch.setattr(patience, "_TROUBLED_SECONDS", 0.5)
     with progress_of(
         folder,
         lambda number: state.DeliveryState(
             retries=state.Retries(number, error=f"try {number}: refused")
         ),
     ):
-        assert 0.5 <= waited(folder, troubled_seconds=0.5) < 5.0
+        assert 0.5 <= waited(folder) < 5.0
 
 
 def test_a_server_that_is_slow_for_ever_is_waited_for_no_longer_than_the_grace(

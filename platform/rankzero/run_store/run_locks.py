@@ -166,9 +166,9 @@ def lock(folder: RunFolder, node: int) -> Iterator[bool]:
             os.close(descriptor)
 
 
-def is_recording(folder: RunFolder, node: int = 0) -> bool:
-    """Return whether a process holds the lock that permits delivery."""
-    with contextlib.suppress(OSError), lock(folder, node) as free:
+def is_recording(folder: RunFolder) -> bool:
+    """Return whether a process holds the lock that permits delivery of node 0."""
+    with contextlib.suppress(OSError), lock(folder, 0) as free:
         return not free
     return False
 
@@ -190,16 +190,16 @@ def announce_recorder(folder: RunFolder, node: int, token: str) -> int | None:
     return None
 
 
-def has_live_recorder(folder: RunFolder, node: int = 0) -> bool:
-    """Return whether the recorder of the latest claim lives. Several processes may ask at once.
+def has_live_recorder(folder: RunFolder) -> bool:
+    """Return whether node 0's latest recorder lives. Several processes may ask at once.
 
     False for a user who may not write the run.
     """
-    found = latest(folder, node)
+    found = latest(folder, 0)
     if found is None:
         return False
     with contextlib.suppress(OSError):
-        descriptor = os.open(_live_path(folder, node, found.token), os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(_live_path(folder, 0, found.token), os.O_RDWR | os.O_NOFOLLOW)
         try:
             return not try_lock(descriptor, fcntl.LOCK_SH)
         finally:

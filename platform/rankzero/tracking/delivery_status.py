@@ -83,36 +83,26 @@ def _lacking(state: DeliveryState, unread: int) -> Iterator[str]:
 def wait(
     folder: RunFolder,
     timeout: float | None = None,
-    on_progress: Callable[[Delivery], None] | None = None,
     enough: Callable[[Delivery], bool] = lambda delivery: delivery.done,
-    *,
-    troubled_seconds: float | None = None,
-    startup_seconds: float = STARTUP_SECONDS,
 ) -> Delivery:
     """Wait until the delivery is `enough` or the recorder has ended, and return how it stands.
 
     A `timeout` ends it after so many seconds without progress. Without one, it ends as `patience`
-    has it: after so many seconds in all, or after `troubled_seconds` without progress while MLflow
-    fails. A study is done when its trials are.
+    has it: after so many seconds in all, or after fewer without progress while MLflow fails. A
+    study is done when its trials are.
     """
-    most = patience()
-    if troubled_seconds is None:
-        troubled_seconds = most.troubled_seconds
+    most, before = patience(), combined_status(folder)
     began = moved = time.monotonic()
-    before = combined_status(folder)
-    while not enough(before) and _recorder_lives(folder, startup_seconds):
+    while not enough(before) and _recorder_lives(folder):
         idle, total = time.monotonic() - moved, time.monotonic() - began
-        if timeout is not None and idle >= timeout:
-            break
-        troubled = before.error is not None and idle >= troubled_seconds
-        if timeout is None and (total >= most.seconds or troubled):
+        too_long = idle >= timeout if timeout is not None else total >= most.seconds
+        troubled = timeout is None and before.error is not None
+        if too_long or (troubled and idle >= most.troubled_seconds):
             break
         time.sleep(0.1)
         now = combined_status(folder)
         if _progress(now) != _progress(before):
             moved = time.monotonic()
-        if now != before and on_progress is not None:
-            on_progress(now)
         before = now
     return combined_status(folder)
 
@@ -126,7 +116,7 @@ def wait_for_recorder(folder: RunFolder, hurried: Callable[[], bool] = lambda: F
     while not hurried() and time.monotonic() < until:
         # A recorder that is still starting holds no lock yet. A written end needs no recorder.
         ended = lookup.last_end(folder) is not None
-        starting = not ended and _recorder_lives(folder, STARTUP_SECONDS)
+        starting = not ended and _recorder_lives(folder)
         if not (run_locks.has_live_recorder(folder) or starting):
             return
         time.sleep(0.05)
@@ -154,9 +144,9 @@ def combined_status(folder: RunFolder) -> Delivery:
     )
 
 
-def _recorder_lives(folder: RunFolder, startup_seconds: float) -> bool:
+def _recorder_lives(folder: RunFolder) -> bool:
     if run_locks.is_recording(folder) or run_locks.has_live_recorder(folder):
         return True
     claim = run_locks.latest(folder, 0)
     # A recorder that was only just started may not hold a lock yet.
-    return claim is not None and time.time() - claim.time < startup_seconds
+    return claim is not None and time.time() - claim.time < STARTUP_SECONDS

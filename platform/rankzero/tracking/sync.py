@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 
 from rankzero.catalog import dead_runs, lookup
 from rankzero.mlflow_store.patience import GRACE_SECONDS
@@ -16,12 +15,7 @@ from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.delivery_status import Delivery, status, wait
 
 
-def deliver(
-    folder: RunFolder,
-    *,
-    on_progress: Callable[[Delivery], None] | None = None,
-    patience: float = GRACE_SECONDS,
-) -> Delivery:
+def deliver(folder: RunFolder, *, patience: float = GRACE_SECONDS) -> Delivery:
     """Deliver the journals of all nodes, and then the run's children.
 
     Gives up `patience` seconds after the last progress. A run whose writer died without an end
@@ -31,14 +25,14 @@ def deliver(
     symlinks.refuse(folder.path)
     numbers = (path.stem.rpartition("_")[2] for path in folder.path.glob("system-node_*.jsonl"))
     for node in sorted({0, *(int(number) for number in numbers if number.isdigit())}):
-        if not _deliver_node(folder, node, on_progress, patience) and node == 0:
-            wait(folder, patience, on_progress, lambda delivery: delivery.complete)
-            _deliver_node(folder, node, on_progress, patience)
+        if not _deliver_node(folder, node, patience) and node == 0:
+            wait(folder, patience, lambda delivery: delivery.complete)
+            _deliver_node(folder, node, patience)
     broken = []
     for child in folder.children:  # after their parent, whose run id they need
         try:
             if not status(child).complete:
-                deliver(child, on_progress=on_progress, patience=patience)
+                deliver(child, patience=patience)
         except FolderGone:
             continue
         except InvalidRunFolder as error:
@@ -48,9 +42,7 @@ def deliver(
     return status(folder)
 
 
-def _deliver_node(
-    folder: RunFolder, node: int, on_progress: Callable[[Delivery], None] | None, patience: float
-) -> bool:
+def _deliver_node(folder: RunFolder, node: int, patience: float) -> bool:
     """Deliver a node's journals, or return False if another process holds its lock."""
     with run_locks.lock(folder, node) as mine:
         # A living courier delivers. Two at once would do no harm, and double the work.
@@ -68,8 +60,6 @@ def _deliver_node(
         while not deliverer.complete and time.monotonic() - moved < patience:
             if deliverer.work():
                 moved = time.monotonic()
-                if on_progress is not None:
-                    on_progress(status(folder))
             else:
                 time.sleep(0.1)
         deliverer.commit()

@@ -47,7 +47,7 @@ def _upload_artifacts(
     target: Target, folder: RunFolder, state: DeliveryState
 ) -> Iterator[DeliveryState]:
     """Upload the files below `artifacts` and `failures` that are new or changed since."""
-    for base, parent in ((folder.artifacts, None), (folder.failures, "failures")):
+    for base, top in ((folder.artifacts, folder.artifacts), (folder.failures, folder.path)):
         for path in sorted(base.rglob("*")):
             # A name with a dot is a file that is still being written.
             if not path.is_file() or path.name.startswith("."):
@@ -65,7 +65,7 @@ def _upload_artifacts(
             signature = f"{stat.st_size}:{stat.st_mtime_ns}"
             if state.queue.uploaded.get(name) == signature:
                 continue
-            parts = [*([parent] if parent else []), *path.relative_to(base).parent.parts]
+            parts = path.relative_to(top).parent.parts
             try:
                 target.store.log_artifact(target.run.run_id, path, "/".join(parts) or None)
             except Exception as error:
