@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from crash_points import disk, recovery, session
 from crash_points.disk import Disk
-from crash_points.memory_store import Change, MemoryStore, read_changes
 from crash_points.record import Call, Kind, read_log
 from crash_points.recovery import Oracle, Violation
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder
+from support.memory_store import Change, MemoryStore, read_changes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from crash_points import recovery, session
-from crash_points.memory_store import MemoryStore
 from crash_points.record import Kind, read_log
 from crash_points.recovery import Oracle, Violation
 from rankzero.run_store.folder import RunFolder
+from support.memory_store import MemoryStore
 
 _FAULT = struct.Struct("=QQii")  # the first fields of `struct shared` in interpose.c
 HOW = ("once", "from then on", "short write", "syncs from then on")

@@ -118,7 +118,7 @@ static void end(void) {
 }
 /* Count this call; return whether it is to fail, with errno set. */
 static int fails(uint32_t kind, const char *path) {
-    /* This file is MLflow, on another machine (tests/crash_points/memory_store.py). */
+    /* This file is MLflow, on another machine (tests/support/memory_store.py). */
     if (!strcmp(path + root_length, "/mlflow")) return 0;
     uint64_t call = ++shared->calls;
     int later = shared->how == FROM_THEN_ON || (shared->how == SYNCS_FROM_THEN_ON && kind == SYNC);

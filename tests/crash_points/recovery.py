@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from crash_points import session
-from crash_points.memory_store import MemoryStore
 from rankzero.catalog.summary import read_summary
 from rankzero.events import (
     CheckpointDeleted,
@@ -31,6 +30,7 @@ from rankzero.run_store.journal import Journal, read_all
 from rankzero.telemetry.sampling_thread import _next_sample
 from rankzero.tracking import delivery_status, sync
 from rankzero.training.checkpoints.writer import unlogged
+from support.memory_store import MemoryStore, deliverer_to
 
 Curves = dict[str, dict[int, float]]
 
@@ -114,7 +114,7 @@ def _deliver(folder: RunFolder, store: MemoryStore) -> None:
         if path.exists():
             Journal(path).close()
     try:
-        session.deliver(session.deliverer_to(store, folder))
+        session.deliver(deliverer_to(store, folder))
     except AssertionError as error:
         raise Violation(f"stuck: {error}") from error
     if not delivery_status.status(folder).done:

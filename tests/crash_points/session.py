@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-from crash_points.memory_store import MemoryStore
 from rankzero.events import Event, RunStarted, StepsLogged, SystemSampled
 from rankzero.experiment import Experiment
 from rankzero.ranks import Ranks
@@ -40,6 +39,7 @@ from rankzero.training.distributed.watchdog import Watchdog
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.stop import StopRequest
+from support.memory_store import MemoryStore, deliverer_to
 from support.training import tiny
 
 RUN, STORE = "run", "mlflow"
@@ -74,13 +74,6 @@ def create(root: Path) -> RunFolder:
     """Create the run's folder below `root`."""
     identity = Identity(RUN, uuid.uuid4().hex, "crash points", "memory:")
     return RunFolder.create(root / "runs", identity)
-
-
-def deliverer_to(store: MemoryStore, folder: RunFolder) -> Deliverer:
-    """Return a deliverer that reads and retries at once."""
-    made = Deliverer(folder, 0, lambda uri: store, longest_wait=0.0)  # type: ignore[arg-type, return-value]
-    made.hasten()
-    return made
 
 
 class SharedLog(RunLog):

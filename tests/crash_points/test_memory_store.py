@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from crash_points.memory_store import MemoryStore
 from rankzero.mlflow_store.client import MlflowRuns
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.run_store.folder import Identity
+from support.memory_store import MemoryStore
 from support.runs import T0, ended, make_folder, saved, started
 
 

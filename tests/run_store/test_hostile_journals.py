@@ -27,8 +27,8 @@ from rankzero.run_store.journal import read_all, take
 from rankzero.run_store.names import InvalidRunFolder
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
-from support.fake_tracker import FakeTracker
 from support.fuzz import often, patient, seldom, thorough
+from support.memory_store import MemoryStore
 from support.runs import append, ended, evaluated, make_folder, started, steps
 
 pytestmark = patient
@@ -100,7 +100,7 @@ def lines(draw: st.DrawFn) -> bytes:
             )
 
 
-def run_whole(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
+def run_whole(folder: RunFolder, tracker: MemoryStore) -> Deliverer:
     """Deliver everything up to the run's end."""
     deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
     deliverer.hasten()
@@ -120,7 +120,7 @@ def test_every_reader_of_a_journal_bears_every_line(
     with folder.events.open("ab") as file:
         file.write(b"".join(line.replace(b"\n", b"") + b"\n" for line in foreign))
     append(folder, evaluated(3, 0.75), ended(metrics={"samples_per_second": 9.0}))
-    tracker = FakeTracker()
+    tracker = MemoryStore()
     done = run_whole(folder, tracker).state
     assert tracker.status in ("FINISHED", "FAILED", "KILLED") and not done.retries.failures, done
     assert tracker.curve("train/loss").keys() >= {1, 2, 3} and 3 in tracker.curve("val/accuracy")
@@ -186,7 +186,7 @@ def test_foreign_lines_are_counted_and_reported(tmp_path: Path) -> None:
         file.write(b"torn {\n\nnot ours\n" + b"[" * 100_000 + b"\n")
     append(folder, ended())
     assert take(folder.events).foreign == 3
-    tracker = FakeTracker()
+    tracker = MemoryStore()
     done = run_whole(folder, tracker)
     assert tracker.curve("train/loss").keys() == {1, 2} and done.state.problems.rejected == 1
     assert (
@@ -231,7 +231,7 @@ def test_waiting_uploads_that_are_no_events_are_set_aside(tmp_path: Path) -> Non
     append(folder, started(), steps(1, 3), ended())
     planted = {"waiting": ["{", "[" * 5000, encode(started())], "ending": "no end"}
     delivery_state.path_of(folder, 0).write_text(json.dumps(planted))
-    tracker = FakeTracker()
+    tracker = MemoryStore()
     done = run_whole(folder, tracker)
     assert (
         tracker.status == "FINISHED"

@@ -29,8 +29,8 @@ from rankzero.run_store.folder import Identity, RunFolder, new_name, write_atomi
 from rankzero.run_store.journal import Journal
 from rankzero.tracking import delivery_status, download, sync
 from rankzero.tracking.deliverer import Deliverer
-from support.fake_tracker import FakeTracker
 from support.fuzz import thorough
+from support.memory_store import MemoryStore
 from support.runs import T0, append, ended, make_folder, saved, started
 
 EVIL = [
@@ -131,7 +131,7 @@ def test_uploads_that_lead_out_of_the_run_are_refused(tmp_path: Path) -> None:
     ]
     planted = [CheckpointSaved(T0 + n, n, path, False, {}) for n, path in enumerate(paths)]
     append(folder, started(), *planted, saved(folder, 50), ended())
-    tracker = FakeTracker()
+    tracker = MemoryStore()
     deliverer = Deliverer(folder, 0, lambda uri: tracker)  # type: ignore[arg-type, return-value]
     deliverer.hasten()
     while deliverer.work() or not deliverer.complete:

@@ -14,10 +14,10 @@ import psutil
 
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.run_store.folder import RunFolder
-from support.fake_tracker import FakeTracker, deliverer_to
+from support.memory_store import MemoryStore, deliverer_to
 
 
-class Counting(FakeTracker):
+class Counting(MemoryStore):
     """Counts points."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from rankzero.tracking.courier import deliver_attempt
 from rankzero.tracking.courier_supervisor import MOST_DEATHS, CourierSupervisor
 from rankzero.tracking.throttle import ProcessorTime
 from rankzero.tracking.trial_deliverers import TrialDeliverers
-from support.fake_tracker import FakeTracker, deliverer_to
+from support.memory_store import MemoryStore, deliverer_to
 from support.runs import append, ended, make_folder, steps
 from support.runs import started as begun
 
@@ -204,7 +204,7 @@ def test_courier_that_waits_for_mlflow_is_behind(folder: RunFolder) -> None:
     reader, writer = os.pipe()
     append(folder, begun(), steps(1, 3), ended())
     os.close(writer)
-    tracker, idle = FakeTracker(), []
+    tracker, idle = MemoryStore(), []
     tracker.fail = failing(ConnectionError("away"))
     deliverer = deliverer_to(tracker, folder)
 
@@ -321,7 +321,7 @@ class TestFailingCalls:
         attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, reader, read)
         deliver_attempt(
             attempt,
-            deliverer_to(FakeTracker(), folder),
+            deliverer_to(MemoryStore(), folder),
             TrialDeliverers(folder),
             reader,
             tick_seconds=0.01,
@@ -338,7 +338,7 @@ def test_courier_ends_although_a_full_disk_has_cut_the_last_sample(folder: RunFo
     append(folder, begun())
     folder.system(0).write_text('{"event": "SystemSam')
     attempt = LiveAttempt(folder, 0, run_locks.claim(folder, 0).token, reader)
-    deliverer = deliverer_to(FakeTracker(), folder)
+    deliverer = deliverer_to(MemoryStore(), folder)
     deliver_attempt(
         attempt,
         deliverer,

@@ -20,13 +20,13 @@ from rankzero.run_store.folder import FolderGone, RunFolder
 from rankzero.run_store.journal import Journal
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import READ_SECONDS, Deliverer
-from support.fake_tracker import FakeTracker, Refused, deliverer_to
+from support.memory_store import MemoryStore, Refused, deliverer_to
 from support.runs import T0, append, deleted, ended, evaluated, make_folder, saved, started, steps
 
 
 @pytest.fixture
-def tracker() -> FakeTracker:
-    return FakeTracker()
+def tracker() -> MemoryStore:
+    return MemoryStore()
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def failing(times: int, name: str, error: Callable[[], Exception]) -> Callable[[
     return fail
 
 
-def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_a_whole_run(folder: RunFolder, tracker: MemoryStore) -> None:
     folder.config.write_text(
         "lr: 0.1, with a secret"
     )  # stays here: what MLflow gets lies among the artifacts
@@ -80,7 +80,7 @@ def test_a_whole_run(folder: RunFolder, tracker: FakeTracker) -> None:
 
 
 def test_late_state_is_not_written_into_another_run_of_the_same_name(
-    folder: RunFolder, tracker: FakeTracker, tmp_path: Path
+    folder: RunFolder, tracker: MemoryStore, tmp_path: Path
 ) -> None:
     append(folder, started(), steps(1, 5), ended())
     late = run(deliverer_to(tracker, folder))
@@ -96,15 +96,15 @@ def test_late_state_is_not_written_into_another_run_of_the_same_name(
 
 
 def test_a_backlog_of_a_hundred_thousand_points_goes_in_full_batches(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), *(steps(first, first + 999) for first in range(1, 100_001, 1000)))
     run(deliverer_to(tracker, folder))
-    assert len(tracker.points) == 100_000
-    assert len(tracker.batches) <= 110
+    assert len(tracker.sent) == 100_000
+    assert tracker.calls.count("log_metrics") <= 110
 
 
-def test_a_server_that_is_down_loses_nothing(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_a_server_that_is_down_loses_nothing(folder: RunFolder, tracker: MemoryStore) -> None:
     append(folder, started(), steps(1, 2500), saved(folder, 50), ended())
     calls = itertools.count()
 
@@ -119,7 +119,7 @@ def test_a_server_that_is_down_loses_nothing(folder: RunFolder, tracker: FakeTra
 
 
 def test_error_is_in_the_state_file_until_a_success(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), steps(1, 10))
     tracker.fail = failing(2, "log_metrics", lambda: ConnectionError("server down"))
@@ -140,7 +140,7 @@ def test_a_crash_anywhere_replays_and_loses_nothing(tmp_path: Path) -> None:
         pass
 
     for crash in range(1, 24):
-        folder, tracker = make_folder(tmp_path / str(crash)), FakeTracker()
+        folder, tracker = make_folder(tmp_path / str(crash)), MemoryStore()
         append(
             folder,
             started(),
@@ -176,7 +176,7 @@ def test_a_crash_anywhere_replays_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_one_bad_point_does_not_take_its_batch_along(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), steps(1, 1000), ended())
 
@@ -194,7 +194,7 @@ def test_one_bad_point_does_not_take_its_batch_along(
 
 
 def test_item_that_always_fails_while_the_store_accepts_others_is_set_aside(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), steps(1, 2), steps(1, 2, key="poison"), ended())
 
@@ -210,7 +210,7 @@ def test_item_that_always_fails_while_the_store_accepts_others_is_set_aside(
 
 
 def test_item_is_not_blamed_for_a_server_that_answers_now_and_then(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), steps(1, 20), ended())
     chosen = random.Random(7)
@@ -231,7 +231,7 @@ def test_item_is_not_blamed_for_a_server_that_answers_now_and_then(
 
 @pytest.mark.parametrize("tries", [10, 60, 400])
 def test_a_store_whose_disk_is_full_answers_and_loses_nothing(
-    tries: int, folder: RunFolder, tracker: FakeTracker
+    tries: int, folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), steps(1, 20), ended())
     left = iter(range(tries))
@@ -254,7 +254,7 @@ def test_a_store_whose_disk_is_full_answers_and_loses_nothing(
 
 
 def test_the_end_is_in_mlflow_if_the_courier_dies_in_the_first_upload(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     class Killed(BaseException):
         pass
@@ -282,7 +282,7 @@ def test_the_end_is_in_mlflow_if_the_courier_dies_in_the_first_upload(
 
 
 def test_uploads_that_fail_hold_up_neither_curves_nor_the_end(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), saved(folder, 10), steps(1, 20), ended())
     tracker.fail = failing(50, "save_checkpoint", lambda: OSError("no space left on device"))
@@ -301,7 +301,7 @@ NOTE = "mlflow.note.content"
 
 
 def _delivered_with_late_trouble(
-    folder: RunFolder, tracker: FakeTracker, edited: str | None = None
+    folder: RunFolder, tracker: MemoryStore, edited: str | None = None
 ) -> dict[str, str]:
     """Deliver a run whose uploads still fail after its page has been written; return the tags."""
     append(folder, started(), saved(folder, 10), steps(1, 20), ended())
@@ -317,7 +317,7 @@ def _delivered_with_late_trouble(
     return tracker.tags
 
 
-def test_problems_after_the_end_update_the_page(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_problems_after_the_end_update_the_page(folder: RunFolder, tracker: MemoryStore) -> None:
     tags = _delivered_with_late_trouble(folder, tracker)
     assert "9 tries to deliver failed" in tags[NOTE] and "all was delivered later" in tags[NOTE]
     assert tags["rankzero.retries"] == "9"
@@ -328,7 +328,7 @@ def test_problems_after_the_end_update_the_page(folder: RunFolder, tracker: Fake
     )
 
 
-def test_no_command_waits_for_the_page_update(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_no_command_waits_for_the_page_update(folder: RunFolder, tracker: MemoryStore) -> None:
     append(folder, started(), steps(1, 20), ended())
     deliverer = deliverer_to(tracker, folder)
     while not delivery_status.status(folder).done:
@@ -342,7 +342,7 @@ def test_no_command_waits_for_the_page_update(folder: RunFolder, tracker: FakeTr
 
 
 def test_the_page_update_follows_the_uploads_of_a_later_attempt(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), steps(1, 20), ended("KILLED", "stopped"))
     deliverer = deliverer_to(tracker, folder)
@@ -366,12 +366,12 @@ def test_sync_updates_the_page_after_a_courier_that_died(tmp_path: Path, sqlite:
     assert delivery_status.status(folder).complete
 
 
-def test_page_that_a_user_has_rewritten_is_kept(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_page_that_a_user_has_rewritten_is_kept(folder: RunFolder, tracker: MemoryStore) -> None:
     tags = _delivered_with_late_trouble(folder, tracker, edited="Our best so far.")
     assert (tags[NOTE], tags["rankzero.retries"]) == ("Our best so far.", "9")
 
 
-def test_problems_are_added_to_the_page_of_a_study(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_problems_are_added_to_the_page_of_a_study(folder: RunFolder, tracker: MemoryStore) -> None:
     folder.description.write_text("# The sweet spot\n")
     append(folder, Noticed(T0, "a trial's folder was lost"))
     tags = _delivered_with_late_trouble(folder, tracker)
@@ -380,7 +380,7 @@ def test_problems_are_added_to_the_page_of_a_study(folder: RunFolder, tracker: F
 
 
 def test_checkpoint_deleted_before_its_upload_is_no_problem(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     event = saved(folder, 10)
     shutil.rmtree(folder.path / event.path)
@@ -390,7 +390,7 @@ def test_checkpoint_deleted_before_its_upload_is_no_problem(
 
 
 def test_a_checkpoint_deleted_later_in_the_journal_is_not_uploaded(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), saved(folder, 10), saved(folder, 20), deleted(10))
     run(deliverer_to(tracker, folder))
@@ -399,7 +399,7 @@ def test_a_checkpoint_deleted_later_in_the_journal_is_not_uploaded(
 
 
 def test_artifacts_that_change_are_uploaded_again_at_the_end(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     folder.artifacts.mkdir()
     (folder.artifacts / "config.yaml").write_text("old")
@@ -414,7 +414,7 @@ def test_artifacts_that_change_are_uploaded_again_at_the_end(
     assert tracker.calls.count("log_artifact") == 3
 
 
-def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: MemoryStore) -> None:
     append(folder, started(), steps(1, 5000))
     run(deliverer_to(tracker, folder))
 
@@ -431,32 +431,34 @@ def test_a_run_deleted_in_mlflow_ends_the_delivery(folder: RunFolder, tracker: F
     assert delivery_status.status(folder).done
 
 
-def test_lost_state_continues_from_what_mlflow_has(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_lost_state_continues_from_what_mlflow_has(folder: RunFolder, tracker: MemoryStore) -> None:
     append(folder, started(), steps(1, 100))
     run(deliverer_to(tracker, folder))
     state.path_of(folder, 0).write_text("{ damaged")
-    tracker.marks = {"train/loss": 100}
     append(folder, steps(101, 120))
     run(deliverer_to(tracker, folder))
-    assert [point.step for point in tracker.points] == list(range(1, 121))
+    assert [point.step for point in tracker.sent] == list(range(1, 121))
 
 
 def test_resume_on_another_machine_continues_the_samples(
-    tmp_path: Path, tracker: FakeTracker
+    tmp_path: Path, tracker: MemoryStore
 ) -> None:
     folder = make_folder(tmp_path, mlflow_run_id="run-1")
-    tracker.marks = {"train/loss": 50, "system/cpu_utilization_percentage": 9}
+    tracker.points = {
+        "train/loss": {50: {(0, 0.02)}},
+        "system/cpu_utilization_percentage": {9: {(0, 1.0)}},
+    }
     append(folder, started(2, step=40), steps(41, 60))
     journal = Journal(folder.system(0))
     journal(SystemSampled(T0, 0, {"system/cpu_utilization_percentage": 1.0}))
     journal.close()
     run(deliverer_to(tracker, folder))
-    assert list(tracker.curve("train/loss")) == list(range(51, 61))
-    assert list(tracker.curve("system/cpu_utilization_percentage")) == [10]
+    assert list(tracker.curve("train/loss")) == list(range(50, 61))
+    assert list(tracker.curve("system/cpu_utilization_percentage")) == [9, 10]
 
 
 def test_another_node_waits_for_the_run_and_sends_its_samples_only(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     journal = Journal(folder.system(1))
     journal(SystemSampled(T0, 0, {"system/node_1/cpu_utilization_percentage": 1.0}))
@@ -464,9 +466,9 @@ def test_another_node_waits_for_the_run_and_sends_its_samples_only(
     append(folder, started(), steps(1, 3))
     second = deliverer_to(tracker, folder, node=1)
     assert not second.work()
-    tracker.status = "RUNNING"
+    tracker.open_run(folder.identity, T0)
     run(second)
-    assert {point.key for point in tracker.points} == {"system/node_1/cpu_utilization_percentage"}
+    assert {point.key for point in tracker.sent} == {"system/node_1/cpu_utilization_percentage"}
     assert state.path_of(folder, 1).name == "delivery-node_1.json"
 
 
@@ -481,7 +483,7 @@ def test_store_that_cannot_be_opened_is_retried(folder: RunFolder) -> None:
     assert "no module named mlflow" in str(delivery_status.status(folder).error)
 
 
-def test_a_line_that_is_not_whole_yet_is_no_work(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_a_line_that_is_not_whole_yet_is_no_work(folder: RunFolder, tracker: MemoryStore) -> None:
     append(folder, started())
     with folder.events.open("a") as journal:
         journal.write('{"event": "RunSta')
@@ -491,7 +493,7 @@ def test_a_line_that_is_not_whole_yet_is_no_work(folder: RunFolder, tracker: Fak
     assert worked[0] and not any(worked[-5:]) and not deliverer.complete
 
 
-def test_small_batches_are_collected(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_small_batches_are_collected(folder: RunFolder, tracker: MemoryStore) -> None:
     clock = [100.0]
     append(folder, started())
     deliverer = Deliverer(folder, 0, lambda uri: tracker, clock=lambda: clock[0])  # type: ignore[arg-type, return-value]
@@ -502,7 +504,7 @@ def test_small_batches_are_collected(folder: RunFolder, tracker: FakeTracker) ->
         while deliverer.work():
             pass
         clock[0] += READ_SECONDS / 5
-    assert tracker.batches == [6]  # all that came until it was time to take
+    assert len(tracker.sent) == 6  # all that came until it was time to take
     deliverer.hasten()
     run(deliverer)
-    assert tracker.batches == [6, 4]
+    assert len(tracker.sent) == 10 and tracker.calls.count("log_metrics") == 2

@@ -15,7 +15,7 @@ from rankzero.run_store.delivery_state import Page
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.description import join, split
-from support.fake_tracker import FakeTracker, delivered
+from support.memory_store import MemoryStore, delivered
 from support.runs import append, ended, make_folder, started, steps
 
 NOTE = "mlflow.note.content"
@@ -23,8 +23,8 @@ OURS = join("", "### FINISHED: trained")
 
 
 @pytest.fixture
-def tracker() -> FakeTracker:
-    return FakeTracker()
+def tracker() -> MemoryStore:
+    return MemoryStore()
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_page_is_cut_for_long_notes_and_left_out_for_longer_ones() -> None:
 
 
 def test_note_on_a_running_run_stays_at_its_end_and_at_every_resume(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     tracker.tags[NOTE] = "The one with the new data."
     append(folder, started(), steps(1, 10), ended("KILLED", "stopped"))
@@ -75,7 +75,7 @@ def test_note_on_a_running_run_stays_at_its_end_and_at_every_resume(
 
 
 def test_page_that_a_user_removed_or_edited_is_kept_above_the_next_one(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     for attempt, edited in enumerate(["Mine alone.", "### FINISHED: by me"], 1):
         append(folder, started(attempt), ended())
@@ -87,7 +87,7 @@ def test_page_that_a_user_removed_or_edited_is_kept_above_the_next_one(
         assert "### KILLED: stopped" in tracker.tags[NOTE]
 
 
-def test_page_of_an_earlier_version_is_replaced(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_page_of_an_earlier_version_is_replaced(folder: RunFolder, tracker: MemoryStore) -> None:
     append(folder, started(), ended("KILLED", "stopped"))
     delivered(folder, tracker)
     tracker.tags[NOTE] = "### KILLED: stopped, without a marker"
@@ -104,7 +104,7 @@ def test_page_of_an_earlier_version_is_replaced(folder: RunFolder, tracker: Fake
     ("edited", "is_kept"), [("", False), ("My notes.\n\n", True), ("\nMine below.", True)]
 )
 def test_page_of_an_earlier_version_is_recognised_without_delivery_json(
-    edited: str, is_kept: bool, folder: RunFolder, tracker: FakeTracker
+    edited: str, is_kept: bool, folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(lr="0.1"), ended("KILLED", "stopped"))
     delivered(folder, tracker)

@@ -13,7 +13,7 @@ from rankzero.run_store import delivery_state, disk
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
-from support.fake_tracker import FakeTracker, delivered, deliverer_to
+from support.memory_store import MemoryStore, delivered, deliverer_to
 from support.runs import append, ended, make_folder, started, steps
 
 
@@ -23,8 +23,8 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def tracker() -> FakeTracker:
-    return FakeTracker()
+def tracker() -> MemoryStore:
+    return MemoryStore()
 
 
 def logged_at(first: int, last: int, late: float) -> StepsLogged:
@@ -36,7 +36,7 @@ def logged_at(first: int, last: int, late: float) -> StepsLogged:
     return StepsLogged(event.steps, times, {**event.metrics, **more})
 
 
-def send(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
+def send(folder: RunFolder, tracker: MemoryStore) -> Deliverer:
     """Deliver what the journal holds now."""
     made = deliverer_to(tracker, folder)
     while made.work() or not made.complete:
@@ -46,7 +46,7 @@ def send(folder: RunFolder, tracker: FakeTracker) -> Deliverer:
 
 @pytest.mark.parametrize("resumed_to", [30, 200], ids=["shorter than the offset", "longer"])
 def test_steps_are_in_mlflow_once_after_the_journal_lost_its_tail(
-    folder: RunFolder, tracker: FakeTracker, resumed_to: int
+    folder: RunFolder, tracker: MemoryStore, resumed_to: int
 ) -> None:
     append(folder, started(), *(steps(n, n) for n in range(1, 21)))
     synced = folder.events.stat().st_size
@@ -57,7 +57,7 @@ def test_steps_are_in_mlflow_once_after_the_journal_lost_its_tail(
     append(folder, ended())
     assert not delivery_status.status(folder).done
     done = delivered(folder, tracker)
-    sent = [point.step for point in tracker.points if point.key == "train/loss"]
+    sent = [point.step for point in tracker.sent if point.key == "train/loss"]
     assert sorted(sent) == list(range(1, max(100, resumed_to) + 1))
     assert tracker.status == "FINISHED" and done.state.done
     (remark,) = done.state.problems.remarks
@@ -67,7 +67,7 @@ def test_steps_are_in_mlflow_once_after_the_journal_lost_its_tail(
 
 
 def test_metrics_that_began_after_the_lost_tail_are_sent(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     append(folder, started(), steps(1, 50))
     send(folder, tracker)
@@ -79,7 +79,7 @@ def test_metrics_that_began_after_the_lost_tail_are_sent(
 
 
 def test_state_of_an_earlier_version_continues_at_its_offset(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     # Earlier versions wrote neither a checksum of what was delivered nor one of each line.
     with folder.events.open("w") as file:
@@ -91,12 +91,12 @@ def test_state_of_an_earlier_version_continues_at_its_offset(
     path.write_text(json.dumps(fields))
     append(folder, steps(51, 60), ended())
     done = delivered(folder, tracker)
-    assert [point.step for point in tracker.points] == list(range(1, 61))
+    assert [point.step for point in tracker.sent] == list(range(1, 61))
     assert not done.state.problems.remarks
 
 
 def test_journal_is_synced_before_its_events_are_sent(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     order: list[str] = []
 
@@ -114,7 +114,7 @@ def test_journal_is_synced_before_its_events_are_sent(
 
 
 def test_sync_that_fails_is_on_the_page_and_delays_nothing(
-    folder: RunFolder, tracker: FakeTracker
+    folder: RunFolder, tracker: MemoryStore
 ) -> None:
     def sync(path: Path) -> None:
         raise OSError(5, "Input/output error")
@@ -129,7 +129,7 @@ def test_sync_that_fails_is_on_the_page_and_delays_nothing(
     assert "the disk did not confirm" in remark and remark in tracker.tags["mlflow.note.content"]
 
 
-def test_cut_journal_counts_as_undelivered(folder: RunFolder, tracker: FakeTracker) -> None:
+def test_cut_journal_counts_as_undelivered(folder: RunFolder, tracker: MemoryStore) -> None:
     append(folder, started(), steps(1, 50), ended())
     delivered(folder, tracker)
     os.truncate(folder.events, 200)

@@ -23,7 +23,7 @@ from rankzero.run_store import run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status, sync
 from rankzero.tracking.deliverer import Deliverer
-from support.fake_tracker import FakeTracker
+from support.memory_store import MemoryStore
 from support.runs import append, ended, make_folder, started, stuck
 
 LONG = 60.0  # seconds: nobody waits so long in these tests
@@ -228,7 +228,7 @@ def recorder_of_a_dead_rank_0(folder: RunFolder) -> Iterator[int]:
 def test_a_clock_that_goes_back_leaves_a_delivery_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, tracker = make_folder(tmp_path), FakeTracker()
+    folder, tracker = make_folder(tmp_path), MemoryStore()
     append(folder, started(), ended())
     run_locks.claim(folder, 0)
     real = time.time

@@ -12,7 +12,7 @@ from rankzero.run_store.folder import FolderGone, Identity, RunFolder
 from rankzero.tracking import delivery_status
 from rankzero.tracking.deliverer import Deliverer
 from rankzero.tracking.trial_deliverers import TrialDeliverers
-from support.fake_tracker import FakeTracker, deliverer_to
+from support.memory_store import MemoryStore, deliverer_to
 from support.runs import append, ended, started, steps
 
 
@@ -24,12 +24,12 @@ class Family:
     """A study's deliverer and its trials', worked as the courier does."""
 
     def __init__(self, study: RunFolder) -> None:
-        self.trackers = {study.path.name: FakeTracker()}
+        self.trackers = {study.path.name: MemoryStore()}
         self.own = deliverer_to(self.trackers[study.path.name], study)
         self.trials = TrialDeliverers(study, make=self._make, look_seconds=0.0)
 
     def _make(self, trial: RunFolder) -> Deliverer:
-        return deliverer_to(self.trackers.setdefault(trial.path.name, FakeTracker()), trial)
+        return deliverer_to(self.trackers.setdefault(trial.path.name, MemoryStore()), trial)
 
     def turn(self) -> None:
         self.trials.look()
@@ -63,7 +63,7 @@ def test_trials_follow_their_study_and_name_it(tmp_path: Path) -> None:
 
 
 def test_a_trial_waits_for_its_study(tmp_path: Path) -> None:
-    study, tracker = make(tmp_path, "study"), FakeTracker()
+    study, tracker = make(tmp_path, "study"), MemoryStore()
     child = make(tmp_path, "one", parent="study")
     append(child, started(), ended())
     assert not deliverer_to(tracker, child).work() and not tracker.calls
@@ -104,7 +104,7 @@ def test_a_trial_that_cannot_be_read_now_is_taken_later(tmp_path: Path) -> None:
     def deliverer(trial: RunFolder) -> Deliverer:
         if errors:
             raise errors.pop()
-        return deliverer_to(FakeTracker(), trial)
+        return deliverer_to(MemoryStore(), trial)
 
     trials = TrialDeliverers(study, make=deliverer, look_seconds=0.0)
     with pytest.raises(OSError, match="input/output"):

@@ -16,7 +16,7 @@ from rankzero.events import PicturesTaken
 from rankzero.reporting import image_grids
 from rankzero.run_store import picture_files
 from rankzero.run_store.folder import RunFolder
-from support.fake_tracker import FakeTracker, delivered
+from support.memory_store import MemoryStore, delivered
 from support.pictures import arrays, taken
 from support.runs import T0, append, ended, make_folder, saved, started
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_pictures_are_uploaded_and_their_arrays_removed(folder: RunFolder) -> None:
-    tracker = FakeTracker()
+    tracker = MemoryStore()
     append(folder, started(), taken(folder, 5, arrays()), taken(folder, 9, arrays()), ended())
     deliverer = delivered(folder, tracker)
     keys = ["confusion_matrix", "hardest_mistakes", "training_batch"]
@@ -39,7 +39,7 @@ def test_pictures_are_uploaded_and_their_arrays_removed(folder: RunFolder) -> No
 
 
 def test_replay_after_a_crash_uploads_the_same_pictures(folder: RunFolder) -> None:
-    tracker = FakeTracker()
+    tracker = MemoryStore()
     append(folder, started(), taken(folder, 5, arrays()), ended())
     delivered(folder, tracker)
     before = dict(tracker.pictures)
@@ -49,7 +49,7 @@ def test_replay_after_a_crash_uploads_the_same_pictures(folder: RunFolder) -> No
 
 
 def test_unreachable_store_gets_the_pictures_later(folder: RunFolder) -> None:
-    tracker, fails = FakeTracker(), iter([True, True, False])
+    tracker, fails = MemoryStore(), iter([True, True, False])
 
     def fail(name: str, argument: object) -> None:
         if name == "log_pictures" and next(fails):
@@ -80,7 +80,7 @@ def pickled() -> bytes:
 def test_damaged_or_foreign_arrays_are_rejected(
     folder: RunFolder, content: dict[str, Any] | bytes
 ) -> None:
-    tracker = FakeTracker()
+    tracker = MemoryStore()
     append(folder, started(), taken(folder, 5, content), ended())
     state = delivered(folder, tracker).state
     assert state.problems.rejected == 1 and "pictures of step 5" in state.problems.reasons[0]
@@ -96,7 +96,7 @@ def test_nothing_outside_of_the_folder_is_read_or_deleted(folder: RunFolder, pat
     folder.pictures.mkdir()
     (folder.pictures / "link.npz").symlink_to(victim)
     append(folder, started(), PicturesTaken(T0, 5, path), ended())
-    tracker = FakeTracker()
+    tracker = MemoryStore()
     state = delivered(folder, tracker).state
     assert state.problems.rejected == 1 and "leads out" in state.problems.reasons[0]
     assert not tracker.pictures and victim.exists() and (folder.path / "run.json").exists()
@@ -127,7 +127,7 @@ def test_lack_of_disk_or_memory_is_retried(
     event = taken(folder, 5, arrays())
     monkeypatch.setattr(owner, name, lacking)
     append(folder, started(), event, ended())
-    tracker = FakeTracker()
+    tracker = MemoryStore()
     state = delivered(folder, tracker).state
     assert (
         len(tracker.pictures) == 3 and not state.problems.rejected and state.retries.failures == 2
@@ -142,7 +142,7 @@ def test_picture_that_needs_too_much_memory_is_rejected_in_the_end(
 
     monkeypatch.setattr(image_grids, "draw", lacking)
     append(folder, started(), taken(folder, 5, arrays()), saved(folder, 6), ended())
-    tracker = FakeTracker()
+    tracker = MemoryStore()
     state = delivered(folder, tracker).state
     assert state.problems.rejected == 1 and "not enough memory" in state.problems.reasons[0]
     assert list(tracker.checkpoints) == [6] and list(folder.pictures.iterdir()), (
@@ -152,7 +152,7 @@ def test_picture_that_needs_too_much_memory_is_rejected_in_the_end(
 
 @pytest.mark.parametrize("number", [errno.ENAMETOOLONG, errno.EISDIR, errno.EINVAL])
 def test_picture_that_no_file_system_accepts_is_rejected(folder: RunFolder, number: int) -> None:
-    tracker = FakeTracker()
+    tracker = MemoryStore()
 
     def fail(name: str, argument: object) -> None:
         if name == "log_pictures":
@@ -181,7 +181,7 @@ def test_paths_that_are_not_files_are_rejected(folder: RunFolder) -> None:
         *(PicturesTaken(T0 + n, n, path) for n, path in enumerate(paths)),
         ended(),
     )
-    tracker = FakeTracker()
+    tracker = MemoryStore()
     state = delivered(folder, tracker).state
     assert state.problems.rejected == 4, state.problems.reasons
     assert (folder.pictures / "folder").is_dir() and tracker.status == "FINISHED"

@@ -359,9 +359,9 @@ def test_events_that_cannot_be_written_are_on_the_run_page(tmp_path: Path) -> No
     from rankzero.run_store.journal import Journal
     from rankzero.tracking.deliverer import Deliverer
     from rankzero.tracking.run_log import RunLog
-    from support.fake_tracker import FakeTracker
+    from support.memory_store import MemoryStore
 
-    folder, tracker = make_folder(tmp_path), FakeTracker()
+    folder, tracker = make_folder(tmp_path), MemoryStore()
     log = RunLog(folder, Journal(folder.events), 1, None)
     odd = Evaluated(T0, 3, {"x": object()}, False)  # type: ignore[dict-item]
     for event in (started(), steps(1, 3), odd, ended()):

@@ -6,7 +6,7 @@ import sys
 if "rankzero.tracking.courier" in sys.orig_argv:
     from pathlib import Path
 
-    from crash_points.memory_store import MemoryStore
     from rankzero.tracking import open_run
+    from support.memory_store import MemoryStore
 
     open_run.connect = lambda uri: MemoryStore(Path(os.environ["CRASH_ROOT"]) / "mlflow")

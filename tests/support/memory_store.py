@@ -1,8 +1,9 @@
 """MLflow in memory: what the courier needs of `MlflowRuns`, with the same results.
 
-`test_memory_store.py` compares it with the real client. Each call that changes something is first
-appended to a log file, if one is given. So the log of a recorded run has MLflow's state after each
-call. That state survives a power cut, because the server is another machine.
+`crash_points/test_memory_store.py` compares it with the real client. Each call that changes
+something is first appended to a log file, if one is given. So the log of a recorded run has
+MLflow's state after each call. That state survives a power cut, because the server is another
+machine.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ from typing import Any, NamedTuple
 from rankzero.events import CheckpointSaved, DataDescribed, RunEnded, RunStarted
 from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
 from rankzero.mlflow_store.uris import RunGone
-from rankzero.run_store.folder import Identity
+from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.tracking.deliverer import Deliverer
 
 RUN_ID = "run-1"
 
 
-class OpenRun(NamedTuple):
-    """As `mlflow_store.client.records.OpenRun`, whose import costs the seconds of mlflow's."""
+class Refused(Exception):
+    """As MLflow's exception for what it will never take."""
+
+    error_code = "INVALID_PARAMETER_VALUE"
+
+
+class OpenedRun(NamedTuple):
+    """As `mlflow_store.client.RunRecord`, whose import costs the seconds of mlflow's."""
 
     run_id: str
     experiment_id: str
@@ -32,7 +40,10 @@ Change = tuple[str, tuple[Any, ...]]
 
 
 class MemoryStore:
-    """One run. The courier of one run calls it, from one thread."""
+    """One run. The courier of one run calls it, from one thread.
+
+    `fail` is called before each request with its name and argument, and may raise.
+    """
 
     def __init__(self, log: Path | None = None) -> None:
         self.uuid: str | None = None
@@ -43,7 +54,14 @@ class MemoryStore:
         self.params: dict[str, str] = {}
         self.checkpoints: dict[int, tuple[str, bool]] = {}
         """Step -> when it was saved, and whether it is the best."""
-        self.artifacts: set[str] = set()
+        self.artifacts: dict[str, str] = {}
+        self.pictures: dict[tuple[str, int, int], bytes] = {}
+        self.calls: list[str] = []
+        """Requests that did not fail."""
+        self.sent: list[MetricPoint] = []
+        """Points in the order of their arrival, the copies included."""
+        self.gone = False
+        self.fail: Callable[[str, object], object] | None = None
         self.models = self
         self._log = log
         if log is not None:
@@ -54,40 +72,63 @@ class MemoryStore:
         for name, arguments in changes:
             getattr(self, f"_{name}")(*arguments)
 
-    def open_run(self, identity: Identity, start_seconds: float) -> OpenRun | None:
+    def curve(self, key: str) -> dict[int, float]:
+        """Return {step: value} of a metric, as MLflow would chart it."""
+        return {step: min(seen)[1] for step, seen in self.points.get(key, {}).items()}
+
+    def open_run(self, identity: Identity, start_seconds: float) -> OpenedRun | None:
+        self._call("open_run", identity)
         if self.uuid != identity.uuid:
             assert self.uuid is None, "a second run"
             self._change("create", identity.uuid)
         return self.find_open_run(identity)
 
-    def find_open_run(self, identity: Identity) -> OpenRun | None:
+    def find_open_run(self, identity: Identity) -> OpenedRun | None:
         marks = {key: max(steps) for key, steps in self.points.items()}
-        return OpenRun(RUN_ID, "1", marks) if self.uuid == identity.uuid else None
+        return OpenedRun(RUN_ID, "1", marks) if self.uuid == identity.uuid else None
 
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
+        self._call("start_attempt", event)
         self._change("start", event)
 
     def log_data(self, run_id: str, event: DataDescribed) -> None:
-        """Data sets are not part of the model."""
+        # Data sets are not part of the model.
+        self._call("log_data", event)
 
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint]) -> None:
+        self._call("log_metrics", points)
+        self.sent += points
         self._change("add", [tuple(point) for point in points])
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        self._call("set_tags", tags)
         self._change("tag", dict(tags))
 
     def description(self, run_id: str) -> str:
+        self._call("description", run_id)
         return self.tags.get(DESCRIPTION, "")
 
     def close_run(self, run_id: str, event: RunEnded) -> None:
+        self._call("close_run", event)
         self._change("close", event.status)
 
     def require_run(self, run_id: str) -> None:
-        if self.uuid is None:
-            raise RunGone("the MLflow run was deleted")
+        self._call("require_run", run_id)
+        if self.gone or self.uuid is None:
+            raise RunGone(f"the MLflow run {RUN_ID} was deleted")
 
     def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
-        self._change("upload", f"{folder}/{path.name}" if folder else path.name)
+        self._call("log_artifact", path)
+        name = f"{folder}/{path.name}" if folder else path.name
+        self._change("upload", name, path.read_text(errors="replace"))
+
+    def log_pictures(
+        self, run_id: str, pictures: Mapping[str, Path], step: int, milliseconds: int
+    ) -> None:
+        # No recorded run has pictures.
+        self._call("log_pictures", pictures)
+        for key, path in pictures.items():
+            self.pictures[key, step, milliseconds] = path.read_bytes()
 
     def save_checkpoint(
         self,
@@ -96,6 +137,7 @@ class MemoryStore:
         folder: Path,
         points: Callable[[str], Sequence[MetricPoint]],
     ) -> str:
+        self._call("save_checkpoint", event)
         name = f"model-{event.step}"
         is_new = self.checkpoints.get(event.step, ("", False))[0] != repr(event.time)
         if is_new and not any(folder.glob("*")):
@@ -105,6 +147,7 @@ class MemoryStore:
         return name
 
     def delete_checkpoints(self, run: object, step: int) -> None:
+        self._call("delete_checkpoints", step)
         self._change("delete", step)
 
     def history(self, run_id: str, key: str) -> list[MetricPoint]:
@@ -112,6 +155,11 @@ class MemoryStore:
         return [
             MetricPoint(key, value, at, step) for step, seen in steps for at, value in sorted(seen)
         ]
+
+    def _call(self, name: str, argument: object) -> None:
+        if self.fail is not None:
+            self.fail(name, argument)
+        self.calls.append(name)
 
     def _change(self, name: str, *arguments: Any) -> None:
         if self._log is not None:
@@ -138,8 +186,8 @@ class MemoryStore:
     def _close(self, status: str) -> None:
         self.status = status
 
-    def _upload(self, name: str) -> None:
-        self.artifacts.add(name)
+    def _upload(self, name: str, text: str) -> None:
+        self.artifacts[name] = text
 
     def _save(self, step: int, at: str, best: bool, points: Sequence[tuple[Any, ...]]) -> None:
         if best:
@@ -161,3 +209,19 @@ def read_changes(log: Path) -> list[Change]:
             while file.peek(1):
                 changes.append(pickle.load(file))
     return changes
+
+
+def deliverer_to(store: MemoryStore, folder: RunFolder, node: int = 0) -> Deliverer:
+    """Return what delivers a run to this store, in a hurry and without waits between retries."""
+    made = Deliverer(folder, node, lambda uri: store, longest_wait=0.0)  # type: ignore[arg-type, return-value]
+    made.hasten()
+    return made
+
+
+def delivered(folder: RunFolder, store: MemoryStore) -> Deliverer:
+    """Deliver all of a run. Raises AssertionError where that has no end."""
+    made = deliverer_to(store, folder)
+    for _ in range(200):
+        if not made.work() and made.complete:
+            return made
+    raise AssertionError(f"not complete: {made.state}")
