@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rankzero.run_store import provenance
 from rankzero.run_store.provenance import (
     Provenance,
     allowed,
@@ -101,7 +102,8 @@ def test_a_diff_that_takes_too_long_does_not_make_the_tree_clean(
     )
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
-    found = collect(repository, ["rankzero", "train"], {}, git_seconds=1.0)
+    monkeypatch.setattr(provenance, "_GIT_SECONDS", 1.0)
+    found = collect(repository, ["rankzero", "train"], {})
     assert "did not list the changes within 1 seconds" in str(found.diff)
     assert environment(found)["rankzero.dirty"] == "true"
 

@@ -92,17 +92,17 @@ def take_over(folder: RunFolder) -> None:
     # Two writers would spoil each other's checkpoints, and the end of one would be taken for the
     # other's.
 
-    def is_busy(claim: run_locks.Claim) -> bool:
-        other = claim.pid != os.getpid() and run_locks.is_local(claim) and run_locks.is_alive(claim)
-        return other and not _ended_since(folder, claim.events_offset)
+    def refuse(before: run_locks.Claim) -> None:
+        lives = run_locks.is_local(before) and run_locks.is_alive(before)
+        if lives and before.pid != os.getpid() and not _ended_since(folder, before.events_offset):
+            raise UserError(
+                f"process {before.pid} is writing {folder.path.name}: "
+                "stop it, or choose another name"
+            )
 
     # For another machine's ranks; no command of this machine is about to start its own.
     with sole_launcher(folder, machines=2):
-        other = run_locks.claim_unless(folder, is_busy)
-    if other is not None:
-        raise UserError(
-            f"process {other.pid} is writing {folder.path.name}: stop it, or choose another name"
-        )
+        run_locks.claim(folder, 0, refuse)
 
 
 @contextlib.contextmanager

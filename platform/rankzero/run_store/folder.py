@@ -59,8 +59,8 @@ class Identity:
         )
 
 
-def read_identity(path: Path) -> Identity:
-    """Read a ``run.json``. Raises InvalidRunFolder, since a name in it becomes a folder's."""
+def _read_identity(path: Path) -> Identity:
+    # A name in it becomes a folder's.
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         identity = Identity(**fields)
@@ -121,7 +121,7 @@ class RunFolder:
     @property
     def identity(self) -> Identity:
         """The run's identity. Raises InvalidRunFolder if RankZero did not write `run.json`."""
-        return read_identity(self.path / "run.json")
+        return _read_identity(self.path / "run.json")
 
     @property
     def events(self) -> Path:

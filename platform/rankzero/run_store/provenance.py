@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import getpass
 import importlib.metadata
 import json
@@ -23,6 +22,7 @@ from rankzero.redaction.text import command_without_secrets, text_without_secret
 from rankzero.run_store.folder import write_atomically
 from rankzero.run_store.names import InvalidRunFolder
 
+_GIT_SECONDS = 5.0
 _MAX_DIFF_BYTES = 1_000_000
 _MAX_UNTRACKED = 200
 # Settings of a repository must not run programs of its choice: no external diff, no text
@@ -70,10 +70,12 @@ class Provenance:
     diff: str | None = None
 
 
-def collect(
-    project_dir: Path, argv: Sequence[str], environ: Mapping[str, str], git_seconds: float = 5.0
-) -> Provenance:
+def collect(project_dir: Path, argv: Sequence[str], environ: Mapping[str, str]) -> Provenance:
     """Collect everything. Never raises for lack of git, a user name or a package."""
+    packages = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     return Provenance(
         command=command_without_secrets(argv),
         host=socket.gethostname(),
@@ -81,9 +83,9 @@ def collect(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu_count=os.cpu_count() or 1,
         python=platform.python_version(),
-        packages={name: version for name in _PACKAGES if (version := _version(name))},
+        packages=packages,
         variables=allowed(environ),
-        **_git_facts(project_dir, git_seconds),
+        **_git_facts(project_dir),
     )
 
 
@@ -93,10 +95,10 @@ def record(
     """Collect everything now, write it into the run's artifacts, and return the run's tags."""
     found = collect(Path.cwd(), argv, os.environ)
     write_artifacts(found, artifacts)
-    file = {}
+    tags = environment(found)
     if experiment_file:
-        file["rankzero.experiment_file"] = os.path.relpath(experiment_file, Path.cwd())
-    return {**environment(found), **file}
+        tags["rankzero.experiment_file"] = os.path.relpath(experiment_file, Path.cwd())
+    return tags
 
 
 def environment(found: Provenance) -> dict[str, str]:
@@ -173,9 +175,7 @@ def _artifact_folder(folder: Path) -> Path:
     return target
 
 
-def _git(
-    folder: Path, *words: str, seconds: float = 5.0, settings: Mapping[str, str] | None = None
-) -> str | None:
+def _git(folder: Path, *words: str, settings: Mapping[str, str] | None = None) -> str | None:
     """Return git's output, or None if it fails or takes too long."""
     # As variables behind those that are set: on a command line, a name may not have a "=".
     first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
@@ -199,42 +199,42 @@ def _git(
     null = subprocess.DEVNULL
     try:
         output = subprocess.check_output(
-            command, cwd=folder, env=environ, timeout=seconds, stdin=null, stderr=null
+            command, cwd=folder, env=environ, timeout=_GIT_SECONDS, stdin=null, stderr=null
         )
     except (OSError, subprocess.SubprocessError):
         return None
     return output.decode(errors="replace")
 
 
-def _git_facts(project_dir: Path, seconds: float) -> dict[str, str | None]:
-    git = functools.partial(_git, project_dir, seconds=seconds)
-    found = git("rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+def _git_facts(project_dir: Path) -> dict[str, str | None]:
+    found = _git(project_dir, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
     if found is None:
         return {}
     commit, _, branch = found.strip().partition("\n")
-    remote = git("config", "--get", "remote.origin.url")
+    remote = _git(project_dir, "config", "--get", "remote.origin.url")
     return {
         "commit": commit,
         # Git calls a detached head "HEAD".
         "branch": None if branch.strip() == "HEAD" else branch.strip(),
         "repository": text_without_secrets(remote.strip()) if remote else None,
-        "diff": _diff(git, seconds),
+        "diff": _diff(project_dir),
     }
 
 
-def _diff(git: functools.partial[str | None], seconds: float) -> str | None:
-    filters = git("config", "--show-scope", "--name-only", "--get-regexp", _FILTERS) or ""
+def _diff(folder: Path) -> str | None:
+    words = ("config", "--show-scope", "--name-only", "--get-regexp", _FILTERS)
+    filters = _git(folder, *words) or ""
     without_filters = {
         name: "false" if name.endswith(".required") else ""
         for scope, _, name in (line.partition("\t") for line in filters.splitlines())
         if scope in ("local", "worktree")
     }
-    changes = git("diff", "HEAD", *_DIFF_OPTIONS, settings=without_filters)
-    untracked = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/")
+    changes = _git(folder, "diff", "HEAD", *_DIFF_OPTIONS, settings=without_filters)
+    untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "--full-name", ":/")
     if changes == untracked == "":
         return None
     if changes is None:
-        changes = f"# git did not list the changes within {seconds:g} seconds\n"
+        changes = f"# git did not list the changes within {_GIT_SECONDS:g} seconds\n"
     elif len(changes.encode()) > _MAX_DIFF_BYTES:
         # Whole lines only: half a secret would not be recognised.
         whole = changes.encode()
@@ -254,9 +254,3 @@ def _user() -> str:
         # A container may run under a user id that has no name.
         return str(os.getuid())
 
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -46,41 +46,35 @@ class Claim:
     """Bytes of journal that earlier attempts wrote."""
 
 
-def claim(folder: RunFolder, node: int) -> Claim:
-    """Make this process's attempt the run's latest. An older recorder sees that and stops."""
+def claim(
+    folder: RunFolder, node: int, check: Callable[[Claim], object] = lambda before: None
+) -> Claim:
+    """Make this process's attempt the run's latest. An older recorder sees that and stops.
+
+    `check` gets the claim before, if there is one. It may raise to prevent this one.
+    """
     with exclusive_end(folder):
-        return _claim(folder, node)
-
-
-def claim_unless(folder: RunFolder, is_busy: Callable[[Claim], bool]) -> Claim | None:
-    """Make a claim for node 0, unless the latest one is busy. Return that one, or None."""
-    with exclusive_end(folder):
-        found = latest(folder, 0)
-        if found is not None and is_busy(found):
-            return found
-        _claim(folder, 0)
-    return None
-
-
-def _claim(folder: RunFolder, node: int) -> Claim:
-    events = folder.events.stat().st_size if folder.events.exists() else 0
-    mine = Claim(
-        secrets.token_hex(8),
-        socket.gethostname(),
-        os.getpid(),
-        process_start(os.getpid()),
-        time.time(),
-        events,
-    )
-    # An older recorder keeps its lock on a file that nobody looks at any more.
-    for left in folder.path.glob(f"{_claim_path(folder, node).stem}-{'?' * 16}.live"):
-        left.unlink(missing_ok=True)
-    os.close(open_lock(_live_path(folder, node, mine.token)))
-    temporary = folder.path / f".recorder-{mine.token}"
-    temporary.write_text(json.dumps(dataclasses.asdict(mine)), encoding="utf-8")
-    # It is not synced to the disk, because after a crash of the machine no process needs it.
-    temporary.replace(_claim_path(folder, node))
-    return mine
+        before = latest(folder, node)
+        if before is not None:
+            check(before)
+        events = folder.events.stat().st_size if folder.events.exists() else 0
+        mine = Claim(
+            secrets.token_hex(8),
+            socket.gethostname(),
+            os.getpid(),
+            process_start(os.getpid()),
+            time.time(),
+            events,
+        )
+        # An older recorder keeps its lock on a file that nobody looks at any more.
+        for left in folder.path.glob(f"{_claim_path(folder, node).stem}-{'?' * 16}.live"):
+            left.unlink(missing_ok=True)
+        os.close(open_lock(_live_path(folder, node, mine.token)))
+        temporary = folder.path / f".recorder-{mine.token}"
+        temporary.write_text(json.dumps(dataclasses.asdict(mine)), encoding="utf-8")
+        # It is not synced to the disk, because after a crash of the machine no process needs it.
+        temporary.replace(_claim_path(folder, node))
+        return mine
 
 
 def latest(folder: RunFolder, node: int) -> Claim | None:
