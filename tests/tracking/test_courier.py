@@ -223,7 +223,7 @@ def test_courier_that_waits_for_mlflow_is_behind(folder: RunFolder) -> None:
         tick_seconds=0.01,
         on_idle=noted,
     )
-    assert deliverer.state.done and deliverer.state.retries.failures > 1
+    assert deliverer.complete and deliverer.state.retries.failures > 1
     assert idle and not any(idle)
     os.close(reader)
 
@@ -346,7 +346,7 @@ def test_courier_ends_although_a_full_disk_has_cut_the_last_sample(folder: RunFo
         reader,
         tick_seconds=0.01,
     )
-    assert deliverer.state.done and deliverer.state.problems.rejected == 1
+    assert deliverer.complete and deliverer.state.problems.rejected == 1
     os.close(reader)
 
 

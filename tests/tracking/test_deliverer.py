@@ -75,7 +75,7 @@ def test_a_whole_run(folder: RunFolder, tracker: MemoryStore) -> None:
     assert "### FINISHED" in tracker.tags["mlflow.note.content"]
     order = [tracker.calls.index(name) for name in ("log_metrics", "close_run", "save_checkpoint")]
     assert order == sorted(order), "the status waits for no upload"
-    assert done.state.done and state.load(state.path_of(folder, 0)).done
+    assert done.complete and state.load(state.path_of(folder, 0)).queue.ended
     assert delivery_status.status(folder)[:4] == (53, 0, 0, True)
 
 

@@ -59,7 +59,7 @@ def test_steps_are_in_mlflow_once_after_the_journal_lost_its_tail(
     done = delivered(folder, tracker)
     sent = [point.step for point in tracker.sent if point.key == "train/loss"]
     assert sorted(sent) == list(range(1, max(100, resumed_to) + 1))
-    assert tracker.status == "FINISHED" and done.state.done
+    assert tracker.status == "FINISHED" and done.complete
     (remark,) = done.state.problems.remarks
     assert "events.jsonl" in remark and "power loss" in remark
     assert remark in tracker.tags["mlflow.note.content"]

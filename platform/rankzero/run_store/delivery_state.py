@@ -56,8 +56,6 @@ class Cursor:
     """Journal file -> CRC-32 of these bytes. Earlier versions wrote none."""
     delivered: int = 0
     """Points sent."""
-    pending_bytes: int = 0
-    """Bytes of journal not yet delivered, when the file was written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,17 +178,6 @@ class DeliveryState:
     """The token of the run's latest claim when this was written."""
     updated: float = 0.0
     """When this was written. Only shown: clocks jump."""
-
-    @property
-    def pending(self) -> int:
-        """How much is left until the delivery is done."""
-        queue = self.queue
-        return self.cursor.pending_bytes + len(queue.awaited) + (queue.ending is not None)
-
-    @property
-    def done(self) -> bool:
-        """Whether MLflow had all but the page update when this was written, the end included."""
-        return self.queue.ended and not self.pending
 
 
 _PARTS: dict[str, type[Any]] = {

@@ -145,10 +145,8 @@ class Deliverer:
             raise FolderGone(f"{self._folder.path} was moved or deleted while it was delivered")
         before = self._committed if self._items else self.state
         claim = run_locks.latest(self._folder, self._node)
-        pending = delivery_state.unread_bytes(self._folder, before.cursor.offsets)
         self._committed = dataclasses.replace(
             before,
-            cursor=dataclasses.replace(before.cursor, pending_bytes=pending),
             retries=self.state.retries,  # True at once, whatever is sent.
             claim=claim.token if claim else "",
         )

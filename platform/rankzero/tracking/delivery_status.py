@@ -51,11 +51,12 @@ def status(folder: RunFolder) -> Delivery:
     knows_latest = claim is None or claim.token == state.claim
     unread = delivery_state.unread_bytes(folder, {folder.events.name: 0, **state.cursor.offsets})
     queue = state.queue
+    pending = unread + len(queue.awaited) + (queue.ending is not None)
     return Delivery(
         state.cursor.delivered,
-        unread + len(queue.awaited) + (queue.ending is not None),
+        pending,
         state.problems.rejected,
-        state.done and knows_latest and not unread,
+        queue.ended and knows_latest and not pending,
         state.retries.error,
         state.run_id,
         tuple(trouble(state)),
