@@ -253,4 +253,3 @@ def _user() -> str:
     except (KeyError, OSError):
         # A container may run under a user id that has no name.
         return str(os.getuid())
-

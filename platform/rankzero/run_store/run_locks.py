@@ -46,9 +46,7 @@ class Claim:
     """Bytes of journal that earlier attempts wrote."""
 
 
-def claim(
-    folder: RunFolder, node: int, check: Callable[[Claim], object] = lambda before: None
-) -> Claim:
+def claim(folder: RunFolder, node: int, check: Callable[[Claim], object] = lambda _: None) -> Claim:
     """Make this process's attempt the run's latest. An older recorder sees that and stops.
 
     `check` gets the claim before, if there is one. It may raise to prevent this one.
