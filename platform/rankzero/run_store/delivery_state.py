@@ -30,7 +30,7 @@ from rankzero.redaction.text import line_without_secrets
 from rankzero.run_store.folder import RunFolder, write_atomically
 from rankzero.run_store.journal import checksum_of_first
 
-REASONS_KEPT = 20
+_REASONS_KEPT = 20
 
 
 class Task(enum.Enum):
@@ -121,7 +121,7 @@ class Problems:
 
     def reject(self, what: str, reason: str) -> Problems:
         """Count something that is set aside, and remember the reason."""
-        reasons = (*self.reasons, line_without_secrets(f"{what}: {reason}"))[-REASONS_KEPT:]
+        reasons = (*self.reasons, line_without_secrets(f"{what}: {reason}"))[-_REASONS_KEPT:]
         return dataclasses.replace(self, rejected=self.rejected + 1, reasons=reasons)
 
     def reject_once(self, what: str, reason: str) -> Problems:
@@ -134,7 +134,7 @@ class Problems:
         line = f"{_shorten(what)}: {_shorten(became)}"
         if line in self.remarks:
             return self
-        remarks = (*self.remarks, line)[:REASONS_KEPT]
+        remarks = (*self.remarks, line)[:_REASONS_KEPT]
         return dataclasses.replace(self, altered=self.altered + 1, remarks=remarks)
 
 

@@ -16,7 +16,7 @@ from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store import disk, names, symlinks
 from rankzero.run_store.journal import read_all
 
-EVENTS, CHILDREN = "events.jsonl", "children.txt"
+EVENTS, _CHILDREN = "events.jsonl", "children.txt"
 
 
 class FolderGone(UserError):
@@ -176,14 +176,14 @@ class RunFolder:
     def children(self) -> list[RunFolder]:
         """The runs that belong to this one (a study's trials), oldest first."""
         try:
-            found = (self.path / CHILDREN).read_text(encoding="utf-8", errors="replace").split()
+            found = (self.path / _CHILDREN).read_text(encoding="utf-8", errors="replace").split()
         except OSError:
             return []
         return [RunFolder(self.path.parent / name) for name in found if names.is_plain(name)]
 
     def add_child(self, name: str) -> None:
         """Note that the run `name`, in the same parent folder, belongs to this one."""
-        with open(self.path / CHILDREN, "a", encoding="utf-8", opener=symlinks.no_follow) as file:
+        with open(self.path / _CHILDREN, "a", encoding="utf-8", opener=symlinks.no_follow) as file:
             file.write(name + "\n")
 
     def all_events(self) -> Iterator[Event]:

@@ -28,9 +28,9 @@ from rankzero.events import (
 from rankzero.run_store import disk
 
 # What a reader holds in memory at a time, and a writer while it cannot write.
-READ_BYTES, MOST_WAITING_BYTES = 1 << 20, 64 << 20
+READ_BYTES, _MOST_WAITING_BYTES = 1 << 20, 64 << 20
 # Between writes of steps: a run that reports each step does not pay one write for each.
-STEPS_SECONDS = 0.5
+_STEPS_SECONDS = 0.5
 _NEVER_LOST, _SYNCED = (RunStarted, CheckpointSaved, RunEnded), (RunStarted, RunEnded)
 _RETRY_SECONDS = 0.2
 
@@ -52,7 +52,7 @@ class Journal:
         self,
         path: Path,
         *,
-        most_waiting_bytes: int = MOST_WAITING_BYTES,
+        most_waiting_bytes: int = _MOST_WAITING_BYTES,
         write: Callable[[int, bytearray], int] = os.write,
         fsync: Callable[[int], None] = os.fsync,
     ) -> None:
@@ -136,7 +136,7 @@ class Journal:
         if not isinstance(event, StepsLogged) or not event.times:
             return True
         since = event.times[-1] - self._steps_written
-        if 0 < since < STEPS_SECONDS:
+        if 0 < since < _STEPS_SECONDS:
             return False
         self._steps_written = event.times[-1]
         return True

@@ -27,9 +27,9 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.lock_files import open_lock, try_lock
 
 # A recorder that gets no processor time must not hold up the start of a training for longer.
-EXCLUSIVE_SECONDS = 0.2
+_EXCLUSIVE_SECONDS = 0.2
 # Without a heartbeat of a writer on another machine.
-ABANDONED_SECONDS = 600.0
+_ABANDONED_SECONDS = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def writer_lives(folder: RunFolder) -> bool:
         return False
     if is_local(found):
         return is_alive(found)
-    return time.time() - last_heartbeat(folder) < ABANDONED_SECONDS
+    return time.time() - last_heartbeat(folder) < _ABANDONED_SECONDS
 
 
 def is_local(claim: Claim) -> bool:
@@ -207,7 +207,7 @@ def exclusive_end(folder: RunFolder) -> Iterator[None]:
     """
     descriptor = open_lock(folder.path / "attempt.lock")
     try:
-        try_lock(descriptor, seconds=EXCLUSIVE_SECONDS)
+        try_lock(descriptor, seconds=_EXCLUSIVE_SECONDS)
         yield
     finally:
         os.close(descriptor)

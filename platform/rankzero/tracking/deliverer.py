@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 # Few large batches: each costs the server as much as a thousand points do.
 READ_SECONDS = 5.0
 # After so many failures in a row the item itself may be to blame, and another request tests it.
-SUSPICIOUS_FAILURES = 8
+_SUSPICIOUS_FAILURES = 8
 # With a failure before each: a server that answers now and then proves nothing.
-CERTAIN_ANSWERS = 3
+_CERTAIN_ANSWERS = 3
 # An upload that so often ran out of memory may need more than the machine has.
-MOST_WITHOUT_MEMORY = 4
+_MOST_WITHOUT_MEMORY = 4
 
 log = logging.getLogger("rankzero.recorder")
 
@@ -208,12 +208,12 @@ class Deliverer:
         reason, failures = refusal(error), self._retry.of(activity).failures
         # An upload is never blamed by the answers to others, since its size alone may explain it.
         if activity is Activity.UPLOAD:
-            if isinstance(error, MemoryError) and failures >= MOST_WITHOUT_MEMORY:
+            if isinstance(error, MemoryError) and failures >= _MOST_WITHOUT_MEMORY:
                 return "there was not enough memory for it, however often it was tried"
             return reason
-        if reason is not None or failures < SUSPICIOUS_FAILURES:
+        if reason is not None or failures < _SUSPICIOUS_FAILURES:
             return reason
-        if self._retry.answered(activity, self._accepts_another(target)) <= CERTAIN_ANSWERS:
+        if self._retry.answered(activity, self._accepts_another(target)) <= _CERTAIN_ANSWERS:
             return None
         return f"fails while MLflow accepts other requests: {error!r}"
 

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 # The training process imports this module, so `main` imports what only the recorder needs.
 
-SOURCE_ROOT = str(Path(__file__).parents[2])
+_SOURCE_ROOT = str(Path(__file__).parents[2])
 _IGNORED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 class RecorderHandle:
@@ -202,8 +202,8 @@ def _delivered_by_parent(folder: RunFolder) -> bool:
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment with one thread a library, and without warnings as errors."""
     kept = {name: value for name, value in environ.items() if name != "PYTHONWARNINGS"}
-    path = [entry for entry in (environ.get("PYTHONPATH"), SOURCE_ROOT) if entry]
-    return {**kept, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}
+    path = [entry for entry in (environ.get("PYTHONPATH"), _SOURCE_ROOT) if entry]
+    return {**kept, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _reap() -> None:

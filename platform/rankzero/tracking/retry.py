@@ -13,7 +13,7 @@ from rankzero.run_store.delivery_state import Retries
 log = logging.getLogger("rankzero.recorder")
 
 LONGEST_WAIT_SECONDS = 30.0
-HURRIED_WAIT_SECONDS = 5.0  # while a command waits, which gives up before long
+_HURRIED_WAIT_SECONDS = 5.0  # while a command waits, which gives up before long
 PAUSE_SECONDS = 5.0  # after an unexpected error
 
 
@@ -43,7 +43,7 @@ class RetryPolicy:
     def hasten(self) -> None:
         """Try everything at once, and from now on every few seconds: a command waits."""
         self._backoffs = {}
-        self._longest_wait = min(self._longest_wait, HURRIED_WAIT_SECONDS)
+        self._longest_wait = min(self._longest_wait, _HURRIED_WAIT_SECONDS)
 
     def of(self, kind: Hashable) -> Backoff:
         """Return the failures of this kind of request since its last success."""

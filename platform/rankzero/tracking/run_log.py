@@ -19,10 +19,10 @@ from rankzero.tracking import recorder
 from rankzero.tracking.recorder import RecorderHandle
 
 # Beyond these, a notice is only printed: a problem of every step must not fill the run's page.
-MOST_NOTICES = 200
+_MOST_NOTICES = 200
 # After a stop or an error, a scheduler or the user waits for the end.
 _HURRIED_SECONDS = 5.0
-FULL = "the disk has been full for so long that metrics are lost from now on, until there is room"
+_FULL = "the disk has been full for so long that metrics are lost from now on, until there is room"
 
 
 class RunLog:
@@ -98,7 +98,7 @@ class RunLog:
         if self._journal is None:
             return
         text = text_without_secrets(text)
-        if text not in self._noticed and len(self._noticed) < MOST_NOTICES:
+        if text not in self._noticed and len(self._noticed) < _MOST_NOTICES:
             self._noticed.append(text)
             self._journal(Noticed(time.time(), text))
         # Printed last: whatever happens to the output, the journal has it.
@@ -131,8 +131,8 @@ class RunLog:
     def _report_problems(self, journal: Journal) -> None:
         while journal.problems:
             self.notice(journal.problems.pop(0))
-        if journal.lost and FULL not in self._noticed:
-            self.notice(FULL)
+        if journal.lost and _FULL not in self._noticed:
+            self.notice(_FULL)
 
 
 def _print(text: str) -> None:

@@ -32,7 +32,7 @@ from rankzero.run_store.delivery_state import Curves, DeliveryState, Task
 
 Row = tuple[str, object, object, object]  # key, step, time, value, as the journal has them
 
-STEPS_REMEMBERED = 1000
+_STEPS_REMEMBERED = 1000
 
 
 def translate(
@@ -235,7 +235,7 @@ class _Draft:
         if milliseconds is not None:
             # The first one counts: its points are those that MLflow keeps after a resume.
             self._evaluated.setdefault(str(event.step), milliseconds)
-            while len(self._evaluated) > STEPS_REMEMBERED:
+            while len(self._evaluated) > _STEPS_REMEMBERED:
                 del self._evaluated[next(iter(self._evaluated))]
         goal = self._curves.goal
         if event.best and goal is not None:

@@ -11,7 +11,7 @@ from rankzero.run_store import run_locks
 from rankzero.run_store.folder import EVENTS, RunFolder
 from rankzero.tracking.deliverer import Deliverer
 
-LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 1.0
 
 
 # One courier imports MLflow once for a study, and not again for each short trial.
@@ -22,7 +22,7 @@ class TrialDeliverers:
         self,
         folder: RunFolder,
         make: Callable[[RunFolder], Deliverer] = Deliverer,
-        look_seconds: float = LOOK_SECONDS,
+        look_seconds: float = _LOOK_SECONDS,
     ) -> None:
         self._folder, self._make, self._look_seconds = folder, make, look_seconds
         # With the file descriptor of each trial's lock.

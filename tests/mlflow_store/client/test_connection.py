@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankzero.mlflow_store.client import MlflowRuns
+from rankzero.mlflow_store.client import MlflowRuns, connection
 from rankzero.mlflow_store.client.connection import (
     MAX_FILE_SECONDS,
     MIN_FILE_SECONDS,
@@ -55,7 +55,8 @@ def test_a_small_upload_without_an_answer_fails_within_seconds(
     server.wait()
     with Proxy(server.uri) as proxy:
         folder = make_folder(tmp_path, proxy.uri)
-        tracker = MlflowRuns(proxy.uri, min_file_seconds=1)
+        monkeypatch.setattr(connection, "MIN_FILE_SECONDS", 1)
+        tracker = MlflowRuns(proxy.uri)
         run = tracker.open_run(folder.identity, time.time())
         proxy.misbehave("hang", UPLOADS)
         began = time.monotonic()

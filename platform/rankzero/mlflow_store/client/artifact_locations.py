@@ -36,19 +36,19 @@ class _ArtifactLocation:
     `folder`: where they are on this machine, or None if they are elsewhere.
     """
 
-    def __init__(self, repository: Any, folder: Path | None, min_seconds: int) -> None:
-        self._repository, self.folder, self._min_seconds = repository, folder, min_seconds
+    def __init__(self, repository: Any, folder: Path | None) -> None:
+        self._repository, self.folder = repository, folder
 
     def upload_file(self, path: Path, below: str | None = None) -> None:
         """Upload a file into the folder `below`. Raises NeverAccepted if a link leads elsewhere."""
         self.refuse_links([f"{below or '.'}/{path.name}"])
-        with patience(path, self._min_seconds):
+        with patience(path):
             self._repository.log_artifact(str(path), below)
 
     def upload_folder(self, path: Path) -> None:
         """Upload a folder's content. Raises NeverAccepted if a link leads elsewhere."""
         self.refuse_links(names(path))
-        with patience(path, self._min_seconds):
+        with patience(path):
             self._repository.log_artifacts(str(path))
 
     def delete(self) -> None:
@@ -75,8 +75,8 @@ class _ArtifactLocation:
 class ArtifactLocations:
     """The artifact locations of one tracking store's runs and models."""
 
-    def __init__(self, client: MlflowClient, tracking_uri: str, min_seconds: int) -> None:
-        self._client, self._uri, self._min_seconds = client, tracking_uri, min_seconds
+    def __init__(self, client: MlflowClient, tracking_uri: str) -> None:
+        self._client, self._uri = client, tracking_uri
         self._runs: dict[str, _ArtifactLocation] = {}
 
     def of_run(self, run_id: str) -> _ArtifactLocation:
@@ -110,7 +110,7 @@ class ArtifactLocations:
             base = _local_folder(experiment.artifact_location or "")
             _require_usual(folder, base, below)
         repository = mlflow_compat.artifact_repository(location, self._uri)
-        return _ArtifactLocation(repository, folder, self._min_seconds)
+        return _ArtifactLocation(repository, folder)
 
 
 def names(folder: Path) -> set[str]:

@@ -53,7 +53,7 @@ def chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
 
 
 @contextlib.contextmanager
-def patience(path: Path | None = None, min_seconds: int = MIN_FILE_SECONDS) -> Iterator[None]:
+def patience(path: Path | None = None) -> Iterator[None]:
     """Wait longer for an answer, by the size of a file or folder; None: as long as ever."""
     # An answer that a broken connection swallowed is waited for as long, hence no flat maximum.
     seconds = MAX_FILE_SECONDS
@@ -63,6 +63,6 @@ def patience(path: Path | None = None, min_seconds: int = MIN_FILE_SECONDS) -> I
             # Retention may delete a checkpoint's files meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 size += file.stat().st_size if file.is_file() else 0
-        seconds = min(seconds, min_seconds + size // STORED_BYTES_PER_SECOND)
+        seconds = min(seconds, MIN_FILE_SECONDS + size // STORED_BYTES_PER_SECOND)
     with mlflow_compat.request_timeout(seconds):
         yield

@@ -46,13 +46,12 @@ class RemoteCheckpoint(NamedTuple):
     model_id: str
     status: str
     best: bool
-    tags: Mapping[str, str]
 
     @classmethod
     def of(cls, model: LoggedModel) -> RemoteCheckpoint:
         """Return a logged model of the type checkpoint as a record."""
         step, best = int(model.tags["rankzero.step"]), model.tags.get("rankzero.best") == "true"
-        return cls(step, model.model_id, str(model.status), best, model.tags)
+        return cls(step, model.model_id, str(model.status), best)
 
 
 def require_id(identifier: str, what: str) -> str:

@@ -16,13 +16,7 @@ from rankzero.events import DataDescribed, RunEnded, RunStarted
 from rankzero.mlflow_store import limits, saved_view
 from rankzero.mlflow_store.client import experiments
 from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
-from rankzero.mlflow_store.client.connection import (
-    MIN_FILE_SECONDS,
-    chunks,
-    connect,
-    log_points,
-    patience,
-)
+from rankzero.mlflow_store.client.connection import chunks, connect, log_points, patience
 from rankzero.mlflow_store.client.images import write_images
 from rankzero.mlflow_store.client.models import MlflowModels
 from rankzero.mlflow_store.client.records import RunRecord, require_id
@@ -36,15 +30,12 @@ _DATASET_NAME, _DATASET_DIGEST, _DATASET_TAG = 500, 36, 500
 
 
 class MlflowRuns:
-    """The runs of one tracking store; not for several threads at once.
+    """The runs of one tracking store, and `models`; not for several threads at once."""
 
-    `models`: its checkpoints and models. `min_file_seconds`: the least timeout of an upload.
-    """
-
-    def __init__(self, tracking_uri: str, min_file_seconds: int = MIN_FILE_SECONDS) -> None:
+    def __init__(self, tracking_uri: str) -> None:
         self._uri = tracking_uri
         self._client = connect(tracking_uri)
-        self._locations = ArtifactLocations(self._client, tracking_uri, min_file_seconds)
+        self._locations = ArtifactLocations(self._client, tracking_uri)
         self.models = MlflowModels(self._client, tracking_uri, self._locations)
 
     def open_run(self, identity: Identity, start_seconds: float) -> RunRecord:
@@ -209,11 +200,8 @@ class MlflowRuns:
 
     def history(self, run_id: str, key: str) -> list[MetricPoint]:
         """Return every point of a metric, by step."""
-        metrics = self._client.get_metric_history(run_id, key)
-        points = [
-            MetricPoint(metric.key, metric.value, metric.timestamp, metric.step)
-            for metric in metrics
-        ]
+        found = self._client.get_metric_history(run_id, key)
+        points = [MetricPoint(one.key, one.value, one.timestamp, one.step) for one in found]
         return sorted(points, key=lambda point: (point.step, point.milliseconds))
 
     def _run(self, run_id: str) -> Run:
