@@ -124,11 +124,6 @@ class Problems:
         reasons = (*self.reasons, line_without_secrets(f"{what}: {reason}"))[-_REASONS_KEPT:]
         return dataclasses.replace(self, rejected=self.rejected + 1, reasons=reasons)
 
-    def reject_once(self, what: str, reason: str) -> Problems:
-        """Do the same, unless it is among the reasons: for what is looked at several times."""
-        known = any(line.startswith(f"{what}: ") for line in self.reasons)
-        return self if known else self.reject(what, reason)
-
     def remark(self, what: str, became: str) -> Problems:
         """Count something that MLflow gets in another form, and remember which."""
         line = f"{_shorten(what)}: {_shorten(became)}"

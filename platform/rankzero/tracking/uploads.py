@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rankzero import scalars
 from rankzero.events import CheckpointDeleted, CheckpointSaved, PicturesTaken
-from rankzero.permanent_errors import lacks_resources, refusal
+from rankzero.permanent_errors import NeverAccepted, lacks_resources, refusal
 from rankzero.run_store.delivery_state import DeliveryState, Task, Upload
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking.open_run import Target
@@ -52,21 +52,15 @@ def _upload_artifacts(
             # A name with a dot is a file that is still being written.
             if not path.is_file() or path.name.startswith("."):
                 continue
-            name = str(path.relative_to(folder.path))
-            if _leads_out(path, base):
-                problems = state.problems.reject_once(
-                    f"artifact {name}", "it leads out of the run's folder"
-                )
-                state = dataclasses.replace(state, problems=problems)
-                yield state
-                continue
             # A hash would read every file again at each of a run's ends.
-            stat = path.stat()
+            name, stat = str(path.relative_to(folder.path)), path.stat()
             signature = f"{stat.st_size}:{stat.st_mtime_ns}"
             if state.queue.uploaded.get(name) == signature:
                 continue
             parts = path.relative_to(top).parent.parts
             try:
+                if _leads_out(path, base):
+                    raise NeverAccepted("it leads out of the run's folder")
                 target.store.log_artifact(target.run.run_id, path, "/".join(parts) or None)
             except Exception as error:
                 reason = refusal(error)
