@@ -62,13 +62,13 @@ def test_a_whole_run(folder: RunFolder, tracker: MemoryStore) -> None:
         folder,
         started(),
         steps(1, 50),
-        evaluated(50, 0.6),
+        evaluated(50, 0.5),
         saved(folder, 50),
-        ended(metrics={"best": 0.6}),
+        ended(metrics={"best": 0.5}),
     )
     done = run(deliverer_to(tracker, folder))
     assert tracker.curve("train/loss") == {n: 1.0 / n for n in range(1, 51)}
-    assert tracker.curve("val/accuracy") == {50: 0.6}
+    assert tracker.curve("val/accuracy") == {50: 0.5}
     assert tracker.status == "FINISHED"
     assert tracker.artifacts == {"config.yaml": "lr: 0.1", "logs/a.txt": "hello"}
     assert list(tracker.checkpoints) == [50]

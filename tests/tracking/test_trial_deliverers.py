@@ -128,5 +128,5 @@ def test_a_trial_that_is_resumed_is_taken_again(tmp_path: Path) -> None:
     append(child, started(attempt=2, step=5), steps(6, 9), ended())
     family.work()
     assert family.trackers["one"].status == "FINISHED"
-    assert max(point.step for point in family.trackers["one"].points) == 9
+    assert max(point.step for point in family.trackers["one"].sent) == 9
     assert delivery_status.status(child).done

@@ -185,7 +185,7 @@ _HINTS = {
     kind: {
         name: hint
         for name, hint in get_type_hints(kind).items()
-        if name not in ("waiting", "ending", *_PARTS)
+        if name not in ("waiting", "ending") and not dataclasses.is_dataclass(hint)
     }
     for kind in (DeliveryState, *_PARTS.values())
 }
