@@ -15,6 +15,7 @@ import pytest
 
 from rankzero.events import CheckpointSaved, RunStarted
 from rankzero.mlflow_store.client import MlflowRuns, RunRecord
+from rankzero.mlflow_store.client.artifact_locations import _ArtifactLocation
 from rankzero.mlflow_store.items import MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
 from rankzero.permanent_errors import refusal
@@ -264,13 +265,13 @@ def test_a_folder_deleted_during_its_upload_leaves_nothing(
     tracker: MlflowRuns, run: RunRecord, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event = saved(folder, 50)
-    upload = tracker.models._upload
+    upload = _ArtifactLocation.upload_folder
 
-    def upload_and_lose(model: Any, path: Path) -> None:
-        upload(model, path)
+    def upload_and_lose(location: Any, path: Path) -> None:
+        upload(location, path)
         (path / "state.pt").unlink()
 
-    monkeypatch.setattr(tracker.models, "_upload", upload_and_lose)
+    monkeypatch.setattr(_ArtifactLocation, "upload_folder", upload_and_lose)
     with pytest.raises(FileNotFoundError):
         tracker.models.save_checkpoint(run, event, folder.path / event.path, link(event))
     with pytest.raises(FileNotFoundError):

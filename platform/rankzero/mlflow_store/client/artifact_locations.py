@@ -6,6 +6,7 @@ No file of a user may be overwritten, or deleted with a checkpoint, because of a
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Iterable
@@ -37,38 +38,41 @@ class _ArtifactLocation:
     """
 
     def __init__(self, repository: Any, folder: Path | None) -> None:
-        self._repository, self.folder = repository, folder
+        self._repository, self._folder = repository, folder
 
     def upload_file(self, path: Path, below: str | None = None) -> None:
         """Upload a file into the folder `below`. Raises NeverAccepted if a link leads elsewhere."""
-        self.refuse_links([f"{below or '.'}/{path.name}"])
+        self._refuse_links([f"{below or '.'}/{path.name}"])
         with patience(path):
             self._repository.log_artifact(str(path), below)
 
     def upload_folder(self, path: Path) -> None:
         """Upload a folder's content. Raises NeverAccepted if a link leads elsewhere."""
-        self.refuse_links(names(path))
+        self._refuse_links(names(path))
+        if self._folder is not None:
+            shutil.copytree(path, self._folder, copy_function=_link_or_copy, dirs_exist_ok=True)
+            return
         with patience(path):
             self._repository.log_artifacts(str(path))
 
     def delete(self) -> None:
         """Delete all of the files."""
-        if self.folder is None:
+        if self._folder is None:
             with patience():
                 self._repository.delete_artifacts()
-        elif self.folder.exists():
+        elif self._folder.exists():
             # Not by MLflow, which unquotes the path twice and then deletes another folder.
-            shutil.rmtree(self.folder)
+            shutil.rmtree(self._folder)
 
-    def refuse_links(self, written: Iterable[str]) -> None:
+    def _refuse_links(self, written: Iterable[str]) -> None:
         """Raise NeverAccepted if a link leads one of the paths `written` out of the folder."""
-        if self.folder is None:
+        if self._folder is None:
             return
-        base = self.folder.resolve()
+        base = self._folder.resolve()
         for name in written:
             if (base / name).resolve() != base / name:
                 raise NeverAccepted(
-                    f"{self.folder / name} leads out of MLflow's artifacts by a link: remove it"
+                    f"{self._folder / name} leads out of MLflow's artifacts by a link: remove it"
                 )
 
 
@@ -116,6 +120,19 @@ class ArtifactLocations:
 def names(folder: Path) -> set[str]:
     """Return the paths of all files and folders below a folder, relative to it."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    # A hard link takes no time and no second copy of the bytes. An uploaded folder's files are
+    # never written to again, and a file that retention deletes in the run's folder stays here.
+    with contextlib.suppress(FileNotFoundError):
+        Path(target).unlink()
+    try:
+        Path(target).hardlink_to(source)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _local_folder(location: str) -> Path | None:

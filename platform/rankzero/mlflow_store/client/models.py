@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -102,7 +100,7 @@ class MlflowModels:
             tags=dict(tags),
             model_type="pytorch",
         )
-        self._upload(model, folder)
+        self._locations.of_model(model).upload_folder(folder)
         self._client.finalize_logged_model(model.model_id, "READY")
         self._link_output(run, model.model_id, step)
         return model.model_id
@@ -179,7 +177,7 @@ class MlflowModels:
                 "rankzero.saved_at": repr(event.time),
             },
         )
-        self._upload(model, folder)
+        self._locations.of_model(model).upload_folder(folder)
         # Retention may have deleted files during the upload.
         if names(folder) != files:
             self.delete_checkpoint(model.model_id)
@@ -188,29 +186,8 @@ class MlflowModels:
         self._client.finalize_logged_model(model.model_id, "READY")
         return model
 
-    def _upload(self, model: LoggedModel, folder: Path) -> None:
-        location = self._locations.of_model(model)
-        if location.folder is None:
-            location.upload_folder(folder)
-            return
-        location.refuse_links(names(folder))
-        shutil.copytree(folder, location.folder, copy_function=_link_or_copy, dirs_exist_ok=True)
-
     def _link_output(self, run: RunRecord, model_id: str, step: int) -> None:
         outputs = self._client.get_run(run.run_id).outputs
         linked = outputs.model_outputs if outputs else ()
         if not any(output.model_id == model_id for output in linked):
             self._client.log_outputs(run.run_id, [LoggedModelOutput(model_id, step)])
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    # A hard link takes no time and no second copy of the bytes. A checkpoint's files are never
-    # written to again, and a file that retention deletes in the run's folder stays here.
-    with contextlib.suppress(FileNotFoundError):
-        Path(target).unlink()
-    try:
-        Path(target).hardlink_to(source)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copy2(source, target)
