@@ -289,8 +289,8 @@ def _typed(value: Any, hint: Any) -> Any:
     if get_origin(hint) is collections.abc.Mapping:
         types, values = types[1:], value.values()
     elif get_origin(hint) is tuple:
-        types, value = types[:1], tuple(value)
-        values = value
+        types = types[:1]
+        value = values = tuple(value)
     if float in types:
         types = (*types, int)
     if not all(isinstance(one, types) for one in values):
