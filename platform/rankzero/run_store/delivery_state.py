@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -285,7 +285,8 @@ def _fields_of(kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _typed(value: Any, hint: Any) -> Any:
     """Return a JSON value as the type hint has it. Raises ValueError, TypeError for any other."""
-    types, values = get_args(hint) or (hint,), [value]
+    types = get_args(hint) or (hint,)
+    values: Iterable[Any] = [value]
     if get_origin(hint) is collections.abc.Mapping:
         types, values = types[1:], value.values()
     elif get_origin(hint) is tuple:
