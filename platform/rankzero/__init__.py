@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from rankzero.experiment import Goal as Goal
     from rankzero.experiment import Train as Train
     from rankzero.integrations.tracked_run import track as track
-    from rankzero.measure_progress import Progress as Progress
     from rankzero.ratio import Ratio as Ratio
     from rankzero.search_ranges import Choice as Choice
     from rankzero.search_ranges import Integer as Integer
     from rankzero.search_ranges import LogUniform as LogUniform
     from rankzero.search_ranges import Uniform as Uniform
+    from rankzero.training_position import Progress as Progress
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,7 @@ _HOMES = {
     "rankzero.config": ("ConfigError", "flatten", "from_yaml", "override", "to_yaml"),
     "rankzero.errors": ("UserError",),
     "rankzero.experiment": ("Experiment", "Goal", "Train"),
-    "rankzero.measure_progress": ("Progress",),
+    "rankzero.training_position": ("Progress",),
     "rankzero.ratio": ("Ratio",),
     "rankzero.search_ranges": ("Choice", "Integer", "LogUniform", "Uniform"),
     "rankzero.integrations.tracked_run": ("track",),

@@ -16,7 +16,6 @@ from hypothesis import strategies as some
 from rankzero import config, experiment_file
 from rankzero.events import CheckpointSaved, Evaluated
 from rankzero.experiment import Experiment
-from rankzero.measure_progress import Progress
 from rankzero.training.distributed.world import World
 from rankzero.training.stop import (
     LONGEST_WINDOW,
@@ -29,6 +28,7 @@ from rankzero.training.stop import (
     most_urgent,
     next_interval,
 )
+from rankzero.training_position import Progress
 from support.paths import FIXTURES
 from support.training import Trainer
 

@@ -19,7 +19,7 @@ from rankzero.lightning_module import data as loaders
 from rankzero.lightning_module import init_arguments
 from rankzero.lightning_module.lr_schedule import ReplayedScheduler, optimizer_and_scheduler
 from rankzero.lightning_module.steps_and_log import LIGHTNINGS_OWN, LightningSteps, TrainerStub
-from rankzero.measure_progress import Progress
+from rankzero.training_position import Progress
 
 # These hooks only matter to Lightning's own checkpoints and devices. Without them nothing is lost.
 _HARMLESS = {"on_fit_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint", "on_gpu"}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankzero.experiment import Experiment
-from rankzero.measure_progress import Progress, measure_at, takes_progress
 from rankzero.telemetry.host import usable_cores
 from rankzero.training import parameter_counts, rng, strategies
 from rankzero.training.data import processes, sets, stream
@@ -26,6 +25,7 @@ from rankzero.training.optimization.averaged_weights import AveragedWeights
 from rankzero.training.optimization.frozen import FrozenParts
 from rankzero.training.optimization.optimizers import as_values, options
 from rankzero.training.strategies.base import Strategy
+from rankzero.training_position import Progress, measure_at, takes_progress
 
 
 def build(

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from rankzero.experiment import Experiment
-from rankzero.measure_progress import Progress, bound
 from rankzero.training.data.order import BatchOrder
 from rankzero.training.data.stream import Loader
 from rankzero.training.distributed.world import World
@@ -23,6 +22,7 @@ from rankzero.training.optimization.frozen import FrozenParts
 from rankzero.training.optimization.precision import Precision
 from rankzero.training.sample_images.capture import ImageCapture
 from rankzero.training.strategies.base import MicroBatchStep, Strategy
+from rankzero.training_position import Progress, bound
 
 
 @dataclasses.dataclass

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from rankzero.events import Event
-from rankzero.measure_progress import Progress
 from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.distributed.world import World
@@ -23,6 +22,7 @@ from rankzero.training.metrics.peak_flops import peak_flops
 from rankzero.training.metrics.throughput import RunTotals
 from rankzero.training.metrics.work_meter import WorkMeter, of
 from rankzero.training.stop import StopCode, StopRequest
+from rankzero.training_position import Progress
 from support import two_ranks
 from support.paths import FIXTURES
 from support.training import Trained, Trainer

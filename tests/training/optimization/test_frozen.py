@@ -12,10 +12,10 @@ from torch import nn
 from rankzero import UserError
 from rankzero.events import Noticed
 from rankzero.experiment import Experiment
-from rankzero.measure_progress import Progress
 from rankzero.ranks import Ranks
 from rankzero.training.build import build
 from rankzero.training.distributed.world import World
+from rankzero.training_position import Progress
 from support.training import Trained, Trainer, weights
 from support.two_ranks import STAGED, layered
 

@@ -21,7 +21,6 @@ from rankzero import config, experiment_file
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import signals
-from rankzero.measure_progress import Progress, measure_at
 from rankzero.redaction.text import line_without_secrets, text_without_secrets
 from rankzero.run_store import checkpoint_files
 from rankzero.run_store.folder import RunFolder, write_atomically
@@ -30,6 +29,7 @@ from rankzero.training.checkpoints import restore
 from rankzero.training.data import sets
 from rankzero.training.data.stream import make_loader
 from rankzero.training.optimization import frozen
+from rankzero.training_position import Progress, measure_at
 
 MARK = "best_model.json"
 """File in the run's folder: which step is logged, under which model id."""

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from rankzero.experiment import Experiment
-from rankzero.measure_progress import Progress, bound, takes_progress
 from rankzero.training import rng, strategies
 from rankzero.training.data.batch import map_tensors
 from rankzero.training.distributed.world import World
 from rankzero.training.metrics.peak_flops import peak_flops
 from rankzero.training.metrics.stateful import without_stateful
 from rankzero.training.strategies.base import Measure, MicroBatchStep
+from rankzero.training_position import Progress, bound, takes_progress
 
 _CPU = torch.device("cpu")
 

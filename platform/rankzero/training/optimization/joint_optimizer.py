@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
-from rankzero.measure_progress import takes_progress
 from rankzero.training.strategies import parameter_names
+from rankzero.training_position import takes_progress
 
 
 class JointOptimizer(Optimizer):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rankzero import Experiment, Progress, UserError
-from rankzero.measure_progress import measure_at, takes_progress
+from rankzero.training_position import measure_at, takes_progress
 
 AT = Progress(step=3, total_steps=10, epoch=1, training=True)
 
