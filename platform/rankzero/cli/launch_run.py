@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rankzero import config
 from rankzero.catalog import lookup
 from rankzero.cli.display import delivery_notes
 from rankzero.cli.display.data_wait import DataWait
 from rankzero.cli.display.live import Console
+from rankzero.cli.out_of_memory import with_half_the_micro_batch
 from rankzero.errors import FAILED, FINISHED, RESUMABLE, RunFailed, UserError
 from rankzero.experiment import Experiment, Train
 from rankzero.launch import agent, failures
@@ -74,9 +74,12 @@ def run(plan: LaunchPlan, forwarder: SignalForwarder | None = None) -> int:
         with SignalForwarder() as forwarder:
             return run(plan, forwarder)
     console, result, started = _launch(plan, forwarder)
-    while result.status == "FAILED" and (smaller := _with_half_the_micro_batch(plan)):
-        plan = smaller
-        halved = plan.tags[OUT_OF_MEMORY]
+    while result.status == "FAILED" and (
+        halving := with_half_the_micro_batch(plan.experiment, plan.topology, plan.folder)
+    ):
+        size, experiment = halving
+        halved = f"{plan.tags.get(OUT_OF_MEMORY, f'micro-batch {size}')} -> {size // 2}"
+        plan = dataclasses.replace(plan, experiment=experiment, tags={OUT_OF_MEMORY: halved})
         console.notice(f"out of memory: {halved}; starting again from the newest checkpoint")
         write_config(plan.folder, plan.experiment)
         console, result, started = _launch(plan, forwarder)
@@ -86,29 +89,6 @@ def run(plan: LaunchPlan, forwarder: SignalForwarder | None = None) -> int:
     finish = _finish_later if plan.offline or plan.is_part else _finish_delivery
     finish(plan, console, stops_waiting(forwarder.received))
     return _report(plan, result, console)
-
-
-def _with_half_the_micro_batch(plan: LaunchPlan) -> LaunchPlan | None:
-    """Return a plan with half the micro-batch if a device ran out of memory, or None."""
-    from rankzero.training import strategies
-    from rankzero.training.data.order import micro_batch_size
-
-    train, topology = plan.experiment.train, plan.topology
-    first = failures.first(plan.folder.failures)
-    if first is None or first.kind is not failures.FailureKind.OUT_OF_MEMORY:
-        return None
-    # With several machines, only one of them knows why the ranks ended.
-    if train.limits.oom == "fail" or topology.nodes > 1 or train.strategy == "pp":
-        return None
-    size = micro_batch_size(train, strategies.shards(train.strategy, topology.processes))
-    if size % 2:
-        return None
-    halved = f"{plan.tags.get(OUT_OF_MEMORY, f'micro-batch {size}')} -> {size // 2}"
-    # An evaluation may be what needs the memory.
-    smaller = train.eval_batch and max(1, train.eval_batch // 2)
-    changes = {"train.micro_batch": size // 2, "train.eval_batch": smaller}
-    experiment = config.override(plan.experiment, changes)
-    return dataclasses.replace(plan, experiment=experiment, tags={OUT_OF_MEMORY: halved})
 
 
 def _launch(

@@ -19,6 +19,7 @@ from rankzero.mlflow_store.client.artifact_locations import ArtifactLocations
 from rankzero.mlflow_store.client.connection import chunks, connect, log_points, patience
 from rankzero.mlflow_store.client.images import write_images
 from rankzero.mlflow_store.client.models import MlflowModels
+from rankzero.mlflow_store.client.params import new_and_changed
 from rankzero.mlflow_store.client.records import RunRecord, require_id
 from rankzero.mlflow_store.items import DESCRIPTION, MetricPoint
 from rankzero.mlflow_store.uris import RunGone, TrackingError
@@ -72,15 +73,9 @@ class MlflowRuns:
         tags = {**event.environment, "rankzero.attempt": str(event.attempt)}
         if "goal.metric" in event.params:
             tags["rankzero.goal"] = event.params["goal.metric"]
-        new, names = {}, limits.names(event.params)
-        for key, value in event.params.items():
-            name, value = names[key], limits.head(value, limits.PARAM_LENGTH)
-            present = run.data.params.get(name)
-            if present is None:
-                new[name] = value
-            elif present != value:
-                # MLflow never changes a param. A later attempt's value becomes a tag.
-                tags[f"rankzero.param.{key}"] = value
+        # MLflow never changes a param. A later attempt's value becomes a tag.
+        new, changed = new_and_changed(event.params, run.data.params)
+        tags.update(changed)
         for chunk in chunks([Param(*pair) for pair in new.items()], limits.ITEMS_PER_BATCH):
             self._client.log_batch(run_id, params=chunk, synchronous=True)
         self.set_tags(run_id, tags)
