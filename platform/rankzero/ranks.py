@@ -47,8 +47,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> Ranks:
 def _torchrun(environ: Mapping[str, str]) -> Ranks:
     """Read the variables of torchrun, accelerate and DeepSpeed."""
     node_rank = environ.get("GROUP_RANK") or environ.get("CROSS_RANK") or 0
-    if "LOCAL_SIZE" in environ:  # DeepSpeed's name
-        environ = {"LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"], **environ}
+    if not environ.get("LOCAL_WORLD_SIZE") and "LOCAL_SIZE" in environ:  # DeepSpeed's name
+        environ = {**environ, "LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]}
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     return _named(environ, *names, node_rank=int(node_rank))
 

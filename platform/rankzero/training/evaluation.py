@@ -135,8 +135,9 @@ def _batches(job: TrainingContext, loader: Loader) -> Iterator[tuple[Any, int]]:
         last = last if batch is None else batch
         if last is None and (strategy.lockstep or lockstep):
             mend = "lockstep = False" if lockstep else "train.strategy=ddp"
+            count = f"{loader.samples} samples, fewer" if loader.samples else "fewer samples"
             raise UserError(
-                "a data set to evaluate has fewer samples than there are processes to load it: use "
-                f"more samples, or {mend}"
+                f"a data set to evaluate has {count} than there are processes: use more samples, "
+                f"or {mend}"
             )
         yield (last if strategy.lockstep else batch), size

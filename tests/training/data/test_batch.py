@@ -87,6 +87,20 @@ def test_dataclasses_and_attrs_classes_are_trees() -> None:
     assert rows_of(Pair(torch.arange(3), None), torch.tensor([2])).left.tolist() == [2]
 
 
+@dataclasses.dataclass
+class Moving:
+    """A batch that moves itself, as many users write it."""
+
+    x: Tensor
+
+    def to(self, device: torch.device) -> Moving:
+        return Moving(self.x.to(device))
+
+
+def test_the_samples_of_a_batch_that_moves_itself_are_counted() -> None:
+    assert samples_in(Moving(torch.zeros(5, 2))) == 5
+
+
 def test_a_batch_that_only_its_class_can_divide_is_refused_by_a_pipeline() -> None:
     with pytest.raises(UserError, match=r"cannot divide a Graph: .* train\.strategy=ddp"):
         rows_of({"graph": Graph()}, torch.tensor([0]))

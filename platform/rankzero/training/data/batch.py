@@ -57,10 +57,18 @@ def rows_of(batch: Any, rows: Tensor) -> Any:
 
 
 def samples_in(batch: Any) -> int:
-    """Return the length of the first tensor in `batch`, or 0 if there is none."""
-    lengths: list[int] = []
-    map_tensors(batch, lambda tensor: lengths.append(len(tensor) if tensor.dim() else 0))
-    return next(filter(None, lengths), 0)
+    """Return the length of the first tensor in `batch`, or 0 if there is none.
+
+    It also looks into objects that have ``to``, which `map_tensors` hands on whole.
+    """
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 0
+    values: Any = batch if isinstance(batch, (list, tuple)) else ()
+    if isinstance(batch, Mapping):
+        values = batch.values()
+    elif names := _field_names(batch):
+        values = [getattr(batch, name) for name in names]
+    return next((count for count in map(samples_in, values) if count), 0)
 
 
 def map_tensors(

@@ -6,6 +6,7 @@ the same on one rank or many, with or without loading processes, before and afte
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -68,7 +69,8 @@ class BatchLoader:
             self._workers,
             keys=_numbered(keys, first_step * order.accumulation),
         )
-        return (batch for batch, _ in processes.load(loader, self.device))
+        # A generator would hold a batch on the device while the next one is copied there.
+        return map(operator.itemgetter(0), processes.load(loader, self.device))
 
     def eval_batches(
         self, batch_size: int, rank: int, world_size: int, *, lockstep: bool = False

@@ -22,6 +22,7 @@ from rankzero.experiment import Experiment
 from rankzero.launch.request import with_changes
 from rankzero.search_ranges import Range
 
+_END_SECONDS = 10.0  # for the process that reads the file, after its answer
 _ENDLESS = 1 << 31  # samples of a stream of unknown length
 _ADAPTIVE_EXPONENT, _SGD_EXPONENT = 0.5, 1.0  # of the batch size, in the learning rate's rule
 
@@ -52,19 +53,23 @@ def describe(
     each of the `parallel` trials.
     """
     context = multiprocessing.get_context("forkserver")
-    reader, writer = context.Pipe(duplex=False)
     given = (reference, dict(settings), processes, parallel)
-    child = context.Process(target=_child, args=(writer, *given))
-    child.start()
-    # So that a child that dies closes the pipe.
-    writer.close()
     try:
-        answer: ExperimentDescription | Exception = reader.recv()
-    except EOFError:
-        child.join()
-        return RunFailed(f"the process that reads {reference} ended with {child.exitcode}")
-    except Exception as error:  # it sent what only it can read
+        reader, writer = context.Pipe(duplex=False)
+        child = context.Process(target=_child, args=(writer, *given))
+        child.start()
+        # So that a child that dies closes the pipe.
+        writer.close()
+        try:
+            answer: ExperimentDescription | Exception = reader.recv()
+        except EOFError:
+            child.join()
+            return RunFailed(f"the process that reads {reference} ended with {child.exitcode}")
+    except Exception as error:  # it could not start, or sent what only it can read
         return error
+    # The user's file may hold memory of a GPU, which the first trial needs.
+    child.join(_END_SECONDS)
+    child.kill()
     return answer
 
 
