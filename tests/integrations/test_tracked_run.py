@@ -153,6 +153,21 @@ def test_continued_run_remembers_its_best_value() -> None:
     assert [event.metrics["best"] for event in ended] == [0.9, 0.9, 0.95]
 
 
+def test_continued_run_with_another_goal_compares_under_that_goal() -> None:
+    with unrecorded(Goal("val/loss", "min")) as run:
+        for step, (loss, accuracy) in enumerate([(0.9, 0.5), (math.inf, 0.9), (0.8, 0.8)], 1):
+            run.evaluated({"val/loss": loss, "val/accuracy": accuracy}, step)
+    with unrecorded(Goal("val/accuracy", "max")) as run:
+        assert not run.evaluated({"val/accuracy": 0.85}, step=4)
+        assert run.evaluated({"val/accuracy": 0.95}, step=5)
+
+
+def test_continued_run_improves_on_an_infinite_value() -> None:
+    for value in (math.inf, 2.0):
+        with unrecorded(Goal("val/loss", "min")) as run:
+            assert run.evaluated({"val/loss": value}, step=1)
+
+
 def test_written_checkpoint_is_logged_before_the_next_one() -> None:
     with unrecorded(flush_rows=1) as run:
         assert run.folder is not None

@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Any
 
 from rankzero import ranks
-from rankzero.catalog.summary import best_of
 from rankzero.config import ConfigError, dotted
 from rankzero.config.values import render
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
@@ -111,9 +110,18 @@ class TrackedRun:
         self._flush_rows, self._flushed = flush_rows, time.monotonic()
         self._warned: set[str] = set()
         self._step, self._warned_of_step = 0, False
-        self._best = best_of(read_all(log.folder.events), goal.metric, goal.mode)
+        self._best = self._best_so_far()
         self._last: dict[str, float] = {}
         self._checkpoints: Any = None
+
+    def _best_so_far(self) -> float | None:
+        """Return the goal metric's best value in the run's earlier attempts, under this goal."""
+        best: float | None = None
+        for event in read_all(self._log.folder.events):
+            value = event.metrics.get(self._goal.metric) if isinstance(event, Evaluated) else None
+            if value is not None and self._goal.better(value, best):
+                best = value
+        return best
 
     @property
     def name(self) -> str | None:

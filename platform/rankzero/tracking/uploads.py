@@ -54,12 +54,13 @@ def _upload_artifacts(
                 continue
             # A hash would read every file again at each of a run's ends.
             name, stat = str(path.relative_to(folder.path)), path.stat()
-            signature = f"{stat.st_size}:{stat.st_mtime_ns}"
+            leads_out = _leads_out(path, base)
+            signature = "leads out" if leads_out else f"{stat.st_size}:{stat.st_mtime_ns}"
             if state.queue.uploaded.get(name) == signature:
                 continue
             parts = path.relative_to(top).parent.parts
             try:
-                if _leads_out(path, base):
+                if leads_out:
                     raise NeverAccepted("it leads out of the run's folder")
                 target.store.log_artifact(target.run.run_id, path, "/".join(parts) or None)
             except Exception as error:

@@ -79,6 +79,35 @@ def begun(root: Path, uri: str) -> tuple[RunFolder, MlflowRuns, RunRecord, str]:
     )
 
 
+def test_an_uploaded_folder_keeps_the_mode_of_its_place(sqlite: str, tmp_path: Path) -> None:
+    _, tracker, run, _ = begun(tmp_path, sqlite)
+    location = tracker._locations.of_run(run.run_id)
+    place = location._folder
+    assert place is not None
+    place.mkdir(parents=True, exist_ok=True)
+    place.chmod(0o755)
+    private = tmp_path / "private"
+    (private / "images").mkdir(parents=True)
+    (private / "images" / "a.txt").write_text("a")
+    private.chmod(0o700)
+    location.upload_folder(private)
+    assert (place / "images" / "a.txt").read_text() == "a"
+    assert place.stat().st_mode & 0o777 == 0o755, "other users of the store read it"
+
+
+def test_an_upload_keeps_the_number_of_its_error(sqlite: str, tmp_path: Path) -> None:
+    _, tracker, run, _ = begun(tmp_path, sqlite)
+    location = tracker._locations.of_run(run.run_id)
+    assert location._folder is not None
+    location._folder.mkdir(parents=True, exist_ok=True)
+    (location._folder / "images").write_text("a file where a folder belongs")
+    (tmp_path / "new" / "images").mkdir(parents=True)
+    (tmp_path / "new" / "images" / "a.txt").write_text("a")
+    # By the number, the courier tells a lack of space from a name that can never be written.
+    with pytest.raises(FileExistsError):
+        location.upload_folder(tmp_path / "new")
+
+
 @pytest.mark.parametrize("lie", ELSEWHERE)
 def test_nothing_is_deleted_where_a_model_cannot_be(
     lie: str, sqlite: str, mine: Path, tmp_path: Path

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     for text in [*problems, *(f"not fair: {note}" for note in notes), tables.sentence(rows)]:
         terminal.print(text, soft_wrap=True)
     delivery_notes.print_delivery(folder, offline=arguments.offline)
-    print(f"look:  {program()} ui   run: {folder.path.name}")
+    print(f"look:  {program()} ui   run: {folder.path.name}", flush=True)
     trained = any(row.speed_up is not None for row in rows)
     return delivery_notes.exit_code(folder) if trained else FAILED
 
@@ -76,7 +76,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
     text_console().print(tables.verdict(profile), soft_wrap=True)
     delivery_notes.print_delivery(folder, offline=arguments.offline)
     print(f"trace: {folder.artifacts / 'profile'} (open in ui.perfetto.dev)")
-    print(f"look:  {program()} ui")
+    print(f"look:  {program()} ui", flush=True)
     return delivery_notes.exit_code(folder)
 
 

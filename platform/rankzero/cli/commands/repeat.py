@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print(folder.path.name, found, experiment.goal)
         _deliver(folder, forwarder, offline=offline)
     if stopped:
-        print(f"stopped by {stopped}; continue: {program()} repeat {folder.path.name}")
+        print(f"stopped by {stopped}; continue: {program()} repeat {folder.path.name}", flush=True)
         return RESUMABLE
     return delivery_notes.exit_code(folder) if complete else FAILED
 
@@ -205,4 +205,4 @@ def _deliver(folder: RunFolder, forwarder: SignalForwarder, *, offline: bool) ->
         if delivery_status.status(child).done and not hurried():
             seconds = patience().seconds
             best_model.in_new_process(child, delivery_notes.print_note, hurried, seconds)
-    print(f"look:  {program()} ui   again: {program()} report {folder.path.name}")
+    print(f"look:  {program()} ui   again: {program()} report {folder.path.name}", flush=True)

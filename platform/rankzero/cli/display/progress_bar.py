@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import time
 from collections.abc import Iterator
 
 from rich.progress_bar import ProgressBar
@@ -38,7 +39,7 @@ class ProgressModel:
     """The newest values of a run. Takes events."""
 
     def __init__(self, goal: Goal) -> None:
-        self.goal, self.run = goal, Facts()
+        self.goal, self.run, self._began = goal, Facts(), time.time()
         self.gpus: dict[str, float] = {}
 
     def __call__(self, event: Event) -> None:
@@ -89,7 +90,7 @@ class ProgressModel:
         if slowest := straggler(figures):
             yield "slowest rank", slowest
         yield "steps", f"{figures.get('steps', 0):,.0f}"
-        yield "time", duration(ended.time - (self.run.started or ended.time))
+        yield "time", duration(ended.time - (self.run.started or self._began))
 
 
 def progress_panel(progress: ProgressModel) -> Table | Text:

@@ -50,7 +50,7 @@ class _ArtifactLocation:
         """Upload a folder's content. Raises NeverAccepted if a link leads elsewhere."""
         self._refuse_links(names(path))
         if self._folder is not None:
-            shutil.copytree(path, self._folder, copy_function=_link_or_copy, dirs_exist_ok=True)
+            _copy_into(path, self._folder)
             return
         with patience(path):
             self._repository.log_artifacts(str(path))
@@ -122,13 +122,24 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def _copy_into(source: Path, target: Path) -> None:
+    """Copy the content of a folder. Raises the first OSError."""
+    # `shutil.copytree` would give the target the source's mode, and hide an error's number.
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            _copy_into(path, target / path.name)
+        else:
+            _link_or_copy(path, target / path.name)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
     # A hard link takes no time and no second copy of the bytes. An uploaded folder's files are
     # never written to again, and a file that retention deletes in the run's folder stays here.
     with contextlib.suppress(FileNotFoundError):
-        Path(target).unlink()
+        target.unlink()
     try:
-        Path(target).hardlink_to(source)
+        target.hardlink_to(source)
     except FileNotFoundError:
         raise
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -44,14 +45,11 @@ class MlflowRuns:
         found = self.find_open_run(identity)
         if found is not None:
             return found
-        tags = {"rankzero.uuid": identity.uuid}
-        if identity.parent_run_id:
-            tags["mlflow.parentRunId"] = identity.parent_run_id
         run = self._client.create_run(
             experiments.find_or_create(self._client, self._uri, identity),
             start_time=int(start_seconds * 1000),
             run_name=identity.name,
-            tags=tags,
+            tags=_birth_tags(identity),
         )
         return RunRecord.of(run)
 
@@ -203,6 +201,19 @@ class MlflowRuns:
         run = self._client.get_run(run_id)
         require_id(run.info.run_id, "run")
         return run
+
+
+def _birth_tags(identity: Identity) -> dict[str, str]:
+    tags = {
+        "rankzero.uuid": identity.uuid,
+        "mlflow.source.name": identity.experiment_file or "rankzero",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.parentRunId": identity.parent_run_id,
+    }
+    # MLflow takes a run's user from this tag, and only now. A container's user may have no name.
+    with contextlib.suppress(OSError, KeyError, ImportError):
+        tags["mlflow.user"] = getpass.getuser()
+    return {key: limits.head(value, limits.TAG_LENGTH) for key, value in tags.items() if value}
 
 
 def _dataset_input(event: DataDescribed) -> DatasetInput:
