@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rankzero.events import DataDescribed, Evaluated, Noticed
 from support.commands import TINY, Command, events, last_end, losses, tracked
 
 TESTED = TINY.with_name("tested.py")
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_test_is_resumed_and_tested(rankzero: Command) -> None:
     kills = rankzero.folder / "kills"
     kills.touch()

@@ -48,6 +48,7 @@ def go_online(command: Command, store: Path) -> None:
     command.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
 
 
+@pytest.mark.slow
 def test_offline_run_is_recorded_resumed_and_delivered_by_sync(
     offline: Command, tmp_path: Path, new_store: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_offline_run_whose_rank_0_is_killed_has_failed(offline: Command, tmp_pat
     ],
     ids=lambda words: words[0],
 )
+@pytest.mark.slow
 def test_search_compare_and_profile_deliver_nothing_offline(
     rankzero: Command, words: tuple[object, ...]
 ) -> None:

@@ -40,6 +40,7 @@ def inputs(rankzero: Command) -> dict[str, dict[str, tuple[str, str, int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_mistakes_of_two_ranks_are_in_mlflow(rankzero: Command) -> None:
     code, output = rankzero("train", DIGITS, "--nproc", 2, *FEW)
     assert code == 0, output

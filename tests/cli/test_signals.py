@@ -84,6 +84,7 @@ def test_signal_while_ranks_start_stops_the_run(
     assert not forkservers(rankzero)
 
 
+@pytest.mark.slow
 def test_resume_that_fails_to_start_is_not_reported_as_the_attempt_before(
     rankzero: Command,
 ) -> None:
@@ -158,6 +159,7 @@ def test_signal_to_every_process_leaves_a_checkpoint(rankzero: Command) -> None:
     wait_for_status(folder, "KILLED")
 
 
+@pytest.mark.slow
 def test_hangup_under_nohup_stops_nothing(rankzero: Command) -> None:
     """As when a terminal is closed: every process of the session gets it."""
     command = [

@@ -41,6 +41,7 @@ def undisturbed(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
 def test_strategy_stopped_twice_and_resumed_has_the_losses_of_one_process(
     rankzero: Command, undisturbed: dict[int, float], strategy: str
 ) -> None:

@@ -266,6 +266,7 @@ def test_a_stopped_run_resumes_and_computes_the_same_bits(store: OldStore) -> No
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_stopped_run_resumes_from_mlflow_alone(store: OldStore) -> None:
     ((run_id,),) = store.mlflow("SELECT run_uuid FROM runs WHERE name = 'stopped'")
     shutil.rmtree(store.mlruns / "runs" / "stopped")

@@ -16,7 +16,11 @@ SHARED = {
     "tests/crash_points/test_crash_points.py",
     "tests/old_stores/test_old_stores.py",
     "tests/torture/test_campaign.py",
+    "tests/training/data/test_two_ranks.py",
+    "tests/training/metrics/test_sums.py",
+    "tests/training/strategies/test_staged.py",
     "tests/training/strategies/test_strategies.py",
+    "tests/training/strategies/test_turns.py",
 }
 
 

@@ -147,6 +147,7 @@ def goes_away(request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[]
 
 
 @pytest.mark.parametrize("away", [refused, silent, goes_away])
+@pytest.mark.slow
 def test_memory_stays_while_the_server_is_away_and_the_journal_grows(
     tmp_path: Path, request: pytest.FixtureRequest, away: Away
 ) -> None:

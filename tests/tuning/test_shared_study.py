@@ -138,6 +138,7 @@ def test_the_abandoned_trials_of_older_versions_are_read(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("victim", [0, 3], ids=["who leads", "who helps"])
+@pytest.mark.slow
 def test_eight_processes_finish_a_study_although_one_is_killed(tmp_path: Path, victim: int) -> None:
     company.session(tmp_path, 1).run()  # the reference, for which helpers wait
     killed = _work_together(tmp_path, victim)

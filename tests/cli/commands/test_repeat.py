@@ -35,6 +35,7 @@ def mean_and_half_width(folders: dict[str, RunFolder]) -> tuple[float, float | N
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_folds_and_seeds_become_one_mean_and_a_failed_run_is_trained_again(
     rankzero: Command,
 ) -> None:

@@ -37,6 +37,7 @@ def gone(folder: Path, seconds: float = 30.0) -> bool:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: Command) -> None:
     code, output = rankzero(
         "search",
@@ -136,6 +137,7 @@ def test_every_way_a_trial_can_end(rankzero: Command) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_study_and_the_same_command_resumes_it(rankzero: Command) -> None:
     words = (
         "search",
@@ -292,6 +294,7 @@ def test_each_mistake_gets_one_message(rankzero: Command, tmp_path: Path) -> Non
     assert code == 2 and "cannot be used" in output and foreign.read_bytes().startswith(b"somebody")
 
 
+@pytest.mark.slow
 def test_the_probe_imports_no_torch_and_keeps_its_results(rankzero: Command) -> None:
     code, output = rankzero("probe", TINY, "train.batch_size=8", "--nproc", 1)
     assert code == 0, output

@@ -259,6 +259,7 @@ def test_truncated_checkpoint_is_skipped(rankzero: Command) -> None:
     assert [event.step for event in events(folder) if isinstance(event, RunStarted)] == [0, 10]
 
 
+@pytest.mark.slow
 def test_run_of_another_machine_resumes_from_mlflow(rankzero: Command, tmp_path: Path) -> None:
     assert rankzero("train", TINY, "train.steps=20", "--run-name", "far")[0] == 0
     folder = RunFolder(rankzero.folder / "mlruns/runs/far")
@@ -314,6 +315,7 @@ def test_broken_pipe_prints_no_traceback(rankzero: Command) -> None:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_server_that_dies_slows_nothing_and_loses_nothing(
     rankzero: Command, tmp_path: Path
 ) -> None:
@@ -499,6 +501,7 @@ def test_two_nodes_train_as_one(rankzero: Command, tmp_path: Path) -> None:
     assert list(losses(first)) == list(range(1, 17))
 
 
+@pytest.mark.slow
 def test_two_nodes_with_one_disk_share_a_name(rankzero: Command) -> None:
     words = (
         "train",

@@ -402,6 +402,7 @@ def begin(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+@pytest.mark.slow
 def test_processes_that_create_a_store_at_once_share_it(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     processes = [beginner(uri) for _ in range(2)]

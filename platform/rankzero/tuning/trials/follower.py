@@ -61,7 +61,7 @@ class TrialJob:
     ended: Callable[[TrialResult | None], None]
     """Called once, with None if the search stops before the trial has ended."""
     why_prune: Callable[[LearningCurve], str] = lambda _curve: ""
-    """Returns why the trial need not go on, or an empty text."""
+    """Returns why to prune the trial, or an empty text."""
 
 
 class _Trial(NamedTuple):
