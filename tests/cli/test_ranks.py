@@ -50,6 +50,7 @@ def test_rank_that_hangs_before_the_first_step_is_named(rankzero: Command, rank:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.slow
 def test_disk_that_hangs_after_the_last_step_is_reported(rankzero: Command, processes: int) -> None:
     rankzero.environ |= {"UNSETTLED": "disk 0", "RANKZERO_SETUP_SECONDS": "3"}
     code, output = rankzero(

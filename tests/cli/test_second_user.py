@@ -25,6 +25,7 @@ def shared(new_store: Path) -> Iterator[Command]:
             yield command
 
 
+@pytest.mark.slow
 def test_nobody_can_stop_a_run_or_its_resume(shared: Command) -> None:
     settings = ("--nproc", 2, "step_seconds=0.02", "train.epochs=1000", "train.log_every=2")
     training = shared.start("train", TINY, "--offline", "--run-name", "run", *settings)

@@ -88,6 +88,7 @@ def test_rank_0_is_killed(folder: RunFolder, sqlite: str) -> None:
     assert log_of(folder) == ""
 
 
+@pytest.mark.slow
 def test_a_server_is_killed_and_comes_back(tmp_path: Path, server: Server) -> None:
     """Nothing is lost or there twice, also if the courier is killed. Training is not slowed."""
     folder = make_folder(tmp_path, server.uri)

@@ -273,6 +273,7 @@ def test_run_of_another_machine_resumes_from_mlflow(rankzero: Command, tmp_path:
     assert {step: tracked_losses(folder)[step] for step in before} == before
 
 
+@pytest.mark.slow
 def test_secret_does_not_reach_mlflow_and_resume_elsewhere_asks_for_it(
     rankzero: Command, tmp_path: Path
 ) -> None:
