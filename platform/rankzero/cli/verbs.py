@@ -11,9 +11,9 @@ class Verb(NamedTuple):
     summary: str
     example: str
     module: str = ""
-    """Where it is, if not in a file of its own in cli/commands."""
+    """The verb's module, if it has no file of its own in cli/commands."""
     suffix: str = ""
-    """Behind the names of its functions, if the file is another verb's."""
+    """The end of its functions' names, if it shares the file of another verb."""
 
 
 _DIGITS = "experiments/digits.py"

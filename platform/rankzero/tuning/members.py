@@ -37,7 +37,7 @@ def lead(study: Study, settle_seconds: float = _SETTLE_SECONDS) -> bool:
         # First the heartbeat: another machine may look at this moment.
         study.note(BEAT + own_name(), time.time())
         study.note(LEADER, own_name())
-        # Of two processes that do this at the same time, the later one leads.
+        # If two processes do this at the same time, the later one leads.
         time.sleep(settle_seconds)
     return leader(study) == own_name()
 

@@ -108,6 +108,15 @@ def test_an_upload_keeps_the_number_of_its_error(sqlite: str, tmp_path: Path) ->
         location.upload_folder(tmp_path / "new")
 
 
+def test_a_folder_that_retention_deleted_leaves_nothing_behind(sqlite: str, tmp_path: Path) -> None:
+    _, tracker, run, _ = begun(tmp_path, sqlite)
+    location = tracker._locations.of_run(run.run_id)
+    assert location._folder is not None and not location._folder.exists()
+    with pytest.raises(FileNotFoundError):
+        location.upload_folder(tmp_path / "deleted")
+    assert not location._folder.exists()
+
+
 @pytest.mark.parametrize("lie", ELSEWHERE)
 def test_nothing_is_deleted_where_a_model_cannot_be(
     lie: str, sqlite: str, mine: Path, tmp_path: Path

@@ -125,8 +125,9 @@ def names(folder: Path) -> set[str]:
 def _copy_into(source: Path, target: Path) -> None:
     """Copy the content of a folder. Raises the first OSError."""
     # `shutil.copytree` would give the target the source's mode, and hide an error's number.
+    paths = sorted(source.iterdir())  # before the target is made: retention may have deleted it
     target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
+    for path in paths:
         if path.is_dir():
             _copy_into(path, target / path.name)
         else:

@@ -44,7 +44,7 @@ class WorkMeter:
         self._count, self._share, self._peak, self._measures = tokens, share, peak, measures
         self._device, self._tokens = device, 0.0
         self._flops: float | None = None
-        """Of one token."""
+        """The FLOPs of one token, if counted."""
         # A strategy is going to divide the model, or to compile it.
         self._model = None if peak is None or model is None else _on_meta(model)
 

@@ -131,7 +131,7 @@ def _largest_fitting(found: Sequence[ProbeResult]) -> float:
 def fastest(measured: Sequence[ProbeResult]) -> list[ProbeResult]:
     """Return the cell with the most samples/s of every batch size, by batch size."""
     able = (one for one in measured if one.status == "ok")
-    # Of each batch size the last is kept, which is the fastest.
+    # A later cell replaces an earlier one of its batch size, so the fastest stays.
     best = {one.batch_size: one for one in sorted(able, key=lambda one: one.samples_per_second)}
     return [best[size] for size in sorted(best)]
 
