@@ -27,8 +27,9 @@ def train_step(
 ) -> tuple[dict[str, Tensor], float]:
     """Take one optimizer step. Return its metrics, and the seconds of waiting for data. Collective.
 
-    The metrics are means over this rank's samples of the step, still on the device. Of a `Ratio`,
-    both parts are. A turn's metrics have its name in front: ``generator/loss``.
+    The metrics are means over this rank's samples of the step, still on the device. A
+    `Ratio` has the means of both parts. A turn's metrics have its name in front, as in
+    ``generator/loss``.
     """
     optimizer = state.optimizer
     set_lr(optimizer, state.base_lrs, job.experiment.schedule(state.step, job.total_steps))
