@@ -71,3 +71,8 @@ def test_measure_gets_progress_only_if_it_asks() -> None:
 def test_another_number_of_parameters_is_refused(measure: Any) -> None:
     with pytest.raises(UserError, match=r"measure\(self, model, batch, at\), but its parameters"):
         takes_progress(measure)
+
+
+def test_a_schedule_is_refused_by_its_own_name() -> None:
+    with pytest.raises(UserError, match=r"^schedule must be schedule\(step, total\) or schedule\("):
+        takes_progress(lambda step: 0, "schedule(step, total)")

@@ -6,12 +6,12 @@ Data: scikit-learn's digits instead of MNIST.
 rankzero train experiments/tutorials/mnist_convnet.py
 """
 
-from digit_images import TRAINING_SAMPLES, digits
+from digit_images import digits
 from torch import Tensor, nn, optim
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from rankzero import Experiment, Goal, Train
+from rankzero import Experiment, Goal, Progress, Train
 
 MEAN, SPREAD = 0.305, 0.346
 
@@ -43,9 +43,9 @@ class MnistConvnet(Experiment):
     def optimizer(self, model: nn.Module) -> optim.Optimizer:
         return optim.Adadelta(model.parameters(), self.lr)
 
-    def schedule(self, step: int, total_steps: int) -> float:
-        """Decay after each epoch, as StepLR does. A schedule counts steps, not epochs."""
-        return self.gamma ** (step // (TRAINING_SAMPLES // self.train.batch_size))
+    def schedule(self, step: int, total_steps: int, at: Progress) -> float:
+        """Decay after each epoch, as StepLR does."""
+        return self.gamma**at.epoch
 
     def measure(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         images, labels = batch

@@ -9,13 +9,13 @@ rankzero train experiments/tutorials/siamese.py
 import random
 
 import torch
-from digit_images import TRAINING_SAMPLES, digits
+from digit_images import digits
 from torch import Tensor, nn, optim
 from torch.nn.functional import binary_cross_entropy
 from torch.utils.data import Dataset, TensorDataset
 from torchvision.models import resnet18
 
-from rankzero import Experiment, Goal, Train
+from rankzero import Experiment, Goal, Progress, Train
 
 Pair = tuple[Tensor, Tensor, Tensor]
 
@@ -72,8 +72,8 @@ class SameDigit(Experiment):
     def optimizer(self, model: nn.Module) -> optim.Optimizer:
         return optim.Adadelta(model.parameters(), self.lr)
 
-    def schedule(self, step: int, total_steps: int) -> float:
-        return self.gamma ** (step // (TRAINING_SAMPLES // self.train.batch_size))
+    def schedule(self, step: int, total_steps: int, at: Progress) -> float:
+        return self.gamma**at.epoch
 
     def measure(self, model: nn.Module, batch: Pair) -> dict[str, Tensor]:
         first, second, same = batch

@@ -416,9 +416,12 @@ class Experiment:
         return ()
 
     def schedule(
-        self, step: int, total_steps: int
+        self, step: int, total_steps: int, *_: Any
     ) -> float | Sequence[float] | Mapping[str, float]:
         """Return the factor on the optimizer's learning rates at `step`, which counts from 0.
+
+        Write ``schedule(self, step, total_steps, at)`` to count epochs: ``at.epoch`` of a
+        `Progress`.
 
         One float for all parameter groups, a list with one for each, or {optimizer: float}. Must
         be a pure function: a resume calls it at any step.
@@ -442,8 +445,8 @@ def _check_names(cls: type[Experiment]) -> None:
                 f"{place} is a method of Experiment: rename the setting to {name}_, which is "
                 f"still {name} on the command line"
             )
-        # Those two have several forms, and are checked where they are called.
-        elif name not in ("measure", "collate") and inspect.isfunction(found):
+        # These have several forms, and are checked where they are called.
+        elif name not in ("measure", "collate", "schedule") and inspect.isfunction(found):
             expected = inspect.signature(method)
             try:
                 inspect.signature(found).bind(*expected.parameters)

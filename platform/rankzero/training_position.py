@@ -1,4 +1,4 @@
-"""`Progress`: where a training is, for a `measure` with a third parameter. Pure.
+"""`Progress`: where a training is, for `measure` and `schedule` with a parameter more. Pure.
 
 def measure(self, model, batch, at):
     weight = min(1.0, at.step / 1000)
@@ -17,7 +17,7 @@ from rankzero.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The place of a `measure` in its training. It is equal on all ranks."""
+    """The place of a `measure` or a `schedule` in its training. It is equal on all ranks."""
 
     step: int
     """Optimizer steps that are finished."""
@@ -32,12 +32,12 @@ class Progress:
     """The name of the optimizer that steps; None without `Experiment.turns`."""
 
 
-def takes_progress(measure: Callable[..., Any]) -> bool:
-    """Return whether `measure` has a third parameter: without a default, or called ``at``.
+def takes_progress(method: Callable[..., Any], call: str = "measure(self, model, batch)") -> bool:
+    """Return whether `method` has a third parameter: without a default, or called ``at``.
 
-    Raises UserError if it has another number.
+    `call`: how it is called with two. Raises UserError if it has another number.
     """
-    signature = inspect.signature(measure)
+    signature = inspect.signature(method)
     named = [
         p
         for p in signature.parameters.values()
@@ -49,7 +49,7 @@ def takes_progress(measure: Callable[..., Any]) -> bool:
         signature.bind(*range(3 if takes else 2))
     except TypeError:
         raise UserError(
-            "measure must be measure(self, model, batch) or measure(self, model, batch, at), "
+            f"{call.partition('(')[0]} must be {call} or {call[:-1]}, at), "
             f"but its parameters are {signature}"
         ) from None
     return takes

@@ -13,7 +13,10 @@ from torch import nn, optim
 from torch.nn import functional
 
 from rankzero import Experiment, config, experiment_file
+from rankzero.ranks import Ranks
 from rankzero.training import rng
+from rankzero.training.build import build
+from rankzero.training.distributed.world import World
 from support.paths import EXPERIMENTS
 from support.training import Trained, Trainer, weights
 from support.two_ranks import Case, launched, seen
@@ -196,7 +199,8 @@ def test_a_tutorial_trains_as_its_own_loop_does(name: str, train: Trainer) -> No
 def test_schedule_decays_after_each_epoch(name: str) -> None:
     experiment = short(name)
     steps_per_epoch = 1437 // 8
-    factors = [experiment.schedule(step, 1000) for step in (0, 178, 179, 2 * steps_per_epoch)]
+    job, _ = build(experiment, World(Ranks(), torch.device("cpu")))
+    factors = [job.lr_factors(step) for step in (0, 178, 179, 2 * steps_per_epoch)]
     assert factors == [1.0, 1.0, 0.7, pytest.approx(0.49)]
 
 

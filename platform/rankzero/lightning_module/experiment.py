@@ -100,7 +100,7 @@ class _LightningExperiment(Experiment):
         return optimizer
 
     def schedule(
-        self, step: int, total_steps: int
+        self, step: int, total_steps: int, *_: Any
     ) -> float | Sequence[float] | Mapping[str, float]:
         fit = self._fit
         if fit.scheduler is None:

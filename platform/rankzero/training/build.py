@@ -73,6 +73,9 @@ def build(
         work_meter=meter,
         helpers=start.helpers,
         takes_progress=takes_progress(experiment.measure),
+        schedule_takes_progress=takes_progress(
+            experiment.schedule, "schedule(self, step, total_steps)"
+        ),
         model_tags=parameter_counts.tags(model),
     )
     state = _initial_state(strategy, train.ema)

@@ -84,11 +84,21 @@ class TrainingContext:
     helpers: Mapping[str, nn.Module] = dataclasses.field(default_factory=dict)
     takes_progress: bool = False
     """Whether the experiment's `measure` has a third parameter."""
+    schedule_takes_progress: bool = False
     mean_check: MeanCheck = dataclasses.field(default_factory=MeanCheck)
 
     def epoch(self, step: int) -> int:
         """Return the epoch of the step that follows `step` finished ones."""
         return step // self.batch_order.steps_per_epoch
+
+    def lr_factors(self, step: int) -> Any:
+        """Return the experiment's `schedule` for the step that follows `step` finished ones."""
+        at = (self._progress(step, training=True),) if self.schedule_takes_progress else ()
+        return self.experiment.schedule(step, self.total_steps, *at)
+
+    def _progress(self, step: int, *, training: bool, turn: str | None = None) -> Progress:
+        epoch = self.epoch(step if training else max(0, step - 1))
+        return Progress(step, self.total_steps, epoch, training, self.helpers, turn)
 
     def micro_batch_step(
         self, step: int, *, training: bool, turn: str | None = None
@@ -96,9 +106,7 @@ class TrainingContext:
         """Return how a strategy computes the next micro-batch, after `step` optimizer steps."""
         measure = self.forward_timer.next_measure()
         if self.takes_progress:
-            epoch = self.epoch(step if training else max(0, step - 1))
-            at = Progress(step, self.total_steps, epoch, training, self.helpers, turn)
-            measure = bound(measure, at)
+            measure = bound(measure, self._progress(step, training=training, turn=turn))
         return MicroBatchStep(
             measure,
             self.precision.autocast,

@@ -32,7 +32,7 @@ def train_step(
     ``generator/loss``.
     """
     optimizer = state.optimizer
-    set_lr(optimizer, state.base_lrs, job.experiment.schedule(state.step, job.total_steps))
+    set_lr(optimizer, state.base_lrs, job.lr_factors(state.step))
     if job.experiment.turns:
         assert isinstance(optimizer, JointOptimizer)
         metrics, data_wait = _take_turns(job, state.step, optimizer, batches)

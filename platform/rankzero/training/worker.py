@@ -154,7 +154,8 @@ def _notices(
         )
     order = job.batch_order
     has_one_epoch = stream.is_stream(data["training"]) and order.samples < order.batch_size
-    if has_one_epoch and (job.frozen_parts.is_used or job.takes_progress):
+    asks = job.frozen_parts.is_used or job.takes_progress or job.schedule_takes_progress
+    if has_one_epoch and asks:
         yield (
             "the training set is a stream without a length, so every step is of epoch 0 for "
             "frozen() and at.epoch: give it a __len__, or count in steps"

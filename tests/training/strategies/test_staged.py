@@ -77,6 +77,9 @@ def test_measure_knows_its_place_and_its_helpers(folder: Path, alone: Any, name:
         for metrics in two["evaluated"].values()
     ]
     assert places == [[4, 0, 8, 0], [8, 1, 8, 0]]
+    # Six steps make an epoch. The schedule counts epochs.
+    rates = [rate for speed in two["speeds"] for rate in speed["lr"]]
+    assert rates == pytest.approx([0.01] * 6 + [0.007] * 2)
 
 
 @pytest.mark.parametrize(
