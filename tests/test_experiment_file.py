@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +59,25 @@ def test_base_class_in_the_file_is_not_a_second_experiment(tmp_path: Path) -> No
 def test_file_with_the_name_of_a_loaded_module_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rename the file"):
         load(str(written(tmp_path, "json.py", EXPERIMENT.format(name="One"))))
+
+
+def test_files_of_one_name_in_two_folders_are_two_experiments(tmp_path: Path) -> None:
+    paths = []
+    for name in ("One", "Two"):
+        (tmp_path / f"{name} 1.0%").mkdir()
+        paths.append(
+            written(tmp_path / f"{name} 1.0%", "exp_same.py", EXPERIMENT.format(name=name))
+        )
+    one, two = (load(str(path)) for path in paths)
+    assert (one.__name__, two.__name__) == ("One", "Two") and load(str(paths[1])) is two
+    # A loading process may be started afresh. It gets `sys.path`.
+    code = f"import pickle, sys; sys.path[:] = {sys.path}; print(pickle.load(sys.stdin.buffer))"
+    for cls in (one, two):
+        result = subprocess.run(
+            [sys.executable, "-c", code], input=pickle.dumps(cls(width=3)), capture_output=True
+        )
+        assert result.stdout.startswith(cls.__name__.encode()), result.stderr
+        assert b"width=3" in result.stdout
 
 
 def test_imported_experiment_is_not_the_files_own(tmp_path: Path) -> None:

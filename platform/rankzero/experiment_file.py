@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import urllib.parse
 from contextvars import ContextVar
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +17,9 @@ from rankzero.lightning_module import experiments_in
 # A file that calls `rankzero.train` at import would start itself again in each training process.
 # `is_loading` finds that out. A ContextVar, so that only the importing thread sees it.
 _loading: ContextVar[bool] = ContextVar("loading", default=False)
+_folders: set[Path] = set()
+"""The folders of the files that this process has loaded, which are importable."""
+__path__: list[str] = []  # Modules can be below this one: see `_FilesByPath`.
 
 
 def load(reference: str) -> type[Experiment]:
@@ -69,28 +74,61 @@ def split(reference: str) -> tuple[Path, str | None]:
     return path, name or None
 
 
-def _import(path: Path) -> ModuleType:
-    """Import the file under its own name, with its folder importable, as a script would be."""
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None:
-        file = getattr(loaded, "__file__", None)
-        if file is not None and Path(file).exists() and path.samefile(file):
-            return loaded
+class _FilesByPath:
+    """Finds the modules that `_import` has named by their path: also where they are unpickled."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> ModuleSpec | None:
+        parent, _, quoted = name.rpartition(".")
+        if parent != __name__:
+            return None
+        return importlib.util.spec_from_file_location(name, urllib.parse.unquote(quoted))
+
+
+sys.meta_path.append(_FilesByPath)
+
+
+def _module_name(path: Path) -> str:
+    """Return the file's own name; if another folder's experiment has it, a name by the path.
+
+    Raises UserError if a module that is no experiment has the name.
+    """
+    if path.stem not in sys.modules:
+        return path.stem
+    other = getattr(sys.modules[path.stem], "__file__", None)
+    if other is not None and Path(other).exists() and path.samefile(other):
+        return path.stem
+    if other is None or Path(other).absolute().parent not in _folders:
         raise UserError(f"{path}: a module named {path.stem!r} is loaded already; rename the file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # A name has no dots but those between a package and its modules.
+    quoted = str(path.resolve()).replace("%", "%25").replace(".", "%2E")
+    return f"{__name__}.{quoted}"
+
+
+def _import(path: Path) -> ModuleType:
+    """Import the file, with its folder importable, as a script would be."""
+    name = _module_name(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Both stay for the life of the process. The file may import its neighbours late, and a loader
     # process that is started afresh unpickles the file's classes by this module name.
     sys.path.insert(0, str(path.parent))
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     token = _loading.set(True)
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[path.stem]
+        del sys.modules[name]
         sys.path.remove(str(path.parent))
         raise
     finally:
         _loading.reset(token)
+    if name != path.stem:
+        # A process that is started afresh must find the first file under their common name.
+        sys.path.remove(str(path.parent))
+        sys.path.append(str(path.parent))
+    _folders.add(path.parent)
     return module
