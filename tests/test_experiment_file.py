@@ -74,9 +74,12 @@ def test_files_of_one_name_in_two_folders_are_two_experiments(tmp_path: Path) ->
     code = f"import pickle, sys; sys.path[:] = {sys.path}; print(pickle.load(sys.stdin.buffer))"
     for cls in (one, two):
         result = subprocess.run(
-            [sys.executable, "-c", code], input=pickle.dumps(cls(width=3)), capture_output=True
+            [sys.executable, "-c", code],
+            input=pickle.dumps(cls(width=3)),
+            capture_output=True,
+            check=True,
         )
-        assert result.stdout.startswith(cls.__name__.encode()), result.stderr
+        assert result.stdout.startswith(cls.__name__.encode())
         assert b"width=3" in result.stdout
 
 

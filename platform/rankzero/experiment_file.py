@@ -78,7 +78,7 @@ class _FilesByPath:
     """Finds the modules that `_import` has named by their path: also where they are unpickled."""
 
     @staticmethod
-    def find_spec(name: str, *_: object) -> ModuleSpec | None:
+    def find_spec(name: str, *_others: object) -> ModuleSpec | None:
         parent, _, quoted = name.rpartition(".")
         if parent != __name__:
             return None
