@@ -90,6 +90,8 @@ class Train:
     """Samples per optimizer step, over all ranks."""
     micro_batch: int | None = None
     """Samples per forward on one rank; none: the rank's whole share of the batch."""
+    drop_last: bool = True
+    """Leave out the rest of an epoch that fills no batch; false: it is a smaller batch."""
     eval_batch: int | None = None
     """Samples per forward on one rank in an evaluation; none: the micro-batch."""
     precision: Precision = "fp32"

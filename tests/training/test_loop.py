@@ -15,7 +15,9 @@ from rankzero.errors import NotFinite, UserError
 from rankzero.events import CheckpointSaved, Evaluated, Noticed, StepsLogged
 from rankzero.ranks import Ranks
 from rankzero.run_store import checkpoint_files
+from rankzero.training.build import build
 from rankzero.training.checkpoints import restore
+from rankzero.training.data.order import permutation
 from rankzero.training.distributed.world import World
 from rankzero.training.periodic import state_dict
 from rankzero.training.stop import StopCode
@@ -30,6 +32,46 @@ def test_four_micro_batches_of_8_train_like_a_batch_of_32(train: Trainer, tmp_pa
     for one, other in zip(weights(whole), weights(parts), strict=True):
         torch.testing.assert_close(one, other)
     assert parts.series("train/loss") == pytest.approx(whole.series("train/loss"), rel=1e-5)
+
+
+def test_smaller_last_batch_trains_as_one(train: Trainer, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"train__batch_size": 30, "train__drop_last": False}
+    settings |= {"train__epochs": 2, "train__log_every": 1}
+    whole = train(tiny(**settings), tmp_path / "whole")
+    parts = train(tiny(**settings, train__micro_batch=3), tmp_path / "parts")
+    assert whole.state.step == 14
+    assert parts.series("train/loss") == pytest.approx(whole.series("train/loss"), rel=1e-5)
+    assert parts.series("train/accuracy") == pytest.approx(whole.series("train/accuracy"))
+    # The same steps as PyTorch's own.
+    experiment, order = whole.job.experiment, whole.job.batch_order
+    (x, y), model = experiment.data()[0].tensors, build(experiment, whole.job.world)[1].model
+    optimizer = experiment.optimizer(model)
+    for epoch in range(2):
+        for rows in permutation(order.seed, epoch, 200).split(30):
+            optimizer.zero_grad()
+            cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    for one, other in zip(weights(whole), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other.detach())
+    speed = whole.series("throughput/samples_per_second")
+    seconds = whole.series("throughput/step_seconds")
+    samples = [speed[step] * seconds[step] for step in range(1, 15)]
+    assert samples == pytest.approx(([30] * 6 + [20]) * 2)
+
+
+@pytest.mark.parametrize("stop_at", [6, 7, 8])
+def test_resume_around_a_smaller_last_batch(train: Trainer, tmp_path: Path, stop_at: int) -> None:
+    settings = {"train__batch_size": 30, "train__micro_batch": 3, "train__drop_last": False}
+    experiment = tiny(**settings, train__steps=15, train__log_every=1, augment=True, dropout=0.3)
+    straight = train(experiment, tmp_path / "straight")
+    train(experiment, tmp_path / "parts", stop_at=stop_at)
+    again = train(experiment, tmp_path / "parts")
+    assert again.series("train/loss").items() <= straight.series("train/loss").items()
+    for one, other in zip(weights(straight), weights(again), strict=True):
+        assert torch.equal(one, other)
+    other = tiny(**settings | {"train__drop_last": True}, train__steps=20, augment=True)
+    with pytest.raises(UserError, match=r"train.drop_last\): 20, now it is 0"):
+        train(other, tmp_path / "parts")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ class TrainerStub:
         self.datamodule = datamodule
         # The experiment's `measure` sets the steps and the epoch, the module's forward `training`.
         self.global_step, self.current_epoch, self.training = 0, 0, True
-        self.num_training_batches = max(1, samples // train.batch_size)
+        rest = 0 if train.drop_last else samples % train.batch_size
+        self.num_training_batches = max(1, samples // train.batch_size + (rest > 0))
         steps = train.steps or (train.epochs or 0) * self.num_training_batches
         self.estimated_stepping_batches = self.max_steps = steps
         self.max_epochs = -(-steps // self.num_training_batches)

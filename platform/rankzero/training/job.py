@@ -101,7 +101,7 @@ class TrainingContext:
         return Progress(step, self.total_steps, epoch, training, self.helpers, turn)
 
     def micro_batch_step(
-        self, step: int, *, training: bool, turn: str | None = None
+        self, step: int, *, training: bool, turn: str | None = None, accumulation: int = 1
     ) -> MicroBatchStep:
         """Return how a strategy computes the next micro-batch, after `step` optimizer steps."""
         measure = self.forward_timer.next_measure()
@@ -111,6 +111,6 @@ class TrainingContext:
             measure,
             self.precision.autocast,
             self.precision.scaler,
-            self.batch_order.accumulation,
+            accumulation,
             self.batch_order.micro_batch,
         )

@@ -8,6 +8,7 @@ of the other optimizers are dropped, and one optimizer steps.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -62,7 +63,8 @@ def _take_turns(
     job: TrainingContext, step: int, optimizer: JointOptimizer, batches: Iterator[Any]
 ) -> tuple[dict[str, Tensor], float]:
     begun = time.perf_counter()
-    micro_batches = [next(batches) for _ in range(job.batch_order.accumulation)]
+    weights = job.batch_order.weights(step, job.strategy.shard.rank)
+    micro_batches = [next(batches) for _ in weights]
     data_wait = time.perf_counter() - begun
     found: dict[str, Tensor] = {}
     for turn in job.experiment.turns:
@@ -80,10 +82,12 @@ def _accumulate(
     job: TrainingContext, step: int, turn: str | None, batches: Iterator[Any]
 ) -> tuple[dict[str, Tensor], float]:
     """Add up the gradients of a step or a turn. Return as `train_step`. Collective."""
-    strategy, how = job.strategy, job.micro_batch_step(step, training=True, turn=turn)
+    strategy = job.strategy
+    weights = job.batch_order.weights(step, strategy.shard.rank)
+    how = job.micro_batch_step(step, training=True, turn=turn, accumulation=len(weights))
     metrics: dict[str, Tensor] = {}
     data_wait = 0.0
-    for index in range(how.accumulation):
+    for index, weight in enumerate(weights):
         begun = time.perf_counter()
         batch = next(batches)
         data_wait += time.perf_counter() - begun
@@ -91,6 +95,8 @@ def _accumulate(
         job.image_capture.see_training_batch(batch)
         # Ranks average their gradients once a step, during the last backward.
         is_last = index == how.accumulation - 1
+        if weight != how.weight:
+            how = dataclasses.replace(how, weight=weight)
         with contextlib.nullcontext() if is_last else strategy.no_sync():
             values = strategy.forward_backward(how, batch)
         if how.accumulation > 1:

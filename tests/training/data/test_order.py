@@ -1,5 +1,6 @@
 """Which samples a rank trains on, in which order."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rankzero.training.data.order import (
     check_same_lengths,
     fingerprint,
     make_batch_order,
+    make_stream_order,
     mix,
     permutation,
     shard,
@@ -91,6 +93,71 @@ def test_shards_cover_every_sample_once(samples: int, batch_size: int, world_siz
         for batch in shard(samples, batch_size, rank, world_size)
     ]
     assert sorted(index for batch in shards for index in batch.tolist()) == list(range(samples))
+
+
+rests = st.builds(
+    lambda plan, rest: dataclasses.replace(
+        plan,
+        samples=plan.samples // plan.batch_size * plan.batch_size + min(rest, plan.batch_size - 1),
+        rest=min(rest, plan.batch_size - 1),
+    ),
+    plans,
+    st.integers(0, 60),
+)
+
+
+@given(rests, st.integers(0, 3), st.integers(0, 20))
+def test_a_smaller_last_batch_is_divided_among_the_ranks(
+    plan: BatchOrder, epoch: int, more: int
+) -> None:
+    last = (epoch + 1) * plan.steps_per_epoch - 1
+    found: list[int] = []
+    weights: list[float] = []
+    for rank in range(plan.world_size):
+        mine = list(plan.iter_micro_batches(rank, last, last + 1))
+        mine_weights = plan.weights(last, rank)
+        assert len(mine) == len(mine_weights) == len(plan.weights(last, 0))
+        for (number, indices), weight in zip(mine, mine_weights, strict=True):
+            assert number == epoch and 1 <= len(indices) <= plan.micro_batch
+            found += indices.tolist() if weight else []
+        weights += mine_weights
+    size = plan.rest or plan.batch_size
+    # The weights are those of a mean over the samples.
+    assert sum(weights) == pytest.approx(len(weights))
+    expected = (
+        permutation(plan.seed, epoch, plan.samples)[-size:] if plan.rest else batch(plan, last)
+    )
+    assert sorted(found) == sorted(expected.tolist())
+    counted = [
+        sum(1 for _ in plan.iter_micro_batches(0, 0, step))
+        for step in range(plan.steps_per_epoch + more)
+    ]
+    assert counted == [plan.micro_batches_before(step) for step in range(len(counted))]
+
+
+@given(rests, st.integers(0, 30), st.integers(0, 30))
+def test_samples_are_counted(plan: BatchOrder, first: int, steps: int) -> None:
+    last = plan.steps_per_epoch - 1
+    sizes = [
+        plan.rest if plan.rest and step % plan.steps_per_epoch == last else plan.batch_size
+        for step in range(first, first + steps)
+    ]
+    assert plan.samples_of(first + steps, steps) == sum(sizes)
+    if plan.rest:
+        assert plan.mean_batch_size * plan.steps_per_epoch == pytest.approx(plan.samples)
+
+
+def test_the_rest_of_an_epoch_is_trained_if_wanted() -> None:
+    keeps = Train(batch_size=64, drop_last=False)
+    order = make_batch_order(keeps, 100, 2)
+    assert (order.rest, order.steps_per_epoch) == (36, 2)
+    assert make_batch_order(keeps, 50, 2).steps_per_epoch == 1, "a set smaller than one batch"
+    with pytest.raises(UserError, match=r"^train.strategy=pp takes .*train.drop_last=false"):
+        make_batch_order(dataclasses.replace(keeps, strategy="pp"), 100, 2)
+    with pytest.raises(UserError, match=r"batches\(\) chooses .*train.drop_last=false"):
+        make_batch_order(keeps, 100, 2, lambda *_: [[0, 1]])
+    with pytest.raises(UserError, match=r"is a stream, .*train.drop_last=false"):
+        make_stream_order(keeps, 100, 2)
 
 
 def test_epochs_differ_and_repeat() -> None:

@@ -15,6 +15,8 @@ from support.two_ranks import TOKENS, Case, attempted, launched, seen
 
 STILL = {"lr": 0.0, "train__steps": 1}
 """Every evaluation is of the same weights."""
+REST = {"kept": 25, "train__drop_last": False}
+"""Each third batch is a single sample, so rank 1 has none."""
 TRAINED: dict[str, dict[str, Any]] = {
     "ddp": {"train__micro_batch": 2},
     "zero1": {},
@@ -39,6 +41,7 @@ CASES = [
     *(case(f"{name}-still", **STILL, train__eval_batch=5) for name in ("ddp", "pp")),
     case("ddp-one-sample", **STILL, held_out=1),
     case("pp-large", train__eval_batch=13),
+    *(case(f"{name}-rest", **REST) for name in ("ddp", "fsdp", "tp")),
 ]
 ON_THREE = [case("ddp"), case("ddp-still", **STILL, train__eval_batch=5)]
 
@@ -99,6 +102,13 @@ def test_gradients_are_divided_before_they_are_clipped(on_two: Path, alone: Any,
     clipped = alone(train__clip=0.1)
     close(seen(on_two, f"{name}-clip"), clipped)
     assert clipped["losses"] != alone()["losses"]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tp"])
+def test_smaller_last_batch_is_divided_by_its_own_tokens(
+    on_two: Path, alone: Any, name: str
+) -> None:
+    close(seen(on_two, f"{name}-rest"), alone(**REST))
 
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp"])

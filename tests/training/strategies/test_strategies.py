@@ -37,6 +37,13 @@ LEFT = (("ddp", 4, 1), ("zero1", 8, 0), ("fsdp", 4, 1), ("tp", 4, 0), ("pp", 4, 
 """Strategy, the step whose evaluation is interrupted, and the only rank that gets the signal."""
 FP16: dict[str, Any] = {"train__precision": "fp16"}
 BY_FAR = {"goal__metric": "val/far/loss", "train__eval_every": 2}
+RESTED = ("ddp", "zero1", "fsdp", "tp")
+RESTS: dict[str, dict[str, Any]] = {
+    "even": {"kept": 38, "train__drop_last": False},
+    "uneven": {"kept": 35, "train__drop_last": False, "train__micro_batch": 1},
+    "none": {"kept": 33, "train__drop_last": False},
+}
+"""Two batches of 16, and one of 6, 3 or 1: of that, rank 1 has three, one or no sample."""
 CASES = [
     *(Case(name, {"train__strategy": name}) for name in STRATEGIES),
     *(Case(f"{name}-again", {"train__strategy": name}, stop_at=3) for name in DIVIDED),
@@ -176,6 +183,10 @@ CASES = [
         )
         for name in ("ddp", "zero1", "fsdp")
     ),
+    *(Case(f"{name}-rest", {"train__strategy": name, **RESTS["none"]}) for name in RESTED),
+    *(Case(f"{name}-rest-again", {"train__strategy": name, **RESTS["none"]}, 5) for name in RESTED),
+    *(Case(f"ddp-{name}", changes) for name, changes in RESTS.items()),
+    Case("ddp-rest-lockstep", {"lockstep": True, **RESTS["uneven"]}),
     Case("single", {"train__strategy": "single"}),
     Case("dp", {"train__strategy": "dp"}),
     Case("tp-planless", {"train__strategy": "tp", "plan": "none"}),
@@ -274,6 +285,28 @@ def test_patience_and_plateau_count_on_over_a_resume(folder: Path, alone: Any, n
     assert two["trained"] == [1, 2, 3, 4, 5]
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
     assert two["losses"] != pytest.approx(alone()["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", RESTED)
+def test_smaller_last_batch_is_trained(folder: Path, alone: Any, name: str) -> None:
+    one, two = alone(**RESTS["none"]), seen(folder, f"{name}-rest")
+    assert "error" not in two and two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    for step, metrics in one["evaluated"].items():
+        assert two["evaluated"][step] == pytest.approx(metrics, rel=1e-4)
+    again = seen(folder, f"{name}-rest-again")
+    assert again["losses"] == two["losses"] and again["begun"] == [0, 6]
+
+
+@pytest.mark.parametrize("name", RESTS)
+def test_smaller_last_batch_is_divided_fairly(folder: Path, alone: Any, name: str) -> None:
+    one, two = alone(**RESTS[name]), seen(folder, f"ddp-{name}")
+    for metric in ("loss", "accuracy"):
+        expected = pytest.approx(one["logged"][f"train/{metric}"], rel=1e-4)
+        assert two["logged"][f"train/{metric}"] == expected
+
+
+def test_ranks_that_talk_need_equal_shares_of_the_rest(folder: Path) -> None:
+    assert "leaves a batch of 3 samples" in seen(folder, "ddp-rest-lockstep")["error"]
 
 
 def test_slow_rank_is_named(folder: Path) -> None:

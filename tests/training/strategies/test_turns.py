@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clipped": {"train__clip": 0.05, "train__log_gradient_norm": True},
     "divided": {"train__micro_batch": 4, "ratio": True},
     "fp16": {"train__precision": "fp16"},
+    "rest": {"train__drop_last": False, "train__micro_batch": 1},
 }
 ODD: dict[str, dict[str, Any]] = {
     "still": {"still": "generator", "train__precision": "fp16"},

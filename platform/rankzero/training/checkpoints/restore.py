@@ -110,8 +110,9 @@ def apply(saved: dict[str, Any], job: TrainingContext, state: State) -> None:
         ("batch_size", job.batch_order.batch_size, "batch_size"),
         ("samples", job.batch_order.samples, "samples"),
         ("lists", job.batch_order.list_count, "lists of batches() in an epoch:"),
+        ("rest", job.batch_order.rest, "samples in a smaller last batch (train.drop_last):"),
     ):
-        # Older checkpoints have no "lists".
+        # Older checkpoints have neither "lists" nor "rest".
         if saved.get(name, 0) != mine:
             raise UserError(
                 f"the checkpoint was trained with {text} {saved.get(name, 0)}, now it is {mine}: "

@@ -67,7 +67,7 @@ class BatchLoader:
             _SeededBatches(self.dataset, self._seed, maker),
             self.device,
             self._workers,
-            keys=_numbered(keys, first_step * order.accumulation),
+            keys=_numbered(keys, order.micro_batches_before(first_step)),
         )
         # A generator would hold a batch on the device while the next one is copied there.
         return map(operator.itemgetter(0), processes.load(loader, self.device))

@@ -38,6 +38,8 @@ class BatchOrder:
     """Returns the batches of an epoch, where the experiment chooses them. They differ in size."""
     epoch_steps: int | None = None
     """Steps of an epoch, where they do not follow from `samples`."""
+    rest: int = 0
+    """Samples of an epoch's last batch, if it is smaller than the others (`train.drop_last`)."""
 
     @property
     def accumulation(self) -> int:
@@ -46,8 +48,13 @@ class BatchOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches in the data set. Each epoch leaves out other samples of the remainder."""
-        return self.epoch_steps or self.samples // self.batch_size
+        """Batches in the data set. Without `rest`, epochs leave out other samples each."""
+        return self.epoch_steps or self.samples // self.batch_size + (self.rest > 0)
+
+    @property
+    def _rest_parts(self) -> int:
+        """Micro-batches of `rest` over all ranks. Every rank has equally many."""
+        return math.ceil(self.rest / (self.micro_batch * self.world_size)) * self.world_size
 
     @property
     def list_count(self) -> int:
@@ -61,12 +68,35 @@ class BatchOrder:
 
     def samples_of(self, last_step: int, steps: int) -> int:
         """Return the samples of the `steps` steps up to `last_step`, over all ranks."""
+        if self.rest:
+            size = self.steps_per_epoch
+            rests = last_step // size - (last_step - steps) // size
+            return steps * self.batch_size - rests * (self.batch_size - self.rest)
         if self.lists is None:
             return steps * self.batch_size
         places = (
             divmod(step, self.steps_per_epoch) for step in range(last_step - steps, last_step)
         )
         return sum(len(self.lists(epoch)[position]) for epoch, position in places)
+
+    def weights(self, step: int, rank: int) -> Sequence[float]:
+        """Return the weight of each micro-batch of `rank` in the mean over the step's samples.
+
+        It is 1 if all are equally large, and 0 if the rank only keeps the others company.
+        """
+        if not self.rest or (step + 1) % self.steps_per_epoch:
+            return (1.0,) * self.accumulation
+        parts = self._rest_parts
+        sizes = [self.rest // parts + (part < self.rest % parts) for part in range(parts)]
+        return [size * parts / self.rest for size in sizes[rank :: self.world_size]]
+
+    def micro_batches_before(self, step: int) -> int:
+        """Return the micro-batches of a rank in the steps before `step`."""
+        found = step * self.accumulation
+        if self.rest:
+            shorter = self.accumulation - self._rest_parts // self.world_size
+            found -= step // self.steps_per_epoch * shorter
+        return found
 
     def iter_micro_batches(
         self, rank: int, first_step: int, total_steps: int
@@ -90,10 +120,16 @@ class BatchOrder:
             start = position * self.batch_size
             indices = permutation(self.seed, epoch, self.samples)
             indices = indices[start : start + steps * self.batch_size]
+            whole = indices[: len(indices) // self.batch_size * self.batch_size]
             # Dividing a whole epoch at once costs a few microseconds a step.
-            mine = indices.view(-1, self.world_size, self.micro_batch)[:, rank]
+            mine = whole.view(-1, self.world_size, self.micro_batch)[:, rank]
             for micro_batch in mine.contiguous().unbind():
                 yield epoch, micro_batch
+            rest = indices[len(whole) :]
+            if len(rest):
+                for part in rest.tensor_split(self._rest_parts)[rank :: self.world_size]:
+                    # Ranks exchange gradients, so one without a sample computes one for nothing.
+                    yield epoch, part if len(part) else rest[:1]
             step += steps
 
 
@@ -105,7 +141,7 @@ def make_batch_order(
     `choose`: returns an epoch's batches as lists of indices, or None where `train` decides.
     """
     order = _even_batches(train, samples, world_size)
-    usual_steps = max(1, samples // train.batch_size)
+    usual_steps = max(1, order.steps_per_epoch)
     epochs = math.ceil(train.steps / usual_steps) if train.steps else train.epochs or 1
     if choose is not None and _chooses(choose, epochs):
         if train.strategy == "pp":
@@ -113,14 +149,20 @@ def make_batch_order(
                 "train.strategy=pp takes batches of one size, so batches() cannot choose them: "
                 "use train.strategy=ddp"
             )
+        _refuse_rest(train, "batches() chooses all samples of an epoch")
         lists = _chosen_lists(order, choose)
         return dataclasses.replace(order, lists=lists, epoch_steps=len(lists(0)))
-    if samples < train.batch_size:
+    if not order.steps_per_epoch:
         raise UserError(
             f"the training set has {samples} samples, fewer than one batch: "
             f"set train.batch_size to at most {samples}"
         )
     return order
+
+
+def _refuse_rest(train: Train, reason: str) -> None:
+    if not train.drop_last:
+        raise UserError(f"{reason}, so train.drop_last=false does not fit: leave it out")
 
 
 def _chooses(choose: Choose, epochs: int) -> bool:
@@ -139,6 +181,7 @@ def make_stream_order(train: Train, samples: int, world_size: int) -> BatchOrder
 
     Without a length, the whole training is one epoch.
     """
+    _refuse_rest(train, "the training set is a stream, which has no order of its own")
     steps = samples // train.batch_size or train.steps
     if steps is None:
         raise UserError(
@@ -189,8 +232,10 @@ def _even_batches(train: Train, samples: int, world_size: int) -> BatchOrder:
     micro_batch = micro_batch_size(train, world_size)
     # A pipeline divides its batches itself.
     if train.strategy == "pp":
+        _refuse_rest(train, "train.strategy=pp takes batches of one size")
         micro_batch = train.batch_size
-    return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed)
+    rest = 0 if train.drop_last else samples % train.batch_size
+    return BatchOrder(samples, train.batch_size, micro_batch, world_size, train.seed, rest=rest)
 
 
 def micro_batch_size(train: Train, world_size: int) -> int:

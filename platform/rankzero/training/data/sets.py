@@ -109,6 +109,11 @@ def batch_order(experiment: Experiment, world: World, train_set: Any, shards: in
             raise UserError("batches() chooses by index, but the training set is a stream")
         return make_stream_order(experiment.train, length_of(train_set), shards)
     order = make_batch_order(experiment.train, len(train_set), shards, choose)
+    if experiment.lockstep and order.rest % shards:
+        raise UserError(
+            f"train.drop_last=false leaves a batch of {order.rest} samples, which the processes "
+            "cannot share evenly, and measure() talks to other ranks (lockstep): leave it out"
+        )
     check_same_batches(world, order, 0)
     return order
 

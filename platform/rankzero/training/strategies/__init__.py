@@ -76,7 +76,8 @@ def build(
                 "zero1": replicated.zero1,
             }[train.strategy]
             if train.compile:
-                model.compile()
+                # Two sizes of batches take turns. Code for any size would change the bits.
+                model.compile(dynamic=None if train.drop_last else False)
             return make(experiment, model.to(world.device), world)
         # A model that is divided is moved in parts: all of it need not fit into a GPU's memory.
         case "fsdp":

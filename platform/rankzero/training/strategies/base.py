@@ -42,6 +42,8 @@ class MicroBatchStep:
     """Micro-batches of a step."""
     samples: int = 1
     """Of a micro-batch. A `Ratio`'s gradients are divided by it first: fp16 overflows early."""
+    weight: float = 1.0
+    """Of the micro-batch in the mean over the step. A `Ratio` has its own; 0 counts nothing."""
 
     def forward(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Return what the user's `measure` returns for a batch."""
@@ -59,11 +61,17 @@ class MicroBatchStep:
         try:
             loss = values["loss"]
             if type(loss) is Ratio:
-                loss = loss.numerator / self.samples
+                loss = loss.numerator / self.samples * (self.weight > 0)
+            elif self.weight != 1:
+                loss = loss * self.weight
             if self.accumulation > 1:
                 loss = loss / self.accumulation
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            return {name: value.detach() for name, value in values.items()}
+            found = {name: value.detach() for name, value in values.items()}
+            if self.weight == 1:
+                return found
+            shares = float(self.weight > 0), self.weight
+            return {name: value * shares[value.dim() == 0] for name, value in found.items()}
         except (AttributeError, LookupError, TypeError, RuntimeError):
             # Checked only now, because the check costs time. It raises a UserError if the values
             # are at fault.

@@ -149,7 +149,9 @@ def fsdp(experiment: Experiment, model: nn.Module, world: World) -> Sharded:
         # Each unit by itself, because parameters are gathered and freed between units. Only its
         # `forward`: `part.compile()` includes FSDP's hooks, and dynamo then compiles nothing.
         for part in parts or [model]:
-            part.forward = torch.compile(part.forward)
+            # Two sizes of batches take turns. Code for any size would change the bits.
+            is_dynamic = None if experiment.train.drop_last else False
+            part.forward = torch.compile(part.forward, dynamic=is_dynamic)
     if world.is_distributed:
         mesh = init_device_mesh(world.device.type, (world.size,))
         for unit in [*parts, model]:
