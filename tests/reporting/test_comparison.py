@@ -77,6 +77,9 @@ def test_the_commands_that_repeat_a_run() -> None:
     assert commands(begun(train, mlflow__source__git__commit="abc", rankzero__dirty="true"))[
         :2
     ] == ["git checkout abc", "git apply diff.patch   # of the run's artifacts, in provenance/"]
+    for changes in ("false", "untracked", "incomplete"):
+        environment = {"mlflow__source__git__commit": "abc", "rankzero__dirty": changes}
+        assert "git apply" not in "".join(commands(begun(train, **environment)))
     again = begun("/x/rankzero/__main__.py resume mine train.epochs=8", 2)
     assert commands(begun(train), again) == [
         "rankzero train x.py lr=1 'name=a b' --run-name mine-again",

@@ -69,6 +69,17 @@ def test_a_report_shows_the_size_of_the_model() -> None:
     assert "| 1,234,567, of which 567 are trained (stem" in page()
 
 
+def test_a_report_says_what_was_not_committed() -> None:
+    def origin(dirty: str) -> str:
+        tags = {"mlflow.source.git.commit": "abc", "rankzero.dirty": dirty}
+        return report(RunStarted(T0, {}, tags, 1))
+
+    assert "| abc |" in origin("false")
+    assert "| abc, with uncommitted changes |" in origin("true")
+    assert "| abc, with new files that are not committed |" in origin("untracked")
+    assert "provenance/diff.patch has in part" in origin("incomplete")
+
+
 def test_a_run_in_steps_is_continued_by_steps(tmp_path: Path) -> None:
     params = {"train.epochs": "10", "train.steps": "100"}
     text = report(started(**params), saved(make_folder(tmp_path), 100), ended())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.run_store import provenance
+from rankzero.run_store.folder import Identity, RunFolder
 from rankzero.run_store.provenance import (
     Provenance,
     allowed,
@@ -22,6 +23,7 @@ from rankzero.run_store.provenance import (
 )
 
 TOKEN = "ghp_" + "a1B2" * 9
+DIGITS = Identity("digits", "1", "digits", "sqlite:////nowhere/mlflow.db")
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +88,41 @@ def test_new_files_make_a_tree_dirty_from_any_folder(repository: Path) -> None:
     assert found_in(repository / "sub").diff == "# untracked: .gitignore\n# untracked: new.py\n"
 
 
+def test_what_changes_in_the_folder_of_the_runs_is_no_change(repository: Path) -> None:
+    folder = RunFolder.create(repository / "my runs" / "runs", DIGITS)
+    assert (repository / "my runs/.gitignore").read_text() == "*\n"
+    assert git(repository, "status", "--short") == ""
+    (repository / "my runs/.gitignore").unlink()  # as in a folder of an earlier version
+    assert found_in(repository).dirty == "untracked"
+    found = collect(repository, [], {}, folder.path.parents[1])
+    assert (found.diff, found.dirty) == (None, "false")
+    git(repository, "add", "--all")
+    assert collect(repository, [], {}, folder.path.parents[1]).diff is None
+
+
+def test_a_folder_that_was_there_gets_no_gitignore(repository: Path) -> None:
+    RunFolder.create(repository / "runs", DIGITS)
+    assert not (repository / ".gitignore").exists()
+    assert collect(repository, [], {}, repository).dirty == "untracked"
+
+
+def test_a_diff_tells_whether_it_restores_the_changes(repository: Path) -> None:
+    (repository / "new.py").write_text("y = 1\n")
+    assert environment(found_in(repository))["rankzero.dirty"] == "untracked"
+    (repository / "a.py").write_text("x = 2\n")
+    found = found_in(repository)
+    assert found.dirty == "true" and found.diff
+    git(repository, "checkout", "-q", "a.py")
+    apply = ["git", "apply", "-"]
+    subprocess.run(apply, cwd=repository, check=True, input=found.diff, text=True)
+    assert (repository / "a.py").read_text() == "x = 2\n"
+    (repository / "a.py").write_text(f"password = '{TOKEN}'\n")
+    assert found_in(repository).dirty == "incomplete"  # redacted
+    git(repository, "commit", "-aqm", "second")
+    (repository / "a.py").write_bytes(bytes(range(256)))
+    assert found_in(repository).dirty == "incomplete"  # git shows no bytes
+
+
 def test_a_detached_head_has_a_commit_and_no_branch(repository: Path) -> None:
     git(repository, "checkout", "-q", "--detach")
     found = found_in(repository)
@@ -105,7 +142,7 @@ def test_a_diff_that_takes_too_long_does_not_make_the_tree_clean(
     monkeypatch.setattr(provenance, "_GIT_SECONDS", 1.0)
     found = collect(repository, ["rankzero", "train"], {})
     assert "did not list the changes within 1 seconds" in str(found.diff)
-    assert environment(found)["rankzero.dirty"] == "true"
+    assert environment(found)["rankzero.dirty"] == "incomplete"
 
 
 def test_a_large_diff_is_cut_at_a_line(repository: Path) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from rankzero.errors import UserError
 from rankzero.mlflow_store.uris import artifact_root, default_tracking_uri
 from rankzero.run_store.folder import write_atomically
+from rankzero.run_store.location import make_root
 
 LOOPBACK = "127.0.0.1"
 _ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - the server listens there only if a user says so
@@ -108,7 +109,7 @@ def with_users(root: Path, environ: Mapping[str, str]) -> tuple[dict[str, str], 
     """
     user, users = environ.get(_USER) or "admin", root.absolute() / _USERS
     settings, uri = root.absolute() / _SETTINGS, f"sqlite:///{users}".replace("%", "%%")
-    root.mkdir(parents=True, exist_ok=True)
+    make_root(root)
     write_atomically(
         settings,
         "[mlflow]\n"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rankzero.errors import UserError
 from rankzero.run_store import lock_files
+from rankzero.run_store.location import make_root
 
 DATABASE = "mlflow.db"
 _ARTIFACTS = "artifacts"
@@ -90,7 +91,7 @@ def prepare_store(
         return
     require_plain(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_root(path.parent)
         # One process at a time: SQLite fails to set the mode if another has the file open. A file
         # with content has its mode, and needs no lock.
         is_new = not path.exists() or path.stat().st_size == 0

@@ -29,6 +29,11 @@ _GPU_ROWS = (
     ("memory_usage_percentage", "GPU memory, mean", "%"),
     ("power_usage_watts", "GPU power, mean", "W"),
 )
+_CHANGES = {
+    "true": ", with uncommitted changes",
+    "untracked": ", with new files that are not committed",
+    "incomplete": ", with uncommitted changes that provenance/diff.patch has in part",
+}
 # The end of a traceback names the error. The journal has all of it.
 _ERROR_LINES = 25
 _MAX_NOTES = 30
@@ -194,7 +199,7 @@ def _origin(facts: Facts) -> str:
     """Return the experiment's file, the code's version, the data and the machine."""
     known = facts.environment
     code = (known.get("mlflow.source.git.commit") or "")[:12]
-    changed = ", with uncommitted changes" if known.get("rankzero.dirty") == "true" else ""
+    changed = _CHANGES.get(known.get("rankzero.dirty", ""), "")
     # Without a GPU there is no name, only the kind of the device.
     machine = known.get("rankzero.gpu") or known.get("rankzero.device") or ""
     # A run of `rankzero.track` has the version among its packages only.

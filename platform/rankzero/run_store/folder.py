@@ -15,6 +15,7 @@ from rankzero.events import Event
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store import disk, names, symlinks
 from rankzero.run_store.journal import read_all
+from rankzero.run_store.location import make_root
 
 EVENTS, _CHILDREN = "events.jsonl", "children.txt"
 
@@ -92,6 +93,7 @@ class RunFolder:
     def create(cls, runs: Path, identity: Identity) -> RunFolder:
         """Create the folder with its identity. Raises UserError, FileExistsError, OSError."""
         folder = cls(_place(runs, identity))
+        make_root(runs.parent)
         folder.path.mkdir(parents=True)
         folder.write_identity(identity)
         return folder
@@ -106,6 +108,7 @@ class RunFolder:
         symlinks.refuse(folder.path)
         known = (folder.path / "run.json").exists()
         if not known or not (folder.events.exists() or folder.identity.uuid == identity.uuid):
+            make_root(runs.parent)
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.write_identity(identity)
         return folder

@@ -17,6 +17,16 @@ def root_of(folder: str | Path | None) -> Path:
     return Path(folder or os.environ.get("RANKZERO_DIR") or "mlruns")
 
 
+def make_root(root: Path) -> None:
+    """Create the folder of the runs if it is missing. Git ignores the new folder."""
+    try:
+        root.mkdir(parents=True)
+    except FileExistsError:
+        return
+    # Another command may just have made the same folder, and written the same.
+    (root / ".gitignore").write_text("*\n")
+
+
 def is_offline(choice: bool | None = None) -> bool:
     """Return whether runs are only recorded, not delivered: the choice, else $RANKZERO_OFFLINE."""
     if choice is not None:

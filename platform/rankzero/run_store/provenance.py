@@ -16,6 +16,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rankzero.redaction.assignments import is_secret_name
 from rankzero.redaction.text import command_without_secrets, text_without_secrets
@@ -68,10 +69,18 @@ class Provenance:
     repository: str | None = None
     # The uncommitted changes without secrets, or None without changes.
     diff: str | None = None
+    # "true": the diff restores the changes. "untracked": there are new files alone. "incomplete":
+    # the diff was cut or redacted, or a binary file has changed.
+    dirty: str = "false"
 
 
-def collect(project_dir: Path, argv: Sequence[str], environ: Mapping[str, str]) -> Provenance:
-    """Collect everything. Never raises for lack of git, a user name or a package."""
+def collect(
+    project_dir: Path, argv: Sequence[str], environ: Mapping[str, str], own: Path | None = None
+) -> Provenance:
+    """Collect everything. Never raises for lack of git, a user name or a package.
+
+    `own`: the folder of the runs. What changes in it is no change of the user's code.
+    """
     packages = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -85,7 +94,7 @@ def collect(project_dir: Path, argv: Sequence[str], environ: Mapping[str, str]) 
         python=platform.python_version(),
         packages=packages,
         variables=allowed(environ),
-        **_git_facts(project_dir),
+        **_git_facts(project_dir, own),
     )
 
 
@@ -93,7 +102,7 @@ def record(
     artifacts: Path, argv: Sequence[str], experiment_file: str | None = None
 ) -> dict[str, str]:
     """Collect everything now, write it into the run's artifacts, and return the run's tags."""
-    found = collect(Path.cwd(), argv, os.environ)
+    found = collect(Path.cwd(), argv, os.environ, artifacts.absolute().parents[2])
     write_artifacts(found, artifacts)
     tags = environment(found)
     if experiment_file:
@@ -110,7 +119,7 @@ def environment(found: Provenance) -> dict[str, str]:
         "mlflow.source.git.commit": found.commit,
         "mlflow.source.git.branch": found.branch,
         "mlflow.source.git.repoURL": found.repository,
-        "rankzero.dirty": None if found.commit is None else str(found.diff is not None).lower(),
+        "rankzero.dirty": None if found.commit is None else found.dirty,
         "rankzero.command": found.command,
         "rankzero.host": found.host,
         "rankzero.system": found.system,
@@ -175,8 +184,10 @@ def _artifact_folder(folder: Path) -> Path:
     return target
 
 
-def _git(folder: Path, *words: str, settings: Mapping[str, str] | None = None) -> str | None:
-    """Return git's output, or None if it fails or takes too long."""
+def _git(
+    folder: Path, *words: str, settings: Mapping[str, str] | None = None, text: str = ""
+) -> str | None:
+    """Return git's output for the input `text`, or None if it fails or takes too long."""
     # As variables behind those that are set: on a command line, a name may not have a "=".
     first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
     variables = {
@@ -196,32 +207,35 @@ def _git(folder: Path, *words: str, settings: Mapping[str, str] | None = None) -
         "GIT_ALLOW_PROTOCOL": "",
     }
     command = ["git", "-c", "core.fsmonitor=false", "--no-pager", *words]
-    null = subprocess.DEVNULL
+    given, null = text.encode(), subprocess.DEVNULL
     try:
         output = subprocess.check_output(
-            command, cwd=folder, env=environ, timeout=_GIT_SECONDS, stdin=null, stderr=null
+            command, cwd=folder, env=environ, timeout=_GIT_SECONDS, input=given, stderr=null
         )
     except (OSError, subprocess.SubprocessError):
         return None
     return output.decode(errors="replace")
 
 
-def _git_facts(project_dir: Path) -> dict[str, str | None]:
-    found = _git(project_dir, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+def _git_facts(project_dir: Path, own: Path | None) -> dict[str, Any]:
+    found = _git(project_dir, "rev-parse", "HEAD", "--show-toplevel", "--abbrev-ref", "HEAD")
     if found is None:
         return {}
-    commit, _, branch = found.strip().partition("\n")
+    commit, top, branch = found.removesuffix("\n").split("\n", 2)
     remote = _git(project_dir, "config", "--get", "remote.origin.url")
+    diff, dirty = _diff(Path(top), own)
     return {
         "commit": commit,
         # Git calls a detached head "HEAD".
-        "branch": None if branch.strip() == "HEAD" else branch.strip(),
+        "branch": None if branch == "HEAD" else branch,
         "repository": text_without_secrets(remote.strip()) if remote else None,
-        "diff": _diff(project_dir),
+        "diff": diff,
+        "dirty": dirty,
     }
 
 
-def _diff(folder: Path) -> str | None:
+def _diff(folder: Path, own: Path | None) -> tuple[str | None, str]:
+    """Return a repository's uncommitted changes and `Provenance.dirty`."""
     words = ("config", "--show-scope", "--name-only", "--get-regexp", _FILTERS)
     filters = _git(folder, *words) or ""
     without_filters = {
@@ -229,10 +243,14 @@ def _diff(folder: Path) -> str | None:
         for scope, _, name in (line.partition("\t") for line in filters.splitlines())
         if scope in ("local", "worktree")
     }
-    changes = _git(folder, "diff", "HEAD", *_DIFF_OPTIONS, settings=without_filters)
-    untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "--full-name", ":/")
+    paths = ["--", ":/"]
+    if own is not None and folder.resolve() in own.resolve().parents:
+        paths.append(f":(exclude,literal){own.resolve().relative_to(folder.resolve())}")
+    changes = _git(folder, "diff", "HEAD", *_DIFF_OPTIONS, *paths, settings=without_filters)
+    untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "--full-name", *paths)
     if changes == untracked == "":
-        return None
+        return None, "false"
+    tracked = changes != ""
     if changes is None:
         changes = f"# git did not list the changes within {_GIT_SECONDS:g} seconds\n"
     elif len(changes.encode()) > _MAX_DIFF_BYTES:
@@ -244,7 +262,13 @@ def _diff(folder: Path) -> str | None:
     lines = [f"# untracked: {name}\n" for name in names[:_MAX_UNTRACKED]]
     if len(names) > _MAX_UNTRACKED:
         lines.append(f"# untracked: {len(names) - _MAX_UNTRACKED} more\n")
-    return text_without_secrets("".join(lines) + changes)
+    diff = text_without_secrets("".join(lines) + changes)
+    if not tracked:
+        return diff, "untracked"
+    # A diff that can be taken back from the changed files restores them.
+    check = ("apply", "--check", "--reverse", "--whitespace=nowarn", "-")
+    restores = _git(folder, *check, settings=without_filters, text=diff) is not None
+    return diff, "true" if restores else "incomplete"
 
 
 def _user() -> str:

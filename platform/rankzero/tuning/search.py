@@ -21,6 +21,7 @@ from rankzero.errors import UserError
 from rankzero.launch.agent import Topology
 from rankzero.redaction.text import url_without_secrets
 from rankzero.run_store.folder import Identity, RunFolder
+from rankzero.run_store.location import make_root
 from rankzero.tuning import members, next_trial
 from rankzero.tuning.agreement import SPACE, agree_on_space, await_facts, check_space
 from rankzero.tuning.budget import SECONDS
@@ -81,7 +82,7 @@ def run(setup: SearchSetup) -> SearchOutcome:
     """Search, or help another process that does. Ctrl-C passes through."""
     setup.space.check_reference()
     # With --offline, nothing has made the folder before.
-    setup.root.mkdir(parents=True, exist_ok=True)
+    make_root(setup.root)
     study = open_study(
         setup.storage,
         setup.identity.name,
