@@ -6,15 +6,16 @@ import argparse
 import contextlib
 import itertools
 from pathlib import Path
+from typing import ClassVar
 
-from rich.console import Console
-from rich.markdown import Markdown
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import Markdown, TableElement
 from rich.table import Table
 from rich.text import Text
 
 from rankzero.catalog import lookup
 from rankzero.catalog.summary import read_summary
-from rankzero.cli.display.terminal import is_interactive, table_console, text_console
+from rankzero.cli.display.terminal import is_interactive, print_table, table_console
 from rankzero.errors import UserError
 from rankzero.reporting import comparison, run_facts, run_report
 from rankzero.reporting.comparison import RunSide
@@ -22,6 +23,22 @@ from rankzero.run_store import provenance
 from rankzero.run_store.folder import RunFolder
 
 _PATCH_LINES = 40
+_SHORT = {"samples_per_second": "samples/s", "batch_size": "batch"}
+
+
+class _FoldedTable(TableElement):
+    """A table that folds a long word, which rich would cut off."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in super().__rich_console__(console, options):
+            if isinstance(part, Table):
+                for column in part.columns:
+                    column.overflow = "fold"
+            yield part
+
+
+class _Page(Markdown):
+    elements: ClassVar = {**Markdown.elements, "table_open": _FoldedTable}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
     text = run_report.page(lookup.require(runs, names[0]))
     if is_interactive():
-        table_console().print(Markdown(text, code_theme="ansi_dark"))
+        table_console().print(_Page(text, code_theme="ansi_dark"))
     else:
         print(text, end="")
     return 0
@@ -108,25 +125,26 @@ def _show_study(arguments: argparse.Namespace) -> None:
 
     storage = arguments.storage or default_storage(arguments.dir)
     study = find_study(storage, arguments.names[0])
-    trials, facts, terminal = study.trials(), study.facts, text_console()
-    table = Table(title=f"{study.name}: {len(trials)} trials", title_justify="left")
-    # The costs of a trial do not fit into a terminal.
-    columns = (*SHOWN_COLUMNS, "reason")
-    for column in columns:
-        ratio = 1 if column == "reason" else None
-        table.add_column(column, no_wrap=True, overflow="ellipsis", ratio=ratio)
-    for row in map(row_of, trials):
-        table.add_row(*(_cell(row[column]) for column in columns))
-    terminal.print(table)
+    trials, facts, terminal = study.trials(), study.facts, table_console()
+    head = [_SHORT.get(column, column) for column in SHOWN_COLUMNS]
+    rows = [[_cell(row_of(trial)[column]) for column in SHOWN_COLUMNS] for trial in trials]
+    print_table(f"{study.name}: {len(trials)} trials", head, rows)
+    # In a column of its own, a reason would leave no room for the numbers.
+    for trial in trials:
+        if reason := trial.facts.get("reason"):
+            terminal.print(Text(f"trial {trial.number:3}: {reason}"))
     for number, runs in by_trial(facts.get(CONFIRMATIONS, [])).items():
         shown = ["missed" if run.value is None else f"{abs(run.value):.4g}" for run in runs]
-        terminal.print(f"confirmed  trial {number:3}: {', '.join(shown)}")
+        terminal.print(Text(f"confirmed  trial {number:3}: {', '.join(shown)}"))
     if "objective" in facts:
-        terminal.print(f"objective: {facts['objective']}")
-    terminal.print(facts.get("sentence") or "No verdict yet: the same search command resumes it.")
+        terminal.print(Text(f"objective: {facts['objective']}"))
+    verdict = facts.get("sentence") or "No verdict yet: the same search command resumes it."
+    terminal.print(Text(verdict))
 
 
 def _cell(value: object) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)

@@ -97,6 +97,8 @@ class Console:
         name = self._folder.identity.name
         title = f"{name}: {ended.status}"
         table = Table(title=title, title_justify="left", show_header=False, min_width=48)
+        table.add_column()
+        table.add_column(overflow="fold")
         for row in self._progress.results(ended):
             table.add_row(*row)
         self._terminal.print(table)
