@@ -82,4 +82,6 @@ def test_runs_without_the_key_come_last() -> None:
 def test_a_key_that_no_run_has_is_an_error() -> None:
     with pytest.raises(UserError, match="did you mean 'val/loss'"):
         select([ONE], [parse("loss<1")])
+    with pytest.raises(UserError, match="no run has 'zzz'; `rankzero runs --json` has all"):
+        select([ONE], [parse("zzz=1")])
     assert select([], [parse("loss<1")], "lr") == []

@@ -59,6 +59,16 @@ def here(
         (["train", "empty.py"], 2, "defines no Experiment"),
         (["train", "broken.py"], 1, "broken.py, line 2"),
         (["config", TINY, "lr=fast"], 2, "lr: expected float"),
+        (["config", TINY, "zzz=1"], 2, "'zzz'; `rankzero config EXP` lists the keys"),
+        (["trian"], 2, "'trian' is no verb; did you mean 'train'?"),
+        (["zzz"], 2, "'zzz' is no verb; `rankzero --help` lists them"),
+        (["digits.py"], 2, "write rankzero train digits.py"),
+        (["train"], 2, "required: EXP\nexample:\n  rankzero train experiments/digits.py"),
+        (["train", TINY, "--lr", "0.1"], 2, "no option --lr; write lr=0.1\n"),
+        (["train", TINY, "--batch-size=8"], 2, "write train.batch_size=8\n"),
+        (["search", TINY, "--trails", 3], 2, "no option --trails; did you mean --trials?"),
+        (["runs", "--lr", "3"], 2, "'--lr' is one word too many, or an option that does"),
+        (["ui", "now"], 2, "'now' is one word too many"),
         (["resume", "nobody"], 2, "no run is called 'nobody'"),
         (["sync", "nobody"], 2, "no run is called 'nobody'"),
     ],
@@ -96,6 +106,13 @@ def test_invalid_settings_of_a_run_are_named(tmp_path: Path) -> None:
     folder.config.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         best_model.experiment_of(folder)
+
+
+def test_without_a_verb_the_first_three_commands_are_shown(here: Here) -> None:
+    code, output = here()
+    shown = [line.split()[:2] for line in output.splitlines() if line.startswith("  rankzero")]
+    assert code == 2 and shown == [["rankzero", verb] for verb in ("init", "train", "ui")]
+    assert "all 18 verbs" in output
 
 
 def test_debug_shows_the_traceback(here: Here) -> None:

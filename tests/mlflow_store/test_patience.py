@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankzero.cli import main
+from rankzero.errors import UserError
 from rankzero.mlflow_store.patience import goes_with_its_container, grace_seconds, patience
 
 GRACE, WAIT = "RANKZERO_DELIVERY_GRACE_SECONDS", "RANKZERO_WAIT_DELIVERY"
@@ -72,12 +73,12 @@ def test_option_takes_its_seconds_after_an_equals_sign(
 
 @pytest.mark.parametrize("value", ["soon", "nan", "-5"])
 def test_wait_that_is_no_number_of_seconds_is_one_error(
-    value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(WAIT, raising=False)
     for words in (["x.py", f"--wait-delivery={value}"], ["x.py"]):
-        with pytest.raises(SystemExit):
+        with pytest.raises(
+            UserError, match=f"{value}' \\(also from {WAIT}\\) is not a number of sec"
+        ):
             main.parse(["train", *words])
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert f"{value!r} (also from {WAIT}) is not a number of seconds" in error
         monkeypatch.setenv(WAIT, value)

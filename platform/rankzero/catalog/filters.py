@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import operator
 import re
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rankzero.catalog.summary import Summary
+from rankzero.config import hint
 from rankzero.config.renamed import new_name
 from rankzero.errors import UserError
 
@@ -120,11 +120,7 @@ def _require(key: str, runs: Sequence[Summary]) -> None:
     if not runs or key in COLUMNS or any(value_of(run, key) is not None for run in runs):
         return
     known = sorted({*COLUMNS, *(key for run in runs for key in (*run.metrics, *run.params))})
-    near = [
-        name for name in known if key in (name.rpartition("/")[2], name.rpartition(".")[2])
-    ] or difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-    raise UserError(f"no run has {key!r}; {hint}")
+    raise UserError(f"no run has {key!r}; {hint(key, known, '`rankzero runs --json` has all')}")
 
 
 def _number(value: _Value) -> float | None:

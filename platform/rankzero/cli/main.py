@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
@@ -13,10 +14,19 @@ from typing import Any, NoReturn
 
 from rankzero import __version__
 from rankzero.cli.verbs import TRAINING_VERBS, VERBS
-from rankzero.errors import FAILED, USAGE
+from rankzero.errors import FAILED, USAGE, UserError
 from rankzero.launch import output
 from rankzero.mlflow_store.patience import A_DAY, WAIT
 from rankzero.run_store.location import root_of
+
+_START = """\
+RankZero trains PyTorch models, tracked in MLflow. Most people begin with:
+
+  rankzero init my_experiment.py     write an experiment that trains at once
+  rankzero train my_experiment.py    train it; lr=0.01 changes a setting
+  rankzero ui                        look at the runs in MLflow
+
+`rankzero --help` lists all {} verbs, and `rankzero train --help` the options of one."""
 
 
 def command() -> NoReturn:
@@ -34,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     output.escape_unencodable()
+    if not words:
+        print(_START.format(len(VERBS)))
+        return USAGE
     try:
         arguments = parse(words)  # imports the verb's module, during which Ctrl-C may come
         if arguments.verb in TRAINING_VERBS:
@@ -61,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Parse the words of a command line; only the module of its verb is imported."""
-    verb = _top_parser().parse_args(words[:1]).verb
+    if words[:1] not in ([verb] for verb in VERBS):
+        _top_parser().parse_known_args(words[:1])  # --help and --version end here
+        raise UserError(_no_verb(words[0]))
+    verb = words[0]
     # argparse would take a word after --wait-delivery for its seconds.
     rest = [f"{word}={A_DAY}" if word == "--wait-delivery" else word for word in words[1:]]
     while "--sort" in rest[:-1]:
@@ -69,7 +85,10 @@ def parse(words: list[str]) -> argparse.Namespace:
         at = rest.index("--sort")
         rest[at : at + 2] = [f"--sort={rest[at + 1]}"]
     # Intermixed: options may stand between key=value words.
-    arguments = parser_of(verb).parse_intermixed_args(rest)
+    parser = parser_of(verb)
+    arguments, unknown = parser.parse_known_intermixed_args(rest)
+    if unknown:
+        parser.error(_no_option(unknown, parser, takes_settings="settings" in arguments))
     arguments.verb = verb
     return arguments
 
@@ -77,7 +96,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """Return the parser of one verb's words."""
     summary = VERBS[verb].summary
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"rankzero {verb}",
         description=summary[0].upper() + summary[1:] + ".",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # people copy the example
@@ -112,14 +131,46 @@ def _top_parser() -> argparse.ArgumentParser:
         "75 stopped but resumable.",
     )
     parser.add_argument("--version", action="version", version=f"rankzero {__version__}")
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs below")
+    parser.add_argument("verb", nargs="?", metavar="VERB", help="one of the verbs below")
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError with an example of the verb, and not the list of all its options."""
+        raise UserError(f"{message}\n{self.epilog}\n`{self.prog} --help` shows every option")
+
+
+def _no_verb(word: str) -> str:
+    if word.endswith(".py"):
+        return f"{word!r} is no verb: write rankzero train {word}"
+    near = difflib.get_close_matches(word, VERBS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "`rankzero --help` lists them"
+    return f"{word!r} is no verb; {hint}"
+
+
+def _no_option(words: Sequence[str], parser: argparse.ArgumentParser, takes_settings: bool) -> str:
+    """Return what to write for options, or other words, that a verb does not have."""
+    option, _, value = words[0].partition("=")
+    # `_actions` is private. It is what argcomplete, shtab and sphinx-argparse read, too.
+    known = [name for action in parser._actions for name in action.option_strings]
+    near = difflib.get_close_matches(option, known, n=1, cutoff=0.8)
+    if near:
+        return f"there is no option {option}; did you mean {near[0]}?"
+    if not (takes_settings and option.startswith("--")):
+        return f"{option!r} is one word too many, or an option that does not exist"
+    from rankzero.experiment import Train
+
+    key = option.lstrip("-").replace("-", "_")
+    key = f"train.{key}" if key in Train.__dataclass_fields__ else key
+    following = [word for word in words[1:2] if not word.startswith("-")]
+    return f"there is no option {option}; write {key}={value or ''.join(following) or '…'}"
 
 
 def _report(error: Exception) -> int:
     """Print one message about an error; return the exit code."""
     from rankzero.config import ConfigError
-    from rankzero.errors import RunFailed, UserError
+    from rankzero.errors import RunFailed
     from rankzero.launch.failures import reason
     from rankzero.redaction.text import url_without_secrets
 

@@ -23,7 +23,8 @@ def add_experiment(
 ) -> None:
     """Add the experiment and its settings, with the help of each."""
     parser.add_argument("experiment", metavar="EXP", help=reference)
-    parser.add_argument("settings", metavar="key=value", nargs="*", help=changes)
+    # With a default, argparse does not call it required where the experiment is missing.
+    parser.add_argument("settings", metavar="key=value", nargs="*", default=[], help=changes)
 
 
 def add_run(parser: argparse.ArgumentParser, *, elsewhere: bool = False) -> None:

@@ -12,6 +12,7 @@ import codecs
 import dataclasses
 import difflib
 import functools
+import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -71,7 +72,8 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
         if group:
             raise ConfigError(f"{_shown(key)} is a group: set one of {', '.join(group)}")
         if key not in known:
-            raise ConfigError(f"unknown key {_shown(key)}; {_hint(key[:_LONGEST_SHOWN], known)}")
+            listed = "`rankzero config EXP` lists the keys"
+            raise ConfigError(f"unknown key {_shown(key)}; {hint(key, known, listed)}")
     return _override(config, changes, "")
 
 
@@ -143,16 +145,18 @@ def parse_assignments(words: Iterable[str]) -> dict[str, str]:
     return pairs
 
 
-def _hint(key: str, known: Mapping[str, Any]) -> str:
-    """Return the key that the user may have meant, or all keys."""
-    last_part = key.rpartition(".")[2]
-    by_last_part = {name.rpartition(".")[2]: name for name in reversed(list(known))}
-    if last_part in by_last_part:
-        return f"did you mean {by_last_part[last_part]!r}?"
-    near = difflib.get_close_matches(key, known, n=1) or [
-        by_last_part[part] for part in difflib.get_close_matches(last_part, by_last_part, n=1)
-    ]
-    return f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+def hint(key: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the keys that the user may have meant, at most three, or `otherwise`."""
+    key = key[:_LONGEST_SHOWN]
+    *_, end = re.split("[./]", key)
+    ends = {name: re.split("[./]", name)[-1] for name in known}
+    near = (
+        [name for name in ends if ends[name] == end]
+        or difflib.get_close_matches(key, ends, n=1)
+        or [name for name in ends if ends[name] in difflib.get_close_matches(end, ends.values(), 1)]
+        or difflib.get_close_matches(key, ends, n=3, cutoff=0.5)
+    )
+    return f"did you mean {' or '.join(map(repr, near[:3]))}?" if near else otherwise
 
 
 def _override(config: Config, changes: Mapping[str, Any], prefix: str) -> Config:

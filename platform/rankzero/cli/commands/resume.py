@@ -31,7 +31,7 @@ RECORDER_SECONDS = 10.0  # for a live recorder to write how the previous attempt
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_run(parser, elsewhere=True)
     changes = "settings to change, such as train.epochs=20 or train.steps=2000"
-    parser.add_argument("settings", metavar="key=value", nargs="*", help=changes)
+    parser.add_argument("settings", metavar="key=value", nargs="*", default=[], help=changes)
     moved = "the experiment's file, if it has moved"
     parser.add_argument("--experiment", metavar="EXP", help=moved)
     options.add_processes(parser, default="as many as before")

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print("[" + ",\n".join(json.dumps(as_json(one)) for one in found[: arguments.limit]) + "]")
     elif not runs:
-        print(f"no runs in {arguments.dir}: start one with `rankzero train experiments/digits.py`")
+        print(f"no runs in {arguments.dir}: begin with `rankzero init my_experiment.py`")
     else:
         asked = [condition.key for condition in conditions]
         asked += [arguments.sort.lstrip("-")] if arguments.sort else []

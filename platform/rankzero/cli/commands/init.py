@@ -1,0 +1,46 @@
+"""``rankzero init FILE [--template T]``: write an experiment that trains at once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from pathlib import Path
+
+from rankzero.cli import templates
+from rankzero.errors import UserError
+
+TEMPLATES = ("vision", "text", "tabular")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", type=Path, help="the new file: my_experiment.py")
+    kind = "the kind of data that it begins with (default: %(default)s)"
+    parser.add_argument("--template", choices=TEMPLATES, default=TEMPLATES[0], help=kind)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.file
+    if path.suffix != ".py":
+        raise UserError(f"{path} is no Python file: write {path.stem or 'my_experiment'}.py")
+    # The folder of an experiment is where its imports are looked for first.
+    if not path.exists() and path.stem.isidentifier() and importlib.util.find_spec(path.stem):
+        raise UserError(f"{path} would hide the module {path.stem!r} from imports: choose another")
+    template = Path(templates.__path__[0]) / f"{arguments.template}.py"
+    text = template.read_text(encoding="utf-8")
+    name = "".join(word.capitalize() for word in re.findall(r"[A-Za-z0-9]+", path.stem))
+    head = f"class {arguments.template.capitalize()}("
+    if not name.isidentifier() or re.search(rf"\b{name}\b", text.replace(head, "")):
+        name = f"My{name}"
+    text = text.replace(head, f"class {name}(").replace(template.name, path.name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UserError(f"{error.filename} exists already: choose another name") from None
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    print(f"{path}: an experiment on {arguments.template} data, to be changed into yours")
+    print(f"train:  rankzero train {path}\nlook:   rankzero ui")
+    return 0

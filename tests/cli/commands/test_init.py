@@ -1,0 +1,47 @@
+"""`rankzero init`: a file that trains as it is, and never replaces one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankzero import config, experiment_file
+from rankzero.cli.commands.init import TEMPLATES
+from rankzero.cli.main import main
+from support.training import Trainer
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_trains(template: str, tmp_path: Path, train: Trainer) -> None:
+    path = tmp_path / "new folder" / f"my_{template}-try.py"
+    assert main(["init", str(path), "--template", template]) == 0
+    experiment = experiment_file.load(str(path))
+    assert experiment.__name__ == f"My{template.capitalize()}Try"
+    assert f"rankzero train {path.name}" in path.read_text()
+    short = config.override(experiment(), {"train.epochs": 1, "train.steps": 2})
+    assert train(short, tmp_path / "run").state.step == 2
+
+
+def test_no_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("mine")
+    for name, says in (
+        ("mine.py", "exists already"),
+        ("mine", "write mine.py"),
+        ("torch.py", "hide the module 'torch'"),
+        ("mine.py/x.py", "mine.py exists already"),
+        ("/proc/none/x.py", "cannot write"),
+    ):
+        assert main(["init", str(tmp_path / name)]) == 2
+        assert says in capsys.readouterr().err
+    assert path.read_text() == "mine" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"), [("experiment", "MyExperiment"), ("vision", "Vision"), ("1st", "My1st")]
+)
+def test_a_class_has_a_name_of_its_own(stem: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{stem}.py"
+    assert main(["init", str(path)]) == 0
+    assert experiment_file.load(str(path)).__name__ == name
