@@ -80,6 +80,11 @@ def tracked(folder: Path) -> RunRecord:
     return found
 
 
+def best(found: RunRecord) -> float:
+    """Return the best value of the run's goal."""
+    return float(found.tags.get("rankzero.best", 0.0))
+
+
 def steps_of(folder: Path, found: RunRecord, metric: str) -> list[int]:
     """Return the steps at which a run logged a metric."""
     return [point.step for point in tracker(folder).history(found.run_id, metric)]

@@ -12,6 +12,7 @@ from frameworks.examples import (
     EXAMPLES,
     SECONDS,
     all_tracked,
+    best,
     checkpoints,
     end,
     free_ports,
@@ -61,7 +62,7 @@ def test_two_replicas_are_one_run_with_every_batch(tmp_path: Path) -> None:
     code, output = run(str(EXAMPLES / "keras_digits.py"), tmp_path, "3")
     assert code == 0, output
     found = tracked(tmp_path)
-    assert found.status == "FINISHED" and (found.best or 0.0) > 0.8
+    assert found.status == "FINISHED" and best(found) > 0.8
     assert steps_of(tmp_path, found, "train/loss") == list(range(1, 67))
     assert steps_of(tmp_path, found, "val/loss") == steps_of(tmp_path, found, "lr") == [22, 44, 66]
     assert found.params["replicas"] == "2" and found.params["batch_size"] == "64"
@@ -187,6 +188,6 @@ def test_two_workers_are_one_run_of_the_chief(tmp_path: Path) -> None:
     for code, output in map(end, workers):
         assert code == 0, output
     found = tracked(tmp_path)
-    assert found.status == "FINISHED" and (found.best or 0.0) > 0.8
+    assert found.status == "FINISHED" and best(found) > 0.8
     assert steps_of(tmp_path, found, "train/loss") == list(range(1, 67))
     assert checkpoints(tmp_path)

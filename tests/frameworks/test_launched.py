@@ -12,6 +12,7 @@ import pytest
 from frameworks.examples import (
     EXAMPLES,
     SECONDS,
+    best,
     checkpoints,
     end,
     free_ports,
@@ -31,7 +32,7 @@ needs_mpi = pytest.mark.skipif(
 
 def assert_one_whole_run(folder: Path) -> None:
     found = tracked(folder)
-    assert found.status == "FINISHED" and (found.best or 0.0) > 0.8
+    assert found.status == "FINISHED" and best(found) > 0.8
     assert steps_of(folder, found, "train/loss") == list(range(1, 45))
     assert checkpoints(folder)
 
