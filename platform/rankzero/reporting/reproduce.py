@@ -36,6 +36,11 @@ def commands(name: str, facts: Facts) -> list[str]:
     return [f"git checkout {commit}", *patch, *attempts]
 
 
+def resume_lines(name: str) -> str:
+    """Return the lines of a program with its own loop that continue the run."""
+    return f'run = rankzero.track(…, name="{name}")\nstate = run.latest()'
+
+
 def longer(params: Mapping[str, str]) -> str:
     """Return the settings that double a run's length, or an empty text if its params lack it."""
     # `train.steps` decides if it is set.

@@ -12,6 +12,7 @@ from rankzero.reporting import reproduce
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.markdown import table
 from rankzero.reporting.run_facts import Facts, fold, limited_by, straggler
+from rankzero.run_store import provenance
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
 from rankzero.scalars import number
@@ -171,6 +172,11 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
     listed = ", ".join(
         f"{step:,}" + (" (best)" if facts.checkpoints[step] else "") for step in steps
     )
+    if provenance.OWN_LOOP in facts.environment:
+        return (
+            f"{_GAP}### Checkpoints\n\nSteps {listed}. The program continues from the latest if it "
+            f"begins with these lines:\n\n```python\n{reproduce.resume_lines(name)}\n```"
+        )
     # A finished run can only continue to a later end.
     finished = end.status == "FINISHED"
     verb = "Continue" if finished else "Resume"

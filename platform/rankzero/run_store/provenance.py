@@ -23,6 +23,8 @@ from rankzero.redaction.text import command_without_secrets, text_without_secret
 from rankzero.run_store.folder import write_atomically
 from rankzero.run_store.names import InvalidRunFolder
 
+OWN_LOOP = "rankzero.own_loop"
+"""The tag of a run of `rankzero.track`, which no command of RankZero can continue."""
 _GIT_SECONDS = 5.0
 _MAX_DIFF_BYTES = 1_000_000
 _MAX_UNTRACKED = 200

@@ -6,12 +6,16 @@ import contextlib
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rankzero.catalog.lookup import find, mlflow_id
 from rankzero.errors import UserError
 from rankzero.mlflow_store.uris import TrackingError, artifact_root
 from rankzero.run_store import checkpoint_files, names
 from rankzero.run_store.folder import Identity, RunFolder
+
+if TYPE_CHECKING:
+    from rankzero.mlflow_store.client import RunRecord
 
 
 def run_folder(runs: Path, tracking_uri: str, name_or_id: str) -> RunFolder:
@@ -63,8 +67,10 @@ def require_plain_files(folder: Path) -> None:
             raise TrackingError(f"{path.name!r} from MLflow is not a plain file: it is not used")
 
 
-def newest_checkpoint(folder: RunFolder) -> tuple[Path | None, list[str]]:
-    """Download the newest intact checkpoint that MLflow has of the run.
+def newest_checkpoint(
+    folder: RunFolder, run: RunRecord | None = None
+) -> tuple[Path | None, list[str]]:
+    """Download the newest intact checkpoint that MLflow has of `run`, by default the folder's.
 
     Return its folder, or None, and the problems of newer ones. It replaces a local checkpoint of
     the same step. Raises if MLflow cannot be reached, because an older one would cost steps.
@@ -72,10 +78,12 @@ def newest_checkpoint(folder: RunFolder) -> tuple[Path | None, list[str]]:
     from rankzero.mlflow_store.client import MlflowRuns
 
     tracker = MlflowRuns(folder.identity.tracking_uri)
-    run_id = mlflow_id(folder)
-    if run_id is None:
-        return None, []
-    known = tracker.models.list_checkpoints(tracker.find_run(run_id))
+    if run is None:
+        run_id = mlflow_id(folder)
+        if run_id is None:
+            return None, []
+        run = tracker.find_run(run_id)
+    known = tracker.models.list_checkpoints(run)
     ready = [one for one in known if one.status == "READY"]
     problems: list[str] = []
     for one in reversed(ready):

@@ -98,7 +98,8 @@ def class_of(folder: RunFolder, store_folder: Path) -> type[Experiment]:
     if reference is None:
         raise UserError(
             f"{folder.path.name} does not record an experiment file in this folder: pass "
-            "--experiment FILE; runs of rankzero.track are resumed by your own program"
+            "--experiment FILE; a run of rankzero.track is continued by your own program, with "
+            f"name={folder.path.name!r} and run.latest()"
         )
     # A downloaded run may come from anyone: code next to it must not run on this machine.
     if Path(reference).resolve().is_relative_to(store_folder.resolve()):

@@ -14,12 +14,13 @@ from rich.markup import escape
 
 from rankzero.catalog import dead_runs, lookup
 from rankzero.catalog.summary import ELSEWHERE, Summary, read_summary
+from rankzero.events import RunStarted
 from rankzero.redaction.text import text_without_secrets, url_without_secrets
-from rankzero.reporting import timeline
+from rankzero.reporting import reproduce, timeline
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.run_report import duration
 from rankzero.run_store import delivery_state as delivery
-from rankzero.run_store import run_locks
+from rankzero.run_store import provenance, run_locks
 from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import READ_BYTES, read_all, take
 
@@ -145,7 +146,11 @@ def _advice(folder: RunFolder, listed: Summary) -> Iterator[str]:
         yield f"not everything is in MLflow: rankzero sync {name}"
     if listed.status in ("FAILED", "KILLED", "DIED"):
         kept = sorted(path.name for path in folder.checkpoints.glob("step_*"))
-        if kept:
+        starts = (one for one in read_all(folder.events) if isinstance(one, RunStarted))
+        if kept and any(provenance.OWN_LOOP in start.environment for start in starts):
+            yield f"continue from {kept[-1]}: start the program again, with these lines in it"
+            yield from escape(reproduce.resume_lines(listed.name)).splitlines()
+        elif kept:
             yield f"continue from {kept[-1]}: rankzero resume {name}"
         else:
             yield "it has no checkpoint: start a new run"

@@ -65,6 +65,20 @@ class MlflowRuns:
         )
         return RunRecord.of(runs[0]) if runs else None
 
+    def find_namesake(self, identity: Identity) -> RunRecord | None:
+        """Return the newest other run of RankZero with this name and experiment, or None."""
+        experiment = self._client.get_experiment_by_name(identity.experiment)
+        if experiment is None:
+            return None
+        runs = self._client.search_runs(
+            [experiment.experiment_id],
+            f"attributes.run_name = '{identity.name}' "
+            f"and tags.`rankzero.uuid` != '{identity.uuid}'",
+            max_results=1,
+            order_by=["attributes.start_time DESC"],
+        )
+        return RunRecord.of(runs[0]) if runs else None
+
     def start_attempt(self, run_id: str, event: RunStarted) -> None:
         """Set the run to RUNNING and log its params and tags."""
         run = self._run(run_id)

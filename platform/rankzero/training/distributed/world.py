@@ -182,3 +182,13 @@ def process_group_ranks() -> Ranks | None:
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
     return Ranks(rank, size, local_rank=rank, local_world_size=size)
+
+
+def world_of_process_group() -> World | None:
+    """Return the world of the process group of the user's script, or None if this rank is alone."""
+    found = process_group_ranks()
+    if found is None:
+        return None
+    if dist.get_backend() == "nccl":
+        return World(found, torch.device("cuda", torch.cuda.current_device()))
+    return World(found, torch.device("cpu"))
