@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from frameworks.examples import EXAMPLES, SECONDS, checkpoints, needs, run, steps_of, tracked
+from frameworks.examples import (
+    EXAMPLES,
+    SECONDS,
+    best,
+    checkpoints,
+    needs,
+    run,
+    steps_of,
+    tracked,
+)
+from rankzero.events import Evaluated, RunEnded, StepsLogged
+from rankzero.run_store.journal import read_all
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
@@ -33,7 +44,7 @@ def test_example_is_tracked_to_its_end(framework: str, tmp_path: Path) -> None:
     code, output = run(str(EXAMPLES / f"{framework}_digits.py"), tmp_path, "3")
     assert code == 0, output
     found = tracked(tmp_path)
-    assert found.status == "FINISHED" and (found.best or 0.0) > 0.8
+    assert found.status == "FINISHED" and best(found) > 0.8
     assert steps_of(tmp_path, found, "train/loss") == list(range(1, 3 * 22 + 1))
     assert any("lr" in name or "learning_rate" in name for name in found.params), found.params
     assert checkpoints(tmp_path) or framework in ("transformers", "ignite")
@@ -105,3 +116,76 @@ def test_two_ranks_under_accelerates_launcher_are_one_run(tmp_path: Path) -> Non
     )
     assert code == 0, output
     assert tracked(tmp_path).status == "FINISHED"
+
+
+TWICE = {
+    "lightning": """
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from rankzero.integrations.lightning import RankZeroCallback, RankZeroLogger
+class Model(BoringModel):
+    def test_step(self, batch, batch_idx):
+        self.log("test/loss", self.step(batch))
+logger = RankZeroLogger("again", name="r1", offline=True)
+quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+for _ in range(2):
+    callbacks = [RankZeroCallback(logger, checkpoints=False)]
+    trainer = Trainer(max_steps=4, logger=logger, callbacks=callbacks, **quiet)
+    trainer.fit(Model())
+    trainer.test(Model())
+""",
+    "transformers": """
+import torch
+from transformers import Trainer, TrainingArguments
+from rankzero.integrations.transformers import RankZeroCallback
+class Model(torch.nn.Linear):
+    def forward(self, x, labels):
+        return {"loss": (super().forward(x) - labels).pow(2).mean()}
+data = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 16
+arguments = TrainingArguments("out", max_steps=4, logging_steps=1, report_to="none", use_cpu=True)
+tracker = RankZeroCallback("again", name="r1", offline=True)
+trainer = Trainer(Model(2, 1), arguments, train_dataset=data, eval_dataset=data,
+    callbacks=[tracker])
+for _ in range(2):
+    trainer.train()
+    trainer.evaluate(metric_key_prefix="test")
+""",
+    "accelerate": """
+from accelerate import Accelerator
+from rankzero.integrations.accelerate import RankZeroTracker
+accelerator = Accelerator(log_with=RankZeroTracker("again", name="r1", offline=True), cpu=True)
+for _ in range(2):
+    accelerator.init_trackers("again", {"lr": 0.1})
+    for step in range(1, 5):
+        accelerator.log({"train/loss": 1.0}, step)
+    accelerator.end_training()
+    accelerator.log({"test/loss": 1.0})
+""",
+    "ignite": """
+from ignite.engine import Engine
+from ignite.metrics import Average
+from rankzero.integrations.ignite import RankZeroHandler
+trainer, evaluator = Engine(lambda engine, batch: 1.0), Engine(lambda engine, batch: 1.0)
+Average().attach(evaluator, "test/loss")
+RankZeroHandler("again", name="r1", offline=True).attach(trainer, evaluator)
+for _ in range(2):
+    trainer.run(range(4), max_epochs=1)
+    evaluator.run(range(4))
+""",
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_run_goes_on_when_it_is_tested_and_trained_again(framework: str, tmp_path: Path) -> None:
+    needs(framework)
+    (tmp_path / "script.py").write_text(TWICE[framework])
+    code, output = run("script.py", tmp_path)
+    assert code == 0, output
+    events = list(read_all(tmp_path / "mlruns/runs/r1/events.jsonl"))
+    ends = [event.status for event in events if isinstance(event, RunEnded)]
+    assert len(ends) >= 3 and {*ends} == {"FINISHED"}
+    rows = [event for event in events if isinstance(event, StepsLogged)]
+    steps = [event.steps[0] for event in rows if "train/loss" in event.metrics]
+    assert steps == list(range(1, 9)), steps
+    logged = [event for event in (*rows, *events) if isinstance(event, StepsLogged | Evaluated)]
+    assert sum(any("test/loss" in name for name in event.metrics) for event in logged) >= 2

@@ -24,12 +24,17 @@ class RankZeroTracker(GeneralTracker):
 
     def __init__(self, experiment: str = "accelerate", **options: Any) -> None:
         self._run = DeferredRun(experiment, **options)
+        self._is_new = True
         super().__init__()
 
     @property
     def tracker(self) -> TrackedRun:
         """The run, for `checkpoint` and `evaluated`. Starts it."""
         return self._run.begin()
+
+    def start(self) -> None:
+        """Note that a training begins. `init_trackers` calls it, also a second time."""
+        self._is_new = True
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Start the run, with the config of `init_trackers` as params."""
@@ -38,7 +43,12 @@ class RankZeroTracker(GeneralTracker):
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         """Log metrics. Tensors stay on their device until the run reads them."""
-        self._run.begin().log(values, step or 0)
+        run = self._run.begin()
+        if step is not None and self._is_new:
+            # Accelerate does not tell whether the steps of a second training go on.
+            self._run.begin_training(0 if step <= run.step else step)
+            self._is_new = False
+        run.log(values, None if step is None else step + self._run.offset)
 
     def finish(self) -> None:
         """End the run. `Accelerator.end_training` calls it."""

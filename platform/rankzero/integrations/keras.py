@@ -46,18 +46,21 @@ class RankZeroCallback(keras.callbacks.Callback):
         super().__init__()
         self._experiment, self._given, self._options = experiment, dict(params or {}), options
         self._checkpoints = checkpoints
-        self._run = self._new_run()
+        self._run = DeferredRun(experiment, **options)
         # Keras may report batches from several threads of its own.
         self._lock = threading.Lock()
         self._before = self._seen = 0
+        self._fits = False
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Start a run, with the settings of the model and its optimizer as params."""
         self._run.end_unreported()  # The `fit` before, if an exception ended it.
-        self._run = self._new_run()
+        self._run = DeferredRun(self._experiment, **self._options)
         self._run.add_params({**_settings(self.model, self.params or {}), **self._given})
         self._before = self._seen = 0
-        self._run.begin()
+        self._fits = True
+        error = RuntimeError("fit was left before its end")
+        self._run.begin().unless_ended = error
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Continue the numbers of the batches, also from an `initial_epoch`."""
@@ -94,12 +97,14 @@ class RankZeroCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         """End the run."""
+        self._fits = False
         self._run.end()
 
-    def _new_run(self) -> DeferredRun:
-        run = DeferredRun(self._experiment, **self._options)
-        run.unless_ended = RuntimeError("fit was left before its end")
-        return run
+    def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Log what `evaluate` has measured. `on_epoch_end` gets the metrics of a validation."""
+        if not self._fits:
+            metrics = {f"val/{name}": value for name, value in (logs or {}).items()}
+            self._run.begin().evaluated(metrics, self._before + self._seen)
 
     def _length(self) -> int | None:
         """Return the batches of an epoch, or None if they are not known before it ends."""

@@ -54,7 +54,8 @@ class RankZeroLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log metrics at a step."""
         values = {name: value for name, value in metrics.items() if name != "epoch"}
-        self.deferred_run.begin().log(values, step or 0)
+        run = self.deferred_run.begin()
+        run.log(values, None if step is None else step + self.deferred_run.offset)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -69,13 +70,18 @@ class RankZeroCallback(Callback):
     def __init__(self, logger: RankZeroLogger, *, checkpoints: bool = True) -> None:
         self._run, self._checkpoints = logger.deferred_run, checkpoints
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the run, or an attempt of it."""
+        if trainer.is_global_zero:
+            self._run.begin_training(trainer.global_step)
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the step's loss on its device."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if trainer.is_global_zero and loss is not None:
-            self._run.begin().log({"train/loss": loss}, trainer.global_step)
+            self._run.begin().log({"train/loss": loss}, self._step(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the validation metrics in their group, and keep a checkpoint."""
@@ -90,12 +96,15 @@ class RankZeroCallback(Callback):
         }
         if self._checkpoints and type(trainer.strategy).__name__ in REPLICATED:
             state = {"model": pl_module.state_dict()}
-            self._run.begin().checkpoint(state, trainer.global_step, metrics)
+            self._run.begin().checkpoint(state, self._step(trainer), metrics)
         else:
-            self._run.begin().evaluated(metrics, trainer.global_step)
+            self._run.begin().evaluated(metrics, self._step(trainer))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """End the run as FAILED, or KILLED by Ctrl-C."""
         self._run.end(exception)
+
+    def _step(self, trainer: Trainer) -> int:
+        return int(trainer.global_step) + self._run.offset

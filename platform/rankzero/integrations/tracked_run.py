@@ -4,27 +4,28 @@
         run.log({"loss": loss}, step=i)  # a tensor stays on its device
         run.checkpoint(state_dict, step=i, metrics={"val/loss": v})
 
-Imports no torch until `checkpoint` is called.
+Without ``with``, `TrackedRun.finish` ends the run, or the end of the process does. Imports no torch
+until `checkpoint` is called.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rankzero import ranks
-from rankzero.config import ConfigError, dotted
-from rankzero.config.values import render
 from rankzero.events import Evaluated, Event, RunEnded, RunStarted, Status, StepsLogged
 from rankzero.experiment import Goal
+from rankzero.integrations import process_end
+from rankzero.integrations.params import params_of
 from rankzero.integrations.values import snapshot, to_float, to_floats
 from rankzero.mlflow_store import uris
 from rankzero.redaction.text import settings_without_secrets
@@ -40,6 +41,18 @@ FLUSH_SECONDS = 2.0
 FLUSH_ROWS = 500
 
 
+class _Value(NamedTuple):
+    """A metric's newest value."""
+
+    step: int
+    value: float
+    time: float
+
+
+_open: dict[Path, TrackedRun] = {}
+"""The open runs of this process, by folder."""
+
+
 def track(
     experiment: str,
     config: object = None,
@@ -51,9 +64,12 @@ def track(
     folder: str | Path | None = None,
     offline: bool | None = None,
 ) -> TrackedRun:
-    """Return a run to enter with ``with``. Call it on every rank; only rank 0 writes.
+    """Begin a run. Call it on every rank; only rank 0 writes.
 
-    `config`: a mapping (nested or not) or a dataclass; it becomes the run's params.
+    A ``with`` block ends it, or `TrackedRun.finish`, or the end of the process.
+
+    `config`: a mapping, a dataclass, an `argparse.Namespace`, or any object with attributes; it
+    becomes the run's params.
     `name`: the run's name; an existing run is continued.
     `keep`: the best checkpoints that are kept, in addition to the last.
     `folder`: that of the embedded store and of the runs (default: $RANKZERO_DIR or ./mlruns).
@@ -63,8 +79,8 @@ def track(
     environment variables do. So under ``torch.multiprocessing.spawn``, initialise the group first.
     Other launchers must set RANK and WORLD_SIZE.
 
-    Raises TrackingError if the store cannot be used, and UserError if another process writes that
-    run. Inside the block, tracking never raises.
+    Raises ConfigError, TrackingError if the store cannot be used, and UserError if another process
+    writes that run. The methods of the run never raise, except `TrackedRun.latest`.
     """
     mine = _detected_ranks()
     if not mine.first:
@@ -86,42 +102,102 @@ def track(
         uris.artifact_root(uri),
         project_dir=str(Path.cwd()),
     )
-    take_over(RunFolder.open_or_create(root / "runs", identity))
-    log = RunLog.open(root / "runs", identity, mine, gpu_uuids=None, offline=offline)
-    return TrackedRun(log, goal or Goal(), keep, settings_without_secrets(params))
+    runs = root / "runs"
+
+    def open_log() -> RunLog:
+        folder = RunFolder.open_or_create(runs, identity)
+        # As in a notebook, where a cell is run again. Two objects would write one journal.
+        if folder.path in _open:
+            _open[folder.path].finish()
+        take_over(folder)
+        return RunLog.open(runs, identity, mine, gpu_uuids=None, offline=offline)
+
+    settings = settings_without_secrets(params)
+    in_mlflow = name is not None and not offline
+    return TrackedRun(open_log, goal or Goal(), keep, settings, in_mlflow=in_mlflow)
 
 
 class TrackedRun:
-    """A run that is being tracked. Every method is safe on every rank.
+    """A run that is being tracked. Every method is safe on every rank, and in every thread.
 
-    Not thread-safe: use a run in one thread, or lock around its methods.
+    After its end, a method that logs begins a new attempt of the run.
     """
 
     def __init__(
         self,
-        log: RunLog,
+        open_log: Callable[[], RunLog],
         goal: Goal,
         keep: int = 1,
         params: Mapping[str, str] | None = None,
         flush_rows: int = FLUSH_ROWS,
+        *,
+        in_mlflow: bool = False,
     ) -> None:
-        self._log, self._goal, self._keep, self._params = log, goal, keep, dict(params or {})
+        """`in_mlflow`: whether MLflow may have a checkpoint that this disk lacks."""
+        self._open_log, self._in_mlflow = open_log, in_mlflow
+        self._goal, self._keep, self._params = goal, keep, dict(params or {})
+        self._flush_rows = flush_rows
+        self._told: set[str] = set()
+        # A handler of a signal may log while its thread logs.
+        self._lock = threading.RLock()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin an attempt. Raises UserError if another process writes the run."""
+        self._log = self._open_log()
         self._rows: list[tuple[Any, float, Mapping[str, Any]]] = []
-        self._flush_rows, self._flushed = flush_rows, time.monotonic()
-        self._warned: set[str] = set()
-        self._step, self._warned_of_step = 0, False
-        self._best = self._best_so_far()
+        self._flushed = time.monotonic()
+        self._best: float | None = None
+        self._best_step = self._step = 0
+        self._newest: dict[str, _Value] = {}
+        self._earlier: dict[str, int] = {}
+        for event in read_all(self._log.folder.events):
+            self._recall(event)
+        self._floor = self._step
+        self._evaluated: tuple[int, dict[str, float], float] = 0, {}, 0.0
         self._last: dict[str, float] = {}
         self._checkpoints: Any = None
+        self.unless_ended: BaseException | None = None
+        """The error to assume if the process ends and nobody has ended the attempt."""
+        environment = provenance.record(self._log.folder.artifacts, sys.argv)
+        environment[provenance.OWN_LOOP] = "true"
+        self._log(RunStarted(time.time(), self._params, environment, self._log.attempt))
+        _open[self._log.folder.path] = self
+        self._at_exit = process_end.at_exit(
+            lambda error: self.finish(error or self.unless_ended),
+            lambda: self._rows[-1][1] if self._rows else 0.0,
+        )
+        self._is_open = True
 
-    def _best_so_far(self) -> float | None:
-        """Return the goal metric's best value in the run's earlier attempts, under this goal."""
-        best: float | None = None
-        for event in read_all(self._log.folder.events):
-            value = event.metrics.get(self._goal.metric) if isinstance(event, Evaluated) else None
-            if value is not None and self._goal.better(value, best):
-                best = value
-        return best
+    def _recall(self, event: Event) -> None:
+        """Take the newest steps, and the best value under this goal, from an earlier attempt."""
+        if isinstance(event, StepsLogged):
+            highest = dict.fromkeys(event.metrics, max(event.steps, default=0))
+        elif isinstance(event, Evaluated):
+            highest = dict.fromkeys(event.metrics, event.step)
+            value = event.metrics.get(self._goal.metric)
+            if value is not None and self._goal.better(value, self._best):
+                self._best, self._best_step = value, event.step
+        else:
+            return
+        for name, step in highest.items():
+            self._earlier[name] = max(step, self._earlier.get(name, step))
+            self._step = max(step, self._step)
+
+    def reopen(self) -> bool:
+        """Begin a new attempt if the run has ended. Return whether the run is open.
+
+        What logs calls it. If it fails, the reason is printed, once.
+        """
+        if self._is_open:
+            return True
+        try:
+            self._begin()
+        except Exception as error:  # tracking must not end a training
+            if "reopen" not in self._told:
+                self._told.add("reopen")
+                print(f"note: what is logged after the end of {self.name} is lost: {error}")
+        return self._is_open
 
     @property
     def name(self) -> str | None:
@@ -133,9 +209,15 @@ class TrackedRun:
         """The run's folder; None on other ranks than 0."""
         return self._log.folder.path
 
+    @property
+    def step(self) -> int:
+        """The newest step so far; 0 on other ranks than 0."""
+        with self._lock:
+            if self._is_open:
+                self._flush()
+            return self._step
+
     def __enter__(self) -> TrackedRun:
-        environment = provenance.record(self._log.folder.artifacts, sys.argv)
-        self._log(RunStarted(time.time(), self._params, environment, self._log.attempt))
         return self
 
     def __exit__(
@@ -144,56 +226,102 @@ class TrackedRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # The end must reach the journal, even if a failed GPU cannot give the last values.
-        self._guarded("the values logged last are lost", self._flush)
-        status, reason = _status(error)
-        self._guarded(
-            "the last checkpoint is not kept",
-            lambda: self._close_checkpoints(finished=status == "FINISHED"),
-        )
-        if status == "FINISHED" and self._checkpoints is not None and self._checkpoints.failure:
-            status, reason = "FAILED", f"{reason}; {self._checkpoints.failure}"
-        text = None if error is None else "".join(traceback.format_exception(error))
-        best = {} if self._best is None else {"best": self._best}
-        self._log(RunEnded(time.time(), status, reason, text, {**self._last, **best}))
-        self._log.close(finished=status == "FINISHED")
+        self.finish(error)
 
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the run: FINISHED; FAILED with the traceback of `error`, or KILLED by Ctrl-C."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            self._at_exit.cancel()
+            _open.pop(self._log.folder.path, None)
+            # The end must reach the journal, even if a failed GPU cannot give the last values.
+            self._guarded("the values logged last are lost", self._flush)
+            status, reason = _status(error)
+            self._guarded(
+                "the last checkpoint is not kept",
+                lambda: self._close_checkpoints(finished=status == "FINISHED"),
+            )
+            if status == "FINISHED" and self._checkpoints and self._checkpoints.failure:
+                status, reason = "FAILED", f"{reason}; {self._checkpoints.failure}"
+            text = None
+            if error is not None and status != "FINISHED":
+                text = "".join(traceback.format_exception(error))
+            best = {} if self._best is None else {"best": self._best}
+            self._log(RunEnded(time.time(), status, reason, text, {**self._last, **best}))
+            self._log.close(finished=status == "FINISHED")
+
+    def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log 0-d tensors or numbers at `step`, without a host sync: tensors stay on their device.
 
-        Any other value is logged as NaN, with one warning. A step that is not an integer is
-        replaced by the previous step.
+        Any other value is logged as NaN, with one warning. Without a step that is an integer, the
+        steps count on as soon as a metric would get a second value.
         """
         # The loop may overwrite a tensor in place before it is read.
         values = {str(name): snapshot(value) for name, value in metrics.items()}
-        self._rows.append((snapshot(step), time.time(), values))
-        due = time.monotonic() - self._flushed > FLUSH_SECONDS
-        if due or len(self._rows) >= self._flush_rows:
-            self._flush()
+        with self._lock:
+            if not self.reopen():
+                return
+            at = step if step is None else snapshot(step)
+            self._rows.append((at, time.time(), values))
+            due = time.monotonic() - self._flushed > FLUSH_SECONDS
+            if due or len(self._rows) >= self._flush_rows:
+                self._flush()
 
-    def evaluated(self, metrics: Mapping[str, Any], step: int) -> bool:
+    def evaluated(self, metrics: Mapping[str, Any], step: int | None = None) -> bool:
         """Log validation metrics. Return whether the goal's is the best so far.
 
-        Always False on other ranks than 0.
+        `step`: by default the newest one. Always False on other ranks than 0.
         """
-        self._flush()
-        return self._log_evaluation(_as_floats(metrics), self._as_step(step))
+        with self._lock:
+            if not self.reopen():
+                return False
+            self._flush()
+            _, better = self._log_evaluation(_as_floats(metrics), self._as_step(step, ()))
+            return better
 
     def checkpoint(
-        self, state_dict: Mapping[str, Any], step: int, metrics: Mapping[str, Any] | None = None
+        self,
+        state_dict: Mapping[str, Any],
+        step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
         """Keep `state_dict` (tensors and plain values) as a checkpoint. Return once it is copied.
 
         `metrics` are validation metrics. The goal's metric among them decides which checkpoints are
-        kept.
+        kept. Those that `evaluated` has logged at this step are not logged again.
         """
-        self._flush()
-        measured, at = _as_floats(metrics or {}), self._as_step(step)
-        better = self._log_evaluation(measured, at)
-        self._guarded(
-            f"the checkpoint of step {at} is not kept",
-            lambda: self._log_all(self._writer().save(state_dict, at, measured, better)),
-        )
+        with self._lock:
+            if not self.reopen():
+                return
+            self._flush()
+            at = self._as_step(step, ())
+            measured, better = self._log_evaluation(_as_floats(metrics or {}), at)
+            self._guarded(
+                f"the checkpoint of step {at} is not kept",
+                lambda: self._log_all(self._writer().save(state_dict, at, measured, better)),
+            )
+
+    def latest(self) -> dict[str, Any] | None:
+        """Return the state of the run's last checkpoint, on the CPU; None if it has none.
+
+        Call it on every rank, once the process group is initialised: it is a collective. If this
+        disk has no checkpoint of a run with a `name`, it takes the newest that MLflow has under
+        that name. Raises UserError, on every rank, if MLflow does not answer.
+        """
+        from rankzero.integrations import last_checkpoint
+
+        with self._lock:
+            if self._is_open and self._checkpoints is not None:
+                self._log_all(self._checkpoints.finish())
+            notice = self._log.notice if self._is_open else print
+            found = last_checkpoint.load(self._log.folder, notice, in_mlflow=self._in_mlflow)
+            if found is None:
+                return None
+            state, self._step = found
+            self._floor = self._step
+            return state
 
     def _writer(self) -> Any:
         # Imports torch, which a program without checkpoints may not even have.
@@ -228,17 +356,37 @@ class TrackedRun:
         for event in events:
             self._log(event)
 
-    def _log_evaluation(self, metrics: Mapping[str, float], step: int) -> bool:
-        value = metrics.get(self._goal.metric)
-        better = value is not None and self._goal.better(value, self._best)
+    def _log_evaluation(
+        self, metrics: Mapping[str, float], step: int
+    ) -> tuple[dict[str, float], bool]:
+        """Log what is new at this step. Return the metrics as logged, and if the goal's is best."""
+        at, known, when = self._evaluated
+        known = known if at == step else {}
+        # A point that is sent twice with one time stays one point in MLflow.
+        times = [
+            self._newest[name].time
+            for name in sorted(metrics, key=lambda name: name != self._goal.metric)
+            if name in self._newest and self._newest[name].step == step
+        ]
+        when = when if known else next(iter(times), time.time())
+        measured = {}
+        for name, value in metrics.items():
+            self._is_first(name, step, value, when)
+            if self._newest[name].time == when:
+                measured[name] = self._newest[name].value
+        new = {name: value for name, value in measured.items() if name not in known}
+        self._evaluated = step, {**known, **new}, when
+        goal = new.get(self._goal.metric)
+        better = goal is not None and self._goal.better(goal, self._best)
         if better:
-            self._best = value
-        if metrics:
-            self._last = dict(metrics)
-            self._log(Evaluated(time.time(), step, dict(metrics), better))
-        return better
+            self._best, self._best_step = goal, step
+        if new:
+            self._last = self._evaluated[1]
+            self._log(Evaluated(when, step, new, better))
+        return measured, better or (self._goal.metric in known and step == self._best_step)
 
     def _flush(self) -> None:
+        process_end.went_on()
         rows, self._rows, self._flushed = self._rows, [], time.monotonic()
         if self._checkpoints is not None:
             self._log_all(self._checkpoints.poll())
@@ -247,31 +395,69 @@ class TrackedRun:
         values = [value for _, _, metrics in rows for value in metrics.values()]
         floats = iter(to_floats(values, self._log.notice))
         for step, moment, metrics in rows:
-            columns = {name: [next(floats)] for name in metrics}
-            self._log(StepsLogged([self._as_step(step)], [moment], columns))
+            row = {name: next(floats) for name in metrics}
+            at = self._as_step(step, row)
+            columns = {n: [v] for n, v in row.items() if self._is_first(n, at, v, moment)}
+            if columns:
+                self._log(StepsLogged([at], [moment], columns))
         self._log.flush()
 
-    def _as_step(self, step: Any) -> int:
-        """Return the step as an int, or the previous step with one warning."""
+    def _is_first(self, name: str, step: int, value: float, moment: float) -> bool:
+        """Return whether it is the metric's first value at this step. Note values that differ.
+
+        MLflow would keep both, and no reader would know which of them counts.
+        """
+        before = self._newest.get(name)
+        if before is not None and step == before.step:
+            if repr(value) != repr(before.value):
+                self._tell(
+                    f"{name} twice",
+                    f"{name} was logged twice at step {step}: the first value counts",
+                )
+            return False
+        if before is not None and step < before.step:
+            self._tell(f"{name} back", f"the steps of {name} go back from {before.step} to {step}")
+        if step <= self._earlier.get(name, step - 1):
+            self._tell(
+                f"attempt {self._log.attempt}",
+                f"step {step} of {name} has a value of an earlier attempt, as after a resume: "
+                "MLflow keeps the earlier values, and events.jsonl has both",
+            )
+        self._newest[name] = _Value(step, value, moment)
+        return True
+
+    def _tell(self, about: str, text: str) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            self._log.notice(text)
+
+    def _as_step(self, step: Any, names: Iterable[str]) -> int:
+        """Return the step as an int. Without one, the next at which the metrics have no value."""
         read = to_float(step)
         # MLflow stores steps in 64 bits.
         if read.is_integer() and abs(read) < 2**63:
             self._step = step if type(step) is int else int(read)
-        elif not self._warned_of_step:
-            self._warned_of_step = True
-            self._log.notice(
-                f"a step must be an integer, not {step!r:.80}: it counts as step {self._step}"
+            return self._step
+        if any(
+            (name in self._earlier and self._floor == self._step)
+            or (name in self._newest and self._newest[name].step == self._step)
+            for name in names
+        ):
+            self._step += 1
+        if step is not None:
+            self._tell(
+                "step", f"a step must be an integer, not {step!r:.80}: it counts as {self._step}"
             )
         return self._step
 
     def _warn_of_odd_values(self, rows: Iterable[tuple[Any, float, Mapping[str, Any]]]) -> None:
         for name, value in (item for _, _, metrics in rows for item in metrics.items()):
             # `snapshot` replaces a value that cannot be logged by a text that describes it.
-            if isinstance(value, str) and name not in self._warned:
-                self._warned.add(name)
-                self._log.notice(
+            if isinstance(value, str):
+                self._tell(
+                    f"{name} odd",
                     f"{name} is not a number but {value!r}: it is logged as NaN; log its mean, for "
-                    "instance"
+                    "instance",
                 )
 
 
@@ -279,13 +465,14 @@ class _NullTrackedRun(TrackedRun):
     """The run on every other rank than 0: all methods do nothing, at no cost."""
 
     name = folder = None
+    step = 0
 
     def __init__(self) -> None: ...
 
-    def __enter__(self) -> TrackedRun:
-        return self
+    def reopen(self) -> bool:
+        return False
 
-    def __exit__(self, *_: object) -> None: ...
+    def finish(self, *_: Any) -> None: ...
 
     def log(self, *_: Any, **__: Any) -> None: ...
 
@@ -294,16 +481,11 @@ class _NullTrackedRun(TrackedRun):
 
     def checkpoint(self, *_: Any, **__: Any) -> None: ...
 
+    def latest(self) -> dict[str, Any] | None:
+        from rankzero.integrations import last_checkpoint
 
-def params_of(config: object) -> dict[str, str]:
-    """Return a config's settings as text: of a mapping (nested or not), a dataclass, or None."""
-    if config is None:
-        return {}
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        config = dataclasses.asdict(config)
-    if isinstance(config, Mapping):
-        return {key: render(value) for key, value in dotted(config)}
-    raise ConfigError(f"a config must be a mapping or a dataclass, got {type(config).__name__}")
+        found = last_checkpoint.load(None, print)
+        return None if found is None else found[0]
 
 
 def _as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:

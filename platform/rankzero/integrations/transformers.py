@@ -29,9 +29,8 @@ class RankZeroCallback(TrainerCallback):
         self._run.add_params(
             {name: value for name, value in args.to_sanitized_dict().items() if value is not None}
         )
-        self._run.begin()
         # Transformers reports no exception. One that the user catches would look like success.
-        self._run.unless_ended = RuntimeError(
+        self._run.begin_training(state.global_step).unless_ended = RuntimeError(
             "Trainer.train() did not reach its end, and the script caught the exception"
         )
 
@@ -50,7 +49,7 @@ class RankZeroCallback(TrainerCallback):
             if not name.startswith("eval_")
         }
         if found:
-            self._run.begin().log(found, state.global_step)
+            self._run.begin().log(found, state.global_step + self._run.offset)
 
     def on_evaluate(
         self,
@@ -61,9 +60,19 @@ class RankZeroCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Log an evaluation: ``eval_loss`` as ``val/loss``."""
-        self._run.begin().evaluated(
-            {_grouped(name): value for name, value in (metrics or {}).items()}, state.global_step
-        )
+        found = {_grouped(name): value for name, value in (metrics or {}).items()}
+        self._run.begin().evaluated(found, state.global_step + self._run.offset)
+
+    def on_predict(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any],
+        **_: Any,
+    ) -> None:
+        """Log the metrics of `Trainer.predict`: ``test_loss`` as ``test/loss``."""
+        self.on_evaluate(args, state, control, metrics)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -75,7 +84,7 @@ class RankZeroCallback(TrainerCallback):
 def _grouped(name: str) -> str:
     """Return a metric's name in its group."""
     # Transformers' totals of the whole training begin with train_.
-    for prefix, group in (("eval_", "val"), ("train_", "summary")):
+    for prefix, group in (("eval_", "val"), ("test_", "test"), ("train_", "summary")):
         if name.startswith(prefix):
             return f"{group}/{name.removeprefix(prefix)}"
     return f"train/{name}"

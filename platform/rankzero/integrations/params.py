@@ -1,0 +1,53 @@
+"""A user's config as the params of a run. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from rankzero.config import ConfigError, dotted
+from rankzero.config.values import render
+
+
+def params_of(config: object) -> dict[str, str]:
+    """Return a config's settings as text, by dotted key. None has none.
+
+    `config`: a mapping (also OmegaConf's), a dataclass, an `argparse.Namespace`, or any object or
+    class with attributes. Raises ConfigError for anything else.
+    """
+    try:
+        found = {} if config is None else _mapping(config)
+        if found is None and hasattr(config, "__dict__"):
+            found = {
+                key: value
+                for key, value in vars(config).items()
+                if not key.startswith("_") and not callable(value)
+            }
+        if found is not None:
+            return {str(key): render(value) for key, value in dotted(_nested(found))}
+    except Exception as error:  # such as OmegaConf's, for a setting without a value
+        raise ConfigError(f"the config cannot be read: {type(error).__name__}: {error}") from error
+    raise ConfigError(
+        f"a config must be a mapping, a dataclass or an object with attributes, got "
+        f"{type(config).__name__}"
+    )
+
+
+def _nested(settings: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the settings with a mapping for each group of settings."""
+    found = {}
+    for key, value in settings.items():
+        group = _mapping(value)
+        found[key] = value if group is None else _nested(group)
+    return found
+
+
+def _mapping(config: object) -> Mapping[Any, Any] | None:
+    if isinstance(config, Mapping):
+        return config
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return vars(config) if isinstance(config, (Namespace, SimpleNamespace)) else None

@@ -1,0 +1,124 @@
+"""`TrackedRun.latest`: a loop of one's own continues from this disk, from MLflow, on all ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rankzero
+from rankzero import UserError
+from rankzero.cli.display import diagnosis
+from rankzero.events import Noticed
+from rankzero.integrations.tracked_run import TrackedRun
+from rankzero.reporting import run_report
+from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
+from rankzero.tracking import delivery_status
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MLFLOW_TRACKING_URI", "RANKZERO_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def trained(**options: Any) -> TrackedRun:
+    with rankzero.track("mine", name="r1", **options) as run:
+        assert run.latest() is None
+        for step in (1, 2, 3):
+            run.log({"train/loss": 1.0 / step}, step)
+        run.checkpoint({"weight": torch.ones(2), "step": 2}, 2)
+    return run
+
+
+def test_next_process_continues_from_the_last_checkpoint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = RunFolder(trained(offline=True).folder or Path())
+    with rankzero.track("mine", name="r1", offline=True) as run:
+        state = run.latest()
+        assert state is not None and state["step"] == 2
+        assert torch.equal(state["weight"], torch.ones(2))
+        run.log({"train/loss": 0.25})
+        run.checkpoint({"step": 3})
+        # A checkpoint that is still being written is the last one.
+        assert run.latest() == {"step": 3}
+    assert "step 3 of train/loss has a value of an earlier attempt" in capsys.readouterr().out
+    for text in (run_report.page(folder), "\n".join(diagnosis._advice(folder, _failed(folder)))):
+        assert 'rankzero.track(…, name="r1")\n' in text and "state = run.latest()" in text
+        assert "rankzero resume" not in text
+
+
+def _failed(folder: RunFolder) -> Any:
+    from dataclasses import replace
+
+    return replace(diagnosis.read_summary(folder), status="FAILED")
+
+
+def test_checkpoint_comes_from_mlflow_if_the_disk_has_none() -> None:
+    folder = RunFolder(trained().folder or Path())
+    assert delivery_status.wait(folder).done
+    shutil.rmtree(folder.checkpoints)
+    with rankzero.track("mine", name="r1") as run:
+        state = run.latest()
+    assert state is not None and state["step"] == 2
+    # Another machine, with the same MLflow.
+    store = folder.identity.tracking_uri
+    with rankzero.track("mine", name="r1", folder="elsewhere", tracking_uri=store) as run:
+        state = run.latest()
+    assert state is not None and state["step"] == 2 and run.folder is not None
+    (told,) = [one for one in read_all(run.folder / "events.jsonl") if isinstance(one, Noticed)]
+    assert "step_00000002 is that of MLflow's run" in told.text
+    with rankzero.track("mine", name="r1", folder="third", offline=True) as run:
+        assert run.latest() is None
+
+
+def test_mlflow_that_does_not_answer_is_an_error() -> None:
+    with (
+        pytest.raises(
+            UserError, match=r"MLflow cannot be asked: .*offline=True starts without one"
+        ),
+        rankzero.track("mine", name="r1", tracking_uri="http://127.0.0.1:9") as run,
+    ):
+        run.latest()
+
+
+def test_several_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with rankzero.track("mine") as run, pytest.raises(UserError, match="init_process_group"):
+        run.latest()
+
+
+RANK = """
+import torch, rankzero
+torch.distributed.init_process_group("gloo", init_method="file://" + __file__ + ".store",
+    rank=int(__import__("os").environ["RANK"]), world_size=2)
+run = rankzero.track("mine", name="r1", offline=True)
+for expected in (None, {"step": 2}):
+    assert run.latest() == expected
+    run.checkpoint({"step": 2}, 2)
+run.finish()
+torch.distributed.barrier()
+"""
+
+
+def test_every_rank_gets_the_state(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "rank.py"],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+            | {"LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in (0, 1)
+    ]
+    assert [rank.wait(100) for rank in ranks] == [0, 0]

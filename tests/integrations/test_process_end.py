@@ -1,0 +1,93 @@
+"""Runs that no `with` block ends: how their process ends is how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankzero.events import RunEnded
+from rankzero.run_store.journal import read_all
+from support.commands import wait_until
+
+BEGIN = """
+import multiprocessing, os, signal, sys, rankzero
+run = rankzero.track("mine", name="r1", offline=True)
+run.log({"loss": 1.0})
+"""
+CAUGHT = """
+try:
+    sys.exit(7)
+except SystemExit:
+    run.log({"loss": 2.0})
+"""
+CHILD = """
+import sys, rankzero
+import multiprocessing
+def child():
+    run = rankzero.track("mine", name="r1", offline=True)
+    run.log({"loss": 1.0})
+    raise ValueError("boom")
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+"""
+FORKED = """
+if os.fork() == 0:
+    sys.exit(3)
+os.wait()
+"""
+
+
+def ended(folder: Path, script: str) -> list[RunEnded]:
+    (folder / "script.py").write_text(script)
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    subprocess.run([sys.executable, "script.py"], cwd=folder, check=False, env=environ)
+    events = read_all(folder / "mlruns/runs/r1/events.jsonl")
+    return [event for event in events if isinstance(event, RunEnded)]
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "reason", "error"),
+    [
+        (BEGIN, "FINISHED", "finished", None),
+        (BEGIN + "sys.exit(0)", "FINISHED", "finished", None),
+        (BEGIN + "sys.exit(1)", "FAILED", "exited with 1", "SystemExit"),
+        (BEGIN + "exit('no data')", "FAILED", "exited with no data", "SystemExit"),
+        (BEGIN + "raise ValueError('boom')", "FAILED", "ValueError: boom", "script.py"),
+        (BEGIN + "os.kill(os.getpid(), signal.SIGINT)", "KILLED", "stopped by Ctrl-C", None),
+        (BEGIN + CAUGHT, "FINISHED", "finished", None),
+        (BEGIN + FORKED, "FINISHED", "finished", None),
+        (BEGIN + "run.finish()", "FINISHED", "finished", None),
+        (CHILD, "FAILED", "ValueError: boom", "script.py"),
+    ],
+)
+def test_end_of_the_process_is_the_end_of_the_run(
+    tmp_path: Path, script: str, status: str, reason: str, error: str | None
+) -> None:
+    (end,) = ended(tmp_path, script)
+    assert (end.status, end.reason) == (status, reason)
+    assert (error or "") in (end.error or "") and (end.error is not None or status != "FAILED")
+
+
+def test_signal_that_kills_the_process_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BEGIN + "os.kill(os.getpid(), signal.SIGTERM)")
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=False)
+    assert done.returncode == -signal.SIGTERM
+
+    def end() -> list[RunEnded]:
+        events = read_all(tmp_path / "mlruns/runs/r1/events.jsonl")
+        return [event for event in events if isinstance(event, RunEnded)]
+
+    wait_until(end)  # The recorder writes the end.
+    assert end()[0].status == "FAILED" and "killed by a signal" in end()[0].reason
+
+
+def test_second_track_of_a_run_ends_the_first(tmp_path: Path) -> None:
+    again = 'again = rankzero.track("mine", name="r1", offline=True)\nagain.log({"loss": 2.0}, 1)'
+    assert [end.status for end in ended(tmp_path, BEGIN + again)] == ["FINISHED"] * 2
