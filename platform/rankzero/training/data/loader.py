@@ -33,6 +33,14 @@ Key = tuple[int, int, list[int]]
 """A batch: its number from the start of the run, its epoch, and the indices of its samples."""
 
 
+def in_memory(dataset: Any, collate: Collate) -> bool:
+    """Return whether batches are gathered from tensors, and no samples are loaded."""
+    # Only the default collate makes of single samples what gathering their rows does.
+    method = getattr(collate, "__func__", None)
+    is_default = collate is default_collate or method is Experiment.collate
+    return is_default and type(dataset) is TensorDataset
+
+
 class BatchLoader:
     """One rank's batches of a data set, on `device`.
 
@@ -46,11 +54,8 @@ class BatchLoader:
         self.device, self.dataset, self.samples = device, dataset, len(dataset)
         self._seed, self._workers, self._collate = seed, workers, collate
         self._evaluation: DataLoader[Any] | None = None
-        # Only the default collate makes of single samples what gathering their rows does.
-        method = getattr(collate, "__func__", None)
-        is_default = collate is default_collate or method is Experiment.collate
         self._tensors: list[Tensor] | None = None
-        if is_default and type(dataset) is TensorDataset:
+        if in_memory(dataset, collate):
             size = sum(tensor.nbytes for tensor in dataset.tensors)
             home = device if size <= RESIDENT_BYTES else torch.device("cpu")
             self._tensors = [tensor.to(home) for tensor in dataset.tensors]
