@@ -65,7 +65,8 @@ class FakeLauncher:
     def speed(self, experiment: Experiment) -> float:
         batch = experiment.train.batch_size
         luck = self.jitter * math.sin(37.0 * experiment.train.seed + batch)
-        return 1e4 * math.exp(luck) * batch / (batch + self.full)
+        loading = 2 if experiment.train.workers else 1
+        return 1e4 * loading * math.exp(luck) * batch / (batch + self.full)
 
     def quality(self, experiment: Experiment, samples: float) -> float:
         batch = experiment.train.batch_size

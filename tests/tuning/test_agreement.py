@@ -12,7 +12,7 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.tuning.agreement import SPACE, agree_on_space, await_facts, check_space
 from rankzero.tuning.options import SearchOptions
 from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.space import make_space
+from rankzero.tuning.space import SPEED, make_space
 from rankzero.tuning.study import Study, open_study
 
 
@@ -35,6 +35,23 @@ def test_a_helper_draws_from_the_space_that_the_leader_narrowed(study: Study) ->
     assert check_space(study, SPACE_OF_MINE, SearchOptions()).batch_sizes == (32, 64)
     later = agree_on_space(study, SPACE_OF_MINE, [], SearchOptions())
     assert later.batch_sizes == (32, 64), "the first leader's space stays"
+
+
+def test_all_processes_use_the_settings_of_speed_that_the_first_leader_measured(
+    study: Study,
+) -> None:
+    speed = {"train.workers": 2}
+    agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions(), speed)
+    later = agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions(), {"train.compile": True})
+    assert later.speed == check_space(study, SPACE_OF_MINE, SearchOptions()).speed == speed
+
+
+def test_a_study_of_an_older_version_has_no_settings_of_speed(study: Study) -> None:
+    agree_on_space(study, SPACE_OF_MINE, MAP, SearchOptions())
+    old = {name: value for name, value in study.facts[SPACE].items() if name != "speed"}
+    study.note(SPACE, old)
+    space = check_space(study, SPACE_OF_MINE, SearchOptions())
+    assert space.speed == {} and SPEED not in space.parameters()
 
 
 @pytest.mark.parametrize(

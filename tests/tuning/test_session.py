@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.tuning.next_trial import guesses
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions
 from rankzero.tuning.session import Session
-from rankzero.tuning.space import BATCH_INDEX, FACTOR, make_space
+from rankzero.tuning.space import BATCH_INDEX, FACTOR, SPEED, make_space, settings_text
 from rankzero.tuning.study import Study, find_study, open_study
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.verdict.decide import Verdict
@@ -39,10 +40,12 @@ def search(tmp_path: Path) -> Searcher:
         sampler: str = "tpe",
         pruner: str = "asha",
         parallel: int = 1,
+        speed: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> tuple[Verdict, Study, FakeLauncher, list[str]]:
         launcher = launcher or FakeLauncher()
         space = make_space(experiment or Mine(), 1, 0.5, samples=1000)
+        space = dataclasses.replace(space, speed=speed or {})
         study = open_study(
             f"sqlite:///{tmp_path / 'studies.db'}", "s", sampler=sampler, pruner=pruner, seed=0
         )
@@ -55,7 +58,8 @@ def search(tmp_path: Path) -> Searcher:
             SearchOptions(**{"trials": 12, **options}),
             lines.append,
         )
-        return session.run(guesses(space)), study, launcher, lines
+        first = [space.sped_up(space.reference_parameters()), *guesses(space)]
+        return session.run(first if speed else first[1:]), study, launcher, lines
 
     run.folder = tmp_path  # type: ignore[attr-defined]
     return run
@@ -84,6 +88,32 @@ def test_the_reference_comes_first_and_something_better_is_found(search: Searche
     assert found.winner.trial != 0 and len(found.winner.runs) == 3
     assert len(study.trials()) == 12 and len(lines) >= 12
     assert all(running.closed for running in launcher.running)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_all_trials_but_the_reference_have_the_settings_of_speed(
+    search: Searcher, sampler: str
+) -> None:
+    speed = {"train.workers": 2, "train.compile": True}
+    found, study, launcher, _ = search(speed=speed, sampler=sampler, trials=9)
+    trials = study.trials()
+    reference, *others = (one for one in launcher.started if one.train.seed == 0)
+    assert reference.train.workers is None and {one.train.workers for one in others} == {2}
+    again = [one for one in launcher.started if one.train.seed == 1000]
+    assert {(one.train.workers, one.train.compile) for one in again} == {(None, False), (2, True)}
+    assert trials[1].parameters == {**trials[0].parameters, SPEED: "workers 2, compile"}
+    assert found.beaten and speed.items() <= found.winner.settings.items()
+    assert settings_text(found.winner.settings).endswith("workers 2, compile")
+    assert not speed.keys() & found.reference.settings.keys()
+
+
+def test_a_search_of_the_settings_of_speed_alone(search: Searcher) -> None:
+    class Fixed(Mine):
+        search = {"train.batch_size": Choice(32), "lr": Choice(0.03)}
+
+    found, study, launcher, _ = search(None, Fixed(), speed={"train.workers": 2})
+    assert len(study.trials()) == 2 and found.beaten
+    assert [one.train.workers for one in launcher.started[:2]] == [None, 2]
 
 
 def test_trials_neither_keep_checkpoints_nor_train_beyond_the_target(search: Searcher) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,7 +14,15 @@ from rankzero import Choice, ConfigError, Experiment, Integer, LogUniform, Train
 from rankzero.config import override
 from rankzero.errors import UserError
 from rankzero.search_ranges import Range
-from rankzero.tuning.space import BATCH, BATCH_INDEX, FACTOR, PRECISION, make_space, narrowed
+from rankzero.tuning.space import (
+    BATCH,
+    BATCH_INDEX,
+    FACTOR,
+    PRECISION,
+    make_space,
+    narrowed,
+    settings_text,
+)
 
 
 class Plain(Experiment):
@@ -63,6 +72,23 @@ def test_the_references_parameters_give_the_reference(world: int, exponent: floa
     assert space.experiment(space.reference_parameters()) == reference
     assert set(space.reference_parameters()) == set(space.parameters())
     assert 64 in space.batch_sizes and list(space.batch_sizes) == sorted(set(space.batch_sizes))
+
+
+def test_the_micro_batch_that_the_probe_chose_divides_each_batch() -> None:
+    space = make_space(Plain(), 2, 1.0)
+    space = dataclasses.replace(space, speed={"train.micro_batch": 24, "train.compile": True})
+    for index, batch in enumerate(space.batch_sizes):
+        train = space.experiment(space.sped_up({BATCH_INDEX: index})).train
+        assert train.compile and train.micro_batch is not None
+        assert train.micro_batch <= 24 and batch % (2 * train.micro_batch) == 0
+    assert space.experiment(space.reference_parameters()) == Plain()
+
+
+def test_settings_as_people_say_them() -> None:
+    found = {BATCH: 512, PRECISION: "bf16", "lr": 0.006, "train.workers": 2, "train.compile": True}
+    assert settings_text(found) == "batch 512, bf16, lr 0.006, workers 2, compile"
+    found = {"train.compile": False, "train.ddp.bucket_mb": 50.0, "width": 16, "deep": True}
+    assert settings_text(found) == "no compile, ddp.bucket_mb 50, width 16, deep True"
 
 
 def test_a_larger_batch_takes_fewer_steps() -> None:

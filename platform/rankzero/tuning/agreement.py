@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rankzero.errors import RunFailed, UserError
 from rankzero.tuning import members
@@ -19,20 +21,27 @@ _POLL_SECONDS = 0.5
 
 
 def agree_on_space(
-    study: Study, space: Space, measured: Sequence[ProbeResult], options: SearchOptions
+    study: Study,
+    space: Space,
+    measured: Sequence[ProbeResult],
+    options: SearchOptions,
+    speed: Mapping[str, Any] | None = None,
 ) -> Space:
     """Return the space that all processes draw from. The first leader stores it, for good.
 
-    The probe map rules out batches that do not fit or are no faster, and slow precisions.
+    The probe map rules out batches that do not fit or are no faster, and slow precisions. `speed`:
+    the settings that the probe decided on.
     """
     if SPACE not in study.facts:
         if measured:
             sizes = [one.batch_size for one in grid.fastest(measured)]
             space = narrowed(space, sizes, grid.worth_searching(measured, space.precisions))
+        space = dataclasses.replace(space, speed=speed or {})
         fact = {
             "batch_sizes": space.batch_sizes,
             "precisions": space.precisions,
             "signature": _signature(space, options),
+            "speed": dict(space.speed),
         }
         study.note(SPACE, fact)
     return _stored_space(study, space)
@@ -53,6 +62,8 @@ def check_space(study: Study, space: Space, options: SearchOptions) -> Space:
 def _stored_space(study: Study, space: Space) -> Space:
     fact = study.facts[SPACE]
     found = narrowed(space, fact["batch_sizes"], fact["precisions"])
+    # A study of an older version decided on none.
+    found = dataclasses.replace(found, speed=fact.get("speed", {}))
     study.draw_from(found.parameters())
     return found
 

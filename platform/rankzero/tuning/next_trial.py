@@ -22,7 +22,7 @@ Parameters = Mapping[str, Any]
 def guesses(space: Space) -> list[dict[str, Any]]:
     """Return the first trials after the reference: two and four times its batch size."""
     # They come before the sampler has a model, and a small batch is the most common mistake.
-    own = space.reference_parameters()
+    own = space.sped_up(space.reference_parameters())
     if BATCH_INDEX not in own:
         return []
     larger = range(own[BATCH_INDEX] + 1, len(space.batch_sizes))
@@ -55,7 +55,7 @@ def upcoming(
     known = ended(trials)
     interrupted = [trial.parameters for trial in trials if trial.abandoned]
     # A process that was killed while it drew a trial left only some of its parameters.
-    names = set(space.reference_parameters())
+    names = set(space.parameters())
     plan = [*(parameters for parameters in interrupted if set(parameters) == names), *first]
     best = math.inf
     for trial in known:

@@ -26,9 +26,14 @@ from rankzero.tuning import members, next_trial
 from rankzero.tuning.agreement import SPACE, agree_on_space, await_facts, check_space
 from rankzero.tuning.budget import SECONDS
 from rankzero.tuning.options import SearchOptions
-from rankzero.tuning.probe import probe_map
-from rankzero.tuning.probe.grid import ProbeResult
-from rankzero.tuning.reports.study_run import StudyRun, sweet_spot_yaml, trials_markdown
+from rankzero.tuning.probe import probe_map, speed_knobs
+from rankzero.tuning.probe.probe_map import Probe
+from rankzero.tuning.reports.study_run import (
+    StudyRun,
+    effects_markdown,
+    sweet_spot_yaml,
+    trials_markdown,
+)
 from rankzero.tuning.session import TARGET, Session
 from rankzero.tuning.space import Space
 from rankzero.tuning.study import OWNER, Study, open_study
@@ -104,14 +109,9 @@ def run(setup: SearchSetup) -> SearchOutcome:
 def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
     with _open_run(setup, setup.identity) as run:
         began = time.monotonic()
-        measured: list[ProbeResult] = []
-        if setup.probes:
-            file = setup.identity.experiment_file or ""
-            measured = probe_map.measure(
-                setup.space, setup.described, file, setup.root, setup.hosts[0], setup.notify
-            )
-            run.write_probe_map(measured)
-        space = agree_on_space(study, setup.space, measured, setup.options)
+        probe = _probe(setup, study, run) if setup.probes else Probe()
+        measured, speed = probe.cells, speed_knobs.decided(probe.effects)
+        space = agree_on_space(study, setup.space, measured, setup.options, speed)
         # The folder may hold an earlier attempt's identity, which stays.
         own = run.folder.identity
         uri = url_without_secrets(own.tracking_uri)
@@ -131,7 +131,7 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
         spent, launchers = time.monotonic() - began, _launchers(setup, run)
         session = Session(study, space, launchers, setup.options, notify, already_seconds=spent)
         verdict = session.run(first_guesses(study))
-        text = _report(setup, space, study, verdict, measured, run)
+        text = _report(setup, space, study, verdict, probe, run)
         summary = {
             "gain": verdict.gain,
             "gain_low": verdict.gain_low,
@@ -141,6 +141,17 @@ def _lead(setup: SearchSetup, study: Study) -> SearchOutcome:
         }
         run.finish(text, summary)
     return SearchOutcome(text, run.folder, decided=True)
+
+
+def _probe(setup: SearchSetup, study: Study, run: StudyRun) -> Probe:
+    space, file = setup.space, setup.identity.experiment_file or ""
+    # A study of an older version goes on without settings of speed.
+    if "speed" not in study.facts.get(SPACE, {"speed": {}}):
+        space = dataclasses.replace(space, knobs=())
+    host, notify = setup.hosts[0], setup.notify
+    probe = probe_map.measure(space, setup.described, file, setup.root, host, notify)
+    run.write_probe(probe.cells, probe.effects)
+    return probe
 
 
 def _help(setup: SearchSetup, study: Study) -> SearchOutcome:
@@ -196,7 +207,7 @@ def _report(
     space: Space,
     study: Study,
     verdict: Verdict,
-    measured: Sequence[ProbeResult],
+    probe: Probe,
     run: StudyRun,
 ) -> str:
     """Write the verdict and its evidence into the run and the study; return it as sentences."""
@@ -213,15 +224,14 @@ def _report(
     study.note("sentence", text)
     run.write_description(
         f"**{text}**\n\nObjective: {verdict.objective}.\n\n{trials_markdown(trials)}\n\n"
-        f"Use it: `{setup.use}`\n"
+        f"{effects_markdown(probe.effects)}Use it: `{setup.use}`\n"
     )
     with run.drawing():
         from rankzero.tuning.reports import html_page, optuna_figures, probe_figures
 
         figures: list[Any] = optuna_figures.interactive(trials, goal, verdict.region)
-        if measured:
-            figures.append(probe_figures.heat_map(measured))
-            probe_figures.write_png(run.folder.artifacts, measured)
+        figures += probe_figures.interactive(probe.cells, probe.effects)
+        probe_figures.write_pngs(run.folder.artifacts, probe.cells, probe.effects)
         run.write("search.html", html_page.page(figures, text))
         optuna_figures.write_pngs(run.folder.artifacts, trials, goal, verdict.region)
     return text

@@ -136,6 +136,9 @@ class Session:
         """Ask for the next trial; return its job, or None if none may start now."""
         while self._allows_a_trial():
             planned = next_trial.upcoming(self._study.trials(), self._guesses, self._space)
+            if planned is None and not self._space.is_drawn:
+                self._repeats = _MOST_REPEATS
+                return None
             number, parameters = self._study.ask(planned)
             if self._budget.is_spent_before(number):
                 self._abandon(number, "other processes had the last trials")

@@ -25,7 +25,8 @@ from rankzero.search_ranges import Choice, Integer, LogUniform, Range, Uniform
 BATCH, PRECISION, _LR = "train.batch_size", "train.precision", "lr"
 SEED = "train.seed"
 _TO_REPEAT = {"fold", "split", "seed"}  # words in the names of settings that choose the data
-BATCH_INDEX, FACTOR = "batch_index", "lr_factor"
+BATCH_INDEX, FACTOR, SPEED = "batch_index", "lr_factor", "speed settings"
+_MICRO_BATCH = "train.micro_batch"
 _FACTORS = LogUniform(0.25, 4.0)
 _MOST_DOUBLINGS = 5  # up or down from the user's own batch size
 
@@ -42,12 +43,20 @@ class Space:
     lr_exponent: float
     extras: Mapping[str, Range]
     """The experiment's own ranges, by dotted key."""
+    world_size: int = 1
+    knobs: tuple[str, ...] = ()
+    """The knobs of speed that the probe decides."""
+    speed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The settings that it decided on. All trials but the reference have them."""
 
     def __str__(self) -> str:
-        parts = [f"batch {self.batch_sizes[0]}-{self.batch_sizes[-1]}", "/".join(self.precisions)]
-        factors = f"{self.factors.low:g}-{self.factors.high:g}"
-        parts.append(f"lr {factors} x scaled (exponent {self.lr_exponent:g})")
-        return ", ".join([*parts, *self.extras])
+        batch = "-".join(map(str, sorted({self.batch_sizes[0], self.batch_sizes[-1]})))
+        parts = [f"batch {batch}", "/".join(self.precisions)]
+        if self.factors.low < self.factors.high:
+            factors = f"{self.factors.low:g}-{self.factors.high:g}"
+            parts.append(f"lr {factors} x scaled (exponent {self.lr_exponent:g})")
+        speed = [settings_text(self.speed)] if self.speed else []
+        return ", ".join([*parts, *self.extras, *speed])
 
     def warnings(self) -> list[str]:
         """Return why the winner of this space might only be lucky."""
@@ -79,7 +88,19 @@ class Space:
             found[PRECISION] = Choice(*self.precisions)
         if self.factors.low < self.factors.high:
             found[FACTOR] = self.factors
+        # It has one value, and marks the trials. The reference lacks it.
+        if self.speed:
+            found[SPEED] = Choice(settings_text(self.speed))
         return {**found, **self.extras}
+
+    @property
+    def is_drawn(self) -> bool:
+        """Return whether a sampler has something to draw."""
+        return bool(set(self.parameters()) - {SPEED})
+
+    def sped_up(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return these parameters with the settings of speed."""
+        return {**parameters, **({SPEED: settings_text(self.speed)} if self.speed else {})}
 
     def experiment(self, parameters: Mapping[str, Any]) -> Experiment:
         """Return the configuration of drawn `parameters`; the reference has the other settings.
@@ -96,7 +117,7 @@ class Space:
             "train.eval_every": train.eval_every,
             "train.warmup_steps": train.warmup_steps,
         }
-        drawn = (key for key in parameters if key not in (BATCH_INDEX, FACTOR))
+        drawn = (key for key in parameters if key not in (BATCH_INDEX, FACTOR, SPEED))
         settings: dict[str, Any] = {
             **{key: parameters[key] for key in drawn},
             **{key: max(1, round(count * ratio)) for key, count in in_steps.items() if count},
@@ -105,14 +126,25 @@ class Space:
         }
         # The user's micro-batch need not divide another batch.
         if ratio != 1:
-            settings["train.micro_batch"] = None
+            settings[_MICRO_BATCH] = None
+        if SPEED in parameters:
+            settings |= self._speed_settings(batch_size)
         return override(self.reference, settings)
 
     def reference_parameters(self) -> dict[str, Any]:
         """Return the parameters of the reference itself."""
         known = flatten(self.reference)
         own = {**known, BATCH_INDEX: self.batch_sizes.index(known[BATCH]), FACTOR: 1.0}
-        return {name: own[name] for name in self.parameters()}
+        return {name: own[name] for name in self.parameters() if name != SPEED}
+
+    def _speed_settings(self, batch_size: int) -> dict[str, Any]:
+        settings = dict(self.speed)
+        if (most := settings.get(_MICRO_BATCH)) is not None:
+            # It was decided for another batch size, and must divide this one.
+            share = batch_size // self.world_size
+            fitting = (size for size in range(1, min(most, share) + 1) if share % size == 0)
+            settings[_MICRO_BATCH] = max(fitting)
+        return settings
 
     def neighbours(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the parameters that differ by one step in one of them.
@@ -170,6 +202,7 @@ def make_space(
         factors=_lr_factors(reference.lr, lr),
         lr_exponent=lr_exponent,
         extras=ranges,
+        world_size=world_size,
     )
 
 
@@ -183,6 +216,19 @@ def narrowed(space: Space, batch_sizes: Sequence[int], precisions: Sequence[str]
         batch_sizes=tuple(sorted(sizes)),
         precisions=tuple(dict.fromkeys([train.precision, *left])),
     )
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Return settings as people say them: ``batch 512, bf16, lr 0.006, workers 2, compile``."""
+    names, texts = {BATCH: "batch", PRECISION: ""}, []
+    for key, value in settings.items():
+        name = names.get(key, key.removeprefix("train."))
+        if isinstance(value, bool) and key.startswith("train."):
+            texts.append(name if value else f"no {name}")
+            continue
+        text = f"{value:.2g}" if isinstance(value, float) else str(value)
+        texts.append(f"{name} {text}".strip())
+    return ", ".join(texts)
 
 
 def _check_range(reference: Experiment, key: str, range_: Range) -> None:

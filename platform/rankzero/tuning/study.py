@@ -70,7 +70,11 @@ class Study:
                     self._study.sampler = _make_sampler(self._sampler, seed, self._distributions)
                 else:
                     self._study.sampler = _fixed(parameters)
-                trial = self._study.ask(self._distributions)
+                # The reference has no settings of speed, so it lacks that parameter.
+                names = self._distributions if parameters is None else parameters
+                trial = self._study.ask(
+                    {name: one for name, one in self._distributions.items() if name in names}
+                )
                 trial.set_user_attr(OWNER, members.own_name())
                 self._open[trial.number] = trial
                 return trial.number, dict(trial.params)

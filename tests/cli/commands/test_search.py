@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import sqlite3
@@ -21,7 +22,7 @@ from rankzero.tuning.study import find_study
 from support.commands import TINY, Command, events, processes_of
 from support.stores import list_runs
 
-MOODY = TINY.with_name("moody.py")
+MOODY, SLOW = TINY.with_name("moody.py"), TINY.with_name("slow_samples.py")
 
 
 def mlflow_runs(rankzero: Command) -> dict[str, RunRecord]:
@@ -86,6 +87,33 @@ def test_a_search_from_the_probe_map_to_training_with_the_sweet_spot(rankzero: C
         found["lr"]
     )
     assert gone(rankzero.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_probe_decides_loading_processes_and_outlives_what_fails(
+    rankzero: Command, tmp_path: Path
+) -> None:
+    rankzero.environ |= {"CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    words = (SLOW, "--nproc", 2, "--offline", "--knobs", "workers,compile,channels_last")
+    code, output = rankzero("probe", *words)
+    assert code == 0, output
+    store = rankzero.folder / "mlruns"
+    (table,) = store.glob("runs/*/artifacts/knobs.json")
+    found = json.loads(table.read_text())
+    rows = [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
+    (kept,) = (row for row in rows if row["decision"] == "kept")
+    assert kept["knob"] == "workers" and kept["low"] > 1, output
+    others = {row["knob"]: row["decision"] for row in rows if row["knob"] != "workers"}
+    assert others == {"compile": "failed", "channels_last": "refused"}, output
+    (probes,) = store.glob("probes/*.jsonl")
+    before = probes.read_bytes()
+    code, output = rankzero("search", *words, "--trials", 2, "--seeds", 2, "goal.target=0.8")
+    assert code == 0, output
+    assert probes.read_bytes() == before, "measured again"
+    assert "workers" in output.splitlines()[-4] and "The sweet spot" in output, output
+    (sweet_spot,) = store.glob("runs/*/artifacts/sweet_spot.yaml")
+    assert yaml.safe_load(sweet_spot.read_text())["train"]["workers"] in (1, 2)
 
 
 @pytest.mark.slow
@@ -287,6 +315,8 @@ def test_each_mistake_gets_one_message(rankzero: Command, tmp_path: Path) -> Non
         (("--objective", "quality"), "needs --trial-minutes"),
         (("goal.metric=val/f1",), "the goal is 'val/f1', but measure() returns"),
         (("fail=data",), "no such data"),
+        (("--knobs", "batch,colour"), "no knob is called 'colour'"),
+        (("--knobs", "batch,compile"), "needs the probe, which --no-probe leaves out"),
     ):
         code, output = rankzero("search", TINY, "--nproc", 1, "--no-probe", *words)
         assert code in (1, 2) and message in output and "Traceback" not in output, output

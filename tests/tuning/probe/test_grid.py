@@ -115,3 +115,5 @@ def test_a_measurement_comes_back_from_its_file() -> None:
 
     one = measure_all()[0]
     assert grid.parse({**dataclasses.asdict(one), "new in a later version": 1}) == one
+    old = {"batch_size": 16, "micro_batch": 16, "precision": "fp32", "status": "ok"}
+    assert grid.parse(old).plan == "" and grid.parse(old).settings == {}

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rankzero.experiment import Goal
 from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.probe.speed_knobs import Effect
 from rankzero.tuning.reports import html_page, optuna_figures, probe_figures
+from rankzero.tuning.reports.study_run import effects_markdown
 from rankzero.tuning.trial import State, Trial
 
 GOAL = Goal("val/accuracy", "max")
@@ -46,6 +50,11 @@ MAP = [
     ProbeResult(16, 16, "bf16", "ok", 90.0),
     ProbeResult(32, 32, "bf16", "out of memory"),
 ]
+EFFECTS = [
+    Effect("workers", {"train.workers": 2}, "kept", 1.5, 1.45, 1.55),
+    Effect("compile", {"train.compile": False}, "no gain", 0.95, 0.85, 1.05),
+    Effect("channels_last", {}, "refused", reason="no images"),
+]
 
 
 def test_the_pareto_front_has_the_finished_trials_that_none_beats_in_both() -> None:
@@ -57,7 +66,7 @@ def test_the_pareto_front_has_the_finished_trials_that_none_beats_in_both() -> N
 
 
 def test_the_page_opens_offline_and_shows_what_people_read() -> None:
-    figures = [*optuna_figures.interactive(TRIALS, GOAL, [1]), probe_figures.heat_map(MAP)]
+    figures = [*optuna_figures.interactive(TRIALS, GOAL, [1]), *probe_figures.interactive(MAP, [])]
     page = html_page.page(figures, "A <search>")
     assert "A &lt;search&gt;" in page and "<search>" not in page
     assert 'src="http' not in page and "batch size" in page and "batch_index" not in page
@@ -71,6 +80,19 @@ def test_the_page_opens_offline_and_shows_what_people_read() -> None:
         assert title in page
 
 
+def test_bars_show_the_knobs_that_were_measured(tmp_path: Path) -> None:
+    bars = probe_figures.interactive(MAP, EFFECTS)[1].data[0]
+    assert bars.x == pytest.approx((50.0, -5.0))
+    assert bars.y == ("workers 2 (kept)", "no compile (no gain)")
+    assert bars.error_x.array == pytest.approx((5.0, 10.0))
+    assert len(probe_figures.interactive(MAP, EFFECTS[2:])) == 1
+    probe_figures.write_pngs(tmp_path, MAP, EFFECTS)
+    assert (tmp_path / "knobs.png").read_bytes().startswith(b"\x89PNG")
+    table = effects_markdown(EFFECTS)
+    assert "| workers 2&emsp; | +50.0%&emsp; | +45.0% to +55.0%&emsp; | kept&emsp; |" in table
+    assert "refused: no images" in table and effects_markdown([]) == ""
+
+
 def test_a_search_without_results_is_drawn(tmp_path: Path) -> None:
     figures = optuna_figures.interactive([TRIALS[-1]], GOAL, [])
     assert "Throughput" in html_page.page(figures, "none")
@@ -80,7 +102,7 @@ def test_a_search_without_results_is_drawn(tmp_path: Path) -> None:
 
 def test_all_pngs_are_written(tmp_path: Path) -> None:
     optuna_figures.write_pngs(tmp_path, TRIALS, GOAL, [1])
-    probe_figures.write_png(tmp_path, MAP)
+    probe_figures.write_pngs(tmp_path, MAP, [])
     found = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert sorted(found) == [
         "history.png",
@@ -106,5 +128,5 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     for name in ("pareto.png", "probe_map.png"):
         (tmp_path / name).symlink_to(tmp_path / "precious")
     optuna_figures.write_pngs(tmp_path, TRIALS, GOAL, [1])
-    probe_figures.write_png(tmp_path, MAP)
+    probe_figures.write_pngs(tmp_path, MAP, [])
     assert (tmp_path / "precious").read_text() == "kept"

@@ -1,4 +1,4 @@
-"""``rankzero probe EXP [key=value…]``: measure speed and memory by batch size and precision."""
+"""``rankzero probe EXP [key=value…]``: measure speed and memory, and what knobs of speed do."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from rich.text import Text
 
 from rankzero.cli.commands import search
 from rankzero.cli.display.terminal import print_line, text_console
-from rankzero.tuning.probe import grid, probe_map
+from rankzero.tuning.probe import grid, probe_map, speed_knobs
 from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS
 from rankzero.tuning.reports import html_page, probe_figures
 from rankzero.tuning.reports.study_run import StudyRun
+from rankzero.tuning.space import settings_text
 
 _SHADES = ("grey30", "dark_red", "orange4", "gold3", "chartreuse4", "green3")  # slow to fast
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    search.add_experiment_arguments(parser)
+    search.add_experiment_arguments(parser, probes=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,18 +33,26 @@ def run(arguments: argparse.Namespace) -> int:
         offline, runs = arguments.offline, arguments.dir / "runs"
         file = identity.experiment_file or ""
         with StudyRun.open(runs, identity, reference, sys.argv, offline=offline) as study_run:
-            measured = probe_map.measure(space, described, file, arguments.dir, host, print_line)
-            page = html_page.page([probe_figures.heat_map(measured)], "Probe map")
-            study_run.write_probe_map(measured)
-            study_run.write("probe_map.html", page)
-            probe_figures.write_png(study_run.folder.artifacts, measured)
+            probe = probe_map.measure(space, described, file, arguments.dir, host, print_line)
+            measured, effects = probe.cells, probe.effects
+            figures = probe_figures.interactive(measured, effects)
+            study_run.write_probe(measured, effects)
+            study_run.write("probe_map.html", html_page.page(figures, "Probe map"))
+            probe_figures.write_pngs(study_run.folder.artifacts, measured, effects)
             knee = grid.knee(measured)
             peak = max(one.samples_per_second for one in measured)
             text = "no cell fits"
             if knee is not None:
                 text = f"{knee.batch_size} samples a batch reach 95 % of the peak speed"
+            if speed := speed_knobs.decided(effects):
+                text += f"; faster with {settings_text(speed)}"
             study_run.finish(f"{text}, {peak:,.0f} samples/s", {"samples_per_second": peak})
     _print_map(measured, peak)
+    if effects:
+        table = Table(*EFFECT_COLUMNS, title="knobs of speed, at the knee", title_justify="left")
+        for effect in effects:
+            table.add_row(*effect.row(), style="green" if effect.decision == "kept" else None)
+        text_console().print(table)
     return 0
 
 

@@ -24,6 +24,7 @@ from rankzero.mlflow_store import uris
 from rankzero.run_store import names
 from rankzero.run_store.folder import Identity
 from rankzero.telemetry.host import usable_cores
+from rankzero.tuning import knobs
 from rankzero.tuning.objective import NAMES
 from rankzero.tuning.options import PRUNERS, SAMPLERS, SearchOptions, default_storage
 from rankzero.tuning.space import Space, make_space
@@ -32,11 +33,16 @@ from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 from rankzero.tuning.trials.resources import Share, shares
 
-_PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes")
+_PART_OF_THE_NAME = ("objective", "sampler", "pruner", "tolerance", "trial_minutes", "knobs")
 
 
-def add_experiment_arguments(parser: argparse.ArgumentParser, *, nproc: bool = True) -> None:
-    """Add the options that `search`, `probe`, `compare` and `profile` share."""
+def add_experiment_arguments(
+    parser: argparse.ArgumentParser, *, nproc: bool = True, probes: bool = False
+) -> None:
+    """Add the options that `search`, `probe`, `compare` and `profile` share.
+
+    `probes`: and those that only the two that measure a probe map have.
+    """
     options.add_experiment(parser, "settings of your own configuration to change")
     if nproc:
         processes = "processes of each trial (default: one per GPU, or 1)"
@@ -44,12 +50,16 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, nproc: bool = T
     options.add_new_run(parser)
     new = "start a new study; the earlier one is kept"
     parser.add_argument("--new", action="store_true", help=new)
+    if probes:
+        which = f"what to vary, such as batch,lr,workers: {', '.join(knobs.TRAINED)} are trained, "
+        which += f"{', '.join(knobs.MEASURED)} measured (default: by the machine and the data)"
+        parser.add_argument("--knobs", metavar="LIST", help=which)
     # Options that only `search` has, and functions read that all of these commands call.
-    parser.set_defaults(study=None, parallel=1)
+    parser.set_defaults(study=None, parallel=1, probe=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_experiment_arguments(parser)
+    add_experiment_arguments(parser, probes=True)
     add, budget = parser.add_argument, parser.add_mutually_exclusive_group()
     how_long = "how long to search, the confirmation included"
     budget.add_argument("--minutes", type=float, help=how_long)
@@ -112,6 +122,15 @@ def described_space(
     space = make_space(
         reference, found.processes, found.lr_exponent, found.precisions, found.samples
     )
+    if arguments.knobs is not None:
+        arguments.knobs = knobs.parse(arguments.knobs)
+    names = arguments.knobs or knobs.defaults(found, space)
+    space = knobs.turned(space, names, found.processes)
+    if arguments.knobs and space.knobs and not arguments.probe:
+        raise UserError(
+            f"--knobs {','.join(space.knobs)} needs the probe, which --no-probe leaves out: give "
+            "one of the two"
+        )
     return found, space
 
 
@@ -125,6 +144,8 @@ def study_identity(
     if not base:
         given = vars(arguments)
         how = sorted((key, given[key]) for key in _PART_OF_THE_NAME if key in given)
+        # A study of an older version has no knobs in its name.
+        how = [(key, value) for key, value in how if key != "knobs" or value]
         what = repr((str(path), cls, config.to_yaml(reference), processes, how))
         digest = hashlib.sha256(what.encode()).hexdigest()[:6]
         base = f"{names.made_plain(path.stem)}-{verb}-{digest}"

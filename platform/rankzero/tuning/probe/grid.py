@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-Status = Literal["ok", "out of memory", "failed"]
+Status = Literal["ok", "out of memory", "refused", "failed"]
 HEADROOM = 0.92
 """The share of the device's memory that may be filled. Fragmentation takes some of the rest."""
 _GAIN = 0.05  # a larger batch must be this much faster, or the next one is not tried
@@ -27,6 +27,10 @@ class Cell:
     batch_size: int
     micro_batch: int
     precision: str
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of speed that differ from the user's own."""
+    plan: str = ""
+    """The measurement of knobs that the cell belongs to; empty: the map."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,10 @@ class ProbeResult:
     seconds: float = 0.0
     """The time of the measurement itself."""
     reason: str = ""
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    plan: str = ""
+    setup_seconds: float = 0.0
+    """The time to build everything and take the first step, which compiles."""
 
     @property
     def bound(self) -> str:

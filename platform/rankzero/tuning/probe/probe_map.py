@@ -1,4 +1,7 @@
-"""The probe map: speed and memory of batch size x precision, each cell measured once and kept."""
+"""The probe map: speed and memory of batch size x precision, and the effects of knobs at its knee.
+
+Each cell is measured once and kept.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,22 @@ from rankzero.experiment import Experiment
 from rankzero.launch import failures
 from rankzero.launch.agent import Topology
 from rankzero.launch.failures import FailureKind
-from rankzero.tuning.probe import grid, worker
+from rankzero.tuning.knobs import subject_of
+from rankzero.tuning.probe import grid, speed_knobs, worker
 from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.probe.speed_knobs import Effect
 from rankzero.tuning.probe.worker import ProbeRequest
-from rankzero.tuning.space import BATCH_INDEX, PRECISION, Space
+from rankzero.tuning.space import BATCH_INDEX, PRECISION, Space, settings_text
 from rankzero.tuning.trials.describe import ExperimentDescription
 from rankzero.tuning.trials.host_process import Host
 
 _BELOW = 2  # the map starts at the user's batch size over this
-_MOST_RESTARTS = 8
 _POLL_SECONDS = 0.2
-_OUT_OF_MEMORY = (FailureKind.OUT_OF_MEMORY, FailureKind.OUT_OF_HOST_MEMORY)
+_STATUS: dict[FailureKind, grid.Status] = {
+    FailureKind.OUT_OF_MEMORY: "out of memory",
+    FailureKind.OUT_OF_HOST_MEMORY: "out of memory",
+    FailureKind.USER_ERROR: "refused",
+}
 # Settings that do not change the time of a step, or that each cell sets by itself.
 _NOT_PART = (
     "train.batch_size",
@@ -54,6 +62,14 @@ _NOT_PART = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What was measured: the map, and the effect of each value of a knob of speed."""
+
+    cells: list[ProbeResult] = dataclasses.field(default_factory=list)
+    effects: list[Effect] = dataclasses.field(default_factory=list)
+
+
 def measure(
     space: Space,
     described: ExperimentDescription,
@@ -61,37 +77,40 @@ def measure(
     root: Path,
     host: Host,
     notify: Callable[[str], None],
-) -> list[ProbeResult]:
-    """Measure the cells that are not known yet; return the whole map. Raises RunFailed.
+) -> Probe:
+    """Measure what is not known yet; return the map, and what knobs do at its knee.
 
-    The map has the space's batch sizes from half of the user's own, and all precisions. `root`: the
-    folder of the embedded store. Results are kept below it for the next search.
+    Raises RunFailed if no cell can be measured. The map has the space's batch sizes from half of
+    the user's own, and all precisions. `root`: the folder of the embedded store. Results are kept
+    below it for the next search.
     """
     train = space.reference.train
-    samples = (train.epochs or 1) * described.samples
     request = ProbeRequest(
         experiment_file=experiment_file,
         config=config.to_yaml(space.reference),
         batch_sizes=tuple(one for one in space.batch_sizes if one * _BELOW >= train.batch_size),
         precisions=space.precisions,
-        processes=described.processes,
-        run_samples=train.steps * train.batch_size if train.steps else samples,
+        knobs=space.knobs,
+        subject=subject_of(space, described),
         results=root / "probes" / f"{_key(space.reference, described, experiment_file)}.jsonl",
     )
     request.results.parent.mkdir(parents=True, exist_ok=True)
     # Each pass ends with the map, or with a cell that ended the processes.
-    for _ in range(_MOST_RESTARTS):
-        request = dataclasses.replace(request, known=tuple(_read(request.results)))
-        if request.next_cell(request.known) is None:
-            break
-        _measure_once(request, host, notify)
-    found = [one for one in _read(request.results) if one.precision in request.precisions]
-    if not any(one.status == "ok" for one in found):
+    before, known = -1, _read(request.results)
+    while before < len(known) and request.next_cell(known) is not None:
+        _measure_once(dataclasses.replace(request, known=tuple(known)), host, notify)
+        before, known = len(known), _read(request.results)
+    cells = request.cells(known)
+    if (knee := grid.knee(cells)) is None:
         # All cells fail for the same reason then, such as an error in the user's code.
         first = failures.first(request.failures)
         reason = first.reason if first else f"see {request.results}"
         raise RunFailed(f"no batch size could be measured: {reason}")
-    return found
+    effects = speed_knobs.effects(request.knobs, request.subject, knee, known)
+    for effect in effects:
+        name, gain, interval, decision = effect.row()
+        notify(f"knob   {name:20} {gain:>8}  {interval and f'({interval})'}  {decision}")
+    return Probe(cells, effects)
 
 
 def _measure_once(request: ProbeRequest, host: Host, notify: Callable[[str], None]) -> None:
@@ -99,7 +118,7 @@ def _measure_once(request: ProbeRequest, host: Host, notify: Callable[[str], Non
     for path in request.failures.glob("rank_*.json"):
         path.unlink()
     logs = request.results.with_suffix(".logs")
-    host.run(worker.main, Topology(request.processes), request, logs)
+    host.run(worker.main, Topology(request.subject.processes), request, logs)
     shown, has_ended = len(request.known), False
     while not has_ended:
         has_ended = host.has_ended(_POLL_SECONDS)
@@ -112,8 +131,9 @@ def _measure_once(request: ProbeRequest, host: Host, notify: Callable[[str], Non
     if not lines or "begun" not in lines[-1]:
         return
     first = failures.first(request.failures)
-    status = "out of memory" if first and first.kind in _OUT_OF_MEMORY else "failed"
-    reason = first.reason if first else "its processes ended and wrote no reason"
+    status = _STATUS.get(first.kind, "failed") if first else "failed"
+    # An error of a compiler has many lines.
+    reason = first.reason.partition("\n")[0] if first else "its processes wrote no reason"
     lost = {**lines[-1]["begun"], "status": status, "reason": reason}
     request.append(lost)
     notify(_line(grid.parse(lost)))
@@ -125,28 +145,33 @@ def _read(path: Path) -> list[ProbeResult]:
 
 
 def guesses(space: Space, measured: Sequence[ProbeResult]) -> list[dict[str, Any]]:
-    """Return the parameters that the map suggests: the knee, and half-way from the user's batch.
+    """Return the parameters to try first: the user's own with the knobs of speed, then the map's.
+
+    The map suggests its knee, and half-way to it from the user's batch size.
 
     With samples to the target n0 (1 + B / B_crit) and speed X0 B / (B + B_hw), the best batch size
     is sqrt(B_hw B_crit). It lies below the knee, where the speed levels off, and above the batch
     size of a user who began small.
     """
     found, own = grid.knee(measured), space.reference_parameters()
-    if found is None or BATCH_INDEX not in own:
+    if found is None:
         return []
-    knee = own[BATCH_INDEX]
-    if found.batch_size in space.batch_sizes:
-        knee = space.batch_sizes.index(found.batch_size)
-    between = math.ceil((own[BATCH_INDEX] + knee) / 2)
-    fast = dict(own)
-    if PRECISION in own and found.precision in space.precisions:
-        fast[PRECISION] = found.precision
-    tried = [{**fast, BATCH_INDEX: index} for index in dict.fromkeys((between, knee))]
+    fast, tried = space.sped_up(own), [space.sped_up(own)]
+    if BATCH_INDEX in own:
+        knee = own[BATCH_INDEX]
+        if found.batch_size in space.batch_sizes:
+            knee = space.batch_sizes.index(found.batch_size)
+        between = math.ceil((own[BATCH_INDEX] + knee) / 2)
+        if PRECISION in own and found.precision in space.precisions:
+            fast[PRECISION] = found.precision
+        tried += [{**fast, BATCH_INDEX: index} for index in dict.fromkeys((between, knee))]
     return [parameters for parameters in tried if parameters != own]
 
 
 def _line(one: ProbeResult) -> str:
     what = f"batch {one.batch_size:6} {one.precision:5}"
+    if one.plan:
+        what += f" {settings_text(one.settings) or 'as it is':20}"
     if one.status != "ok":
         return f"probe  {what} {one.status}: {one.reason}"
     memory = "" if one.memory_bytes is None else f"  {one.memory_bytes / 2**30:6.1f} GiB"

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rankzero import config, experiment_file
 from rankzero import ranks as launcher
 from rankzero.launch import failures
-from rankzero.tuning.probe import grid
+from rankzero.tuning.probe import grid, speed_knobs
 from rankzero.tuning.probe.grid import Cell, ProbeResult
+from rankzero.tuning.probe.speed_knobs import Subject
 from rankzero.tuning.probe.steady_state import SteadyState
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ class ProbeRequest:
     config: str
     batch_sizes: tuple[int, ...]
     precisions: tuple[str, ...]
-    processes: int
-    run_samples: float
-    """The samples of one of the user's runs: a cell may take a small part of a run's time."""
+    knobs: tuple[str, ...]
+    """The knobs of speed to decide at the knee of the map."""
+    subject: Subject
     results: Path
     """One line before each cell and one after it. A line without its second is a cell that killed
     its processes."""
@@ -52,9 +53,23 @@ class ProbeRequest:
         """Return the folder of the ranks' failure files."""
         return self.results.with_suffix(".failures")
 
+    def cells(self, measured: Sequence[ProbeResult]) -> list[ProbeResult]:
+        """Return the cells of this request's map. Others may be in the same file."""
+        wanted = self.batch_sizes, self.precisions
+        return [
+            one
+            for one in measured
+            if not one.plan and one.batch_size in wanted[0] and one.precision in wanted[1]
+        ]
+
     def next_cell(self, measured: Sequence[ProbeResult]) -> Cell | None:
         """Return the next cell to measure, or None if the map is complete."""
-        return grid.next_cell(measured, self.batch_sizes, self.precisions, self.processes)
+        cells, processes = self.cells(measured), self.subject.processes
+        cell = grid.next_cell(cells, self.batch_sizes, self.precisions, processes)
+        knee = grid.knee(cells)
+        if cell is not None or knee is None:
+            return cell
+        return speed_knobs.next_cell(self.knobs, self.subject, knee, measured)
 
     def append(self, fields: dict[str, Any]) -> None:
         """Append a line to the results."""
@@ -90,7 +105,9 @@ def _measure_all(request: ProbeRequest, world: World) -> None:
             request.append({"begun": dataclasses.asdict(cell)})
         # The first cell's speed shows how long a run takes.
         speed = next((one.samples_per_second for one in measured if one.status == "ok"), math.inf)
-        seconds = max(_SHORTEST_SECONDS, _PART_OF_A_RUN * request.run_samples / speed)
+        # The effects of knobs are smaller than those of batch sizes.
+        shortest = 2 * _SHORTEST_SECONDS if cell.plan else _SHORTEST_SECONDS
+        seconds = max(shortest, _PART_OF_A_RUN * request.subject.run_samples / speed)
         seconds = min(_MOST_SECONDS, seconds)
         measured.append(_measure_or_fail(experiment, data, world, cell, seconds))
         if world.ranks.first:
@@ -108,6 +125,7 @@ def _measure_or_fail(
         "train.micro_batch": cell.micro_batch,
         "train.steps": _ENDLESS,
         "train.precision": cell.precision,
+        **cell.settings,
     }
     experiment = config.override(experiment, settings)
     began = time.perf_counter()
@@ -144,6 +162,10 @@ def _measure(
     job, state = build(experiment, world, data)
     batches = job.train_loader.train_batches(job.batch_order, job.strategy.shard.rank, 0, _ENDLESS)
     state.model.train()
+    _window(job, state, batches, 1)
+    setup = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    # The slowest rank's: all ranks decide by it what to measure next.
+    setup_seconds = float(world.gather(setup).max())
     steady, steps, waits = _steady_windows(job, state, batches, most_seconds)
     seconds = steady.mean / steps
     local = _local_seconds(job, state, batches, steps) if world.is_distributed else None
@@ -151,8 +173,10 @@ def _measure(
     mine = torch.tensor([_alloc_retries() - retries, torch.cuda.max_memory_reserved()])
     thrashed, memory = world.gather(mine).amax(dim=0).tolist()
     samples = job.batch_order.mean_batch_size
-    # The model must be freed before the next cell's is built.
+    # The model must be freed before the next cell's is built, and the code compiled for it.
     del job, state, batches
+    if experiment.train.compile:
+        torch.compiler.reset()
     gc.collect()
     return ProbeResult(
         **dataclasses.asdict(cell),
@@ -166,6 +190,7 @@ def _measure(
         memory_bytes=memory or None,
         memory_limit_bytes=_memory_limit(world),
         seconds=time.perf_counter() - began,
+        setup_seconds=setup_seconds,
     )
 
 

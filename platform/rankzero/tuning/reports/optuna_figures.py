@@ -24,7 +24,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
 from rankzero.experiment import Goal
-from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION
+from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, SPEED
 from rankzero.tuning.trial import Trial
 
 _BATCH, _LR, _LR_FACTOR = "batch size", "learning rate", "learning rate / scaled"
@@ -117,6 +117,9 @@ def _copies(trials: Sequence[Trial], goal: Goal) -> tuple[optuna.Study, optuna.S
     by_objective = optuna.create_study(direction="minimize")
     by_both = optuna.create_study(directions=[StudyDirection.MAXIMIZE, mode])
     rows = [_configuration(trial) for trial in trials]
+    # The reference lacks them. Without a value, figures would leave out it or the parameter.
+    if any(SPEED in row for row in rows):
+        rows = [{SPEED: "your own", **row} for row in rows]
     distributions = {name: _distribution(name, rows) for row in rows for name in row}
     for trial, row in zip(trials, rows, strict=True):
         ranges = {name: distributions[name] for name in row}

@@ -1,4 +1,4 @@
-"""The probe map as a heat map: for the page by plotly, and as a PNG by matplotlib."""
+"""The probe map as a heat map, and the effects of knobs as bars: by plotly and by matplotlib."""
 
 from __future__ import annotations
 
@@ -8,12 +8,64 @@ from pathlib import Path
 from typing import Any
 
 from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.probe.speed_knobs import Effect
 
 _DOTS_PER_INCH = 120
+_KEPT, _NOT_KEPT = "#2ca02c", "#999999"
+_KNOBS = "Knobs of speed, at the knee of the probe map"
+_GAIN = "gain in samples/s (%), with 95 % intervals"
 
 
-def heat_map(measured: Sequence[ProbeResult]) -> Any:
-    """Return a plotly figure of the samples/s by batch size and precision."""
+def interactive(measured: Sequence[ProbeResult], effects: Sequence[Effect]) -> list[Any]:
+    """Return plotly figures of what was measured."""
+    figures = [_heat_map(measured)] if measured else []
+    return [*figures, _bars(effects)] if _measured(effects) else figures
+
+
+def write_pngs(folder: Path, measured: Sequence[ProbeResult], effects: Sequence[Effect]) -> None:
+    """Write ``probe_map.png`` and ``knobs.png``, if they have something to show."""
+    if measured:
+        _save(_heat_map_figure(measured), folder / "probe_map.png")
+    if shown := _measured(effects):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 1.2 + 0.4 * len(shown)), layout="constrained")
+        axes, (names, gains, below, above, colours) = figure.subplots(), _bars_of(shown)
+        axes.barh(names, gains, xerr=(below, above), color=colours, capsize=3)
+        axes.invert_yaxis()
+        axes.set(xlabel=_GAIN, title=_KNOBS)
+        _save(figure, folder / "knobs.png")
+
+
+def _measured(effects: Sequence[Effect]) -> list[Effect]:
+    return [one for one in effects if math.isfinite(one.gain)]
+
+
+def _bars(effects: Sequence[Effect]) -> Any:
+    import plotly.graph_objects as go
+
+    names, gains, below, above, colours = _bars_of(_measured(effects))
+    error = {"array": above, "arrayminus": below}
+    bar = go.Bar(x=gains, y=names, error_x=error, marker_color=colours, orientation="h")
+    axes = {"xaxis": {"title": _GAIN}, "yaxis": {"autorange": "reversed"}}
+    return go.Figure(bar, layout={"title": _KNOBS, **axes})
+
+
+_Bars = tuple[list[str], list[float], list[float], list[float], list[str]]
+
+
+def _bars_of(shown: Sequence[Effect]) -> _Bars:
+    """Return names, gains in percent, the interval below and above, colours."""
+    return (
+        [f"{one.name} ({one.decision})" for one in shown],
+        [100 * (one.gain - 1) for one in shown],
+        [100 * (one.gain - one.low) for one in shown],
+        [100 * (one.high - one.gain) for one in shown],
+        [_KEPT if one.decision == "kept" else _NOT_KEPT for one in shown],
+    )
+
+
+def _heat_map(measured: Sequence[ProbeResult]) -> Any:
     import plotly.graph_objects as go
 
     sizes, precisions, speeds, labels = _grid(measured, "<br>")
@@ -30,8 +82,7 @@ def heat_map(measured: Sequence[ProbeResult]) -> Any:
     return go.Figure(heat, layout={"title": title, "xaxis": axis})
 
 
-def write_png(folder: Path, measured: Sequence[ProbeResult]) -> None:
-    """Write ``probe_map.png``."""
+def _heat_map_figure(measured: Sequence[ProbeResult]) -> Any:
     from matplotlib.figure import Figure
 
     sizes, precisions, speeds, labels = _grid(measured, "\n")
@@ -45,7 +96,10 @@ def write_png(folder: Path, measured: Sequence[ProbeResult]) -> None:
     for y, row in enumerate(labels):
         for x, text in enumerate(row):
             axes.text(x, y, text, ha="center", va="center", color="white", fontsize=7)
-    path = folder / "probe_map.png"
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
     path.unlink(missing_ok=True)  # a planted link would be followed
     figure.savefig(path, dpi=_DOTS_PER_INCH)
 

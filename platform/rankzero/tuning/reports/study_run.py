@@ -23,6 +23,7 @@ from rankzero.run_store.folder import Identity, write_atomically
 from rankzero.tracking.run_log import RunLog
 from rankzero.tuning.next_trial import best_value
 from rankzero.tuning.probe.grid import ProbeResult
+from rankzero.tuning.probe.speed_knobs import EFFECT_COLUMNS, Effect
 from rankzero.tuning.trial import Trial
 
 _RESULT_COLUMNS = ("trial", "state", "value", "best", "samples_per_second")
@@ -131,10 +132,13 @@ class StudyRun:
         csv.writer(table).writerows([_COLUMNS, *rows])
         self.write("trials.csv", table.getvalue())
 
-    def write_probe_map(self, measured: Sequence[ProbeResult]) -> None:
-        """Write the probe map as a table."""
-        rows = [{**dataclasses.asdict(one), "bound": one.bound} for one in measured]
-        self.write_table("probe_map.json", list(rows[0]), [list(row.values()) for row in rows])
+    def write_probe(self, measured: Sequence[ProbeResult], effects: Sequence[Effect]) -> None:
+        """Write the probe map as a table, and the effects of knobs if there are any."""
+        cells = [{**dataclasses.asdict(one), "bound": one.bound} for one in measured]
+        knobs = [{"value": one.name, **dataclasses.asdict(one)} for one in effects]
+        for name, rows in (("probe_map.json", cells), ("knobs.json", knobs)):
+            if rows:
+                self.write_table(name, list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _known(values: Mapping[str, float | None]) -> dict[str, float]:
@@ -155,6 +159,12 @@ def trials_markdown(trials: Sequence[Trial]) -> str:
     ranked = sorted(trials, key=lambda trial: (trial.value is None, trial.rank, trial.number))
     rows = [[_cell(row_of(trial)[name]) for name in SHOWN_COLUMNS] for trial in ranked]
     return markdown.table(head, rows)
+
+
+def effects_markdown(effects: Sequence[Effect]) -> str:
+    """Return the effects of knobs as a Markdown table, or nothing without effects."""
+    rows = [[f"{text}&emsp;" for text in one.row()] for one in effects]
+    return f"{markdown.table(EFFECT_COLUMNS, rows)}\n\n" if rows else ""
 
 
 def sweet_spot_yaml(experiment: Experiment, verdict: str, command: str) -> str:

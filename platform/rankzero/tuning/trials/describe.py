@@ -21,6 +21,7 @@ from rankzero.errors import RunFailed, UserError
 from rankzero.experiment import Experiment
 from rankzero.launch.request import with_changes
 from rankzero.search_ranges import Range
+from rankzero.telemetry.host import usable_cores
 
 _END_SECONDS = 10.0  # for the process that reads the file, after its answer
 _ENDLESS = 1 << 31  # samples of a stream of unknown length
@@ -42,6 +43,14 @@ class ExperimentDescription:
     device: str
     driver: str
     gpus: int = 0
+    cores: int = 1
+    """Processor cores of each trial."""
+    loads: bool = False
+    """Whether samples are loaded, and not tensors in memory."""
+    images: bool = False
+    """Whether the model has convolutions over images."""
+    batch_norm: bool = False
+    """Whether the model normalizes over the samples of a forward."""
 
 
 def describe(
@@ -126,8 +135,10 @@ def _described(
     reference: str, settings: Mapping[str, str], processes: int | None, parallel: int
 ) -> ExperimentDescription:
     import torch
+    from torch import nn
 
     from rankzero.training import strategies
+    from rankzero.training.data.loader import in_memory
     from rankzero.training.data.order import micro_batch_size
     from rankzero.training.data.stream import length_of
     from rankzero.training.distributed.device import check_gpus, driver_version
@@ -145,7 +156,9 @@ def _described(
     check_gpus(processes)
     # Called for its check: it raises if the batch cannot be divided.
     micro_batch_size(experiment.train, strategies.shards(strategy, processes))
-    made = experiment.optimizer(experiment.model())
+    model, data = experiment.model(), experiment.data()[0]
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    made = experiment.optimizer(model)
     optimizer = type(next(iter(made.values())) if isinstance(made, Mapping) else made).__name__
     return ExperimentDescription(
         name=type(experiment).__name__,
@@ -154,11 +167,15 @@ def _described(
         # By the optimizer's name: its class may be any library's.
         lr_exponent=_SGD_EXPONENT if "sgd" in optimizer.lower() else _ADAPTIVE_EXPONENT,
         processes=processes,
-        samples=length_of(experiment.data()[0]) or _ENDLESS,
+        samples=length_of(data) or _ENDLESS,
         precisions=_fast_precisions(),
         device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         driver=driver_version() if torch.cuda.is_available() else "",
         gpus=gpus,
+        cores=max(1, len(usable_cores()) // parallel),
+        loads=not in_memory(data, experiment.collate),
+        images=any(parameter.dim() == 4 for parameter in model.parameters()),
+        batch_norm=any(isinstance(part, norms) for part in model.modules()),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rankzero.config import flatten
 from rankzero.tuning.next_trial import reference_trial
 from rankzero.tuning.objective import Objective
-from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, Space
+from rankzero.tuning.space import BATCH_INDEX, FACTOR, PRECISION, SPEED, Space
 from rankzero.tuning.trial import Trial
 from rankzero.tuning.trials.follower import TrialResult
 from rankzero.tuning.verdict.decide import Candidate, ConfirmationRun, Verdict, decide
@@ -88,5 +88,6 @@ def _candidate(space: Space, trial: Trial, runs: Sequence[ConfirmationRun]) -> C
     parameter_of = {"train.batch_size": BATCH_INDEX, "train.precision": PRECISION, "lr": FACTOR}
     searched = space.parameters()
     keys = [key for key, name in parameter_of.items() if name in searched or key == "lr"]
-    shown = {key: settings[key] for key in [*keys, *space.extras]}
+    speed = space.speed if SPEED in trial.parameters else ()
+    shown = {key: settings[key] for key in [*keys, *space.extras, *speed]}
     return Candidate(trial.number, shown, settings["train.batch_size"], tuple(runs))

@@ -7,6 +7,7 @@ import statistics
 
 from rankzero.experiment import Goal
 from rankzero.tuning.objective import Name
+from rankzero.tuning.space import settings_text
 from rankzero.tuning.verdict.decide import Candidate, Verdict, median
 
 
@@ -50,19 +51,9 @@ def sentence(
     )
     speed_up = f"; {fast / slow:.2g}x the samples/s" if fast and slow else ""
     return (
-        f"Your configuration {own}. The sweet spot {found}: {_settings(winner)}{speed_up}. "
-        f"{confirmed} {took}."
+        f"Your configuration {own}. The sweet spot {found}: {settings_text(winner.settings)}"
+        f"{speed_up}. {confirmed} {took}."
     )
-
-
-def _settings(candidate: Candidate) -> str:
-    """Return the searched settings of a configuration: ``batch 512, bf16, lr 0.006``."""
-    names = {"train.batch_size": "batch", "train.precision": ""}
-    texts = []
-    for key, value in candidate.settings.items():
-        text = f"{value:.2g}" if isinstance(value, float) else str(value)
-        texts.append(f"{names.get(key, key)} {text}".strip())
-    return ", ".join(texts)
 
 
 def _performance(name: Name, candidate: Candidate, goal: Goal, target: float | None) -> str:
