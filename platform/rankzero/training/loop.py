@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from rankzero.errors import NotFinite
 from rankzero.events import Event, Noticed
+from rankzero.training.checkpoints import carried_state
 from rankzero.training.checkpoints.writer import Checkpoints
 from rankzero.training.job import State, TrainingContext
 from rankzero.training.metrics.reporter import Reporter
@@ -32,12 +33,17 @@ def fit(
 
     Only rank 0 passes `checkpoints`. On other ranks `emit` does nothing.
     """
+
+    def notice(text: str) -> None:
+        emit(Noticed(time.time(), text))
+
     actions = PeriodicActions(job, state, emit, stop, checkpoints, totals)
     reporter = Reporter(job, state, totals)
     batches = job.train_loader.train_batches(
         job.batch_order, job.strategy.shard.rank, state.step, job.total_steps
     )
-    batches = job.work_meter.watch(batches, lambda text: emit(Noticed(time.time(), text)))
+    batches = job.work_meter.watch(batches, notice)
+    batches = carried_state.watch(batches, job, state, notice)
     state.model.train()
     stopped = StopCode.NONE
     if state.evaluation_pending:

@@ -1,0 +1,93 @@
+"""A state that is carried from batch to batch: a resume within an epoch names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rankzero import Experiment
+from rankzero.events import Noticed
+from support.training import Trained, Trainer, tiny
+
+TINY: Any = type(tiny())
+
+
+class Remembering(nn.Module):
+    """Remembers as `kind` says: the last batch, a table, a result of the step, or nothing."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer, self.memory = kind, nn.Linear(8, 2), torch.zeros(())
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.mean()
+        if self.kind == "table" and not self.memory.dim():
+            self.memory = torch.ones(2)
+        if self.kind == "result":
+            self.memory = y.sum()
+        if self.kind == "replaced":
+            self.memory = x.mean()
+        if self.kind == "written":
+            self.memory.add_(x.mean())
+        return y
+
+
+class Saving(Remembering):
+    def get_extra_state(self) -> Tensor:
+        return self.memory
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.memory = state
+
+
+class Carrying(TINY):  # type: ignore[misc]
+    kind: str = "replaced"
+
+    def model(self) -> nn.Module:
+        return Saving("written") if self.kind == "saved" else Remembering(self.kind)
+
+    def measure(self, model: Any, batch: Any) -> Mapping[str, Any]:
+        if self.kind == "kept by the experiment":
+            vars(self)["hidden"] = [batch[0].mean()]
+        measured: Mapping[str, Any] = super().measure(model, batch)
+        return measured
+
+
+def resumed(train: Trainer, folder: Path, kind: str, stop_at: int) -> list[str]:
+    experiment: Experiment = Carrying(
+        **{**vars(tiny(train__steps=12, train__log_every=1)), "kind": kind}
+    )
+    train(experiment, folder, stop_at=stop_at)
+    trained: Trained = train(experiment, folder)
+    return [event.text for event in trained.events if isinstance(event, Noticed)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("replaced", "model.memory"),
+        ("written", "model.memory"),
+        ("kept by the experiment", "experiment.hidden"),
+    ],
+)
+def test_resume_within_an_epoch_names_what_it_lacks(
+    train: Trainer, tmp_path: Path, kind: str, name: str
+) -> None:
+    (text,) = resumed(train, tmp_path, kind, 8)
+    assert text.startswith(f"{name} changes with each batch") and "not exact" in text
+
+
+@pytest.mark.parametrize("kind", ["nothing", "table", "result", "saved"])
+def test_what_a_resume_has_again_is_not_named(train: Trainer, tmp_path: Path, kind: str) -> None:
+    assert not resumed(train, tmp_path, kind, 8)
+
+
+def test_resume_between_epochs_is_not_watched(train: Trainer, tmp_path: Path) -> None:
+    assert not resumed(train, tmp_path, "replaced", 5)  # of six
