@@ -279,7 +279,7 @@ class Experiment:
         """Return the training and validation data sets, map-style or iterable. On every rank.
 
         Instead of one validation set, a mapping of names to data sets gives metrics such as
-        ``val/near/accuracy``.
+        ``val/near/accuracy``. With None, nothing is evaluated: the last checkpoint is the result.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define data(self) -> (training set, validation set)"

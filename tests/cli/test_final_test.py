@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rankzero.events import DataDescribed, Evaluated, Noticed
@@ -45,3 +47,18 @@ def test_a_run_killed_before_its_test_is_resumed_and_tested(rankzero: Command) -
 
     code, output = rankzero("resume", "killed")
     assert code == 2 and "(no better val" in output and "train.patience=none" in output
+
+
+def test_a_run_without_a_validation_set(rankzero: Command) -> None:
+    file = TINY.with_name("unvalidated.py")
+    run = ("train", file, "train.epochs=2", "train.mlflow.log_model=true")
+    code, output = rankzero(*run, "--run-name", "blind", "--nproc", 2)
+    assert code == 0 and "trained 12 steps" in output and "best" not in output, output
+    logged = events(*rankzero.runs)
+    assert [set(e.metrics) for e in logged if isinstance(e, Evaluated)] == [
+        {"test/loss", "test/accuracy"}
+    ]
+    assert not any(isinstance(event, Noticed) for event in logged)
+    code, output = rankzero("report", "blind")
+    assert code == 0 and "`test/accuracy` at step 12" in output and "Best" not in output
+    assert json.loads((rankzero.runs[0].path / "best_model.json").read_text())["step"] == 12

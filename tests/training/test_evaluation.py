@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,18 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from rankzero import experiment_file
 from rankzero.config import override
 from rankzero.errors import UserError
 from rankzero.events import Evaluated
 from rankzero.experiment import Goal
+from rankzero.ranks import Ranks
+from rankzero.run_store import checkpoint_files
 from rankzero.training.data import sets
-from rankzero.training.stop import StopCode
+from rankzero.training.distributed.world import World
+from rankzero.training.evaluation import evaluate_goal
+from rankzero.training.stop import StopCode, StopRequest
+from support.paths import FIXTURES
 from support.training import Trained, Trainer, tiny
 
 Tiny: Any = type(tiny())
@@ -38,6 +45,24 @@ def several(**changes: Any) -> Any:
     return override(Several(), {key.replace("__", "."): value for key, value in settings.items()})
 
 
+def unvalidated(**changes: Any) -> Any:
+    """Return an experiment without a validation set, of two epochs of six steps."""
+    made = experiment_file.load(str(FIXTURES / "unvalidated.py"))()
+    changes = {"train__epochs": 2, "train__log_every": 1, **changes}
+    return override(made, {key.replace("__", "."): value for key, value in changes.items()})
+
+
+class Differing(World):
+    """A world whose rank 1 has other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(Ranks(), torch.device("cpu"))
+
+    def ranks_that_differ(self, values: torch.Tensor) -> list[int]:
+        del values
+        return [1]
+
+
 def evaluated(trained: Trained) -> list[Evaluated]:
     return [event for event in trained.events if isinstance(event, Evaluated)]
 
@@ -53,6 +78,39 @@ def test_each_validation_set_has_metrics_of_its_own(train: Trainer) -> None:
         f"val/{name}/{metric}" for name in ("near", "far") for metric in ("loss", "accuracy")
     }
     assert trained.state.best == max(e.metrics["val/far/accuracy"] for e in evaluated(trained))
+
+
+@pytest.mark.parametrize("stop_at", [None, 8])
+def test_without_a_validation_set_the_last_checkpoint_is_the_result(
+    train: Trainer, tmp_path: Path, stop_at: int | None
+) -> None:
+    if stop_at is not None:
+        train(unvalidated(), tmp_path, stop_at=stop_at)
+    trained = train(unvalidated(), tmp_path)
+    assert not evaluated(trained) and trained.state.step == 12 and trained.state.best is None
+    best = checkpoint_files.best(tmp_path / "checkpoints", trained.job.experiment.goal)
+    assert best is not None and checkpoint_files.read_manifest(best).step == 12
+    with pytest.raises(UserError, match="the parameters of rank 1 differ"):
+        evaluate_goal(
+            dataclasses.replace(trained.job, world=Differing()), trained.state, StopRequest()
+        )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"goal__metric": "val/accuracy"},
+        {"train__eval_every": 5},
+        {"train__patience": 2},
+        {"train__schedule": "plateau"},
+        {"train__limits__stop_at_target": True},
+    ],
+)
+def test_what_needs_a_validation_set_is_refused_without_one(changes: dict[str, Any]) -> None:
+    (key,) = changes
+    setting = {"goal__metric": "goal"}.get(key, key.replace("__", "."))
+    with pytest.raises(UserError, match=f"no validation set, .* need one: {setting}"):
+        sets.load(unvalidated(**changes))
 
 
 def test_a_goal_of_no_set_is_refused_before_the_training(train: Trainer) -> None:

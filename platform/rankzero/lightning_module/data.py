@@ -32,6 +32,7 @@ class LoadedData:
 
     train: Any
     val: Any
+    """None without a validation set."""
     collate: Callable[[list[Any]], Any]
 
 
@@ -44,8 +45,10 @@ def from_hooks(source: Any) -> LoadedData:
     with one_at_a_time(type(source).__qualname__):
         source.prepare_data()
     source.setup("fit")
-    train, val = _loader(source, "train_dataloader"), _loader(source, "val_dataloader")
-    return LoadedData(train.dataset, val.dataset, train.collate_fn)
+    train, val = _loader(source, "train_dataloader"), None
+    if not type(source).val_dataloader.__module__.startswith(_LIGHTNING):
+        val = _loader(source, "val_dataloader").dataset
+    return LoadedData(train.dataset, val, train.collate_fn)
 
 
 def from_pair(pair: Any) -> LoadedData:
@@ -53,8 +56,9 @@ def from_pair(pair: Any) -> LoadedData:
     try:
         train, val = pair
     except (TypeError, ValueError) as error:
-        what = "two map-style data sets (training, validation)"
-        raise UserError(f"data() must return {what}: {error}") from error
+        raise UserError(
+            f"data() must return two map-style data sets (training, validation): {error}"
+        ) from error
     return LoadedData(train, val, default_collate)
 
 

@@ -25,7 +25,8 @@ def evaluate_goal(
 ) -> tuple[dict[str, float], bool]:
     """Evaluate, and add it to `state`. Return the metrics, and whether they are the best so far.
 
-    Collective. The goal's metric decides. Raises EvaluationInterrupted, and UserError if the
+    Collective. The goal's metric decides. Without a validation set, only the replicas are compared.
+    Raises EvaluationInterrupted, and UserError if the
     replicas differ or the goal's metric is missing.
     """
     differing = job.world.ranks_that_differ(job.strategy.checksum())
@@ -45,6 +46,8 @@ def evaluate_goal(
         )
     # Ranks may differ in a later epoch only, for example if they draw from `random`.
     sets.check_same_batches(job.world, job.batch_order, max(0, state.step - 1))
+    if not job.val_loaders:
+        return {}, False
     metrics, goal = evaluate(job, state, stop, job.val_loaders, state.step), job.experiment.goal
     if goal.metric not in metrics:
         raise UserError(
@@ -96,7 +99,7 @@ def _evaluate(
     totals = EvaluationMetrics(job.world, strategy.shard.size, job.experiment)
     micro_step = job.micro_batch_step(step, training=False)
     # Pictures show the first validation set.
-    is_shown = group == next(iter(job.val_loaders))
+    is_shown = group == next(iter(job.val_loaders), None)
     capture = job.image_capture if is_shown else ImageCapture()
     with capture.watching(model) as captured:
         for batch, samples in _batches(job, loader):

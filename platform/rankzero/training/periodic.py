@@ -122,7 +122,8 @@ class PeriodicActions:
         job, state, totals = self._job, self._state, self._totals
         metrics, is_best = evaluate_goal(job, state, self._stop)
         state.evaluation_pending, totals.last_metrics = False, metrics
-        self._emit(Evaluated(time.time(), state.step, metrics, is_best))
+        if metrics:
+            self._emit(Evaluated(time.time(), state.step, metrics, is_best))
         if improvement.early_end(job.experiment, state):
             self.last_step = state.step
         is_last = state.step == self.last_step

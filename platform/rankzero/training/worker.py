@@ -287,7 +287,7 @@ def _mean_check(job: TrainingContext, log: RunLog) -> MeanCheck:
 def _image_capture(job: TrainingContext, log: RunLog) -> ImageCapture:
     """Return what captures images. On other ranks than 0 it only calls the experiment's method."""
     experiment, world = job.experiment, job.world
-    if not experiment.train.mlflow.log_pictures:
+    if not experiment.train.mlflow.log_pictures or not job.val_loaders:
         return ImageCapture()
     # A pipeline's stage is not a model that `pictures` could call.
     has_whole_model = experiment.train.strategy != "pp" or not world.is_distributed

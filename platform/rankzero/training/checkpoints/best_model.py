@@ -184,12 +184,12 @@ def _served(model: nn.Module) -> nn.Module:
 
 
 def _example_inputs(experiment: Experiment, model: nn.Module, step: int) -> tuple[Tensor, ...]:
-    """Return the inputs that `measure` gives the served part for a small validation batch.
+    """Return the inputs that `measure` gives the served part for a small batch.
 
     Raises ValueError if these are not tensors, passed by position.
     """
-    _, val_sets = sets.load(experiment)
-    first = next(iter(val_sets.values()))
+    train_set, val_sets = sets.load(experiment)
+    first = next(iter(val_sets.values()), train_set)
     loader = make_loader(first, torch.device("cpu"), seed=0, workers=0, collate=experiment.collate)
     seen: list[tuple[Any, Any]] = []
     handle = _served(model).register_forward_pre_hook(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from rankzero.errors import UserError
-from rankzero.experiment import Experiment
+from rankzero.experiment import Experiment, Goal
 from rankzero.training.data import stream
 from rankzero.training.data.order import (
     BatchOrder,
@@ -25,26 +25,31 @@ from rankzero.training.distributed.world import World
 
 
 def load(experiment: Experiment) -> tuple[Any, dict[str, Any]]:
-    """Return the training set, and the validation sets by the group of their metrics.
+    """Return the training set, and the validation sets by the group of their metrics, or none.
 
     Raises UserError if one is unusable, or if the goal belongs to none of several sets.
     """
     data = experiment.data()
     try:
         train_set, validation = data
-        val_sets = by_group("val", validation)
+        val_sets = {} if validation is None else by_group("val", validation)
         lengths = length_of(train_set), {group: length_of(one) for group, one in val_sets.items()}
     except (TypeError, ValueError) as error:
         raise UserError(
             f"data() must return two data sets (training, validation), each with a length or "
             f"an iterator: {error}"
         ) from error
-    if not val_sets or any(map(is_empty, (train_set, *val_sets.values()))):
-        found = " and ".join(f"{context(group)} set {size}" for group, size in lengths[1].items())
+    is_mapping_empty = validation is not None and not val_sets
+    if is_mapping_empty or any(map(is_empty, (train_set, *val_sets.values()))):
+        sizes = [f"{context(group)} set {size}" for group, size in lengths[1].items()]
+        found = " and ".join(sizes) or "mapping of validation sets none"
         raise UserError(
             f"data() returned an empty data set: the training set has {lengths[0]} samples, "
-            f"the {found or 'mapping of validation sets none'}"
+            f"the {found}"
         )
+    if validation is None:
+        _refuse_evaluations(experiment)
+        return train_set, val_sets
     goal = experiment.goal.metric
     if not any(goal.startswith(f"{group}/") for group in val_sets):
         possible = " or ".join(goal.replace("val", group, 1) for group in val_sets)
@@ -53,6 +58,24 @@ def load(experiment: Experiment) -> tuple[Any, dict[str, Any]]:
             f"set goal.metric to {possible}"
         )
     return train_set, val_sets
+
+
+def _refuse_evaluations(experiment: Experiment) -> None:
+    """Raise UserError if a setting needs a validation set."""
+    train = experiment.train
+    needs = {
+        "goal": experiment.goal != Goal(),
+        "train.eval_every": train.eval_every is not None,
+        "train.patience": train.patience is not None,
+        "train.schedule=plateau": train.schedule == "plateau",
+        "train.limits.stop_at_target": train.limits.stop_at_target,
+    }
+    found = [setting for setting, is_set in needs.items() if is_set]
+    if found:
+        raise UserError(
+            "data() returns no validation set, and these settings need one: "
+            f"{', '.join(found)}; return one, or leave them out"
+        )
 
 
 def by_group(kind: Literal["val", "test"], data: Any) -> dict[str, Any]:
