@@ -62,3 +62,5 @@ def test_a_run_without_a_validation_set(rankzero: Command) -> None:
     code, output = rankzero("report", "blind")
     assert code == 0 and "`test/accuracy` at step 12" in output and "Best" not in output
     assert json.loads((rankzero.runs[0].path / "best_model.json").read_text())["step"] == 12
+    code, output = rankzero("search", file)
+    assert code == 2 and "error: a search compares trainings by a validation metric" in output

@@ -12,7 +12,7 @@ from rankzero.tuning import knobs
 from rankzero.tuning.space import make_space
 from rankzero.tuning.trials.describe import ExperimentDescription
 
-CPU = ExperimentDescription("Mine", (), {}, 0.5, 2, 1000, ("fp32",), "cpu", "")
+CPU = ExperimentDescription("Mine", (), {}, 0.5, 2, 1000, True, ("fp32",), "cpu", "")
 GPU = dataclasses.replace(CPU, device="NVIDIA H100", gpus=2, loads=True, images=True)
 
 

@@ -85,6 +85,11 @@ class SearchOutcome:
 
 def run(setup: SearchSetup) -> SearchOutcome:
     """Search, or help another process that does. Ctrl-C passes through."""
+    if not setup.described.is_validated:
+        raise UserError(
+            "a search compares trainings by a validation metric, and data() returns no validation "
+            "set: return one"
+        )
     setup.space.check_reference()
     # With --offline, nothing has made the folder before.
     make_root(setup.root)

@@ -43,6 +43,7 @@ def description(experiment: Experiment) -> ExperimentDescription:
         lr_exponent=1.0,
         processes=1,
         samples=1000,
+        is_validated=True,
         precisions=("fp32",),
         device="cpu",
         driver="",

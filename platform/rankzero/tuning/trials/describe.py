@@ -39,6 +39,8 @@ class ExperimentDescription:
     processes: int
     samples: int
     """In the training set: no batch is larger."""
+    is_validated: bool
+    """Whether there is a validation set."""
     precisions: tuple[str, ...]
     device: str
     driver: str
@@ -156,7 +158,7 @@ def _described(
     check_gpus(processes)
     # Called for its check: it raises if the batch cannot be divided.
     micro_batch_size(experiment.train, strategies.shards(strategy, processes))
-    model, data = experiment.model(), experiment.data()[0]
+    model, (data, validation) = experiment.model(), experiment.data()
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     made = experiment.optimizer(model)
     optimizer = type(next(iter(made.values())) if isinstance(made, Mapping) else made).__name__
@@ -168,6 +170,7 @@ def _described(
         lr_exponent=_SGD_EXPONENT if "sgd" in optimizer.lower() else _ADAPTIVE_EXPONENT,
         processes=processes,
         samples=length_of(data) or _ENDLESS,
+        is_validated=validation is not None,
         precisions=_fast_precisions(),
         device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         driver=driver_version() if torch.cuda.is_available() else "",
