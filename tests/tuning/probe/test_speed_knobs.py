@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -137,6 +138,19 @@ def test_noise_alone_is_seldom_kept() -> None:
     assert kept <= 10
 
 
+def test_a_model_that_takes_long_to_build_does_not_hold_up_the_search() -> None:
+    subject = dataclasses.replace(SUBJECT, run_samples=1e6)  # 1000 s
+
+    def measure(cell: Cell) -> ProbeResult:
+        gain = 1.5 if cell.settings.get("train.workers") == 4 else 1.0
+        return dataclasses.replace(block(cell, 1000.0 * gain), seconds=40.0)
+
+    found, measured = decide(measure, MEASURED, subject)
+    assert len(measured) <= 13
+    assert speed_knobs.decided(found) == {"train.workers": 4}
+    assert [one.decision for one in found[-3:]] == ["no time"] * 3
+
+
 def test_knobs_without_a_cause_are_not_measured() -> None:
     subject = dataclasses.replace(
         SUBJECT, processes=1, loads=False, images=False, batch_norm=True, train=Train()
@@ -169,7 +183,9 @@ def test_whatever_is_measured(
 
     def measure(cell: Cell) -> ProbeResult:
         status = drawn.choices(["ok", "failed", "out of memory", "refused"], [8, 1, 1, 1])[0]
-        return block(cell, drawn.uniform(500, 2000), status, drawn.choice([0.001, 0.1, math.inf]))  # type: ignore[arg-type]
+        speed, noise = drawn.uniform(500, 2000), drawn.choice([0.001, 0.1, math.inf])
+        one = block(cell, speed, cast("Status", status), noise)
+        return dataclasses.replace(one, seconds=drawn.uniform(0, 100))
 
     subject = dataclasses.replace(SUBJECT, processes=processes, loads=loads)
     found, measured = decide(measure, knobs, subject)

@@ -53,7 +53,7 @@ def add_experiment_arguments(
     if probes:
         which = f"what to vary, such as batch,lr,workers: {', '.join(knobs.TRAINED)} are trained, "
         which += f"{', '.join(knobs.MEASURED)} measured (default: by the machine and the data)"
-        parser.add_argument("--knobs", metavar="LIST", help=which)
+        parser.add_argument("--knobs", action="append", metavar="LIST", help=which)
     # Options that only `search` has, and functions read that all of these commands call.
     parser.set_defaults(study=None, parallel=1, probe=True)
 
@@ -123,7 +123,7 @@ def described_space(
         reference, found.processes, found.lr_exponent, found.precisions, found.samples
     )
     if arguments.knobs is not None:
-        arguments.knobs = knobs.parse(arguments.knobs)
+        arguments.knobs = knobs.parse(",".join(arguments.knobs))
     names = arguments.knobs or knobs.defaults(found, space)
     space = knobs.turned(space, names, found.processes)
     if arguments.knobs and space.knobs and not arguments.probe:

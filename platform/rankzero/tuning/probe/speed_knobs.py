@@ -20,13 +20,22 @@ from rankzero.tuning.space import settings_text
 
 Settings = Mapping[str, Any]
 Decision = Literal[
-    "kept", "no gain", "does not pay", "not chosen", "refused", "out of memory", "failed"
+    "kept",
+    "no gain",
+    "does not pay",
+    "not chosen",
+    "no time",
+    "refused",
+    "out of memory",
+    "failed",
 ]
 LEAST_GAIN = 0.02
 """A smaller gain is not worth another setting. A wait below this share of a step is no cause."""
 EFFECT_COLUMNS = ("knob", "samples/s", "95 % interval", "decision")
 EXACT = ("ddp", "zero1", "fsdp")
 """Strategies that compute the same from the same samples."""
+# A model that takes long to build takes it for each value. A search trains dozens of runs.
+_PART_OF_A_RUN, _LEAST_SECONDS = 0.5, 120.0
 _PLAN = 1  # raised when the order of the measurements changes: older ones are not read then
 
 
@@ -170,7 +179,9 @@ def _replay(
     tried = values(knobs, subject, knee)
     what = (_PLAN, knee.batch_size, knee.micro_batch, knee.precision, tried)
     plan = hashlib.sha256(repr(what).encode()).hexdigest()[:8]
-    steps = _plan(tried, subject.run_samples)
+    run_seconds = subject.run_samples / knee.samples_per_second
+    limit = max(_LEAST_SECONDS, _PART_OF_A_RUN * run_seconds)
+    steps = _plan(tried, subject.run_samples, limit)
     try:
         wanted = next(steps)
         for block in measured:
@@ -185,8 +196,11 @@ _Blocks = tuple[ProbeResult, ProbeResult, ProbeResult]  # without a value, with 
 _Steps = Generator[Settings, ProbeResult, Any]
 
 
-def _plan(tried: Sequence[Value], samples: float) -> _Steps:
-    """Yield settings to measure, receive their measurements, and return the effects."""
+def _plan(tried: Sequence[Value], samples: float, limit: float) -> _Steps:
+    """Yield settings to measure, receive their measurements, and return the effects.
+
+    Begin no value after `limit` seconds. Each value alone gets a half of them.
+    """
     if all(one.refusal for one in tried):
         return [_effect(one, None, [], samples) for one in tried]
     before = yield {}
@@ -194,24 +208,31 @@ def _plan(tried: Sequence[Value], samples: float) -> _Steps:
         lost = (before, before, before)
         return [_effect(one, None if one.refusal else lost, [], samples) for one in tried]
     alone: list[_Blocks | None] = []
+    spent = before.seconds
     for one in tried:
-        alone.append(None if one.refusal else (yield from _blocks(one, {}, before)))
-        before = alone[-1][2] if alone[-1] else before
+        is_left_out = one.refusal or spent > limit / 2
+        alone.append(None if is_left_out else (yield from _blocks(one, {}, before)))
+        if alone[-1]:
+            before = alone[-1][2]
+            spent += sum(block.seconds for block in alone[-1][1:])
     pairs = [_pair(one) for one in alone if one]
     found = [_effect(one, blocks, pairs, samples) for one, blocks in zip(tried, alone, strict=True)]
     ranked, current = _ranked(found), dict[str, Any]()
     for places in ranked:
         for place in places:
-            found[place] = dataclasses.replace(found[place], decision="not chosen")
+            rest: Decision = "no time" if spent > limit else "not chosen"
+            found[place] = dataclasses.replace(found[place], decision=rest)
         # The next value of a knob is for the case that the best was only lucky.
-        for place in places:
+        for place in places if spent <= limit else []:
             if before.settings != current:
                 before = yield current
+                spent += before.seconds
             blocks = yield from _blocks(tried[place], current, before)
             pairs.append(_pair(blocks))
             # Set-up costs were paid by the first measurement: compiled code is kept.
             found[place] = _effect(tried[place], blocks, pairs, math.inf)
             before = blocks[2]
+            spent += sum(block.seconds for block in blocks[1:])
             if found[place].decision == "kept":
                 current |= tried[place].settings
                 break
@@ -237,7 +258,8 @@ def _log(block: ProbeResult) -> float:
 def _effect(value: Value, blocks: _Blocks | None, pairs: Sequence[float], samples: float) -> Effect:
     """Return the effect of a value. `pairs`: all that `_pair` returned so far."""
     if blocks is None:
-        return Effect(value.knob, value.settings, "refused", reason=value.refusal)
+        unmeasured: Decision = "refused" if value.refusal else "no time"
+        return Effect(value.knob, value.settings, unmeasured, reason=value.refusal)
     for one in (blocks[1], blocks[0], blocks[2]):
         if one.status != "ok":
             return Effect(value.knob, value.settings, one.status, reason=one.reason)

@@ -163,9 +163,7 @@ def _measure(
     batches = job.train_loader.train_batches(job.batch_order, job.strategy.shard.rank, 0, _ENDLESS)
     state.model.train()
     _window(job, state, batches, 1)
-    setup = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    # The slowest rank's: all ranks decide by it what to measure next.
-    setup_seconds = float(world.gather(setup).max())
+    setup_seconds = _slowest(world, time.perf_counter() - began)
     steady, steps, waits = _steady_windows(job, state, batches, most_seconds)
     seconds = steady.mean / steps
     local = _local_seconds(job, state, batches, steps) if world.is_distributed else None
@@ -189,7 +187,7 @@ def _measure(
         communication_fraction=0.0 if local is None else max(0.0, 1 - local / seconds),
         memory_bytes=memory or None,
         memory_limit_bytes=_memory_limit(world),
-        seconds=time.perf_counter() - began,
+        seconds=_slowest(world, time.perf_counter() - began),
         setup_seconds=setup_seconds,
     )
 
@@ -238,6 +236,13 @@ def _window(
     mine = torch.tensor(timed_steps(job, state, batches, steps), dtype=torch.float64)
     seconds, data_wait = job.world.gather(mine).amax(dim=0).tolist()
     return seconds, data_wait
+
+
+def _slowest(world: World, seconds: float) -> float:
+    """Return the slowest rank's: all ranks decide by it what to measure next. Collective."""
+    import torch
+
+    return float(world.gather(torch.tensor([seconds], dtype=torch.float64)).max())
 
 
 def _alloc_retries() -> int:
