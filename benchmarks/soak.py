@@ -10,7 +10,7 @@ the same value.
 
 The slope of the memory is a line through the means of ten equal parts of the time after the
 warm-up, with Student's 95 % interval. The parts are long, so that their errors hardly depend on
-each other. Of a courier that was restarted, the longest-lived process counts.
+each other. If a courier was restarted, its longest-lived process counts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MEGABYTE = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What one process used at one time."""
+    """One process's use of the machine at one time."""
 
     seconds: float
     pid: int

@@ -12,8 +12,9 @@ if importlib.util.find_spec("xdist"):  # the environments of the frameworks have
 settings.register_profile("patient", deadline=None)  # a busy machine is no failure
 settings.load_profile("patient")
 
-# A script's background jobs start with SIGINT ignored, jobs under nohup with SIGHUP ignored. What
-# tests start would inherit that. A handler here is not inherited: it starts with the defaults.
+# A script's background jobs start with SIGINT ignored, jobs under nohup with SIGHUP ignored.
+# The processes of tests would inherit that. A handler here is not inherited: they start with the
+# defaults.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, lambda *_: None)

@@ -15,6 +15,6 @@ class NotFinite(Exception):
     """The training diverged: its loss is NaN or infinite."""
 
 
-# Of sysexits.h. EX_IOERR: the run has finished and --wait-delivery ended before its delivery.
-# EX_TEMPFAIL: the run was stopped and can be resumed.
+# Two codes are from sysexits.h. EX_IOERR: the run has finished and --wait-delivery ended before
+# its delivery. EX_TEMPFAIL: the run was stopped and can be resumed.
 FINISHED, FAILED, USAGE, NOT_DELIVERED, RESUMABLE = 0, 1, 2, 74, 75

@@ -187,7 +187,7 @@ class Train:
 
     @dataclasses.dataclass(frozen=True)
     class MLflow:
-        """What MLflow gets in addition to metrics, settings and checkpoints."""
+        """The content for MLflow in addition to metrics, settings and checkpoints."""
 
         log_model: bool = True
         """Log the best model when a run finishes, for `mlflow.pytorch.load_model`."""

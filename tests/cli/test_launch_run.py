@@ -1,4 +1,4 @@
-"""What a command does for its run's delivery once the training is over."""
+"""A command's work for the delivery of its run, once the training is over."""
 
 from __future__ import annotations
 

@@ -134,5 +134,5 @@ def test_the_text_of_a_profile() -> None:
     )
     message = "20% compute (6% forward, 12% backward, 2% optimizer), 60% communication"
     assert tables.verdict(profile).startswith(f"A step takes 10 ms (6,400 samples/s): {message}")
-    assert "What limits it is communication, so send less" in tables.verdict(profile)
+    assert "The limit is communication, so send less" in tables.verdict(profile)
     assert tables.costs(profile)[1] == [["aten::mm", "2", "40%", "3"]]

@@ -23,7 +23,7 @@ from support.memory_store import Change, MemoryStore, read_changes
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What was recorded, and the undisturbed run."""
+    """The recorded calls, and the undisturbed run."""
 
     calls: Sequence[Call]
     changes: Sequence[Change]
@@ -43,7 +43,7 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass
 class Report:
-    """What became of the crash points."""
+    """The results of the crash points."""
 
     points: int = 0
     distinct: int = 0

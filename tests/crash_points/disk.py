@@ -74,7 +74,7 @@ class Folder:
 
 
 class State(NamedTuple):
-    """What one variant of a crash leaves."""
+    """The disk after one variant of a crash."""
 
     variant: str
     content: Content

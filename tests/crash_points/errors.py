@@ -35,7 +35,7 @@ REFUSED = 2  # exit code of an attempt that an OSError has ended
 
 
 class Fault(NamedTuple):
-    """What happens at which call."""
+    """A fault and its call."""
 
     call: int
     error: str
@@ -50,7 +50,7 @@ FAULTS: tuple[tuple[str, str, Kind | None], ...] = (
     ("ENOSPC", "from then on", None),
     ("EIO", "syncs from then on", Kind.SYNC),
 )
-"""What is tried at every call, or only at those of one kind. The disk recovers with the attempt's
+"""Faults for every call, or only for those of one kind. The disk recovers with the attempt's
 end."""
 
 

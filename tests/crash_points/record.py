@@ -50,7 +50,7 @@ class Call(NamedTuple):
     other: str
     data: bytes
     offset: int
-    """Of a write. The new length after a truncation. 1 if a CREATE also truncates."""
+    """The place of a write. The new length after a truncation. 1 if a CREATE also truncates."""
     pid: int
     error: int = 0
 

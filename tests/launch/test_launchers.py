@@ -21,7 +21,7 @@ from rankzero.run_store.folder import RunFolder
 from rankzero.run_store.journal import read_all
 
 VALUES = {1: 1.0, 2: 2.0, 3: 3.0}
-"""What rank 0 logs; rank n logs 100 n more."""
+"""Rank 0's values; rank n logs 100 n more."""
 
 QUIET = """
 import types

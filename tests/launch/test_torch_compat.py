@@ -1,4 +1,4 @@
-"""What we use of private names of PyTorch's agent and of multiprocessing still does what it did."""
+"""The private names of PyTorch's agent and of multiprocessing still do what they did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module's steps return and log becomes metrics; its arguments become settings."""
+"""Values that a module's steps return and log become metrics; arguments become settings."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The tests use the commands and the public functions only: the modules below them may have any name.
 `make_store.py` describes the runs of the archive and makes it.
 
-A store keeps absolute paths of its database, of its artifacts and of the experiment's file. Where
+A store keeps absolute paths of its database, of its artifacts and of the experiment's file. If
 somebody only moves a store, ``runs`` and ``report`` work, ``resume`` asks for ``--experiment``, and
 ``sync`` writes into a database at the old place. So `unpack` replaces the paths.
 """
@@ -33,7 +33,7 @@ from support.commands import warm_server
 ARCHIVE = Path(__file__).with_name("mlruns-80008b7.tar.xz")
 SECONDS = 200.0
 STEPS = 64  # of a whole run of exact.py
-# Where a store keeps paths that the commands use; journals, tags and reports only quote theirs.
+# A store keeps paths here that the commands use; journals, tags and reports only quote theirs.
 PATHS_IN_MLFLOW = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
@@ -52,7 +52,7 @@ class OldStore:
 
     folder: Path
     expected: dict[str, Any]
-    """What `make_store.py` read from the store without the package."""
+    """`make_store.py` read this from the store without the package."""
 
     @property
     def mlruns(self) -> Path:

@@ -18,7 +18,7 @@ from rankzero.tuning.study import Study, open_study
 from support.fake_launcher import FakeLauncher, FakeRunning
 
 TRIAL_SECONDS = 0.3
-"""What a trial takes, so that nobody does all of them."""
+"""A trial's time, so that nobody does all of them."""
 
 
 class Mine(Experiment):
@@ -40,7 +40,7 @@ def opened(folder: Path) -> Study:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """What all of them write down, a line each: a short line is appended whole."""
+    """The common notes of all of them, a line each: a short line is appended whole."""
 
     path: Path
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 SERVED = {"_MLFLOW_SERVER_SERVE_ARTIFACTS": "true", "_MLFLOW_SGI_NAME": "uvicorn"}
-"""What `mlflow server` sets for the app: artifacts go through it, and FastAPI's half is there."""
+"""`mlflow server` sets this for the app: artifacts go through it, and FastAPI's half is there."""
 PLACEHOLDERS = re.compile(r"<[^>]*>|\{[^}]*\}")
 METHODS = {"DELETE", "GET", "PATCH", "POST", "PUT"}
 

@@ -1,4 +1,4 @@
-"""What another user of the same machine can try, as `nobody`: read, lock, link, connect."""
+"""Attempts of another user of the same machine, as `nobody`: read, lock, link, connect."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from support.paths import FIXTURES
 
 @dataclasses.dataclass
 class Trained:
-    """What a training in this process left behind."""
+    """The results of a training in this process."""
 
     job: TrainingContext
     state: State

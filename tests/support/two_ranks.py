@@ -1,4 +1,4 @@
-"""What each of two ranks does in the tests of strategies: train, stop and resume."""
+"""The work of each of two ranks in the tests of strategies: train, stop and resume."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def match_oracle(
     """Check MLflow's points against an undisturbed training, whatever the journal has.
 
     No step may be in neither journal nor MLflow, or in MLflow twice. `steps`: MLflow must have
-    exactly this many. None accepts any number without a gap. Of `spoiled` steps, only the values
+    exactly this many. None accepts any number without a gap. In `spoiled` steps, only the values
     may differ.
     """
     for name, mine in points.items():

@@ -79,7 +79,7 @@ class DiskCalls:
     def cut(self, way: str, choose: random.Random) -> None:
         """Leave below the runs' folder what the power cut left. No process may still run.
 
-        Renames are undone after which nothing was synced. What was not synced of each file is
+        Renames are undone after which nothing was synced. The unsynced part of each file is
         ``dropped``, ``torn`` (a random part of both stays), or ``zeroed``: the file keeps its
         length, and has zeros there.
         """
@@ -98,7 +98,7 @@ class DiskCalls:
                 size = 0
             if seen.st_size > size:
                 _cut(path, size, seen.st_size, way, choose)
-        # What is on the disk now has survived.
+        # The content of the disk now has survived.
         with (self._folder / "log").open("w") as log:
             for path in (self._disk, *self._disk.rglob("*")):
                 seen = path.stat()

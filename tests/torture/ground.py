@@ -222,8 +222,8 @@ class Ground:
     def roles(self) -> dict[str, psutil.Process]:
         """Return the running processes by role.
 
-        The roles are launcher, server, rank 0, other rank, data worker, recorder and courier. Of
-        several with one role, it returns one.
+        The roles are launcher, server, rank 0, other rank, data worker, recorder and courier. If
+        several have one role, it returns one.
         """
         found: dict[str, psutil.Process] = {}
         first = self._first_rank()

@@ -11,7 +11,7 @@ import psutil
 
 from torture.ground import NotRun, wait_for
 
-# Where control groups are mounted, and the name of the file with the limit.
+# The mounts of control groups, and the name of the file with the limit.
 PLACES = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
     (Path("/sys/fs/cgroup"), "memory.max"),

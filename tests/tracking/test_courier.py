@@ -34,7 +34,7 @@ ASLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 class Couriers:
-    """What is started in the place of couriers: processes that do nothing."""
+    """Processes in the place of couriers: they do nothing."""
 
     def __init__(self) -> None:
         self.idle: list[bool] = []

@@ -220,7 +220,7 @@ def test_sync_leaves_a_run_open_whose_writer_lives(folder: RunFolder, sqlite: st
 
 
 class TestAttempt:
-    """What those beside rank 0 conclude."""
+    """The conclusions of the processes beside rank 0."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> RunFolder:

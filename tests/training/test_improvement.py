@@ -1,4 +1,4 @@
-"""What follows from the history of evaluations: early stopping, and the plateau schedule."""
+"""Conclusions from the history of evaluations: early stopping, and the plateau schedule."""
 
 from __future__ import annotations
 

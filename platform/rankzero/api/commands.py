@@ -227,7 +227,7 @@ def _call(words: Sequence[str], *, showing: bool) -> None:
         if interrupted:
             raise KeyboardInterrupt
         errors.seek(0)
-        # The command prints its error last. What comes before are notes.
+        # The command prints its error last. The text before it has notes.
         notes, _, message = errors.read().rpartition("error: ")
     # A stopped run has a checkpoint, which the caller wants. It is not an error.
     if process.returncode in (FINISHED, NOT_DELIVERED, RESUMABLE):

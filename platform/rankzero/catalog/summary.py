@@ -44,7 +44,7 @@ class Summary:
     # From its first start to its newest event.
     seconds: float
     goal: str
-    # The goal metric's best value. Of a run without an end, among the newest events.
+    # The goal metric's best value; for a run without an end, among the newest events.
     best: float | None
     samples_per_second: float | None
     undelivered: bool

@@ -36,7 +36,7 @@ class StrategyResult:
 
     run: StrategyRun
     seconds: float = 0.0
-    """Of the training, without evaluations."""
+    """The training's time, without evaluations."""
     samples_per_second: float = 0.0
     half_width: float | None = None
     memory_megabytes: float | None = None

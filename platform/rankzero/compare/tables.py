@@ -94,7 +94,7 @@ def verdict(profile: Profile) -> str:
         f"{found.compute:.0%} compute ({found.forward:.0%} forward, {found.backward:.0%} backward, "
         f"{found.optimizer:.0%} optimizer), {found.communication:.0%} communication that no "
         f"computing hides, {found.data:.0%} waiting for data, {found.other:.0%} other (Python, "
-        f"launching, waiting for another rank). What limits it is {found.bound}, "
+        f"launching, waiting for another rank). The limit is {found.bound}, "
         f"{_ADVICE[found.bound]}. (Under the profiler a step took "
         f"{1e3 * profile.profiled_seconds:.3g} ms.)"
     )

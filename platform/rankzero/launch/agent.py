@@ -44,7 +44,7 @@ _MONITOR_SECONDS = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Where the processes run. The defaults are this machine alone."""
+    """The machines and their processes. The defaults are this machine alone."""
 
     processes: int
     """Per machine."""
@@ -62,7 +62,7 @@ class LaunchResult:
     """How the workers of this machine ended."""
 
     status: str
-    """What the first worker returned, or FAILED."""
+    """The first worker's result, or FAILED."""
     reason: str = ""
     """Why the workers failed, in a line for people; empty unless FAILED."""
     exit_code: int | None = None

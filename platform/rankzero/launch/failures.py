@@ -33,7 +33,7 @@ _OUR_CODE = str(Path(__file__).parents[1])
 
 
 class FailureKind(enum.StrEnum):
-    """What kind of failure it was, for the programs that read it."""
+    """The kind of a failure, for the programs that read it."""
 
     OUT_OF_MEMORY = "out_of_memory"
     """PyTorch could not allocate memory on the training device."""

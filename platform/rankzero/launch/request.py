@@ -1,4 +1,4 @@
-"""What a launcher asks of each worker of its machine, and the run's folder. Imports no torch."""
+"""A launcher's request to each worker of its machine, and the run's folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OUT_OF_MEMORY = "rankzero.out_of_memory"
 
 @dataclasses.dataclass(frozen=True)
 class JobRequest:
-    """What a launcher asks of each worker. Plain values, because they are pickled."""
+    """A launcher's request to each worker. Plain values, because they are pickled."""
 
     experiment_file: str
     config: str

@@ -111,7 +111,7 @@ class _Workers:
 
     def __init__(self) -> None:
         self._pids: list[int] | None = None
-        """Of running workers; None: there are none, or they are starting."""
+        """The running workers'; None: there are none, or they are starting."""
         self._starting = False
         self._stopped_by: signal.Signals | None = None
         self._pending: list[signal.Signals] = []

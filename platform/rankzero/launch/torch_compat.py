@@ -26,7 +26,7 @@ POLL_SECONDS = 0.01
 
 
 class WorkerObserver(Protocol):
-    """What an `ObservedAgent` reports to."""
+    """Receives the reports of an `ObservedAgent`."""
 
     @property
     def is_stopped(self) -> bool:

@@ -28,7 +28,7 @@ _LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 @dataclasses.dataclass(frozen=True)
 class LoadedData:
-    """What a run takes from Lightning's loaders. RankZero makes its own, for its data order."""
+    """The parts of Lightning's loaders that a run takes. RankZero makes its own loaders."""
 
     train: Any
     val: Any

@@ -50,7 +50,7 @@ class _Source:
 
 @dataclasses.dataclass
 class _Fit:
-    """What this process has made for its training. The experiment itself is frozen."""
+    """The objects of this process's training. The experiment itself is frozen."""
 
     trainer: TrainerStub
     scheduler: ReplayedScheduler | None = None

@@ -13,7 +13,7 @@ from rankzero import ranks
 from rankzero.errors import UserError
 from rankzero.experiment import Train
 
-# What Lightning users put before a metric's name, in training (True) and validation. The journal
+# Lightning users put these before a metric's name, in training (True) and validation. The journal
 # has groups instead.
 _PREFIXES = {
     True: ("train_", "train/"),

@@ -1,4 +1,4 @@
-"""What MLflow is sent: points, tags, beginnings and ends of attempts."""
+"""The items that MLflow is sent: points, tags, beginnings and ends of attempts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MLflow accepts: legal names, values and lengths, always the same for the same input."""
+"""MLflow's limits: legal names, values and lengths, always the same for the same input."""
 
 from __future__ import annotations
 

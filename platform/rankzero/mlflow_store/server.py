@@ -29,7 +29,7 @@ _MIN_PASSWORD = 12
 
 
 class Access(NamedTuple):
-    """Who may reach a server.
+    """The people and sites that may reach a server.
 
     `names`, `origins`: the names of the server and the sites that it accepts in requests.
     """

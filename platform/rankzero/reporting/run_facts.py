@@ -43,7 +43,7 @@ class Facts:
     """The attempts' command lines, without repetitions."""
     attempts: int = 0
     seconds: float = 0.0
-    """Of the attempts before the newest."""
+    """The time of the attempts before the newest."""
     started: float | None = None
     last_time: float = 0.0
     steps: int = 0

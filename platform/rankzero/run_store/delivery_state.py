@@ -43,7 +43,7 @@ class Task(enum.Enum):
 
 Upload = Task | CheckpointSaved | CheckpointDeleted | PicturesTaken
 _FORMER_TASKS = ("figures",)
-"""What earlier versions queued: figures of the whole run, which MLflow draws itself."""
+"""Earlier versions queued these: figures of the whole run, which MLflow draws itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Cursor:
 
 @dataclasses.dataclass(frozen=True)
 class Curves:
-    """What MLflow has of each metric, and what the next points need to know of the earlier ones."""
+    """MLflow's values of each metric, as far as the next points depend on them."""
 
     attempt: int = 0
     marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -108,7 +108,7 @@ class Queue:
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """What MLflow does not have, or not as it was."""
+    """Values and files that MLflow lacks, or has not as they were."""
 
     rejected: int = 0
     """Things that MLflow will never accept. They are set aside, so the rest can pass."""
@@ -117,7 +117,7 @@ class Problems:
     altered: int = 0
     """Things that MLflow has in another form: renamed, cut, infinite."""
     remarks: tuple[str, ...] = ()
-    """What became of the first of them, each once."""
+    """The fate of the first of them, each once."""
 
     def reject(self, what: str, reason: str) -> Problems:
         """Count something that is set aside, and remember the reason."""
@@ -154,12 +154,12 @@ class Page:
     page: str = ""
     """The checksum of the whole description that a version without a marker sent, else empty."""
     told: str = ""
-    """Of the problems that it lists."""
+    """The problems that it lists, as text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DeliveryState:
-    """What is delivered, and what a courier must know to continue after a crash."""
+    """All that a courier must know to continue after a crash."""
 
     run_id: str | None = None
     experiment_id: str | None = None

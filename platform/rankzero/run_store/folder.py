@@ -34,7 +34,7 @@ class Identity:
     """The MLflow experiment."""
     tracking_uri: str
     artifact_root: str | None = None
-    """Where a new MLflow experiment keeps its artifacts. None: the server decides."""
+    """The artifact folder of a new MLflow experiment. None: the server decides."""
     experiment_file: str | None = None
     """The user's file, ``path.py`` or ``path.py:Class``, absolute."""
     project_dir: str | None = None
@@ -152,12 +152,12 @@ class RunFolder:
 
     @property
     def failures(self) -> Path:
-        """Where a failing rank writes ``rank_<r>.json`` with time, reason and error."""
+        """The folder in which a failing rank writes ``rank_<r>.json``: time, reason and error."""
         return self.path / "failures"
 
     @property
     def pruned(self) -> Path:
-        """Where a search writes why it stops the run."""
+        """The file in which a search writes why it stops the run."""
         return self.path / "pruned.txt"
 
     @property

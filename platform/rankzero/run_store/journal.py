@@ -27,7 +27,7 @@ from rankzero.events import (
 )
 from rankzero.run_store import disk
 
-# What a reader holds in memory at a time, and a writer while it cannot write.
+# The most that a reader holds in memory at a time, and a writer while it cannot write.
 READ_BYTES, _MOST_WAITING_BYTES = 1 << 20, 64 << 20
 # Between writes of steps: a run that reports each step does not pay one write for each.
 _STEPS_SECONDS = 0.5

@@ -1,4 +1,4 @@
-"""What the environment decides for every command: the folder of the runs, and offline mode.
+"""The environment's choices for every command: the folder of the runs, and offline mode.
 
 Imports next to nothing, because every command imports it.
 """

@@ -1,4 +1,4 @@
-"""Where a run comes from: code, diff, packages, host, command line. Never a secret.
+"""A run's origin: code, diff, packages, host, command line. Never a secret.
 
 Imports neither torch nor pynvml: the trainer reports the devices.
 """
@@ -56,7 +56,7 @@ _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """Where a run comes from. Git's fields are None outside a repository and without git."""
+    """A run's origin. Git's fields are None outside a repository and without git."""
 
     command: str
     host: str
@@ -81,7 +81,7 @@ def collect(
 ) -> Provenance:
     """Collect everything. Never raises for lack of git, a user name or a package.
 
-    `own`: the folder of the runs. What changes in it is no change of the user's code.
+    `own`: the folder of the runs. A change in it is no change of the user's code.
     """
     packages = {}
     for name in _PACKAGES:

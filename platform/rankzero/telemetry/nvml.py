@@ -127,7 +127,7 @@ def _list_devices(nvml: Any) -> dict[Device, tuple[Any, Any]]:
     """
     listed: dict[Device, tuple[Any, Any]] = {}
     for index in range(or_none(nvml, nvml.nvmlDeviceGetCount) or 0):
-        # What the driver does not describe is left out.
+        # A GPU that the driver does not describe is left out.
         with contextlib.suppress(nvml.NVMLError):
             card = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = nvml.nvmlDeviceGetUUID(card)

@@ -99,7 +99,7 @@ class GpuReader:
         return {"utilization_percentage": float(rates.gpu)}
 
     def _memory(self) -> dict[str, float]:
-        # What the driver reserves counts as used.
+        # The driver's own memory counts as used.
         memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         if not memory.total:
             return {}

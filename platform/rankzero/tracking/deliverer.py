@@ -56,7 +56,7 @@ log = logging.getLogger("rankzero.recorder")
 
 
 class Activity(enum.Enum):
-    """What the deliverer does next: the states of its machine."""
+    """The deliverer's next action: the states of its machine."""
 
     IDLE = enum.auto()
     OPEN = enum.auto()

@@ -31,11 +31,11 @@ class Delivery(NamedTuple):
     error: str | None
     run_id: str | None
     trouble: tuple[str, ...]
-    """What went wrong, in words."""
+    """The problems, in words."""
     page_update_waits: bool
     """Whether problems since the run's end may be missing on its page."""
     lacks: tuple[str, ...]
-    """What is pending, in words."""
+    """The pending items, in words."""
 
     @property
     def complete(self) -> bool:

@@ -59,7 +59,7 @@ class RunLog:
         folder = RunFolder(runs / identity.name)
         if ranks.local_rank == 0:
             folder = RunFolder.open_or_create(runs, identity)
-        # What a killed attempt left of pictures has no event, so nothing would ever delete it.
+        # No event names the pictures of a killed attempt, so nothing else would ever delete them.
         if ranks.first:
             starts = (event for event in read_all(folder.events) if isinstance(event, RunStarted))
             attempt = 1 + sum(1 for _ in starts)

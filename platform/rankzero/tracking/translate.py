@@ -134,7 +134,7 @@ class _Draft:
 
     def state(self) -> DeliveryState:
         """Return the state after what was translated so far."""
-        # What no command waits for goes last, so it holds up nothing.
+        # No command waits for the page's update, so it comes last and holds up nothing.
         order = sorted(self._waiting, key=lambda upload: upload is Task.PAGE_UPDATE)
         queue = dataclasses.replace(
             self._before.queue, waiting=tuple(order), ending=self._ending, ended=self._ended

@@ -1,4 +1,4 @@
-"""What follows from the history of evaluations: the best value, early ends, learning rates.
+"""Conclusions from the history of evaluations: the best value, early ends, learning rates.
 
 Every rank has the same history, so every rank decides the same.
 """

@@ -1,4 +1,4 @@
-"""What one training is: its fixed parts, and the state that changes with each step."""
+"""One training: its fixed parts, and the state that changes with each step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rankzero.training_position import Progress, bound
 
 @dataclasses.dataclass
 class State:
-    """What changes during a run, and what a checkpoint stores."""
+    """The part of a training that changes, and that a checkpoint stores."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -57,7 +57,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingContext:
-    """What does not change during a run."""
+    """The part of a training that does not change."""
 
     experiment: Experiment
     world: World

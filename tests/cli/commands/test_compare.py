@@ -65,9 +65,9 @@ def test_the_same_work_under_several_strategies(rankzero: Command) -> None:
 def test_a_profile_reports_the_parts_of_a_step(rankzero: Command) -> None:
     code, output = rankzero("profile", LAYERED, "--nproc", 2)
     assert code == 0, output
-    assert "A step takes" in output and "What limits it is" in output and "aten::" in output
+    assert "A step takes" in output and "The limit is" in output and "aten::" in output
     run = next(iter(mlflow_runs(rankzero).values()))
-    assert run.status == "FINISHED" and "What limits it is" in run.tags["mlflow.note.content"]
+    assert run.status == "FINISHED" and "The limit is" in run.tags["mlflow.note.content"]
     folder = rankzero.folder / "mlruns/runs" / run.name / "artifacts/profile"
     for rank in range(2):
         trace = json.loads(gzip.decompress((folder / f"trace_rank_{rank}.json.gz").read_bytes()))

@@ -201,7 +201,7 @@ def test_killed_rank_restarts_from_its_checkpoint(rankzero: Command) -> None:
 def test_exception_of_the_user_is_one_line_and_fails_the_run(
     rankzero: Command, fail: str, says: str
 ) -> None:
-    # What MLflow gets of a failure is the same for each of them.
+    # MLflow gets the same of each of these failures.
     offline = [] if fail == "measure" else ["--offline"]
     code, output = rankzero("train", TINY, "--nproc", 2, f"fail={fail}", *offline)
     assert code == 1

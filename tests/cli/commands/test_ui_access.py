@@ -33,7 +33,7 @@ ARTIFACTS = "/api/2.0/mlflow-artifacts/artifacts"
 JSON = {"Content-Type": "application/json"}
 EVIL = {"Origin": "http://evil.example", **JSON}
 PUBLIC = {"/health", "/api/3.0/mlflow/server-info", "/ajax-api/3.0/mlflow/server-info"}
-"""What answers without a password; and `STATIC`, the files of which MLflow's page is made."""
+"""These answer without a password; and `STATIC`, the files of which MLflow's page is made."""
 STATIC = "/static-files/"
 BESIDE = (
     "/favicon.ico",
@@ -61,7 +61,7 @@ GUARDED = (
     f"{ARTIFACTS}/health",
     f"{ARTIFACTS}/..{STATIC}index.html",
 )
-"""What nearly looks like it, and must not be taken for it."""
+"""These nearly look like it, and must not be taken for it."""
 TELLS = {
     "store_type",
     "workspaces_enabled",
@@ -72,7 +72,7 @@ TELLS = {
     "presigned_upload_model_id_supported",
     "features_enabled",
 }
-"""What server-info says to everybody: what the server can do, nothing of what it holds."""
+"""The public part of server-info: what the server can do, nothing of what it holds."""
 IN_CI = "RANKZERO_CI"
 """Set by .ci/run, which installs what the tests call."""
 FORBIDDEN = ("Operation not permitted", "Permission denied", "not supported", "Unknown device type")
@@ -269,7 +269,7 @@ def test_default_serves_only_this_machine_and_no_other_site(served: Served) -> N
 
 
 def test_other_hosts_need_a_password_and_so_does_this_one(served: Served) -> None:
-    """Whoever has it is still no other site's page, and comes by this machine's name."""
+    """A user with it is still no other site's page, and comes by this machine's name."""
     _check_password(served, f"http://127.0.0.1:{served.shared}")
     assert asked(
         (f"http://127.0.0.2:{served.shared}{SEARCH}", served.me, {"Host": "localhost"}, None)

@@ -1,4 +1,4 @@
-"""What operators and kernels of a trace were computed for."""
+"""Operators and kernels of a trace are assigned to the parts of a step."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass
 class Shown:
-    """What a training with pictures left."""
+    """The results of a training with pictures."""
 
     events: list[Event]
     notices: list[str]

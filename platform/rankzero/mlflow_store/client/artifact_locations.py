@@ -1,4 +1,4 @@
-"""Where files of runs and models lie: on this machine, only where MLflow puts them.
+"""Artifact locations: on this machine, only those that MLflow itself chooses.
 
 MLflow answers with any folder that its database names, and the database may be somebody else's.
 No file of a user may be overwritten, or deleted with a checkpoint, because of an answer.

@@ -12,7 +12,7 @@ from rankzero.permanent_errors import NeverAccepted, lacks_resources
 
 _PICTURES = "pictures"
 _THUMBNAIL_PIXELS = 800
-# Of the 255 that a file's name may have. Step, time and the rest take up to 114.
+# A file's name may have 255. Step, time and the rest take up to 114 of them.
 _MAX_KEY_BYTES = 140
 
 

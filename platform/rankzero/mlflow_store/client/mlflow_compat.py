@@ -1,4 +1,4 @@
-"""What RankZero changes in MLflow, and what it uses of MLflow's internals. All of it is here.
+"""All changes that RankZero makes in MLflow, and all uses of MLflow's internals.
 
 Seen in MLflow 3.17.2. ``tests/mlflow_store/client/test_mlflow_compat.py`` fails if a private name
 goes, and if a patch is needed no more.

@@ -93,7 +93,7 @@ def experiment_of(folder: RunFolder) -> Experiment:
             f"{folder.path.name} was not started by `rankzero train`: load the model in its own "
             "program"
         )
-    # What lies among the runs may have been downloaded with a run.
+    # A file among the runs may have been downloaded with a run.
     if Path(reference).resolve().is_relative_to(folder.path.parent.parent.resolve()):
         raise UserError(f"{reference} lies among the runs: what came with a run is not executed")
     return config.override(experiment_file.load(reference)(), config.read_file(folder.config))

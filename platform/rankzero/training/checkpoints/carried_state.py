@@ -33,7 +33,7 @@ def _watched(
 ) -> Iterator[Any]:
     before: _Seen = {}
     for number, batch in enumerate(batches):
-        # What is made once, such as a table of positions, exists after the first batch.
+        # A tensor that is made once, such as a table of positions, exists after the first batch.
         if number == 1:
             before = look()
         if number == 2:

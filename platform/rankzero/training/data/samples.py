@@ -23,12 +23,12 @@ Collate = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class BatchMaker:
-    """Makes batches of samples. What `collate` draws depends on seed, number and rank alone."""
+    """Makes batches of samples. `collate` draws by seed, number and rank alone."""
 
     collate: Collate
     seed: int
     rank: int
-    """Of the part of the data that is read: ranks with the same part draw the same."""
+    """The part of the data that is read: ranks with the same part draw the same."""
     training: bool
 
     def make(self, number: int, samples: list[Any]) -> Any:

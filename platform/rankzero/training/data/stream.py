@@ -95,7 +95,7 @@ def at_its_place(dataset: Any) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a part of a stream is, after a batch."""
+    """The place of a part of a stream, after a batch."""
 
     epoch: int = 0
     position: int = 0
@@ -103,7 +103,7 @@ class Place:
     batches: int = 0
     """Made by this part since the start of the run."""
     inner: bytes | None = None
-    """What the stream's `state_dict` returned, as PyTorch saves it."""
+    """The result of the stream's `state_dict`, as PyTorch saves it."""
 
 
 class StreamLoader:

@@ -35,7 +35,7 @@ class Reporter:
         self._unreported_speed: WindowStats | None = None
 
     def start_window(self) -> None:
-        """Start the clock of the next window. What came before, an evaluation, does not count."""
+        """Start the clock of the next window. An evaluation before it does not count."""
         self._times: list[float] = []
         self._data_wait, self._start = 0.0, self._job.world.now()
 

@@ -17,7 +17,7 @@ class StatefulMetrics:
     """The objects in one evaluation.
 
     torchmetrics' objects are updated with each batch, and add their states over ranks themselves.
-    Of other objects nobody knows how to add two states. They get all samples in one update, so
+    Two states of other objects cannot be added. These objects get all samples in one update, so
     their values have the same bits on any number of ranks.
     """
 

@@ -16,7 +16,7 @@ WARM_UP_WINDOWS = 2
 
 @dataclasses.dataclass
 class RunTotals:
-    """What the loop adds up for the run's summary. Evaluations and checkpoints do not count."""
+    """The loop's sums for the run's summary. Evaluations and checkpoints do not count."""
 
     windows: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """Each window's samples and seconds."""
@@ -29,9 +29,9 @@ class RunTotals:
     steps: int = 0
     train_seconds: float = 0.0
     data_wait_seconds: float = 0.0
-    """Of the rank that waited longest, in each window."""
+    """The waits of the rank that waited longest, in each window."""
     blocked_seconds: float = 0.0
-    """Of waiting for checkpoints."""
+    """The time of waiting for checkpoints."""
     best: float | None = None
     last_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 

@@ -17,7 +17,7 @@ from rankzero.training.stop import StopCode, most_urgent
 
 @dataclasses.dataclass(frozen=True)
 class WindowStats:
-    """What every rank knows after a window of steps: the same bits on each."""
+    """A window of steps over all ranks: the same bits on each."""
 
     values: Mapping[str, list[float]]
     """Per metric, each step's mean over all ranks' samples, or the quotient of a `Ratio`."""

@@ -1,4 +1,4 @@
-"""What is not trained: the experiment's helpers, and the parts of the model that it freezes."""
+"""Modules that are not trained: the experiment's helpers, and the frozen parts of the model."""
 
 from __future__ import annotations
 

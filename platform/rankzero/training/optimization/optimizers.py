@@ -130,7 +130,7 @@ def _by_group(
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
     """Return each group's learning rate: ``lr``, then ``lr/<name>``, or ``lr/1`` without a name.
 
-    Of several optimizers, ``lr`` is that of the first, and ``lr/<optimizer>`` that of each.
+    With several optimizers, ``lr`` is that of the first, and ``lr/<optimizer>`` that of each.
     """
     if isinstance(optimizer, JointOptimizer):
         every = {name: learning_rates(part) for name, part in optimizer.parts.items()}

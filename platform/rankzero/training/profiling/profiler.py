@@ -43,7 +43,7 @@ class OperatorCost:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What rank 0 measured."""
+    """Rank 0's measurements."""
 
     step_seconds: float
     """The slowest rank's, without the profiler."""

@@ -44,7 +44,7 @@ def without(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
 
 @dataclasses.dataclass(frozen=True)
 class StepBreakdown:
-    """Where the time of a step goes: fractions that add up to 1."""
+    """The parts of a step's time: fractions that add up to 1."""
 
     forward: float
     """Computing what `measure` asks for."""

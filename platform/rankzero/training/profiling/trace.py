@@ -1,4 +1,4 @@
-"""What a step's operators and kernels were computed for: forward, backward or optimizer."""
+"""Assigns a step's operators and kernels: to the forward, the backward or the optimizer."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _parts_by_time(
     busy: Sequence[Span], ranges: Mapping[str, Sequence[Span]]
 ) -> dict[str, list[Span]]:
     """Divide the busy time among the ranges. The key "" has what is in none of them."""
-    # What computes a batch is counted as waiting for data.
+    # The computation of a batch is counted as waiting for data.
     rest, parts = without(busy, ranges[DATA]), {}
     for name in (_OPTIMIZER, _BACKWARD, FORWARD):
         outside = without(rest, ranges[name])

@@ -97,7 +97,7 @@ class ImageCapture:
             if self._own is not None and self._first_batch is None and samples:
                 self._first_batch = batch
             with self._harmless():
-                # Of a model that was called twice, nobody knows which output is the prediction.
+                # If a model was called twice, either output may be the prediction.
                 if samples and len(outputs) == 1:
                     found = classified(batch, outputs[0], len(self._classes))
                     if found is not None:

@@ -1,4 +1,4 @@
-"""What an image classifier gets wrong: confusion counts and the hardest mistakes, on the device.
+"""An image classifier's mistakes: confusion counts and the hardest ones, on the device.
 
 It uses the outputs that an evaluation computes anyway. Nothing waits for the device until `read`,
 and nothing draws a random number.
@@ -157,7 +157,7 @@ class Mistakes:
 
 
 class _Hardest(NamedTuple):
-    """Mistakes, the hardest first. Where there are fewer, the losses are `_NO_MISTAKE`."""
+    """Mistakes, the hardest first. If there are fewer, the losses are `_NO_MISTAKE`."""
 
     losses: Tensor
     images: Tensor

@@ -1,4 +1,4 @@
-"""What an experiment's `pictures` may return, as bytes, and the class names of a data set."""
+"""The images of an experiment's `pictures`, as bytes, and the class names of a data set."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ class MicroBatchStep:
     accumulation: int
     """Micro-batches of a step."""
     samples: int = 1
-    """Of a micro-batch. A `Ratio`'s gradients are divided by it first: fp16 overflows early."""
+    """A micro-batch's. A `Ratio`'s gradients are divided by it first: fp16 overflows early."""
     weight: float = 1.0
-    """Of the micro-batch in the mean over the step. A `Ratio` has its own; 0 counts nothing."""
+    """The micro-batch's, in the mean over the step. A `Ratio` has its own; 0 counts nothing."""
 
     def forward(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """Return what the user's `measure` returns for a batch."""
