@@ -146,6 +146,7 @@ def test_runs_as_json_have_the_same_keys(here: Here) -> None:
             "data",
             "params",
             "metrics",
+            "tags",
             "mlflow_name",
         )
     }

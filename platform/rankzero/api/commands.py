@@ -181,13 +181,15 @@ def _words(verb: str, experiment: Experiment) -> list[str]:
 def _options(**wanted: Any) -> Iterator[str]:
     """Yield keywords as options: nothing for None and False, the bare option for True.
 
-    A list gives an option several times.
+    A list gives an option several times, and so does a mapping: ``tag={"team": "vision"}``.
     """
     for name, value in wanted.items():
         # An empty folder means the default one, as in `results.run`.
         if name == "dir" and value is not None:
             value = root_of(value)
         option = f"--{name.replace('_', '-')}"
+        if isinstance(value, Mapping):
+            value = [f"{key}={one}" for key, one in value.items()]
         if value is True:
             yield option
         elif isinstance(value, list):

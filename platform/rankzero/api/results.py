@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _COLUMNS = [
     field.name
     for field in dataclasses.fields(Summary)
-    if field.name not in ("folder", "params", "metrics")
+    if field.name not in ("folder", "params", "metrics", "tags")
 ]
 
 
@@ -35,7 +35,8 @@ def runs(
 ) -> DataFrame:
     """Return the runs, one row each, newest first.
 
-    Columns of params are called ``params.lr``, of metrics ``metrics.val/loss``. `filters`, `sort`
+    Columns of params are called ``params.lr``, of metrics ``metrics.val/loss``, of tags
+    ``tags.team``. `filters`, `sort`
     and `all` are as in ``rankzero runs``: ``runs("val/accuracy>0.9", sort="-samples/s")``.
     Raises UserError for a key that no run has.
     """
@@ -48,6 +49,7 @@ def runs(
         {name: getattr(run, name) for name in _COLUMNS}
         | {f"params.{key}": value for key, value in run.params.items()}
         | {f"metrics.{key}": value for key, value in run.metrics.items()}
+        | {f"tags.{key}": value for key, value in run.tags.items()}
         for run in found
     ]
     # Without runs, a table with columns: a notebook's next lines need them.

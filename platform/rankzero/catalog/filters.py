@@ -106,20 +106,21 @@ def select(
 
 
 def value_of(run: Summary, key: str) -> _Value:
-    """Return a run's value: a column, else the goal's best value, else a param, else a metric."""
+    """Return a run's value: a column, the goal's best, or the first param, metric or tag."""
     if key in COLUMNS:
         return COLUMNS[key](run)
     if key == run.goal and run.best is not None:
         return run.best
     if key not in run.params:
         key = new_name(key)
-    return run.params.get(key, run.metrics.get(key))
+    return run.params.get(key, run.metrics.get(key, run.tags.get(key)))
 
 
 def _require(key: str, runs: Sequence[Summary]) -> None:
     if not runs or key in COLUMNS or any(value_of(run, key) is not None for run in runs):
         return
-    known = sorted({*COLUMNS, *(key for run in runs for key in (*run.metrics, *run.params))})
+    own = (key for run in runs for key in (*run.metrics, *run.params, *run.tags))
+    known = sorted({*COLUMNS, *own})
     raise UserError(f"no run has {key!r}; {hint(key, known, '`rankzero runs --json` has all')}")
 
 

@@ -16,6 +16,7 @@ from rankzero.experiment import Goal
 from rankzero.metric_names import SPEED, WHOLE_RUN
 from rankzero.run_store import delivery_state, run_locks, symlinks
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.provenance import tags_of_user
 from rankzero.scalars import number, numbers
 
 # The status of a run of which this disk has only a helping node's part.
@@ -56,6 +57,8 @@ class Summary:
     params: Mapping[str, str]
     # The newest values, and the results of the whole run below whole_run/.
     metrics: Mapping[str, float]
+    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The user's tags."""
     mlflow_name: str | None = None
     """Its name in the embedded store, which a user may change. `lookup.listed` looks it up."""
 
@@ -79,7 +82,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("parent", "mlflow_name", "mlflow_run_id", "data"), (str, NoneType)),
     **dict.fromkeys(("started", "seconds"), (int, float)),
     **dict.fromkeys(("best", "samples_per_second"), (int, float, NoneType)),
-    **dict.fromkeys(("params", "metrics"), (dict,)),
+    **dict.fromkeys(("params", "metrics", "tags"), (dict,)),
     "undelivered": (bool,),
 }
 
@@ -90,7 +93,7 @@ def are_sound(fields: Mapping[str, Any]) -> bool:
         fields.keys() == _KINDS.keys()
         and all(isinstance(value, _KINDS[key]) for key, value in fields.items())
         and fields["status"] in get_args(Status)
-        and set(map(type, fields["params"].values())) <= {str}
+        and set(map(type, (*fields["params"].values(), *fields["tags"].values()))) <= {str}
         and set(map(type, fields["metrics"].values())) <= {int, float}
     )
 
@@ -128,6 +131,7 @@ def read_summary(folder: RunFolder) -> Summary:
         data=started.environment.get(_TRAINING_DATA) if started else None,
         params=params,
         metrics=metrics,
+        tags=tags_of_user(started.environment) if started else {},
     )
 
 

@@ -79,7 +79,8 @@ def run(plan: LaunchPlan, forwarder: SignalForwarder | None = None) -> int:
     ):
         size, experiment = halving
         halved = f"{plan.tags.get(OUT_OF_MEMORY, f'micro-batch {size}')} -> {size // 2}"
-        plan = dataclasses.replace(plan, experiment=experiment, tags={OUT_OF_MEMORY: halved})
+        tags = {**plan.tags, OUT_OF_MEMORY: halved}
+        plan = dataclasses.replace(plan, experiment=experiment, tags=tags)
         console.notice(f"out of memory: {halved}; starting again from the newest checkpoint")
         write_config(plan.folder, plan.experiment)
         console, result, started = _launch(plan, forwarder)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 from pathlib import Path
 
 from rankzero import experiment_file
-from rankzero.catalog import lookup
+from rankzero.catalog import filters, lookup
 from rankzero.mlflow_store import uris
+from rankzero.mlflow_store.items import DESCRIPTION
 from rankzero.mlflow_store.patience import A_DAY, WAIT, seconds
+from rankzero.redaction.text import settings_without_secrets, text_without_secrets
 from rankzero.run_store import names
 from rankzero.run_store.folder import Identity, new_name
 from rankzero.run_store.location import is_offline
+from rankzero.run_store.provenance import RESERVED
+
+_TAG_KEY = re.compile(r"[\w./-]+")
 
 
 def add_experiment(
@@ -45,14 +51,20 @@ def add_new_run(parser: argparse.ArgumentParser) -> None:
         "--tracking-uri",
         help="where MLflow keeps runs (default: $MLFLOW_TRACKING_URI or the embedded store)",
     )
+    tag = "a tag of the run, for `rankzero runs KEY=VALUE`; give it again for another"
+    parser.add_argument(
+        "--tag", type=_tag, action="append", default=[], metavar="KEY=VALUE", help=tag
+    )
+    parser.add_argument("--note", metavar="TEXT", help="the first lines of the run's description")
     add_delivery(parser)
 
 
 def add_start_and_name(parser: argparse.ArgumentParser) -> None:
-    """Add ``--from`` and ``--run-name``."""
+    """Add ``--from`` and ``--name``."""
     start = "start from these settings: a file such as sweet_spot.yaml, a study or a run"
     parser.add_argument("--from", dest="start", metavar="FILE", help=start)
-    parser.add_argument("--run-name", help="the run's name (default: the file's name and the time)")
+    name = "the run's name (default: the file's name and the time)"
+    parser.add_argument("--name", "--run-name", dest="run_name", metavar="NAME", help=name)
 
 
 def add_processes(
@@ -108,6 +120,24 @@ def _wait_seconds(text: str) -> float:
         ) from None
 
 
+def _tag(text: str) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    # Another key would be lost: MLflow, a filter or our own tags take it for theirs.
+    legal = _TAG_KEY.fullmatch(key) and not key.startswith(RESERVED) and key not in filters.COLUMNS
+    if not (legal and value.strip()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write KEY=VALUE, such as team=vision; KEY has letters, digits and '_-./', "
+            f"does not begin with {' or '.join(RESERVED)}, and is no column of `rankzero runs`"
+        )
+    return key, value
+
+
+def tags_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the tags of ``--tag`` and ``--note``, without secrets."""
+    note = {} if arguments.note is None else {DESCRIPTION: text_without_secrets(arguments.note)}
+    return {**settings_without_secrets(dict(arguments.tag)), **note}
+
+
 def absolute(reference: str) -> str:
     """Return an experiment's reference with its file's absolute path."""
     path, cls = experiment_file.split(reference)
@@ -115,7 +145,7 @@ def absolute(reference: str) -> str:
 
 
 def run_name(arguments: argparse.Namespace, kind: str = "") -> str:
-    """Return the name of ``--run-name``, or a new one of the file's name and `kind`."""
+    """Return the name of ``--name``, or a new one of the file's name and `kind`."""
     if arguments.run_name is not None:
         return names.checked_run(arguments.run_name)
     path, _ = experiment_file.split(arguments.experiment)

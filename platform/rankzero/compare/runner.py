@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -45,6 +45,8 @@ class CompareContext:
     """Whether the run is only recorded, and delivered to MLflow later."""
     argv: Sequence[str]
     """The command line."""
+    tags: Mapping[str, str]
+    """The user's tags."""
 
 
 def compare(
@@ -91,7 +93,12 @@ def profile(context: CompareContext, processes: int) -> tuple[Profile, RunFolder
 def _open_run(context: CompareContext) -> AbstractContextManager[StudyRun]:
     """Return the run that the results are artifacts of."""
     return StudyRun.open(
-        context.runs, context.identity, context.reference, context.argv, offline=context.offline
+        context.runs,
+        context.identity,
+        context.reference,
+        context.argv,
+        offline=context.offline,
+        tags=context.tags,
     )
 
 

@@ -91,7 +91,7 @@ def make_folder(runs: Path, identity: Identity, *, machines: int = 1) -> RunFold
         if machines > 1 and created and not folder.events.exists():
             return folder
         raise UserError(
-            f"there is a run {identity.name!r} already: choose another --run-name, or continue it: "
+            f"there is a run {identity.name!r} already: choose another --name, or continue it: "
             f"rankzero resume {identity.name}"
         ) from None
     except OSError as error:

@@ -60,6 +60,7 @@ def sections(
     kinds = {
         "Result": [status, *_numbers(_metrics(left.facts), _metrics(right.facts))],
         "Speed": _numbers(_speeds(left.facts), _speeds(right.facts)),
+        "Tags": _texts(left.facts.tags, right.facts.tags),
         "Settings": _texts(left.facts.params, right.facts.params),
         "Code": _texts(_code(left), _code(right)),
         "Packages": _texts(_packages(left), _packages(right)),

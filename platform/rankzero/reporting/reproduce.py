@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from rankzero.reporting.run_facts import Facts
 
-_RUN_NAME = "--run-name"
+_RUN_NAME = "--name", "--run-name"
 
 
 def commands(name: str, facts: Facts) -> list[str]:
@@ -19,7 +19,7 @@ def commands(name: str, facts: Facts) -> list[str]:
     attempts = []
     for command in recorded:
         if command[:2] == ["rankzero", "train"]:
-            command = [*command, *([_RUN_NAME, again] if again else [])]
+            command = [*command, *([_RUN_NAME[0], again] if again else [])]
         elif command[:2] == ["rankzero", "resume"]:
             command = [again if word == name else word for word in command]
         elif command[:1] == ["rankzero"]:
@@ -61,10 +61,10 @@ def words(command: str) -> list[str]:
     program = PurePath(found[0] if found else "")
     if program.name != "rankzero" and program.parts[-2:] != ("rankzero", "__main__.py"):
         return ["python", *found] if program.suffix == ".py" else found
-    # Without `--run-name NAME` and `--run-name=NAME`: the name is taken already.
+    # Without `--name NAME` and `--name=NAME`: the name is taken already.
     kept, before = ["rankzero"], ""
     for word in found[1:]:
-        if before != _RUN_NAME and word.partition("=")[0] != _RUN_NAME:
+        if before not in _RUN_NAME and word.partition("=")[0] not in _RUN_NAME:
             kept.append(word)
         before = word
     return kept

@@ -22,6 +22,8 @@ from rankzero.events import (
 )
 from rankzero.experiment import Goal
 from rankzero.metric_names import SPEED
+from rankzero.mlflow_store.items import DESCRIPTION
+from rankzero.run_store.provenance import tags_of_user
 from rankzero.scalars import number, numbers
 
 _COMMAND = "rankzero.command"
@@ -39,6 +41,10 @@ class Facts:
     goal: Goal = dataclasses.field(default_factory=Goal)
     params: Mapping[str, str] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tags: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The user's tags, of all attempts."""
+    note: str = ""
+    """What the user wrote with ``--note``."""
     commands: list[str] = dataclasses.field(default_factory=list)
     """The attempts' command lines, without repetitions."""
     attempts: int = 0
@@ -160,6 +166,8 @@ def _start(facts: Facts, event: RunStarted) -> None:
     facts.started = facts.last_time = event.time
     facts.attempts, facts.total_steps = event.attempt, event.total_steps
     facts.params, facts.environment = params_with_new_names(event.params), event.environment
+    facts.tags |= tags_of_user(event.environment)
+    facts.note = facts.note or event.environment.get(DESCRIPTION, "")
     facts.goal, facts.end = goal_of(event.params) or facts.goal, None
     # A run that was resumed twice by the same command shows it once.
     command = event.environment.get(_COMMAND)

@@ -15,6 +15,7 @@ from rankzero.reporting.run_facts import Facts, fold, limited_by, straggler
 from rankzero.run_store import provenance
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
+from rankzero.run_store.journal import read_all
 from rankzero.scalars import number
 
 _SETTINGS = (
@@ -45,7 +46,10 @@ _GAP = "&nbsp;\n\n"
 
 def page(folder: RunFolder) -> str:
     """Return a run's page in MLflow as text, as if a run without an end ended now."""
-    return for_terminal(written(folder, load(path_of(folder, 0))))
+    text = for_terminal(written(folder, load(path_of(folder, 0))))
+    # MLflow has the note above the page, where users edit it.
+    note = fold(read_all(folder.events)).note
+    return f"{note}\n\n{text}" if note else text
 
 
 def written(folder: RunFolder, progress: DeliveryState) -> str:
@@ -211,6 +215,7 @@ def _origin(facts: Facts) -> str:
     # A run of `rankzero.track` has the version among its packages only.
     torch = known.get("rankzero.torch") or known.get("rankzero.package.torch")
     rows = [
+        ("Tags", ", ".join(f"{key}={text}" for key, text in facts.tags.items())),
         ("Experiment", known.get("rankzero.experiment_file")),
         *(
             (

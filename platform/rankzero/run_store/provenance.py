@@ -54,6 +54,10 @@ _VARIABLES = {
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 
 
+# Of the names of tags. All other tags are the user's.
+RESERVED = ("mlflow.", "rankzero.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Provenance:
     """A run's origin. Git's fields are None outside a repository and without git."""
@@ -131,6 +135,11 @@ def environment(found: Provenance) -> dict[str, str]:
         **{f"rankzero.env.{name}": value for name, value in found.variables.items()},
     }
     return {name: value for name, value in tags.items() if value}
+
+
+def tags_of_user(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags of a run that its user chose."""
+    return {key: text for key, text in environment.items() if not key.startswith(RESERVED)}
 
 
 def write_artifacts(found: Provenance, folder: Path) -> None:

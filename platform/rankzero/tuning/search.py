@@ -10,7 +10,7 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ class SearchSetup:
     """The command that trains with the sweet spot."""
     offline: bool
     """Whether runs are only recorded, and delivered to MLflow later."""
+    tags: Mapping[str, str]
+    """The user's tags."""
     argv: Sequence[str]
     hosts: Sequence[Host]
     """One for each trial that runs at the same time."""
@@ -192,6 +194,7 @@ def _open_run(setup: SearchSetup, identity: Identity) -> AbstractContextManager[
         setup.space.reference,
         setup.argv,
         offline=setup.offline,
+        tags=setup.tags,
         options={f"search.{name}": values.render(value) for name, value in options},
     )
 

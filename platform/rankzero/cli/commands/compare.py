@@ -87,16 +87,21 @@ def _context(
     from rankzero.compare import runner
 
     path, _ = experiment_file.split(arguments.experiment)
+    name = arguments.study or new_name(f"{path.stem}-{arguments.verb}")
+    runs = arguments.dir / "runs"
+    if (runs / name).exists():
+        raise UserError(f"there is a run {name!r} already: choose another --name")
     return runner.CompareContext(
         host=host,
         reference=describe.mirrored(described),
-        identity=options.identity_for(arguments, new_name(f"{path.stem}-{arguments.verb}")),
-        runs=arguments.dir / "runs",
+        identity=options.identity_for(arguments, name),
+        runs=runs,
         device=described.device,
         gpus=described.gpus,
         notify=print_line,
         offline=arguments.offline,
         argv=sys.argv,
+        tags=options.tags_of(arguments),
     )
 
 

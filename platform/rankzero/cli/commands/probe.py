@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from rankzero.cli import options
 from rankzero.cli.commands import search
 from rankzero.cli.display.terminal import print_line, text_console
 from rankzero.tuning.probe import grid, probe_map, speed_knobs
@@ -32,7 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
         identity = search.study_identity(arguments, reference, described.processes, "probe")
         offline, runs = arguments.offline, arguments.dir / "runs"
         file = identity.experiment_file or ""
-        with StudyRun.open(runs, identity, reference, sys.argv, offline=offline) as study_run:
+        tags = options.tags_of(arguments)
+        with StudyRun.open(
+            runs, identity, reference, sys.argv, offline=offline, tags=tags
+        ) as study_run:
             probe = probe_map.measure(space, described, file, arguments.dir, host, print_line)
             measured, effects = probe.cells, probe.effects
             figures = probe_figures.interactive(measured, effects)

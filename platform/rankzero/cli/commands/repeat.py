@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from rankzero import config
+from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
 from rankzero.cli.commands.resume import RECORDER_SECONDS, class_of
 from rankzero.cli.commands.train import experiment_of
@@ -25,7 +26,7 @@ from rankzero.repeats import plan as plans
 from rankzero.repeats import results
 from rankzero.repeats.plan import Plan, Repetition
 from rankzero.repeats.results import RunResult
-from rankzero.run_store import names
+from rankzero.run_store import provenance
 from rankzero.run_store.attempt import is_written, sole_launcher
 from rankzero.run_store.folder import RunFolder
 from rankzero.tracking import delivery_status, sync
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     reference, runs = arguments.experiment, arguments.dir / "runs"
-    known = RunFolder(runs / reference) if names.is_plain(reference) else None
+    known = None if ".py" in reference else lookup.find(runs, reference)
     before = plans.stored(known) if known is not None else None
     if known is not None and before is not None:
         folder, plan, experiment = known, *_continued(arguments, known, before)
@@ -63,8 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"{child.path.name} is still training: wait until it has ended")
     with sole_launcher(folder, machines=1), SignalForwarder() as forwarder:
         identity, params, offline = folder.identity, plan.params(), arguments.offline
+        tags = options.tags_of(arguments)
         with StudyRun.open(
-            runs, identity, experiment, sys.argv, offline=offline, options=params
+            runs, identity, experiment, sys.argv, offline=offline, tags=tags, options=params
         ) as study:
             found = _train(arguments, study, plan, parts, forwarder)
             complete = all(one.finished for one in found)
@@ -147,6 +149,7 @@ def _train(
                 topology,
                 arguments.dir,
                 sys.argv,
+                tags=provenance.tags_of_user(options.tags_of(arguments)),
                 offline=arguments.offline,
                 is_part=True,
             )

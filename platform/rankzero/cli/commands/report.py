@@ -60,12 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
     # Only a study's run has this param.
     is_study = folder is not None and "search.sampler" in read_summary(folder).params
     if arguments.storage or is_study:
-        _show_study(arguments)
+        _show_study(arguments, names[0] if folder is None else folder.path.name)
         return 0
     # A study may have its run on another disk, and its trials in a database of this one.
     if folder is None and (arguments.dir / "studies.db").exists():
         with contextlib.suppress(UserError):
-            _show_study(arguments)
+            _show_study(arguments, names[0])
             return 0
     text = run_report.page(lookup.require(runs, names[0]))
     if is_interactive():
@@ -114,7 +114,7 @@ def _show_code(terminal: Console, left: RunSide, right: RunSide, limit: int | No
         terminal.print(f"  {len(lines) - limit} more lines: --all", style="dim")
 
 
-def _show_study(arguments: argparse.Namespace) -> None:
+def _show_study(arguments: argparse.Namespace, name: str) -> None:
     """Print a study's trials and its verdict. Raises UserError if there is no such study."""
     # Optuna takes a second to import, and a report on a run does not need it.
     from rankzero.tuning.options import default_storage
@@ -124,7 +124,7 @@ def _show_study(arguments: argparse.Namespace) -> None:
     from rankzero.tuning.verdict.confirm import by_trial
 
     storage = arguments.storage or default_storage(arguments.dir)
-    study = find_study(storage, arguments.names[0])
+    study = find_study(storage, name)
     trials, facts, terminal = study.trials(), study.facts, table_console()
     head = [_SHORT.get(column, column) for column in SHOWN_COLUMNS]
     rows = [[_cell(row_of(trial)[column]) for column in SHOWN_COLUMNS] for trial in trials]

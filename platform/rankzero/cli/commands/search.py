@@ -48,6 +48,8 @@ def add_experiment_arguments(
         processes = "processes of each trial (default: one per GPU, or 1)"
         parser.add_argument("--nproc", type=int, help=processes)
     options.add_new_run(parser)
+    name = "the name of the study, or of the run (default: by what is searched, or the time)"
+    parser.add_argument("--name", "--study", dest="study", metavar="NAME", help=name)
     new = "start a new study; the earlier one is kept"
     parser.add_argument("--new", action="store_true", help=new)
     if probes:
@@ -55,7 +57,7 @@ def add_experiment_arguments(
         which += f"{', '.join(knobs.MEASURED)} measured (default: by the machine and the data)"
         parser.add_argument("--knobs", action="append", metavar="LIST", help=which)
     # Options that only `search` has, and functions read that all of these commands call.
-    parser.set_defaults(study=None, parallel=1, probe=True)
+    parser.set_defaults(parallel=1, probe=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--challengers", type=int, default=3, help=best)
     parallel = "trials at a time, each on its own GPUs or cores (1)"
     add("--parallel", type=int, default=1, metavar="K", help=parallel)
-    add("--study", metavar="NAME", help="the study's name (default: by what is searched)")
     shared = "the study's database, which machines may share (default: studies.db in --dir)"
     add("--storage", help=shared)
     # For rankzero.search, which runs the command: the study's name as JSON.
@@ -176,6 +177,7 @@ def _search(
         probes=arguments.probe,
         use=f"{program()} train {arguments.experiment} --from {identity.name}",
         offline=arguments.offline,
+        tags=options.tags_of(arguments),
         argv=sys.argv,
         hosts=hosts,
         notify=print_line,

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from rankzero import config, experiment_file
+from rankzero.catalog import lookup
 from rankzero.cli import launch_run, options
 from rankzero.errors import UserError
 from rankzero.experiment import Experiment
 from rankzero.launch import agent
 from rankzero.launch.request import make_folder, with_changes, with_secrets, write_config
 from rankzero.run_store.attempt import sole_launcher
-from rankzero.run_store.folder import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
             write_config(folder, experiment)
         offline = arguments.offline
         plan = launch_run.LaunchPlan(
-            folder, experiment, topology, arguments.dir, sys.argv, joined=joined, offline=offline
+            folder,
+            experiment,
+            topology,
+            arguments.dir,
+            sys.argv,
+            tags=options.tags_of(arguments),
+            joined=joined,
+            offline=offline,
         )
         return launch_run.run(plan)
 
@@ -50,8 +57,10 @@ def experiment_of(arguments: argparse.Namespace) -> Experiment:
     experiment = experiment_file.load(arguments.experiment)()
     if arguments.start is None:
         return with_changes(experiment, settings)
-    folder = RunFolder(arguments.dir / "runs" / arguments.start)
-    for saved in (Path(arguments.start), folder.artifacts / "sweet_spot.yaml", folder.config):
+    places = [Path(arguments.start)]
+    if not places[0].is_file() and (folder := lookup.find(arguments.dir / "runs", arguments.start)):
+        places = [folder.artifacts / "sweet_spot.yaml", folder.config]
+    for saved in places:
         if saved.is_file():
             start = config.override(experiment, with_secrets(config.read_file(saved), settings))
             return with_changes(start, settings)

@@ -83,6 +83,8 @@ class MlflowRuns:
         """Set the run to RUNNING and log its params and tags."""
         run = self._run(run_id)
         tags = {**event.environment, "rankzero.attempt": str(event.attempt)}
+        if event.attempt > 1:
+            tags.pop(DESCRIPTION, None)  # somebody may have edited the note since
         if "goal.metric" in event.params:
             tags["rankzero.goal"] = event.params["goal.metric"]
         # MLflow never changes a param. A later attempt's value becomes a tag.

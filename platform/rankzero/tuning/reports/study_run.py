@@ -52,15 +52,18 @@ class StudyRun:
         argv: Sequence[str],
         *,
         offline: bool,
+        tags: Mapping[str, str],
         options: Mapping[str, str] | None = None,
     ) -> Iterator[StudyRun]:
         """Open the run for a block. Its params are the reference's settings, and `options`.
 
-        `offline`: record the run only; `rankzero sync` delivers it.
+        `tags`: the user's. Children have them, too, but without the note. `offline`: record the
+        run only; `rankzero sync` delivers it.
         """
         log = RunLog.open(runs, identity, Ranks(), gpu_uuids=(), offline=offline)
-        run = cls(log, provenance.record(log.folder.artifacts, argv, identity.experiment_file))
-        tags = {**run.environment, "rankzero.study": log.folder.path.name}
+        recorded = provenance.record(log.folder.artifacts, argv, identity.experiment_file)
+        run = cls(log, recorded | provenance.tags_of_user(tags))
+        tags = {**recorded, **tags, "rankzero.study": log.folder.path.name}
         params = settings_without_secrets(config.rendered(reference))
         log(RunStarted(time.time(), {**params, **(options or {})}, tags, log.attempt))
         try:
