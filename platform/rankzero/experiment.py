@@ -48,8 +48,11 @@ class Goal:
     """
 
     metric: str = "val/loss"
+    """The validation metric that decides which checkpoint is the best."""
     mode: Literal["min", "max"] = "min"
+    """Whether a lower or a higher value is better."""
     target: float | None = None
+    """The value that a search aims at, and that a report compares with; none: unknown."""
 
     def __post_init__(self) -> None:
         if not self.metric.startswith("val/"):
@@ -95,9 +98,11 @@ class Train:
     eval_batch: int | None = None
     """Samples per forward on one rank in an evaluation; none: the micro-batch."""
     precision: Precision = "fp32"
+    """Number format of the arithmetic: fp32, TF32 multiplications, or mixed with bf16 or fp16."""
     strategy: Literal["single", "dp", "ddp", "zero1", "fsdp", "tp", "pp"] = "ddp"
     """How the processes divide the work; see docs/strategies.md."""
     compile: bool = False
+    """Compile the model with `torch.compile`: faster steps after a slow first one."""
     recompute: bool = False
     """Save memory: compute the activations of blocks again during the backward."""
     channels_last: bool = False
@@ -114,7 +119,9 @@ class Train:
     schedule: Schedule = "constant"
     """The learning rate after the warm-up."""
     warmup_steps: int = 0
+    """Steps in which the learning rate grows from 0 to its start."""
     seed: int = 0
+    """Of the weights, the order of the data and the augmentation."""
     deterministic: bool = False
     """Refuse operations whose result differs between runs; costs speed."""
     workers: int | None = None
@@ -147,7 +154,7 @@ class Train:
         """When a training ends early, and what happens when the memory of a device is full."""
 
         max_minutes: float | None = None
-        """Stop, with a checkpoint, after this many minutes; none: no limit."""
+        """Finish, with a checkpoint, after this many minutes of an attempt; none: no limit."""
         hang_minutes: float | None = 10.0
         """End the run if a rank makes no progress for so long, and name the rank; none: wait.
 
@@ -217,6 +224,7 @@ class Train:
         """How the strategy pp works."""
 
         schedule: Literal["1f1b", "gpipe"] = "1f1b"
+        """The order of forwards and backwards; 1f1b needs less memory."""
 
     pp: Pipeline = Pipeline()
 

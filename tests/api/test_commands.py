@@ -97,9 +97,7 @@ def test_example_notebook_runs_from_top_to_bottom(start: Start, tmp_path: Path) 
     assert "Digits(train=Train(epochs=4" in output and "COMPLETE" in output
     run = rankzero.run("from-a-notebook", dir=tmp_path / "mlruns")
     assert (
-        run.params["lr"] == "0.01"
-        and run.params["world_size"] == "2"
-        and run.metrics["val/loss"] > 0
+        run.params["lr"] == 0.01 and run.params["world_size"] == 2 and run.metrics["val/loss"] > 0
     )
     assert list(run.history("val/loss")["step"]) == [22, 44, 66, 88]
     started = next(read_all(RunFolder(run.folder).events))

@@ -52,7 +52,7 @@ def test_run_has_its_history(tmp_path: Path) -> None:
     )
     run = rankzero.run(folder.path.name, dir=tmp_path)
     assert run.status == "DIED" and run.reason == "" and run.best == 0.6
-    assert run.metrics["train/loss"] == 7.0 and run.params["lr"] == "0.1"
+    assert run.metrics["train/loss"] == 7.0 and run.params["lr"] == 0.1
     table = run.history()
     assert list(table["step"]) == [1, 2, 3] and list(table["train/loss"]) == [1.0, 0.5, 7.0], (
         "the first values stay"
@@ -61,6 +61,28 @@ def test_run_has_its_history(tmp_path: Path) -> None:
     assert "### DIED: at step 3 of 100" in run.report and "val/accuracy 0.6" in repr(run)
     with pytest.raises(rankzero.UserError, match="its own program"):
         run.model()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.1", 0.1),
+        ("1e-05", 1e-05),
+        ("32", 32),
+        ("-3", -3),
+        ("inf", float("inf")),
+        ("true", True),
+        ("none", None),
+        ("cosine", "cosine"),
+        ("1e", "1e"),
+        ("1_000", "1_000"),
+    ],
+)
+def test_params_have_types(text: str, value: object, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    append(folder, started(key=text))
+    found = rankzero.run(folder.path.name, dir=tmp_path).params["key"]
+    assert found == value and type(found) is type(value)
 
 
 def test_run_returns_its_best_model(tmp_path: Path) -> None:

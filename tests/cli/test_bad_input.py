@@ -143,6 +143,18 @@ def test_busy_port_is_an_error(here: Here) -> None:
     assert code == 2 and f"port {port} cannot be used" in output and f"--port {port + 1}" in output
 
 
+def test_ui_in_a_wrong_folder_makes_no_store(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Path.cwd()
+    code, output = here("ui")
+    assert code == 2 and f"no store in {home}/mlruns" in output and not Path("mlruns").exists()
+    (home / "mlruns").mkdir()
+    (home / "mlruns/mlflow.db").touch()
+    (home / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(home / "a" / "b")
+    assert f"there is one in {home}/mlruns: rankzero ui --dir {home}/mlruns" in here("ui")[1]
+    assert not list(Path.cwd().iterdir())
+
+
 def test_existing_run_name_is_an_error(here: Here) -> None:
     Path("mlruns/runs/mine").mkdir(parents=True)
     code, output = here("train", TINY, "--run-name", "mine")

@@ -211,6 +211,7 @@ def test_narrow_terminal(trained: Command) -> None:
 def test_logs_show_what_the_ranks_printed(here: Here) -> None:
     assert here("logs", "first") == (0, "[0] hello from a rank\n[1] hello from a rank\n")
     assert here("logs", "first", "--rank", 1) == (0, "hello from a rank\n")
+    assert here("logs", "second") == (0, "second: its ranks printed nothing on this machine\n")
     code, output = here("logs", "first", "--rank", 2)
     assert code == 2 and "its ranks here are 0, 1" in output
     code, output = here("logs", "first", "--follow")

@@ -38,6 +38,7 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     settings = (tmp_path / "site/reference/settings/index.html").read_text()
     assert "train.limits.hang_minutes" in settings and "name the rank" in settings
+    assert "<td></td>" not in settings, "every setting has a description"
     assert "rankzero compare" in (tmp_path / "site/reference/commands/index.html").read_text()
     pages = "".join(path.read_text() for path in (tmp_path / "site").rglob("*.html"))
     assert "fonts.googleapis.com" not in pages, "the site opens offline"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,6 +29,9 @@ _COLUMNS = [
     for field in dataclasses.fields(Summary)
     if field.name not in ("folder", "params", "metrics", "tags")
 ]
+
+_WORDS = {"true": True, "false": False, "none": None}
+_NUMBER = re.compile(r"-?(\d+(\.\d*)?(e[-+]?\d+)?|inf|nan)")
 
 
 def runs(
@@ -71,6 +75,12 @@ def run(name: str, *, dir: str | Path | None = None) -> Run:
     return Run(lookup.require(root_of(dir) / "runs", name))
 
 
+def _value(text: str) -> str | float | bool | None:
+    if text in _WORDS or not _NUMBER.fullmatch(text):
+        return _WORDS.get(text, text)
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
+
+
 class Checkpoint(NamedTuple):
     """A checkpoint on this disk."""
 
@@ -102,9 +112,9 @@ class Run:
         return self._facts.end.reason if self._facts.end else ""
 
     @property
-    def params(self) -> Mapping[str, str]:
-        """The settings, as text."""
-        return dict(self._facts.params)
+    def params(self) -> Mapping[str, str | float | bool | None]:
+        """The settings. What reads as a number, true, false or none is one, else it is text."""
+        return {key: _value(text) for key, text in self._facts.params.items()}
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -128,6 +128,12 @@ def goal_of(params: Mapping[str, str]) -> Goal | None:
         return None
 
 
+def is_limited(facts: Facts) -> bool:
+    """Return whether the run may have finished by its time limit, with steps left to train."""
+    limit = facts.params.get("train.limits.max_minutes", "none")
+    return limit != "none" and not (facts.total_steps and facts.steps >= facts.total_steps)
+
+
 def limited_by(facts: Facts, wait: float) -> str:
     """Return what limited the speed, as far as the metrics of every run show it."""
     busy = facts.gpu_means.get("utilization_percentage")

@@ -11,7 +11,7 @@ from rankzero.events import RunEnded
 from rankzero.reporting import reproduce
 from rankzero.reporting.delivery_problems import trouble
 from rankzero.reporting.markdown import table
-from rankzero.reporting.run_facts import Facts, fold, limited_by, straggler
+from rankzero.reporting.run_facts import Facts, fold, is_limited, limited_by, straggler
 from rankzero.run_store import provenance
 from rankzero.run_store.delivery_state import DeliveryState, load, path_of
 from rankzero.run_store.folder import RunFolder
@@ -181,8 +181,8 @@ def _checkpoints(name: str, facts: Facts, end: RunEnded) -> str:
             f"{_GAP}### Checkpoints\n\nSteps {listed}. The program continues from the latest if it "
             f"begins with these lines:\n\n```python\n{reproduce.resume_lines(name)}\n```"
         )
-    # A finished run can only continue to a later end.
-    finished = end.status == "FINISHED"
+    # A finished run can only continue to a later end, but for one that its time limit ended.
+    finished = end.status == "FINISHED" and not is_limited(facts)
     verb = "Continue" if finished else "Resume"
     command = (
         f"rankzero resume {name} {reproduce.longer(facts.params) if finished else ''}".rstrip()

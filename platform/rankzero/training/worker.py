@@ -194,7 +194,8 @@ def _train(
         gc.freeze()
         with watchdog.training():
             stopped = fit(job, state, log, stop, checkpoints, totals)
-        finished = not stopped
+        # The time limit is an end that the user planned.
+        finished = stopped in (StopCode.NONE, StopCode.TIME_LIMIT)
     finally:
         gc.unfreeze()
         totals.best = state.best
@@ -206,7 +207,7 @@ def _train(
     # Only now, because the test loads other weights: the last checkpoint is on the disk.
     if finished and test_sets and job.world.all(failure is None):
         with watchdog.training():
-            stopped = _test(job, state, test_sets, log, stop, totals)
+            stopped = _test(job, state, test_sets, log, stop, totals) or stopped
     return _outcome(job, state, stopped, failure, log.folder)
 
 
@@ -250,17 +251,15 @@ def _outcome(
     folder: RunFolder,
 ) -> AttemptOutcome:
     """Return how the attempt ended. `missing_checkpoint`: why the last one is not on the disk."""
-    train, goal = job.experiment.train, job.experiment.goal
+    goal = job.experiment.goal
     lacks = f"; {missing_checkpoint}" if missing_checkpoint else ""
-    if stopped:
+    if stopped and (lacks or stopped != StopCode.TIME_LIMIT):
         reason = f"{stopped.reason} at step {state.step}"
         if state.evaluation_pending:
             reason += ", during its evaluation"
         if stopped == StopCode.PRUNED and folder.pruned.exists():
             reason += f": {folder.pruned.read_text(encoding='utf-8')}"
-        # Without checkpoints nothing can continue, so the time limit is the end of the run.
-        is_over = stopped == StopCode.TIME_LIMIT and train.checkpoints.save_every == 0
-        return AttemptOutcome("FINISHED" if is_over else "KILLED", reason + lacks)
+        return AttemptOutcome("KILLED", reason + lacks)
     if lacks:
         # All steps are trained, but their result is not on the disk.
         return AttemptOutcome("FAILED", f"trained {state.step} steps{lacks}")
@@ -272,6 +271,8 @@ def _outcome(
     stalled = improvement.stalled(job.experiment, state)
     if stalled and state.step < job.total_steps:
         reason = f"{stalled}; {reason}"
+    if stopped:
+        reason = f"{stopped.reason} at step {state.step}; {reason}"
     return AttemptOutcome("FINISHED", reason)
 
 

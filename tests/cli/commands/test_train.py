@@ -133,6 +133,23 @@ def test_sigterm_stops_with_a_checkpoint_and_resuming_is_exact(rankzero: Command
     assert code == 2 and "has finished" in output
 
 
+def test_a_time_limit_is_a_planned_end_and_is_continued(rankzero: Command) -> None:
+    words = ("step_seconds=0.02", "train.epochs=1000", "train.limits.max_minutes=0.01")
+    code, output = rankzero("train", TINY, "--name", "mine", "--offline", *words)
+    folder = rankzero.runs[0]
+    ended, step = last_end(folder), max(losses(folder))
+    assert code == 0 and ended.status == "FINISHED", output
+    limit = f"reached train.limits.max_minutes at step {step}; "
+    assert ended.reason.startswith(limit)
+    assert (
+        "Resume from the latest:\n\n```sh\nrankzero resume mine\n" in rankzero("report", "mine")[1]
+    )
+    assert rankzero("resume", "mine", "--offline")[0] == 0
+    assert resumed_at(folder) == step and last_end(folder).status == "FINISHED"
+    code, output = rankzero("resume", "mine", "--offline", f"train.steps={step}")
+    assert code == 2 and "nothing is left to train" in output
+
+
 def test_ctrl_c_stops_with_a_checkpoint(rankzero: Command) -> None:
     process = rankzero.start(
         "train", TINY, "--offline", "step_seconds=0.05", "train.epochs=100", "train.log_every=2"

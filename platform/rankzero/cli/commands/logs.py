@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -46,18 +47,23 @@ def run(arguments: argparse.Namespace) -> int:
         known = f"its ranks here are {ranks}" if found else "it has no logs here"
         raise UserError(f"{folder.path.name} has no output of rank {arguments.rank}: {known}")
     shown = found if arguments.rank is None else [arguments.rank]
-    for rank in shown:
-        _show(folder, rank, f"[{rank}] " if len(shown) > 1 else "")
+    printed = [_show(folder, rank, f"[{rank}] " if len(shown) > 1 else "") for rank in shown]
+    if not any(printed):
+        # Not into a pipe, whose reader expects what the ranks printed.
+        print(f"{folder.path.name}: its ranks printed nothing on this machine", file=sys.stderr)
     return FINISHED
 
 
-def _show(folder: RunFolder, rank: int, prefix: str = "") -> None:
-    """Print a rank's output by attempt, standard error last."""
+def _show(folder: RunFolder, rank: int, prefix: str = "") -> bool:
+    """Print a rank's output by attempt, standard error last. Return whether there was any."""
+    printed = False
     for path in log_files(folder.path / "logs", rank):
         with path.open(encoding="utf-8", errors="replace") as file:
             # Line by line: a rank may have printed gigabytes.
             for line in file:
                 print(prefix + line.rstrip("\n"))
+                printed = True
+    return printed
 
 
 def _follow(folder: RunFolder, root: Path, rank: int) -> int:

@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     # MLflow's server reports a port in use with a traceback, after seconds.
     _require_free(access)
+    if not arguments.dir.is_dir():
+        raise UserError(_no_store(arguments.dir.absolute()))
     uris.prepare_store(uris.default_tracking_uri(arguments.dir))
     empty = uris.is_empty(arguments.dir / uris.DATABASE)
     environ, notes = server.environment(os.environ), ""
@@ -69,6 +71,16 @@ def run(arguments: argparse.Namespace) -> int:
         print(*filter(None, lines), sep="\n", flush=True)
         process.communicate()
     return 0 if process.returncode in (0, -signal.SIGTERM, -signal.SIGINT) else 1
+
+
+def _no_store(root: Path) -> str:
+    above = [folder / root.name for folder in root.parents[1:]]
+    found = next((folder for folder in above if (folder / uris.DATABASE).exists()), None)
+    there = f"there is one in {found}: " if found else "name the folder of your runs: "
+    return (
+        f"there is no store in {root}; {there}rankzero ui --dir {found or 'FOLDER'}\n"
+        f"to begin with an empty store: mkdir -p {root}"
+    )
 
 
 def _words(text: str) -> tuple[str, ...]:
