@@ -74,6 +74,7 @@ def test_the_commands_that_repeat_a_run() -> None:
 
     train = "/usr/bin/rankzero train x.py --run-name mine lr=1 'name=a b'"
     assert commands(begun(train)) == ["rankzero train x.py lr=1 'name=a b'"]
+    assert commands(begun(train.replace("--run-name", "--name"))) == commands(begun(train))
     assert commands(begun(train, mlflow__source__git__commit="abc", rankzero__dirty="true"))[
         :2
     ] == ["git checkout abc", "git apply diff.patch   # of the run's artifacts, in provenance/"]
@@ -82,7 +83,7 @@ def test_the_commands_that_repeat_a_run() -> None:
         assert "git apply" not in "".join(commands(begun(train, **environment)))
     again = begun("/x/rankzero/__main__.py resume mine train.epochs=8", 2)
     assert commands(begun(train), again) == [
-        "rankzero train x.py lr=1 'name=a b' --run-name mine-again",
+        "rankzero train x.py lr=1 'name=a b' --name mine-again",
         "rankzero resume mine-again train.epochs=8",
     ]
     trial = begun("rankzero search x.py --trials 3", rankzero__experiment_file="x.py")
